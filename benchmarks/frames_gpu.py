@@ -9,9 +9,10 @@
 - ``roll``: append a frame to 21 held, evict the oldest, with one frame as sink and one as window.
 - ``step``: one query over 455 tokens, 16 heads of 64 (an audio model), 1 and 64 streams.
 
-Times are medians of 20 calls with a dirty L2 cache, turn by turn with bf16's, in microseconds; ``vs_bf16`` is bf16's
-fastest over the preset's: above 1 the packed cache is faster. Each is checked first: the largest difference of 64
-queries from float32 attention over the decoded tokens, relative to the root mean square of the output.
+``us`` is the median of one call in a CUDA graph, ``eager_us`` outside one, both with a dirty L2 cache, in microseconds;
+``vs_flash`` and ``vs_bf16`` are how many times as fast as bf16's flash attention and as bf16's fastest, in graphs. Each
+is checked first: the largest difference of 64 queries from float32 attention over the decoded tokens, relative to the
+root mean square of the output.
 """
 
 import argparse
@@ -31,27 +32,10 @@ from torch.profiler import ProfilerActivity, profile
 
 import kvcodec
 from kvcodec.cache.fused import FusedLayerCache
+from kvcodec_lab.bench.timing import Timer
 from kvcodec_lab.stamp import stamp
 
 HEADS, DIM, FRAME, FRAMES, AUDIO = 16, 64, 1560, 21, 455
-TURNS = 20
-
-
-def medians(calls: dict[str, Callable[[], Any]]) -> dict[str, float]:
-    """Median microseconds of each call, which take turns."""
-    dirt = torch.empty(128 << 20, dtype=torch.uint8, device="cuda")
-    found: dict[str, list[float]] = {name: [] for name in calls}
-    for turn in range(TURNS + 3):
-        for name, call in calls.items():
-            dirt.zero_()
-            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            begin.record()
-            call()
-            end.record()
-            end.synchronize()
-            if turn >= 3:
-                found[name].append(1e3 * begin.elapsed_time(end))
-    return {name: statistics.median(times) for name, times in found.items()}
 
 
 def bf16(q: Tensor, k: Tensor, v: Tensor) -> dict[str, Callable[[], Any]]:
@@ -109,7 +93,7 @@ def filled(name: str, spec: str, k: Tensor, v: Tensor) -> tuple[Any, Any]:
 
 
 @torch.inference_mode()
-def attention(name: str, specs: list[str], batch: int, tokens: int, queries: int) -> list[dict[str, Any]]:
+def attention(timer: Timer, name: str, specs: list[str], batch: int, tokens: int, queries: int) -> list[dict[str, Any]]:
     k, v = drawn(2, batch, HEADS, tokens, DIM).unbind(0)
     q = drawn(batch, HEADS, queries, DIM, seed=1)
     calls, about = bf16(q, k, v), dict[str, dict[str, Any]]()
@@ -128,18 +112,19 @@ def attention(name: str, specs: list[str], batch: int, tokens: int, queries: int
         if name == "frame":
             about[spec] |= {"by": ran_by(call), "first_ms": first}
         calls[spec] = call
-    times = medians(calls)
+    times = {spec: timer.cold(call)["p50"] for spec, call in calls.items()}
     least = min(us for name, us in times.items() if name.startswith("bf16"))
     shape = {"batch": batch, "heads": HEADS, "head_dim": DIM, "tokens": tokens, "queries": queries}
     rows = []
     for spec, us in times.items():
         speed = {"us": us, "vs_bf16": least / us, "vs_flash": times["bf16 flash"] / us}
+        speed["eager_us"] = timer.eager(calls[spec], 20)["p50"]
         rows.append(show({"part": name, **shape, "spec": spec, **speed, **about.get(spec, {"bytes": 2 * k.nbytes})}))
     return rows
 
 
 @torch.inference_mode()
-def rolling(spec: str, steps: int) -> dict[str, Any]:
+def rolling(timer: Timer, spec: str, steps: int) -> dict[str, Any]:
     """Roll, compare with an oracle of the frames held, and time appends."""
     scheme = replace(kvcodec.get(spec).for_layer(8, 24), sink=FRAME, window=FRAME)
     video = kvcodec.FrameCache(FusedLayerCache(scheme), tokens=FRAME, frames=FRAMES, sinks=1)
@@ -163,7 +148,7 @@ def rolling(spec: str, steps: int) -> dict[str, Any]:
     row = {
         "part": "roll", "spec": spec, "frames": steps, "us": statistics.median(times), "equal_oracle": all(same),
         "pages": sorted(sizes), "error": error(video.attend(q), q, video.cache),
-        "attend_us": medians({"a": lambda: video.attend(q)})["a"],
+        "attend_us": timer.cold(lambda: video.attend(q))["p50"],
     }  # fmt: skip
     return show(row)
 
@@ -174,10 +159,11 @@ def main() -> None:
     parser.add_argument("--out", type=Path)
     given = parser.parse_args()
     specs, rows = given.specs.split(","), list[dict[str, Any]]()
-    rows += attention("frame", specs, 1, FRAME * FRAMES, FRAME)
-    rows += attention("step", specs, 64, AUDIO, 1)
-    rows += attention("step", specs, 1, AUDIO, 1)
-    rows += [rolling(spec, 60) for spec in ("saw-int4", "octopus-3")]
+    timer = Timer()
+    rows += attention(timer, "frame", specs, 1, FRAME * FRAMES, FRAME)
+    rows += attention(timer, "step", specs, 64, AUDIO, 1)
+    rows += attention(timer, "step", specs, 1, AUDIO, 1)
+    rows += [rolling(timer, spec, 60) for spec in ("saw-int4", "octopus-3")]
     if given.out:
         about = {**stamp(torch.device("cuda"), 0), "rows": rows}
         given.out.write_text(json.dumps(about, indent=1) + "\n")
