@@ -12,7 +12,9 @@ and of it the least, mean and largest over the prompts:
 - ``psnr`` (dB, at most 60) and ``ssim`` (7 x 7 windows);
 - ``feature``: 1 - cosine of the model's own states of a frame alone, averaged over its tokens;
 - ``alike``: frames until more than 1 % of the pixels differ;
-- ``truth``: share of pixels that are those of the true world, which goes on as it begun.
+- ``truth``: share of pixels that are those of the true world, which goes on as it begun;
+
+and ``drift``: PSNR by time, the mean over the prompts and the frames from the one before up to each of ``DRIFT``.
 
 ``--specs paper`` are the names of ``parts.py``, at OCTOPUS's protocol. Rows go to ``FOLDER/NAME.json``, frames of 8
 prompts to ``FOLDER/NAME.npz``.
@@ -23,6 +25,7 @@ import json
 import math
 import sys
 import time
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +48,8 @@ SPECS = (
 )
 GROUP = 32
 """Channels of a value that share a scale in the paper's video rows."""
+DRIFT = (1, 3, 10, 30, 100, 300)
+"""Frames by which a rollout's time is divided."""
 FRAMES = 24
 """Frames of a video that is learned from."""
 NOISE = 0.02
@@ -137,7 +142,10 @@ def compared(model: VideoModel, found: Tensor, wanted: Tensor, truth: Tensor) ->
         "psnr": psnr.mean(1), "ssim": likeness.mean(1), "feature": apart.mean(1), "alike": alike,
         "truth": (found == truth).float().mean((1, 2, 3)),
     }  # fmt: skip
-    return {name: [float(x.min()), float(x.mean()), float(x.max())] for name, x in metrics.items()}
+    spread = {name: [float(x.min()), float(x.mean()), float(x.max())] for name, x in metrics.items()}
+    ends = [end for end in DRIFT if end <= frames]
+    drift = {str(end): float(psnr[:, begin:end].mean()) for begin, end in pairwise([0, *ends])}
+    return {**spread, "drift": drift}
 
 
 def main() -> None:
