@@ -3,6 +3,7 @@
 import json
 import multiprocessing
 import os
+import random
 import signal
 import time
 from collections.abc import Iterator
@@ -63,6 +64,14 @@ def test_heads_of_80_channels(spec: str, pairs: int, machine: Any, monkeypatch: 
     monkeypatch.setattr(gpu_cases, "of_programs", lambda c: Programs([2], 0.0, 1, 2, pairs))
     rows = [decode_case(Combination(spec, 80, 32), seed, "cpu") for seed in range(12)]
     assert not any(map(bad, rows))
+
+
+def test_pairs_with_a_mean_are_as_many_as_kernels_hold() -> None:
+    """Of 80 channels, 48 for 40 pairs: a case that asks for another number ends before anything is launched."""
+    for c in gpu_cases.combinations(["int-2", "int-8", "saw-int4", "turboquant-4", "turboquant-2"]):
+        programs, rng, gen = gpu_cases.of_programs(c), random.Random(0), torch.Generator().manual_seed(0)
+        if programs.pairs:
+            assert gpu_cases.mean_of(programs.pairs, c.dim, rng, gen, 1, 2, 64).held.pairs == programs.pairs
 
 
 def test_truth_of_heads_that_share_keys_is_that_of_each_alone() -> None:

@@ -157,6 +157,9 @@ struct Decoder {
     const Planes<V, T> values{at + planes_bytes<K>(T)};
     const TileNumbers<K, V, T> numbers(keys, values, lane);
     const int g = lane / 4;
+    // In a long tile the numbers of the lane's tokens would be held throughout the loop, eight registers for the masked
+    // tile alone: there the bounds meet constants, less g.
+    const int less = T > 32 ? g : 0, from = live_from - less, to = live_to - less;
     float s[SUBS][2 * N], vs[SUBS][2];
     uint32_t block_q[Query<K, D, HEADS>::REGS];
     float block_zero[2] = {0.0f, 0.0f};
@@ -183,11 +186,11 @@ struct Decoder {
       if (CAP) soft_cap(s[sub], a.softcap);
       KV_UNROLL
       for (int half = 0; half < 2; ++half) {
-        const int token = 16 * sub + 8 * half + g;
-        const bool live = !MASKED || (token >= live_from && token < live_to);
+        const int token = 16 * sub + 8 * half + g, place = token - less;
+        const bool live = !MASKED || (place >= from && place < to);
         KV_UNROLL
         for (int n = 0; n < N; ++n) {
-          const bool seen = live && (!MASKED || !HAS_QUERIES || token < live_to - behind.of(n));
+          const bool seen = live && (!MASKED || !HAS_QUERIES || place < to - behind.of(n));
           s[sub][N * half + n] = seen ? s[sub][N * half + n] : minus_infinity();
         }
         if constexpr (is_numbered<V>(0)) vs[sub][half] = live ? numbers.value_scale(2 * sub + half) : 0.0f;
@@ -220,8 +223,8 @@ struct Decoder {
       if constexpr (V::HAS_V_ZERO) {
         KV_UNROLL
         for (int half = 0; half < 2; ++half) {
-          const int token = 16 * sub + 8 * half + g;
-          const float z = !MASKED || (token >= live_from && token < live_to) ? V::v_zero(values, token) : 0.0f;
+          const int token = 16 * sub + 8 * half + g, place = token - less;
+          const float z = !MASKED || (place >= from && place < to) ? V::v_zero(values, token) : 0.0f;
           KV_UNROLL
           for (int n = 0; n < N; ++n) st.bias[n] += p[N * half + n] * z;
         }
