@@ -1,4 +1,4 @@
-"""Greedy tokens of a vLLM engine with a feature beside one without: offload of KV blocks, two GPUs or processes.
+"""A vLLM engine with a feature beside one without: offload of KV blocks, two GPUs, heads and models that draft.
 
     PYTHONPATH=src:$PYTHONPATH python benchmarks/serve_features.py --out DIR --parts offload
     PYTHONPATH=src:$PYTHONPATH python benchmarks/serve_features.py --out DIR --parts two     # two GPUs
@@ -8,11 +8,18 @@ Parts, for a preset, one with groups of tokens and a recipe:
 
 - ``offload``: a pool of blocks that holds not two of five prompts, which come three times; what was evicted is loaded
   again through a connector. Tokens must be those of an engine with room for all, and some tokens must have been loaded;
-- ``two``: tensor and pipeline parallelism of 2. Sums of a model's halves differ in their last bits, so tokens may part
-  at ties: first tokens must be the same, and the share of all is noted.
+- ``two``: tensor and pipeline parallelism of 2, also with 16-bit pages (``dense``);
+- ``heads``: a draft model, EAGLE and EAGLE 3, all of random weights, so that nearly every draft is rejected.
 
-Rows go to DIR/checks.jsonl, logs to DIR/logs. On a CPU ``two`` takes two processes, and ``offload`` the connector with
-copies made by the processor.
+The last two sum in another order than one engine without them, and rounding moves codes, so their tokens may part. How
+far log-probabilities may be apart is measured on that one engine: its prompts together and each alone are the same
+computation in other batches. A row has mean differences of log-probabilities, of the prompts' tokens (``prompt``) and
+of the generated ones up to where tokens part (``steps``), and how much less likely than the best the other's token was
+there, at most (``behind``); the same of together and alone (``alone``), and of the preset and 16 bit in one engine
+(``packing``: what a wrong page would at least do). The feature may do ``TIMES`` what batches do.
+
+Rows go to DIR/checks.jsonl, answers to DIR/answers, logs to DIR/logs. On a CPU ``two`` takes two processes, and
+``offload`` the connector with copies made by the processor.
 """
 
 import argparse
@@ -20,6 +27,7 @@ import concurrent.futures
 import contextlib
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -34,22 +42,33 @@ from serve_sizes import ON_A_CPU, SEED, plugin_in
 
 ROOT = Path(__file__).resolve().parents[1]
 LAYERS, NEW, WORDS, BLOCK = 8, 24, 2048, 64
-LENGTHS = {"offload": (200, 190, 180, 170, 160), "two": (5, 64, 100, 700, 1500, 33, 257, 1000)}
+LENGTHS = {"offload": (200, 190, 180, 170, 160)}
+OTHERS = (5, 64, 100, 700, 1500, 33, 257, 1000)
+"""Tokens of the prompts of other parts."""
+NEAR = 8
+"""Likeliest tokens of a step whose log-probabilities are kept."""
+COUNTED = re.compile("prefix_cache|spec_decode_num_(draft|accepted)_tokens")
+TIMES, LEAST = 2.0, 1e-4
+"""Log-probabilities may be apart by so many times what other batches do, and by that much in any case."""
 LIMIT = 240
 """Seconds of an engine on a GPU."""
 
 
-def model_in(folder: Path) -> None:
-    """Write a random model whose tokens say something."""
+def models_in(folder: Path) -> None:
+    """Write a random model whose tokens say something, and what drafts for it: a smaller one and two heads."""
     import torch
+    from tests.serve.heads import save_eagle
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    torch.manual_seed(SEED)
-    config = LlamaConfig(
-        vocab_size=WORDS, hidden_size=512, intermediate_size=1024, num_hidden_layers=LAYERS, num_attention_heads=8,
-        num_key_value_heads=4, head_dim=64, initializer_range=0.08, max_position_embeddings=4096,
-    )  # fmt: skip
-    LlamaForCausalLM(config).save_pretrained(folder)
+    for name, layers in (("model", LAYERS), ("draft", 2)):
+        torch.manual_seed(SEED + layers)
+        config = LlamaConfig(
+            vocab_size=WORDS, hidden_size=512, intermediate_size=1024, num_hidden_layers=layers, num_attention_heads=8,
+            num_key_value_heads=4, head_dim=64, initializer_range=0.05, max_position_embeddings=4096,
+        )  # fmt: skip
+        LlamaForCausalLM(config).save_pretrained(folder / name)
+    for kind in ("eagle", "eagle3"):
+        save_eagle(folder / kind, config, kind)
 
 
 def presets_in(folder: Path) -> dict[str, dict[str, Any]]:
@@ -66,13 +85,20 @@ def presets_in(folder: Path) -> dict[str, dict[str, Any]]:
     }
 
 
-def runs_of(part: str, on_gpu: bool) -> dict[str, dict[str, Any]]:
+def runs_of(part: str, on_gpu: bool, scratch: Path) -> dict[str, dict[str, Any]]:
     """Options of the engines that are compared, the one without the feature first."""
     if part == "two":
+        pipeline = {"pp2": {"pipeline_parallel_size": 2}} if on_gpu else {}  # vLLM's CPU build has none
+        return {"one": {}, "tp2": {"tensor_parallel_size": 2, "disable_custom_all_reduce": True}, **pipeline}
+    if part == "heads":
+        kinds = {"draft_model": "draft", "eagle": "eagle", "eagle3": "eagle3"}
+        drafts = {"num_speculative_tokens": 3}
         return {
             "one": {},
-            "tp2": {"tensor_parallel_size": 2, "disable_custom_all_reduce": True},
-            "pp2": {"pipeline_parallel_size": 2},
+            **{
+                method: {"speculative_config": {"method": method, "model": str(scratch / name), **drafts}}
+                for method, name in kinds.items()
+            },
         }
     small = {"num_gpu_blocks_override": 6, "max_model_len": 256}
     found: dict[str, dict[str, Any]] = {"room": {"max_model_len": 256}}
@@ -102,17 +128,34 @@ def child(job: dict[str, Any]) -> None:
     llm = LLM(model=job["model"], **options)
     generator = torch.Generator().manual_seed(1)
     asked = [
-        {"prompt_token_ids": torch.randint(3, WORDS, (n,), generator=generator).tolist()} for n in LENGTHS[job["part"]]
+        {"prompt_token_ids": torch.randint(3, WORDS, (n,), generator=generator).tolist()}
+        for n in LENGTHS.get(job["part"], OTHERS)
     ]
-    greedy = SamplingParams(temperature=0, max_tokens=NEW, ignore_eos=True, detokenize=False)
-    turns = []
-    for _ in range(3 if job["part"] == "offload" else 1):
-        # one by one where the pool has no room for two
-        batches = [[x] for x in asked] if job["part"] == "offload" else [asked]
+    known = {} if job["part"] == "offload" else {"logprobs": NEAR, "prompt_logprobs": 1}
+    greedy = SamplingParams(temperature=0, max_tokens=NEW, ignore_eos=True, detokenize=False, **known)
+
+    def said(batches: list[list[Any]]) -> list[dict[str, Any]]:
         outs = [out for batch in batches for out in llm.generate(batch, greedy, use_tqdm=False)]
-        turns.append([list(out.outputs[0].token_ids) for out in outs])
-    counts = {m.name: m.value for m in llm.get_metrics() if "prefix_cache" in m.name and hasattr(m, "value")}
+        return [answer(out) for out in outs]
+
+    alone = [[x] for x in asked]
+    if job["part"] == "offload":  # one by one, as the pool has no room for two
+        turns = {str(turn): said(alone) for turn in range(3)}
+    else:
+        turns = {"together": said([asked])} | ({"alone": said(alone)} if job["run"] == "one" else {})
+    counts = {m.name: m.value for m in llm.get_metrics() if COUNTED.search(m.name) and hasattr(m, "value")}
     Path(job["to"]).write_text(json.dumps({"turns": turns, "counts": counts}))
+
+
+def answer(out: Any) -> dict[str, Any]:
+    """Tokens of an answer; log-probabilities of the likeliest ones of each step, and of the prompt's tokens."""
+    found = out.outputs[0]
+    own = zip(out.prompt_token_ids, out.prompt_logprobs or (), strict=False)
+    return {
+        "tokens": list(found.token_ids),
+        "steps": [[[token, x.logprob] for token, x in step.items()] for step in found.logprobs or ()],
+        "prompt": [step[token].logprob for token, step in own if step is not None],
+    }
 
 
 def run(job: dict[str, Any], env: dict[str, str], log: Path) -> str:
@@ -133,11 +176,29 @@ def run(job: dict[str, Any], env: dict[str, str], log: Path) -> str:
     return why
 
 
-def shares(found: list[list[list[int]]], want: list[list[list[int]]]) -> tuple[float, float]:
-    """Shares of first tokens and of all that are the same."""
-    pairs = [(a, b) for x, y in zip(found, want, strict=True) for a, b in zip(x, y, strict=True)]
-    first = sum(a[0] == b[0] for a, b in pairs) / len(pairs)
-    return first, sum(x == y for a, b in pairs for x, y in zip(a, b, strict=True)) / sum(len(a) for a, _ in pairs)
+def same(found: list[dict[str, Any]], want: list[dict[str, Any]]) -> float:
+    """Share of tokens that are the same."""
+    pairs = [pair for a, b in zip(found, want, strict=True) for pair in zip(a["tokens"], b["tokens"], strict=True)]
+    return sum(x == y for x, y in pairs) / len(pairs)
+
+
+def apart(found: list[dict[str, Any]], want: list[dict[str, Any]]) -> dict[str, float]:
+    """How far log-probabilities are apart; see the module's text."""
+    prompt, steps, behind = [], [], [0.0]
+    for a, b in zip(found, want, strict=True):
+        prompt += [abs(x - y) for x, y in zip(a["prompt"], b["prompt"], strict=True)]
+        for x, y, one, two in zip(a["tokens"], b["tokens"], a["steps"], b["steps"], strict=True):
+            p, q = dict(one), dict(two)
+            if x != y:
+                behind += [max(p.values()) - p.get(y, min(p.values())), max(q.values()) - q.get(x, min(q.values()))]
+                break
+            steps.append(abs(p[x] - q[y]))
+    return {"prompt": sum(prompt) / len(prompt), "steps": sum(steps) / max(1, len(steps)), "behind": max(behind)}
+
+
+def judged(found: dict[str, float], alone: dict[str, float]) -> bool:
+    """Whether what is apart is rounding: of the prompts and of the steps."""
+    return all(found[key] <= TIMES * alone[key] + LEAST for key in ("prompt", "steps"))
 
 
 def main() -> int:
@@ -145,6 +206,7 @@ def main() -> int:
     parser.add_argument("--out", type=lambda x: Path(x).resolve(), help="folder for rows and logs")
     parser.add_argument("--parts", type=lambda x: x.split(","), default=["offload"])
     parser.add_argument("--presets", type=lambda x: x.split(","), help="default: all")
+    parser.add_argument("--runs", type=lambda x: x.split(","), help="such as one,tp2; default: all of a part")
     parser.add_argument("--side", type=int, default=3, help="engines side by side (%(default)s)")
     parser.add_argument("--commit", default="", help="stamped on the rows; default: what git says here")
     parser.add_argument("--child", type=json.loads, help=argparse.SUPPRESS)
@@ -159,13 +221,14 @@ def main() -> int:
     from kvcodec_lab.stamp import stamp
 
     on_gpu = torch.cuda.is_available()
-    (args.out / "logs").mkdir(parents=True, exist_ok=True)
+    for name in ("logs", "answers"):
+        (args.out / name).mkdir(parents=True, exist_ok=True)
     common = stamp(torch.device("cuda" if on_gpu else "cpu"), SEED, args.commit or None)
     recorder = Recorder(args.out / "checks.jsonl", common, lambda text: print(text, flush=True))
     bad = False
     with tempfile.TemporaryDirectory() as folder:
         scratch = Path(folder)
-        model_in(scratch / "model")
+        models_in(scratch)
         presets = presets_in(scratch)
         path = [plugin_in(scratch), ROOT / "src", ROOT, os.environ.get("PYTHONPATH", "")]
         env = os.environ | {
@@ -177,14 +240,18 @@ def main() -> int:
             env["VLLM_CPU_OMP_THREADS_BIND"] = "0|1" if "two" in args.parts else "nobind"
         jobs = {}
         for part in args.parts:
-            for name, given in presets.items():
+            more = {} if part == "offload" else {"dense": {"preset": "dense"}}
+            for name, given in (presets | more).items():
                 if args.presets and name not in args.presets:
                     continue
-                for run_name, options in runs_of(part, on_gpu).items():
+                for run_name, options in runs_of(part, on_gpu, scratch).items():
+                    if args.runs and run_name not in args.runs:
+                        continue
                     label = f"{part}-{name}-{run_name}"
+                    to = str(args.out / "answers" / f"{label}.json")
                     jobs[label] = {
                         "part": part, "given": given, "options": options, "model": str(scratch / "model"),
-                        "on_gpu": on_gpu, "to": str(scratch / f"{label}.json"), "preset": name, "run": run_name,
+                        "on_gpu": on_gpu, "to": to, "preset": name, "run": run_name,
                     }  # fmt: skip
 
         def environment(job: dict[str, Any]) -> dict[str, str]:
@@ -195,21 +262,30 @@ def main() -> int:
         with concurrent.futures.ThreadPoolExecutor(args.side) as pool:
             logs = [args.out / "logs" / f"{label}.log" for label in jobs]
             why = dict(zip(jobs, pool.map(run, jobs.values(), map(environment, jobs.values()), logs), strict=True))
+        read = {x: json.loads(Path(jobs[x]["to"]).read_text()) for x in jobs if not why[x]}
         for label, job in jobs.items():
-            base = f"{job['part']}-{job['preset']}-{'room' if job['part'] == 'offload' else 'one'}"
+            part, preset = job["part"], job["preset"]
+            base = f"{part}-{preset}-{'room' if part == 'offload' else 'one'}"
             if label == base:
                 continue
-            row = (job["preset"], None, "same_tokens", "share", f"{job['part']}_{job['run']}")
+            row = (preset, None, "same_tokens", "share", f"{part}_{job['run']}")
             if failed := why[label] or why[base]:
                 bad = True
                 said = (args.out / "logs" / f"{label}.log").read_text(errors="replace")[-1500:]
                 recorder.add(*row, None, status=f"failed: {failed}", said=said)
                 continue
-            found, want = (json.loads(Path(jobs[x]["to"]).read_text()) for x in (label, base))
-            first, same = shares(found["turns"], want["turns"])
-            loaded = found["counts"].get("vllm:external_prefix_cache_hits", 0)
-            bad |= first < 1 or (job["part"] == "offload" and (same < 1 or not loaded))
-            recorder.add(*row, flat(same), first=first, counts=found["counts"])
+            found, want = (read[x]["turns"] for x in (label, base))
+            first = next(iter(found))
+            share = sum(same(found[turn], want[turn]) for turn in found) / len(found)
+            more = {"counts": read[label]["counts"]}
+            if part == "offload":
+                bad |= share < 1 or not more["counts"].get("vllm:external_prefix_cache_hits")
+            else:
+                more |= {"apart": apart(found[first], want[first]), "alone": apart(want["alone"], want[first])}
+                if (wide := f"{part}-dense-one") in read:
+                    more["packing"] = apart(want[first], read[wide]["turns"][first])
+                bad |= not judged(more["apart"], more["alone"])
+            recorder.add(*row, flat(share), **more)
     return int(bad)
 
 
