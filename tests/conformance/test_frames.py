@@ -241,6 +241,24 @@ def test_captured_frames_roll_as_eager_ones(spec: str) -> None:
     assert not flag.item()
 
 
+def test_a_full_cache_says_that_its_length_recurs(monkeypatch: pytest.MonkeyPatch) -> None:
+    video, said = rolled(GrowingCache, scheme_of("saw-int4"), FRAMES), list[bool]()
+    assert video.cache.engine is not None  # type: ignore[attr-defined]
+    kind = type(video.cache.engine)  # type: ignore[attr-defined]
+    own = kind.attend_many
+
+    def heard(self: Any, *given: Any, recurring: bool, **options: Any) -> Tensor:
+        said.append(recurring)
+        return own(self, *given, recurring=recurring, **options)
+
+    monkeypatch.setattr(kind, "attend_many", heard)
+    q = torch.randn(1, HEADS, TOKENS, DIM)
+    video.attend(q)
+    video.append(q, q)
+    video.attend(q)
+    assert said == [False, True]
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("heads", [4, 8])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])

@@ -140,36 +140,6 @@ def test_what_rules_say_is_seen(name: str, n: int, monkeypatch: pytest.MonkeyPat
     torch.testing.assert_close(masked.out, found.out, rtol=0, atol=1e-6)
 
 
-def test_shapes_that_recur_are_planned_but_not_while_a_graph_is_captured(monkeypatch: pytest.MonkeyPatch) -> None:
-    gen = torch.Generator().manual_seed(0)
-    q, k, v = (torch.randn(1, h, t, 64, generator=gen) for h, t in ((4, 6), (2, 9), (2, 9)))
-    captures, asked = [True, False], list[int]()
-
-    def cudnn(q: Tensor, k: Tensor, v: Tensor, bias: None, lse: bool, scale: float) -> tuple[Tensor, Tensor]:
-        out, sums = attended(q, k, v, scale, torch.ones(q.shape[2], k.shape[2], dtype=torch.bool))
-        return out.float(), sums.float()[..., None]
-
-    def takes(params: Any) -> bool:
-        asked.append(params.key.shape[2])
-        return asked[-1] == 9
-
-    monkeypatch.setattr(flash, "_plans", flash._Plans())
-    monkeypatch.setattr(flash, "_cudnn", cudnn)
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: captures.pop(0))
-    monkeypatch.setattr(torch.backends.cuda, "can_use_cudnn_attention", takes)
-    assert flash._planned(q, k, v, 0.2) is None  # captured: there is no plan yet
-    wanted = score(q, k, v, 0.2, Seen(causal=False))
-    for _ in range(2):  # the second may be captured too: nobody asks
-        found = flash._planned(q, k, v, 0.2)
-        assert found is not None
-        torch.testing.assert_close(found.out, wanted.out)
-        torch.testing.assert_close(found.lse, wanted.lse)
-    captures.append(False)
-    for _ in range(2):
-        assert flash._planned(q, k[:, :, :8], v[:, :, :8], 0.2) is None  # cuDNN does not take them
-    assert asked == [9, 8]
-
-
 def test_attention_over_nothing() -> None:
     q = torch.randn(1, 2, 3, 8)
     nothing = score(q, q[:, :1, :0], q[:, :1, :0], 1.0)

@@ -6,8 +6,7 @@ which makes a new plan for every length, in some 40 ms. Where the caller says th
 called by its operator: on an H100 it takes three quarters of the time.
 """
 
-import threading
-from collections.abc import Callable, Hashable
+from collections.abc import Callable
 from functools import lru_cache
 from itertools import pairwise
 from typing import NamedTuple
@@ -93,16 +92,6 @@ def by_flash(seen: Seen, head_dim: int) -> bool:
     return seen.flash and head_dim <= WIDEST
 
 
-class _Plans(threading.local):
-    """Whether cuDNN takes the shapes that it was asked for. PyTorch keeps its plans for ever, each thread its own."""
-
-    def __init__(self) -> None:
-        self.takes: dict[Hashable, bool] = {}
-
-
-_plans = _Plans()
-
-
 def score(q: Tensor, k: Tensor, v: Tensor, scale: float, seen: Seen = BEFORE_IT, *, recurring: bool = False) -> Partial:
     """Attention of ``q [B, HQ, n, D]`` over dense ``k, v [B, H, t, D]``; HQ a multiple of H.
 
@@ -119,8 +108,9 @@ def score(q: Tensor, k: Tensor, v: Tensor, scale: float, seen: Seen = BEFORE_IT,
     k, v = k.to(q.dtype), v.to(q.dtype)
     if seen.start:
         return _ragged(q, k, v, scale, seen)
-    if recurring and not (seen.causal or seen.window) and (found := _planned(q, k, v, scale)) is not None:
-        return found
+    if recurring and not (seen.causal or seen.window) and _by_cudnn(q, k, v):
+        out, lse, *_ = _cudnn(q, k, v, None, True, scale=scale)
+        return Partial(out, lse.view(q.shape[:3]))
     # the operator's tensors are [B, tokens, heads, D]
     out, lse, *_ = _forward(
         q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), None, None, q.shape[2], k.shape[2], 0.0,
@@ -129,21 +119,10 @@ def score(q: Tensor, k: Tensor, v: Tensor, scale: float, seen: Seen = BEFORE_IT,
     return Partial(out.transpose(1, 2), lse)
 
 
-def _planned(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Partial | None:
-    """cuDNN's attention, where every query sees every key; None: it does not take them, or would have to plan now.
-
-    A plan loads programs, which a CUDA graph under capture cannot; it is made by a call of the same shapes before.
-    """
-    shapes = (*((x.shape, x.stride()) for x in (q, k, v)), q.dtype, q.device)  # what PyTorch finds a plan by
-    if (takes := _plans.takes.get(shapes)) is None:
-        if torch.cuda.is_current_stream_capturing():
-            return None
-        params = torch.backends.cuda.SDPAParams(q, k, v, None, 0.0, False, q.shape[1] != k.shape[1])
-        takes = _plans.takes[shapes] = torch.backends.cuda.can_use_cudnn_attention(params)
-    if not takes:
-        return None
-    out, lse, *_ = _cudnn(q, k, v, None, True, scale=scale)
-    return Partial(out, lse.view(q.shape[:3]))
+def _by_cudnn(q: Tensor, k: Tensor, v: Tensor) -> bool:
+    """Whether cuDNN's attention takes them; PyTorch plans at the first call of each shape, in each thread."""
+    params = torch.backends.cuda.SDPAParams(q, k, v, None, 0.0, False, q.shape[1] != k.shape[1])
+    return torch.backends.cuda.can_use_cudnn_attention(params)
 
 
 def _window(seen: Seen) -> dict[str, int]:
