@@ -16,12 +16,11 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parent))
 
 import architecture_drawing
-from layout_drawing import drawing
-
 import kvcodec
 from kvcodec.registry import method_of
 from kvcodec_lab.report.rows import read_rows
 from kvcodec_lab.report.tables import cell, columns_of, markdown
+from layout_drawing import drawing
 
 ROOT = Path(__file__).resolve().parents[1]
 HEAD_DIMS = (64, 128, 256)

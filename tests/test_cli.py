@@ -435,6 +435,27 @@ def test_counts_must_be_positive(capsys, windows):
     assert "is not a whole number >= 1" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("option", "value", "message"),
+    [
+        ("--window-tokens", "1", "'1' is not a whole number >= 2"),
+        ("--new-tokens", "-1", "'-1' is not a whole number >= 0"),
+        ("--budget", "-1", "'-1' is not a number of seconds"),
+    ],
+)
+def test_numbers_are_refused_before_the_model_loads(capsys, option, value, message):
+    with pytest.raises(SystemExit) as caught:
+        cli.main(["compare", "m", "--specs", "dense", option, value])
+    assert caught.value.code == 2
+    assert message in capsys.readouterr().err
+
+
+def test_a_note_that_names_its_preset_is_printed_without_the_name():
+    row = {"windows": 1, "window_tokens": 8, "text": "T", "prefill": "decoded", "dtype": "float32", "device": "cpu"}
+    row |= {"perplexity_se": 0.1, "status": "complete", "spec": "int-4", "notes": ["int-4 breaks on keys.", "fitted."]}
+    assert compare_module.about([row]).splitlines()[1:] == ["int-4: breaks on keys.", "int-4: fitted."]
+
+
 def test_a_list_of_specs_names_one(capsys):
     with pytest.raises(SystemExit) as caught:
         cli.main(["compare", "m", "--specs", ","])

@@ -1,17 +1,17 @@
 """The leaderboard says what the published runs say, and nothing before there are any."""
 
 import gzip
-import importlib.util
 import json
 import re
 import sys
 from collections import defaultdict
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
 
+import update_leaderboard as script
+from blocks import quality, sources
 from kvcodec.errors import FormatError, KVError
 from kvcodec_lab.eval.merge import PACKED, unpack, write_results
 from kvcodec_lab.eval.scoring import UNCOMPRESSED
@@ -24,16 +24,6 @@ from tests.lab.eval.test_store import ABOUT
 ROOT = Path(__file__).parents[1]
 
 
-def load_script(name: str) -> ModuleType:
-    spec = importlib.util.spec_from_file_location(name, ROOT / f"scripts/{name}.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-script, readme = load_script("update_leaderboard"), load_script("update_readme")
 PUBLISHED = sorted((ROOT / script.RUNS).glob(f"*/{RUN}"))
 
 
@@ -41,7 +31,7 @@ PUBLISHED = sorted((ROOT / script.RUNS).glob(f"*/{RUN}"))
 
 
 def test_the_page_is_what_the_published_runs_say(monkeypatch: pytest.MonkeyPatch) -> None:
-    runs = readme.read_runs(ROOT / script.RUNS)
+    runs = sources.read_runs(ROOT / script.RUNS)
     monkeypatch.setattr(script, "read_runs", lambda folder: runs)
     monkeypatch.setattr(sys, "argv", ["update_leaderboard.py", "--check"])
     assert script.main() == 0, "run scripts/update_leaderboard.py"
@@ -137,19 +127,19 @@ def _line(spec: str, task: str, i: int, bits: float, nll: float) -> dict[str, An
 def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A project with a plain and a stressed run published."""
     place = tmp_path_factory.mktemp("board")
-    for name, stress in zip(readme.BOARD_RUNS, ("", "64:1"), strict=True):
+    for name, stress in zip(quality.BOARD_RUNS, ("", "64:1"), strict=True):
         script.add(name, written(place / "made" / name, stress), place)
     return place
 
 
 def test_published_runs_are_small_and_stand_plain_first(root: Path) -> None:
     runs = read_runs(root / script.RUNS)
-    assert list(runs) == list(readme.BOARD_RUNS)
+    assert list(runs) == list(quality.BOARD_RUNS)
     for name in runs:
         assert {p.name for p in (root / script.RUNS / name).iterdir()} == {RUN, RESULTS, PACKED}
         rows = json.loads((root / script.RUNS / name / RESULTS).read_text())["rows"]
         assert all(row["group"] is None for row in rows)
-    stressed_first = {"a": runs[readme.BOARD_RUNS[1]], "b": runs[readme.BOARD_RUNS[0]]}
+    stressed_first = {"a": runs[quality.BOARD_RUNS[1]], "b": runs[quality.BOARD_RUNS[0]]}
     assert "| preset | bits | stressed 64:1: KL |" in tables(stressed_first)
 
 
@@ -178,7 +168,7 @@ def test_tables_have_every_preset_sorted_with_bits_and_intervals(root: Path) -> 
 
 
 def test_sentences_say_who_loses_least_who_finds_and_who_holds(root: Path) -> None:
-    least, found, held = readme.board_block(root).splitlines()
+    least, found, held = quality.board_block(root).splitlines()
     assert "at most 4.5 bits, `saw-int4` (4.50) loses least on tiny: a KL of 0.0400 [" in least
     assert "and a perplexity of 21.33 [" in least
     assert "beside 20.09 without compression (2 windows)" in least
@@ -190,7 +180,7 @@ def test_sentences_say_who_loses_least_who_finds_and_who_holds(root: Path) -> No
 
 
 def test_who_finds_a_uuid_on_the_real_model_is_counted_from_the_items() -> None:
-    run, found = ROOT / script.RUNS / readme.TODAY, defaultdict(dict)
+    run, found = ROOT / script.RUNS / sources.TODAY, defaultdict(dict)
     for text in gzip.decompress((run / PACKED).read_bytes()).decode().splitlines():
         line = json.loads(text)
         if line["task"] == "kv_retrieval":
@@ -200,7 +190,7 @@ def test_who_finds_a_uuid_on_the_real_model_is_counted_from_the_items() -> None:
     assert {len(items) for items in found.values()} == {10}, "every preset has every item"
     # where every item is as good as the uncompressed model's the difference is 0; fewer than 3 lost may be chance
     lost = {spec: sum(exact[i] > items[i] for i in exact) for spec, items in found.items()}
-    told = readme.retrieved_block(ROOT)
+    told = quality.retrieved_block(ROOT)
     count = int(re.search(r"with (\d+) of 55 presets", told)[1])
     assert sum(n == 0 for n in lost.values()) <= count <= sum(n < 4 for n in lost.values())
     assert "`ghost-2` with the fewest bits (2.06)" in told
@@ -213,14 +203,14 @@ def test_without_runs_nothing_is_claimed(tmp_path: Path) -> None:
     assert script.write_figures({}, tmp_path) == []
     assert not list(tmp_path.iterdir())
     assert prediction({}) == ""
-    assert readme.board_block(tmp_path).startswith("Not measured on tasks yet")
+    assert quality.board_block(tmp_path).startswith("Not measured on tasks yet")
 
 
 def test_a_run_that_the_readme_quotes_may_not_be_missing_or_lack_a_task(root: Path, tmp_path: Path) -> None:
-    name = readme.BOARD_RUNS[0]
+    name = quality.BOARD_RUNS[0]
     script.add(name, root / script.RUNS / name, tmp_path)
-    with pytest.raises(readme.MissingResultError, match=f"no run {readme.BOARD_RUNS[1]}"):
-        readme.board_block(tmp_path)
+    with pytest.raises(sources.MissingResultError, match=f"no run {quality.BOARD_RUNS[1]}"):
+        quality.board_block(tmp_path)
     path = tmp_path / script.RUNS / name / RESULTS
     rows = json.loads(path.read_text())["rows"]
     path.write_text(json.dumps({"rows": [row for row in rows if row["task"] != "needle"]}))
@@ -249,7 +239,7 @@ def test_a_spec_may_lack_a_whole_task_and_the_uncompressed_model_may_not(tmp_pat
 
 
 def test_a_published_run_is_made_again_and_published_the_same(root: Path, tmp_path: Path) -> None:
-    name = readme.BOARD_RUNS[0]
+    name = quality.BOARD_RUNS[0]
     run = unpack(root / script.RUNS / name, tmp_path / "again")
     assert (run.folder / ITEMS).read_bytes() == (root / "made" / name / ITEMS).read_bytes()
     assert any(row["group"] for row in write_results(run))
@@ -262,13 +252,13 @@ def test_a_published_run_is_made_again_and_published_the_same(root: Path, tmp_pa
 
 def test_the_figure_has_a_panel_for_each_run(root: Path, tmp_path: Path) -> None:
     runs = read_runs(root / script.RUNS)
-    assert [(p.spec, p.x) for p in points(runs[readme.BOARD_RUNS[0]])] == [
+    assert [(p.spec, p.x) for p in points(runs[quality.BOARD_RUNS[0]])] == [
         ("fp8", 8.25),
         ("saw-int4", 4.5),
         ("int-4", 4.25),
     ]
     assert script.write_figures(runs, tmp_path) == [script.FIGURE, script.PAIRS]
-    one = {"plain": runs[readme.BOARD_RUNS[0]]}
+    one = {"plain": runs[quality.BOARD_RUNS[0]]}
     assert script.write_figures(one, tmp_path / "one") == [script.FIGURE]
     both, alone = ((folder / script.FIGURE).read_bytes() for folder in (tmp_path, tmp_path / "one"))
     assert both.startswith(b"\x89PNG")
@@ -283,14 +273,14 @@ def test_the_figure_has_a_panel_for_each_run(root: Path, tmp_path: Path) -> None
 def three(root: Path, tmp_path_factory: pytest.TempPathFactory) -> Any:
     """Both runs of the small model and one of a larger, with more windows, published beside each other."""
     place = tmp_path_factory.mktemp("three")
-    for name in readme.BOARD_RUNS:
+    for name in quality.BOARD_RUNS:
         script.add(name, root / script.RUNS / name, place)
     script.add("zz-large", written(place / "made", model="large", head_dim=128, windows=3), place)
     return read_runs(place / script.RUNS)
 
 
 def test_the_larger_model_stands_first_with_bits_of_its_own(three: Any) -> None:
-    assert list(three) == ["zz-large", *readme.BOARD_RUNS]
+    assert list(three) == ["zz-large", *quality.BOARD_RUNS]
     text = script.page(three)
     assert text.index("## large") < text.index("## tiny")
     assert "plain (`zz-large`): 2 layers, 1 KV heads, head_dim 128, float32 on a machine" in text
@@ -338,7 +328,7 @@ def test_the_report_page_is_made_of_a_published_run(root: Path, tmp_path: Path) 
     from kvcodec_lab.cli import main
 
     target = tmp_path / "page.html"
-    assert main(["report", str(root / script.RUNS / readme.BOARD_RUNS[0]), "-o", str(target)]) == 0
+    assert main(["report", str(root / script.RUNS / quality.BOARD_RUNS[0]), "-o", str(target)]) == 0
     assert "saw-int4" in target.read_text()
 
 

@@ -1,34 +1,24 @@
 """README and docs say what the result files say: their blocks are derived again, and the README's program runs."""
 
 import gzip
-import importlib.util
 import json
 import re
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
+import update_readme as script
+from blocks import front, ghost, modules, quality, sources, speed
+from kvcodec.registry import presets
 from kvcodec_lab.named_models import SMOLLM2
 from kvcodec_lab.report import figures
-from kvcodec_lab.report.rows import Row
+from kvcodec_lab.report.rows import UNCOMPRESSED, Row
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
-
-
-def load_script() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("update_readme", ROOT / "scripts/update_readme.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-script = load_script()
 
 
 @pytest.mark.parametrize("name", list(script.BLOCKS))
@@ -43,8 +33,8 @@ def test_the_readme_is_short() -> None:
 
 
 def write_speed(folder: Path, rows: list[dict[str, Any]]) -> None:
-    (folder / script.SPEED).mkdir(parents=True, exist_ok=True)
-    (folder / script.SPEED / "kernels.json").write_text(json.dumps(rows))
+    (folder / sources.SPEED).mkdir(parents=True, exist_ok=True)
+    (folder / sources.SPEED / "kernels.json").write_text(json.dumps(rows))
 
 
 def speed_rows() -> list[dict[str, Any]]:
@@ -52,13 +42,13 @@ def speed_rows() -> list[dict[str, Any]]:
         {"spec": spec, "metric": metric, "shape": shape, "values": {"p20": 0, "p50": value + i, "p80": 99}, "gpu": "G"}
         for spec in ("saw-int4", "other")
         for metric, value in (("decode_us_cold", 30.0), ("speedup_vs_bf16_cold", 1.5))
-        for i, shape in enumerate(script.SHAPES)
+        for i, shape in enumerate(sources.SHAPES)
     ]
 
 
 def test_speed_sentence_quotes_the_medians(tmp_path: Path) -> None:
     write_speed(tmp_path, speed_rows())
-    sentence = script.speed_block(tmp_path)
+    sentence = speed.speed_block(tmp_path)
     assert "On one G, " in sentence
     assert [m[1] for m in re.finditer(r"(\d+) µs", sentence)] == ["30", "31", "32", "33"]
     assert "1.5, 2.5, 3.5 and 4.5 times as fast" in sentence
@@ -75,8 +65,8 @@ def test_speed_sentence_quotes_the_medians(tmp_path: Path) -> None:
 )
 def test_speed_sentence_refuses_rows_that_do_not_carry_it(tmp_path: Path, spoil: Any, message: str) -> None:
     write_speed(tmp_path, spoil(speed_rows()))
-    with pytest.raises(script.MissingResultError, match=message):
-        script.speed_block(tmp_path)
+    with pytest.raises(sources.MissingResultError, match=message):
+        speed.speed_block(tmp_path)
 
 
 def test_speed_sentence_takes_the_latest_run(tmp_path: Path) -> None:
@@ -86,7 +76,7 @@ def test_speed_sentence_takes_the_latest_run(tmp_path: Path) -> None:
     ]
     unmeasured = [{**row, "run": "2027-01-01", "values": None, "status": "failed"} for row in speed_rows()]
     write_speed(tmp_path, [*speed_rows(), *later, *unmeasured])
-    assert [m[1] for m in re.finditer(r"(\d+) µs", script.speed_block(tmp_path))] == ["130", "131", "132", "133"]
+    assert [m[1] for m in re.finditer(r"(\d+) µs", speed.speed_block(tmp_path))] == ["130", "131", "132", "133"]
 
 
 def kernel_rows() -> list[dict[str, Any]]:
@@ -106,11 +96,11 @@ def kernel_rows() -> list[dict[str, Any]]:
 
 
 def test_table_of_kernels_has_speedups_and_the_break_even(tmp_path: Path) -> None:
-    assert script.kernels_block(tmp_path).startswith("Not measured yet")
-    assert not script.write_figure(tmp_path)
+    assert speed.kernels_block(tmp_path).startswith("Not measured yet")
+    assert not speed.write_figures(tmp_path)
     write_speed(tmp_path, [])
-    (tmp_path / script.SPEED / "decode.json").write_text(json.dumps(kernel_rows()))
-    lines = script.kernels_block(tmp_path).splitlines()
+    (tmp_path / sources.SPEED / "decode.json").write_text(json.dumps(kernel_rows()))
+    lines = speed.kernels_block(tmp_path).splitlines()
     assert lines[0] == "![Speed-up over 16-bit attention over effective bits](img/speed.png)"
     cells = [[c.strip() for c in line.strip("|").split("|")] for line in lines if line.startswith("| `")]
     assert cells == [
@@ -118,9 +108,9 @@ def test_table_of_kernels_has_speedups_and_the_break_even(tmp_path: Path) -> Non
         ["`saw-int4`", "4.25", "2.20x", "2.60x", "–", "–", "1024", "–", "–"],
     ]
     assert "(G; cold L2" in lines[-1]
-    (tmp_path / script.SPEED_FIGURE).parent.mkdir(parents=True)
-    assert script.write_figure(tmp_path)
-    assert (tmp_path / script.SPEED_FIGURE).read_bytes().startswith(b"\x89PNG")
+    (tmp_path / speed.SPEED_FIGURE).parent.mkdir(parents=True)
+    assert speed.write_figures(tmp_path)
+    assert (tmp_path / speed.SPEED_FIGURE).read_bytes().startswith(b"\x89PNG")
 
 
 UNMEASURED = ("kernels", "board", "ghost-steps", "ghost-fresh", "ghost-speed")
@@ -129,7 +119,7 @@ UNMEASURED = ("kernels", "board", "ghost-steps", "ghost-fresh", "ghost-speed")
 
 @pytest.mark.parametrize("block", [name for name in script.BLOCKS if name not in UNMEASURED])
 def test_missing_files_are_errors(tmp_path: Path, block: str) -> None:
-    with pytest.raises(script.MissingResultError):
+    with pytest.raises(sources.MissingResultError):
         script.BLOCKS[block][1](tmp_path)
 
 
@@ -141,12 +131,12 @@ def write_rows(path: Path, rows: Any) -> None:
 def write_numbers(folder: Path) -> list[dict[str, Any]]:
     """Rows of everything that the three numbers quote; those of the server."""
     write_speed(folder, speed_rows())
-    (folder / script.SPEED / "kernels.json").rename(folder / script.SPEED / "decode.json")
+    (folder / sources.SPEED / "kernels.json").rename(folder / sources.SPEED / "decode.json")
     base = {"perplexity": 20.0, "tokens_per_s": 16.0, "prompt_tokens": 256}
     common = {"model": "m", "uncompressed": base}
-    write_rows(folder / script.ALL_RESULTS, [{"spec": "saw-int4", "perplexity": 21.0, **common}])
+    write_rows(folder / sources.ALL_RESULTS, [{"spec": "saw-int4", "perplexity": 21.0, **common}])
     demo = [{"spec": s, "tokens_per_s": x, **common} for s, x in (("a", 4.0), ("b", 9.0))]
-    write_rows(folder / script.RESULTS, {"rows": demo})
+    write_rows(folder / sources.RESULTS, {"rows": demo})
 
     def served(spec: str, metric: str, shape: str, value: float, **sizes: int) -> dict[str, Any]:
         return {"spec": spec, "metric": metric, "shape": shape, "values": {"p50": value}, "sizes": sizes, "gpu": "G",
@@ -156,17 +146,17 @@ def write_numbers(folder: Path) -> list[dict[str, Any]]:
     for spec, scale in (("saw-int4", 1), ("bf16", 2)):
         rows += [
             served(spec, "kv_cache_tokens", "start", 8000 / scale),
-            served(spec, "step_ms", script.STEP, 7.5 * scale, sequences=32, tokens=8192),
-            served(spec, "output_tokens_per_s", script.SESSIONS, 500 / scale, sessions=5, rounds=6),
-            served(spec, "output_tokens_per_s", script.ONE_CLIENT, 90 + 10 * scale),
+            served(spec, "step_ms", front.STEP, 7.5 * scale, sequences=32, tokens=8192),
+            served(spec, "output_tokens_per_s", front.SESSIONS, 500 / scale, sessions=5, rounds=6),
+            served(spec, "output_tokens_per_s", front.ONE_CLIENT, 90 + 10 * scale),
         ]
     return rows
 
 
 def test_three_numbers_are_ratios_of_the_rows(tmp_path: Path) -> None:
     rows = write_numbers(tmp_path)
-    write_rows(tmp_path / script.SPEED / script.SERVE_FILE, rows)
-    told = " ".join(script.numbers_block(tmp_path).split())
+    write_rows(tmp_path / sources.SPEED / sources.SERVE_FILE, rows)
+    told = " ".join(front.numbers_block(tmp_path).split())
     for words in (
         "on one G", "8,000 tokens fit instead of 4,000, 2.00 times as many (vLLM 0.9",
         "a perplexity of 21.00 instead of 20.00 (m", "1.5 to 4.5 times as fast",
@@ -178,17 +168,17 @@ def test_three_numbers_are_ratios_of_the_rows(tmp_path: Path) -> None:
         assert words in told, words
     for left_out in rows:
         others = [row for row in rows if row is not left_out]
-        write_rows(tmp_path / script.SPEED / script.SERVE_FILE, others)
-        with pytest.raises(script.MissingResultError, match=f"no row is saw-int4 and bf16, {left_out['metric']}"):
-            script.numbers_block(tmp_path)
+        write_rows(tmp_path / sources.SPEED / sources.SERVE_FILE, others)
+        with pytest.raises(sources.MissingResultError, match=f"no row is saw-int4 and bf16, {left_out['metric']}"):
+            front.numbers_block(tmp_path)
 
 
 def test_the_cpu_sentence_says_which_path_ran_and_how_fast_behind_a_long_context(tmp_path: Path) -> None:
     base = {"tokens_per_s": 16.0, "prompt_tokens": 256, "long_tokens_per_s": 4.0, "long_tokens": 8000}
     speeds = {"tokens_per_s": 16.0, "long_tokens_per_s": 8.0}
     rows = [{"spec": "a", "model": "m", "generation_attention": "fused", "uncompressed": base, **speeds}]
-    write_rows(tmp_path / script.RESULTS, {"rows": rows})
-    assert script.cpu_sentence(tmp_path) == (
+    write_rows(tmp_path / sources.RESULTS, {"rows": rows})
+    assert front.cpu_sentence(tmp_path) == (
         "On two CPU cores, where kernels read the packed pages, generation has this share of the speed without "
         "compression: 1.00 to 1.00 behind 256 tokens and 2.00 to 2.00 behind 8,000 tokens (m, 1 presets)."
     )
@@ -204,7 +194,7 @@ def test_five_rows_to_choose_from_are_the_best_that_fit(monkeypatch: pytest.Monk
         "fp8:mean=pre": ((3.0, 0.003, 10.0),) * 2, "dense": ((16.0, 0.0, 10.0),) * 2,
     }  # fmt: skip
     runs = {}
-    for place, name in enumerate((script.JUDGE[0], script.TODAY)):
+    for place, name in enumerate((sources.JUDGE[0], sources.TODAY)):
         found = {"(uncompressed)": (16.0, 0.0, 10.0), **{spec: both[place] for spec, both in judged.items()}}
         rows = [
             Row(spec, metric, metric, None, {"effective_bits": bits, "value": value, "items": 3.0}, "lower", "", "")
@@ -212,28 +202,28 @@ def test_five_rows_to_choose_from_are_the_best_that_fit(monkeypatch: pytest.Monk
             for metric, value in (("kl", kl), ("perplexity", perplexity))
         ]
         runs[name] = SimpleNamespace(rows=rows)
-    monkeypatch.setattr(script, "read_runs", lambda folder: runs)
+    monkeypatch.setattr(sources, "read_runs", lambda folder: runs)
     common = {"model": "m", "windows": 3, "perplexity": 9.5, "uncompressed": {"perplexity": 9.0}, "kl": 0.05}
-    write_rows(tmp_path / script.ALL_RESULTS, [{"spec": s, "effective_bits": 4.5, **common} for s in ("saw-int4",)])
-    write_rows(tmp_path / script.ADDED, [{"spec": "kivi-tq-4", "effective_bits": 4.25, **common}])
+    write_rows(tmp_path / sources.ALL_RESULTS, [{"spec": s, "effective_bits": 4.5, **common} for s in ("saw-int4",)])
+    write_rows(tmp_path / sources.ADDED, [{"spec": "kivi-tq-4", "effective_bits": 4.25, **common}])
     write_speed(tmp_path, [])
-    (tmp_path / script.SPEED / "decode.json").write_text(
+    (tmp_path / sources.SPEED / "decode.json").write_text(
         json.dumps([{**row, "spec": "kivi-4", "shape": "b32_32k", "run": "2026-12-01"} for row in speed_rows()[4:5]])
     )
-    lines = [line for line in script.choose_block(tmp_path).splitlines() if "`" in line]
+    lines = [line for line in front.choose_block(tmp_path).splitlines() if "`" in line]
     taken = ["ghost-4", "ghost-3", "saw-int4", "kivi-tq-4", "kivi-4"]
     assert [re.search(r"`(.*?)`", line)[1] for line in lines] == taken
     assert lines[0].endswith("| 4.06 | 0.0060 | 10.10 | – | – | – |")
     assert lines[2].endswith("| 4.30 | 0.0200 | 10.30 | 0.0500 | 9.50 | – |")
     assert lines[4].endswith("| 5.70 | 0.0080 | 10.10 | – | – | 1.5x |")
-    monkeypatch.setattr(script, "read_runs", lambda folder: {})
-    with pytest.raises(script.MissingResultError, match=r"no run qwen2.5-coder-1.5b"):
-        script.choose_block(tmp_path)
+    monkeypatch.setattr(sources, "read_runs", lambda folder: {})
+    with pytest.raises(sources.MissingResultError, match=r"no run qwen2.5-coder-1.5b"):
+        front.choose_block(tmp_path)
 
 
-@pytest.mark.parametrize("wish", script.WISHES, ids=lambda w: w.text)
+@pytest.mark.parametrize("wish", front.WISHES, ids=lambda w: w.text)
 def test_nothing_is_chosen_that_breaks_on_the_real_model(wish: Any) -> None:
-    run, block = script.read_runs(ROOT / script.BOARD)[wish.run], script.choose_block(ROOT)
+    run, block = sources.read_runs(ROOT / sources.BOARD)[wish.run], front.choose_block(ROOT)
     spec = re.search(rf"\| {re.escape(wish.text)} \| `(.*?)`", block)[1]
     value, base = (run.row("perplexity", "perplexity", s)["value"] for s in (spec, "(uncompressed)"))
     assert value < 1.1 * base
@@ -245,18 +235,18 @@ def test_modules_of_a_package_are_listed_with_their_first_sentence(tmp_path: Pat
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(f'"""{doc}"""')
     (tmp_path / "src/kvcodec/data").mkdir()
-    lines = script.rooms_block(tmp_path, "kvcodec").splitlines()
+    lines = modules.rooms_block(tmp_path, "kvcodec").splitlines()
     assert lines[2:] == ["| `a.py` | One: `x` \\| y |", "| `room/` | A room of two lines |"]
 
 
 def step_row(spec: str, way: str, cache: str, ms: float, **more: Any) -> dict[str, Any]:
     values = {"p20": ms / 2, "p50": ms, "p80": ms}
-    return {"spec": spec, "metric": f"ms_per_token_{way}", "shape": script.GENERATE, "cache": cache, "values": values,
+    return {"spec": spec, "metric": f"ms_per_token_{way}", "shape": speed.GENERATE, "cache": cache, "values": values,
             "held_bytes": 5e9, "gpu": "A GPU", **more}  # fmt: skip
 
 
 def test_eager_generate_is_compared_with_the_faster_dynamic_cache(tmp_path: Path) -> None:
-    path = tmp_path / script.GENERATE_FILE
+    path = tmp_path / speed.GENERATE_FILE
     path.parent.mkdir(parents=True)
     rows = [
         step_row("saw-int4", "compiled", "kvcodec fused", 9.0), step_row("dense", "compiled", "StaticCache", 19.0),
@@ -264,25 +254,25 @@ def test_eager_generate_is_compared_with_the_faster_dynamic_cache(tmp_path: Path
         step_row("dense", "generate", "DynamicCache", 76.0, form="as torch chooses"),
     ]  # fmt: skip
     path.write_text(json.dumps(rows))
-    told = script.generate_block(tmp_path)
+    told = speed.generate_block(tmp_path)
     assert "`saw-int4` 38.0 ms, DynamicCache 76.0 ms as torch chooses its attention" in told
     assert "a fifth of the steps took 38.0 ms or less, so do not read it as DynamicCache's own speed" in told
     path.write_text(json.dumps([*rows, step_row("dense", "generate", "DynamicCache", 34.0, form="cuDNN off")]))
-    told = script.generate_block(tmp_path)
+    told = speed.generate_block(tmp_path)
     assert "DynamicCache 34.0 ms with cuDNN's attention switched off (76.0 ms as torch chooses" in told
     assert "| 16 bit, DynamicCache, cuDNN off | – | 34.0 |" in told
     path.write_text(json.dumps(rows[1:]))
-    with pytest.raises(script.MissingResultError, match="no row is qwen3_8b_b1_32k, ms_per_token_compiled, kvcodec"):
-        script.generate_block(tmp_path)
+    with pytest.raises(sources.MissingResultError, match="no row is qwen3_8b_b1_32k, ms_per_token_compiled, kvcodec"):
+        speed.generate_block(tmp_path)
 
 
 def test_the_best_of_a_budget_has_the_least_kl_of_those_that_fit(tmp_path: Path) -> None:
-    path = tmp_path / script.ALL_RESULTS
+    path = tmp_path / sources.ALL_RESULTS
     path.parent.mkdir(parents=True)
     held = [("a", 2.25, 0.9), ("b", 2.3, 0.8), ("c", 2.31, 0.1), ("d", 4.3, 0.2), ("e", 5.0, 0.01), ("f", 9.0, 0.0)]
     common = {"model": "m", "windows": 3, "window_tokens": 8, "perplexity": 9.5, "uncompressed": {"perplexity": 9.0}}
     path.write_text(json.dumps([{"spec": s, "effective_bits": b, "kl": kl, **common} for s, b, kl in held]))
-    lines = script.best_block(tmp_path).splitlines()[2:6]
+    lines = quality.best_block(tmp_path).splitlines()[2:6]
     assert [re.findall(r"`(\w)`", line) for line in lines] == [["b", "a"], ["c", "b"], ["c", "d"], ["e", "c"]]
 
 
@@ -295,8 +285,8 @@ def test_what_is_noise_on_the_real_model_is_best_at_nothing(monkeypatch: pytest.
         for metric, value in (("kl", kl), ("perplexity", perplexity))
     ]
     run = SimpleNamespace(rows=rows, about={"model": {"name": "qwen2.5-coder-1.5b"}})
-    monkeypatch.setattr(script, "read_runs", lambda folder: {script.TODAY: run})
-    lines = script.judged_block(tmp_path).splitlines()
+    monkeypatch.setattr(sources, "read_runs", lambda folder: {sources.TODAY: run})
+    lines = quality.judged_block(tmp_path).splitlines()
     assert [re.findall(r"`(.*?)`", line) for line in lines[2:6]] == [
         [],
         ["kivi-tq-3"],
@@ -308,11 +298,11 @@ def test_what_is_noise_on_the_real_model_is_best_at_nothing(monkeypatch: pytest.
 
 
 def test_results_table_shows_each_row(tmp_path: Path) -> None:
-    path = tmp_path / script.RESULTS
+    path = tmp_path / sources.RESULTS
     path.parent.mkdir(parents=True)
     rows = [{"spec": "a-4", "kl": 0.25, "perplexity": 12.345}, {"spec": "b", "kl": None, "perplexity": 11}]
     path.write_text(json.dumps({"rows": rows}))
-    assert script.results_block(tmp_path).splitlines() == [
+    assert quality.results_block(tmp_path).splitlines() == [
         "| spec | perplexity | KL |",
         "| --- | ---: | ---: |",
         "| `a-4` | 12.35 | 0.2500 |",
@@ -385,12 +375,12 @@ def test_what_the_readme_says_of_the_speed_of_ghost_is_what_was_measured() -> No
 
 
 def test_less_is_lost_than_by_all_at_about_these_bits_and_by_eight_bit_integers() -> None:
-    values, _ = script.judged(ROOT, script.TODAY)
+    values, _ = sources.judged(ROOT, sources.TODAY)
     own = values["ghost-4"]
-    others = {spec: of for spec, of in values.items() if spec in script.presets() and "ghost" not in spec}
+    others = {spec: of for spec, of in values.items() if spec in presets() and "ghost" not in spec}
     assert {spec for spec, of in others.items() if of.kl <= own.kl and of.bits <= 5} == set()
     assert values["int-8"].kl > own.kl
-    told = script.least_sentence(values)
+    told = ghost.least_sentence(values)
     less = {spec for spec, of in others.items() if of.kl <= own.kl}
     assert all(f"`{spec}`" in told for spec in (*less, "int-8", min(others.keys() - less, key=lambda s: others[s].kl)))
 
@@ -406,7 +396,7 @@ def write_run(folder: Path, scores: dict[str, dict[str, float]], task: str = "kl
     lines = [
         {"spec": spec, "task": task, "item": item, "group": {}, "scores": {metric: [x, 1.0]}, "prefill": "decoded"}
         | {"seconds": 1.0, "bytes": 3 * 64, "elements": 8 * 64}
-        for spec, of in {script.UNCOMPRESSED: none, **scores}.items()
+        for spec, of in {UNCOMPRESSED: none, **scores}.items()
         for item, x in of.items()
     ]
     folder.mkdir(parents=True)
@@ -415,8 +405,8 @@ def write_run(folder: Path, scores: dict[str, dict[str, float]], task: str = "kl
 
 
 def test_presets_on_other_texts_are_compared_window_by_window(tmp_path: Path) -> None:
-    assert "Not measured yet" in script.ghost_fresh_block(tmp_path)
-    folder = tmp_path / script.FRESH / "tiny"
+    assert "Not measured yet" in ghost.ghost_fresh_block(tmp_path)
+    folder = tmp_path / ghost.FRESH / "tiny"
     code = {"ghost-3": {"a": 0.1, "b": 0.3}, "ghost-4": {"a": 0.02, "b": 0.02}, "int-4": {"a": 0.4, "b": 0.5}}
     write_run(folder / "code" / "plain", code)
     write_run(folder / "novel" / "plain", {spec: {"c": 0.2, "d": 0.2} for spec in code})
@@ -424,7 +414,7 @@ def test_presets_on_other_texts_are_compared_window_by_window(tmp_path: Path) ->
     write_run(folder / "code" / "stressed", loud, stress={"factor": 64.0, "pairs": 1})
     found = {"ghost-3": {"x": 1.0, "y": 1.0}, "ghost-4": {"x": 1.0, "y": 0.0}}
     write_run(folder / "needle-4k" / "plain", found, task="needle")
-    told = script.ghost_fresh_block(tmp_path)
+    told = ghost.ghost_fresh_block(tmp_path)
     row = next(line for line in told.splitlines() if line.startswith("| `int-4`")).strip("| ").split(" | ")
     assert row[:5] == ["`int-4`", "3.00", "0.4500", "0.2000", "0.3250"]
     value, low, high = map(float, re.findall(r"[-+][.\d]+", row[5]))
@@ -437,13 +427,13 @@ def test_presets_on_other_texts_are_compared_window_by_window(tmp_path: Path) ->
 
 
 def test_steps_stand_beside_each_other_for_every_model(tmp_path: Path) -> None:
-    assert "Not measured yet" in script.ghost_steps_block(tmp_path)
+    assert "Not measured yet" in ghost.ghost_steps_block(tmp_path)
     (tmp_path / "benchmarks/results/gpu").mkdir(parents=True)
     same = {"effective_bits": 3.0, "windows": 3, "window_tokens": 2048, "text": "T"}
     for model, names in (("a", ("one", "two")), ("b", ("two",))):
         rows = [{"step": name, "model": model, "kl": 0.5 if name == "one" else 0.25, **same} for name in names]
         (tmp_path / f"benchmarks/results/gpu/ghost_steps_{model}.json").write_text(json.dumps(rows))
-    told = script.ghost_steps_block(tmp_path)
+    told = ghost.ghost_steps_block(tmp_path)
     assert "| one | 3.00 | 0.5000 | – | – |" in told
     assert "| two | 3.00 | 0.2500 | 3.00 | 0.2500 |" in told
     assert "3 windows of 2,048 tokens of T" in told
@@ -463,39 +453,39 @@ def test_errors_of_the_own_method_stand_beside_the_bound_and_the_best_of_others(
         for source, by in (("Gaussian keys", 1.0), ("heavy-tailed keys", 9.0), ("keys of m", 0.5), ("values of m", 2.0))
         for (spec, method, bits), mse in errors.items()
     ]
-    write_rows(tmp_path / script.REPRODUCED, {"rate_distortion": rows})
-    told = script.ghost_rate_block(tmp_path)
+    write_rows(tmp_path / ghost.REPRODUCED, {"rate_distortion": rows})
+    told = ghost.ghost_rate_block(tmp_path)
     cells = "0.0156 | 0.0200 | 0.0300 (`a-3`, 3.40) | 0.0100 | 0.0150 (`a-3`, 3.40) | 0.0400 | 0.0600 (`a-3`, 3.40) |"
     assert f"| `ghost-3` | {cells}" in told
 
 
 def test_its_speed_stands_beside_the_term_alone(tmp_path: Path) -> None:
-    assert "Not measured yet" in script.ghost_speed_block(tmp_path)
+    assert "Not measured yet" in ghost.ghost_speed_block(tmp_path)
     rows = [
         {"spec": spec, "metric": metric, "shape": "b32_8k", "values": {"p50": us}, "gpu": "G", "effective_bits": 3.0}
         for spec, us in (("saw-int4", 50.0), ("saw-int4:mean=pre", 55.0), ("ghost-3", 60.0), ("int-4", 9.0))
         for metric, us in (("decode_us_cold", us), ("speedup_vs_bf16_cold", 150 / us))
     ]
-    write_rows(tmp_path / script.SPEED / "decode.json", rows)
-    told = script.ghost_speed_block(tmp_path)
+    write_rows(tmp_path / sources.SPEED / "decode.json", rows)
+    told = ghost.ghost_speed_block(tmp_path)
     assert "| `saw-int4:mean=pre` | – | 55 µs, 2.73x | – |" in told
     assert "| `ghost-3` | – | 60 µs, 2.50x without the term | – |" in told
-    write_rows(tmp_path / script.SPEED / "decode.json", [row | {"mean": "pre"} for row in rows])
-    assert "| `ghost-3` | – | 60 µs, 2.50x | – |" in script.ghost_speed_block(tmp_path)
+    write_rows(tmp_path / sources.SPEED / "decode.json", [row | {"mean": "pre"} for row in rows])
+    assert "| `ghost-3` | – | 60 µs, 2.50x | – |" in ghost.ghost_speed_block(tmp_path)
     assert "int-4` | – | 9" not in told
 
 
 def test_the_figure_of_steps_joins_them_and_leaves_what_is_taken_away_hollow(tmp_path: Path) -> None:
-    assert not script.write_steps_figure(tmp_path)
+    assert not ghost.write_figures(tmp_path)
     (tmp_path / "benchmarks/results/gpu").mkdir(parents=True)
     (tmp_path / "docs/img").mkdir(parents=True)
     same = {"model": "a", "spec": "ghost-3", "effective_bits": 3.0, "windows": 3, "window_tokens": 2048, "text": "T"}
     rows = [{"step": name, "kl": kl, **same} for name, kl in (("one, two", 0.5), ("last", 0.1), ("last, no mean", 0.3))]
     (tmp_path / "benchmarks/results/gpu/ghost_steps_a.json").write_text(json.dumps(rows))
-    plot = figures.ablation(script.steps_of(tmp_path), "T")
+    plot = figures.ablation(ghost.steps_of(tmp_path), "T")
     assert [(c.name, c.joined, list(c.points)) for c in plot.curves] == [
         ("a", True, [(0.0, 0.5), (1.0, 0.1)]), ("", False, [(2.0, 0.3)])]  # fmt: skip
     assert [plot.x.tick(x) for x in (0.0, 1.0, 2.0)] == ["one, two", "last", "no mean"]
     assert "hollow: `last`, but for this" in plot.note
-    assert script.write_steps_figure(tmp_path)
+    assert ghost.write_figures(tmp_path)
     assert (tmp_path / "docs/img/ghost-steps.png").read_bytes().startswith(b"\x89PNG")

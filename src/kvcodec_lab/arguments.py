@@ -18,6 +18,31 @@ def positive(text: str) -> int:
     return int(text)
 
 
+def not_negative(text: str) -> int:
+    """Read a whole number >= 0."""
+    if not text.isdigit():
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number >= 0")
+    return int(text)
+
+
+def seconds(text: str) -> float:
+    """Read a time, 0 or more."""
+    try:
+        found = float(text)
+    except ValueError:
+        found = -1.0
+    if not 0 <= found < float("inf"):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of seconds")
+    return found
+
+
+def window_tokens(text: str) -> int:
+    """Read the length of a window, whose first token is not scored."""
+    if not text.isdigit() or int(text) < 2:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number >= 2")
+    return int(text)
+
+
 def specs(text: str) -> list[str]:
     """Read a list of specs: ``int-4,kivi-2:window=64,sink=4``."""
     from kvcodec.registry import split_specs
@@ -85,12 +110,12 @@ def add_text(p: argparse.ArgumentParser, windows: int | None = 3) -> None:
     p.add_argument("--windows", type=positive, default=windows, metavar="N", help="windows of text (3)")
     p.add_argument(
         "--window-tokens",
-        type=positive,
+        type=window_tokens,
         default=2048,
         metavar="N",
         help="tokens of a window (%(default)s, the protocol's)",
     )
-    p.add_argument("--budget", type=float, metavar="SECONDS", help="begin nothing that would end later than this")
+    p.add_argument("--budget", type=seconds, metavar="SECONDS", help="begin nothing that would end later than this")
 
 
 def add_reading(p: argparse.ArgumentParser) -> None:

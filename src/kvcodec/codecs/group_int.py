@@ -97,13 +97,13 @@ class GroupInt(Codec):
     def __post_init__(self) -> None:
         """Refuse what cannot be packed or grouped."""
         if self.bits not in BITS:
-            raise SpecError(f"GroupInt: bits={self.bits} is not allowed; use 2, 3, 4 or 8.")
+            raise SpecError(f"int: bits={self.bits} is not allowed; use 2, 3, 4 or 8.")
         if self.along not in ("channels", "tokens"):
-            raise SpecError(f"GroupInt: along={self.along!r} is not allowed; use 'channels' or 'tokens'.")
+            raise SpecError(f"int: along={self.along!r} is not allowed; use 'channels' or 'tokens'.")
         least = 1 if self.along == "tokens" else 0
         if self.group < least:
             raise SpecError(
-                f"GroupInt: group={self.group} along {self.along} is not allowed; use a positive number, e.g. 32"
+                f"int: group={self.group} along {self.along} is not allowed; use a positive number, e.g. 32"
                 + (", or 0 for all channels of a token." if least == 0 else ".")
             )
 
@@ -119,7 +119,7 @@ class GroupInt(Codec):
 
     def layout(self, head_dim: int) -> Layout:
         """Codes, scales and offsets of one block."""
-        check_whole_bytes("GroupInt", head_dim)
+        check_whole_bytes("int", head_dim)
         row = packed_bytes(head_dim, self.bits)
         tokens = self.along == "tokens"
         scales = head_dim if tokens else group_count(head_dim, self.group)

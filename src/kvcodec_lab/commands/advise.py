@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from kvcodec.errors import UnsupportedError
-from kvcodec_lab.arguments import add_device, add_model, add_probe, add_seed, positive, specs
+from kvcodec_lab.arguments import add_device, add_model, add_probe, add_seed, positive, specs, window_tokens
 from kvcodec_lab.report.tables import aligned
 from kvcodec_lab.result import Result
 
@@ -50,7 +50,9 @@ def add_arguments(p: argparse.ArgumentParser) -> None:
     p.add_argument(
         "--windows", type=positive, default=2, metavar="N", help="windows of text to measure on (%(default)s)"
     )
-    p.add_argument("--window-tokens", type=positive, default=512, metavar="N", help="tokens of a window (%(default)s)")
+    p.add_argument(
+        "--window-tokens", type=window_tokens, default=512, metavar="N", help="tokens of a window (%(default)s)"
+    )
     p.add_argument(
         "--uniform", type=positive, default=6, metavar="N", help="presets measured beside the mixture (%(default)s)"
     )

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from kvcodec.errors import KVError
-from kvcodec_lab.arguments import add_model, add_probe, add_reading, add_text, specs
+from kvcodec_lab.arguments import add_model, add_probe, add_reading, add_text, not_negative, specs
 from kvcodec_lab.result import Result
 
 NEW_TOKENS = 32
@@ -17,7 +17,11 @@ def add_arguments(p: argparse.ArgumentParser) -> None:
     p.add_argument("--specs", type=specs, required=True, metavar="A,B", help="presets, e.g. saw-int4,kivi-2:window=64")
     add_text(p)
     p.add_argument(
-        "--new-tokens", type=int, default=NEW_TOKENS, metavar="N", help="generated tokens; 0 for none (%(default)s)"
+        "--new-tokens",
+        type=not_negative,
+        default=NEW_TOKENS,
+        metavar="N",
+        help="generated tokens; 0 for none (%(default)s)",
     )
     add_probe(p)
     add_reading(p)

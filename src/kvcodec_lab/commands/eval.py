@@ -9,7 +9,17 @@ from pathlib import Path
 from typing import Any
 
 from kvcodec.errors import SpecError
-from kvcodec_lab.arguments import add_model, add_probe, add_reading, add_text, depths, lengths, positive, specs
+from kvcodec_lab.arguments import (
+    add_model,
+    add_probe,
+    add_reading,
+    add_text,
+    depths,
+    lengths,
+    not_negative,
+    positive,
+    specs,
+)
 from kvcodec_lab.commands.compare import NEW_TOKENS, measure, read_constants
 from kvcodec_lab.report.tables import aligned
 from kvcodec_lab.result import Result
@@ -65,7 +75,7 @@ def add_arguments(p: argparse.ArgumentParser) -> None:
     )
     add_text(p, windows=None)
     p.add_argument(
-        "--new-tokens", type=int, metavar="N", help=f"with --spec: generated tokens; 0 for none ({NEW_TOKENS})"
+        "--new-tokens", type=not_negative, metavar="N", help=f"with --spec: generated tokens; 0 for none ({NEW_TOKENS})"
     )
     add_probe(p, None)
     add_reading(p)

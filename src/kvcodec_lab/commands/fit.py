@@ -4,7 +4,7 @@ import argparse
 import time
 
 from kvcodec.errors import KVError
-from kvcodec_lab.arguments import add_device, add_model, check_target, positive
+from kvcodec_lab.arguments import add_device, add_model, check_target, positive, window_tokens
 from kvcodec_lab.result import Result
 
 
@@ -15,7 +15,9 @@ def add_arguments(p: argparse.ArgumentParser) -> None:
     p.add_argument("--text", required=True, metavar="FILE", help="UTF-8 text; not the one that you measure on")
     p.add_argument("-o", "--out", required=True, metavar="PARAMS", help="the file to write, for --params")
     p.add_argument("--windows", type=positive, default=4, metavar="N", help="windows of text (%(default)s)")
-    p.add_argument("--window-tokens", type=positive, default=2048, metavar="N", help="tokens of a window (%(default)s)")
+    p.add_argument(
+        "--window-tokens", type=window_tokens, default=2048, metavar="N", help="tokens of a window (%(default)s)"
+    )
     p.add_argument(
         "--max-tokens",
         type=positive,
@@ -23,7 +25,7 @@ def add_arguments(p: argparse.ArgumentParser) -> None:
         metavar="N",
         help="most tokens that a layer is fitted on (%(default)s)",
     )
-    p.add_argument("--seed", type=int, default=0, help="as for compare, where the codec draws from it")
+    p.add_argument("--seed", type=int, default=0, metavar="N", help="as for compare, where the codec draws from it")
     add_device(p)
 
 

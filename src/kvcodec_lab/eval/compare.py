@@ -190,7 +190,9 @@ def about(rows: Sequence[Row]) -> str:
         "interrupted": " INTERRUPTED: these are the windows finished so far.",
     }[row["status"]]
     left_out = [f"left out: {why}" for why in row.get("left_out", {}).values()]
-    return "\n".join([text, *left_out, *_paths(rows), *(f"{r['spec']}: {note}" for r in rows for note in r["notes"])])
+    # a note of the probe names the spec itself
+    notes = [(r["spec"], note.removeprefix(r["spec"] + " ")) for r in rows for note in r["notes"]]
+    return "\n".join([text, *left_out, *_paths(rows), *(f"{spec}: {note}" for spec, note in notes)])
 
 
 def _paths(rows: Sequence[Row]) -> list[str]:

@@ -204,12 +204,12 @@ def reproduce_rows(
     """
     known = available()
     wanted = [p for p in known if known[p]] if papers is None else list(dict.fromkeys(papers))
-    there = "; ".join(f"{paper} ({', '.join(tables)})" for paper, tables in known.items() if tables)
+    there = ", ".join(paper for paper, tables in known.items() if tables)
     for paper in wanted:
         if paper not in PAPERS:
-            raise SpecError(f"unknown paper {paper!r}.{nearest(paper, PAPERS)} There is: {there}.")
+            raise SpecError(f"unknown paper {paper!r}.{nearest(paper, PAPERS)} There are: {there}.")
         if not known[paper]:
-            raise SpecError(f"nothing of {paper} ({PAPERS[paper]}) can be recomputed yet. There is: {there}.")
+            raise SpecError(f"nothing of {paper} ({PAPERS[paper]}) can be recomputed yet. There are: {there}.")
     return _run(wanted, quick, progress or Progress(False))
 
 

@@ -6,7 +6,7 @@ At module level only light modules are imported, so that ``kvcodec --help`` does
 import argparse
 from typing import TYPE_CHECKING, Any
 
-from kvcodec_lab.arguments import lengths, positive
+from kvcodec_lab.arguments import lengths, positive, seconds
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -25,16 +25,6 @@ def _rates(text: str) -> tuple[float, ...]:
         found = (0.0,)
     if min(found) <= 0:
         raise argparse.ArgumentTypeError(f"{text!r} is not a list of rates, e.g. 0.5,2")
-    return found
-
-
-def _seconds(text: str) -> float:
-    try:
-        found = float(text)
-    except ValueError:
-        found = -1.0
-    if not 0 <= found < float("inf"):
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number of seconds")
     return found
 
 
@@ -68,13 +58,13 @@ def add_arguments(p: argparse.ArgumentParser) -> None:
          "(%(default)s)"),
         ("--turn", {"type": positive, "default": 2048, "metavar": "N"}, "tokens of a tool's output (%(default)s)"),
         ("--answer", {"type": positive, "default": 256, "metavar": "N"}, "tokens of an answer (%(default)s)"),
-        ("--pause", {"type": _seconds, "default": 0.0, "metavar": "SECONDS"}, "of a tool's work (%(default)s)"),
+        ("--pause", {"type": seconds, "default": 0.0, "metavar": "SECONDS"}, "of a tool's work (%(default)s)"),
         ("--together", {"action": "store_true"}, "a round begins when every session has finished the one before"),
         ("--warmups", {"type": int, "default": 2, "metavar": "N"}, "requests before each load (%(default)s)"),
         ("--model", {"metavar": "NAME"}, "of those that the server serves (the first)"),
         ("--vocabulary", {"type": positive, "metavar": "N"}, "prompts' ids: below it (the model's, or 30000)"),
-        ("--timeout", {"type": _seconds, "default": 1800.0, "metavar": "SECONDS"}, "of one request (%(default)s)"),
-        ("--start-timeout", {"type": _seconds, "default": 900.0, "metavar": "SECONDS"}, "until a server is up "
+        ("--timeout", {"type": seconds, "default": 1800.0, "metavar": "SECONDS"}, "of one request (%(default)s)"),
+        ("--start-timeout", {"type": seconds, "default": 900.0, "metavar": "SECONDS"}, "until a server is up "
          "(%(default)s)"),
         ("--header", {"metavar": "'NAME: VALUE'", "action": "append", "default": []}, "sent with every request"),
         ("--gpu", {"metavar": "NAME"}, "stamped on the rows (what nvidia-smi says here; a server elsewhere: unknown)"),

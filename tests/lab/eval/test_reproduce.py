@@ -138,7 +138,7 @@ def test_band_is_half_a_digit_and_the_allowance(printed, ours, allowance, band, 
 
 def test_unknown_paper():
     with pytest.raises(
-        SpecError, match=r"unknown paper 'octopuss'\. Did you mean 'octopus'\? There is: octopus \(Table 1,"
+        SpecError, match=r"unknown paper 'octopuss'\. Did you mean 'octopus'\? There are: octopus, saw-int4, "
     ):
         reproduce_rows(["octopuss"])
 
@@ -147,7 +147,7 @@ def test_a_paper_with_nothing_yet_says_what_there_is(monkeypatch):
     kept = {key: f for key, f in claims._TABLES.items() if key[0] != "saw-int4"}
     monkeypatch.setattr(claims, "_TABLES", kept)
     with pytest.raises(
-        SpecError, match=r"nothing of saw-int4 \(SAW-INT4, .*\) can be recomputed yet\. There is: octopus"
+        SpecError, match=r"nothing of saw-int4 \(SAW-INT4, .*\) can be recomputed yet\. There are: octopus"
     ):
         reproduce_rows(["saw-int4"])
     assert {r["paper"] for r in reproduce_rows(["innerq"], quick=True)} == {"innerq"}

@@ -263,7 +263,7 @@ def _how(results: Results) -> str:
         kept = {k: v for k, v in mapping(settings).items() if k not in ("metrics", "chance") and v is not None}
         told.append((about_task(task).title, kept))
     notes = "".join(
-        f"<li><b>{escape(spec)}</b>: {escape(text)}</li>"
+        f"<li><b>{escape(spec)}</b>: {escape(text.removeprefix(spec + ' '))}</li>"
         for spec, texts in mapping(about.get("notes")).items()
         for text in (texts if isinstance(texts, list) else [texts])
     )

@@ -1,0 +1,293 @@
+"""docs/ghost.md: the own method.
+
+ghost       beside the best of the others, from the run TODAY, ALL_RESULTS, ADDED and FITTED
+ghost-steps what each of its steps gains, from STEPS; STEPS_FIGURE shows it
+ghost-fresh the same beside others on texts that it was not designed on, from the runs below FRESH
+ghost-rate  its error at its bits beside Shannon's bound and other methods, from REPRODUCED
+ghost-speed its decode attention beside that of saw-int4, with and without the ghost term, from DECODE
+"""
+
+import json
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from blocks.sources import (
+    MORE_BITS,
+    OWN,
+    SHAPES,
+    TODAY,
+    Blocks,
+    Judged,
+    MissingResultError,
+    decode_rows,
+    judged,
+    quality_rows,
+    rows_of,
+)
+from kvcodec.errors import KVError
+from kvcodec.registry import presets
+from kvcodec_lab.bench.summary import Table
+from kvcodec_lab.eval.merge import unpack
+from kvcodec_lab.eval.rows import Row
+from kvcodec_lab.eval.stats import against, summarize
+from kvcodec_lab.eval.store import Run
+from kvcodec_lab.report import figures, pictures
+from kvcodec_lab.report.figures import SPEED_TITLES
+from kvcodec_lab.report.rows import UNCOMPRESSED, mapping
+from kvcodec_lab.report.tables import markdown
+from kvcodec_lab.report.words import DASH, listed
+
+FITTED = Path("benchmarks/results/cpu/ghost_smollm2-135m.json")
+FITTED_LARGE = Path("benchmarks/results/nvidia-h100/ghost_qwen2.5-coder-1.5b.json")
+"""`ghost` on the small model and on the real one with constants of `kvcodec fit`."""
+REPRODUCED = Path("docs/reproduce/reproduce.json")
+STEPS = "benchmarks/results/*/ghost_steps_*.json"
+STEPS_FIGURE = Path("docs/img/ghost-steps.png")
+"""Of `benchmarks/ghost_steps.py`, a file for each model."""
+FRESH, PLAIN, STRESSED, NEEDLE = Path("benchmarks/results/fresh"), "plain", "stressed", "needle-4k"
+"""Published runs MODEL/TEXT/plain and /stressed of texts of `benchmarks/fresh_texts.py`, and MODEL/NEEDLE/plain."""
+BESIDE = ("ghost-3", "ghost-4")
+"""What the others are compared with there."""
+
+
+def ghost_block(root: Path) -> str:
+    """Each preset of the own method, and the one of least loss that other methods have at about its bits."""
+    values, uncompressed = judged(root, TODAY)
+    small = quality_rows(root)
+
+    def fitted(path: Path) -> list[tuple[str, float, float, float, str]]:
+        rows = rows_of(root / path) if (root / path).is_file() else []
+        return [(r["spec"], r["effective_bits"], r["kl"], r["perplexity"], ", fitted") for r in rows]
+
+    large = [(spec, *of, "") for spec, of in values.items()] + fitted(FITTED_LARGE)
+    told = [(r["spec"], r["effective_bits"], r["kl"], r["perplexity"], "") for r in small] + fitted(FITTED)
+    out = []
+    for title, rows, base in (
+        ("Qwen2.5-Coder-1.5B-Instruct", large, uncompressed),
+        (small[0]["model"], told, small[0]["uncompressed"]["perplexity"]),
+    ):
+        numbers, lines = ["bits", "KL", "perplexity"], []
+        own = sorted((r for r in rows if r[0].startswith(OWN)), key=lambda r: (r[1], -r[2]))
+        for spec, held, kl, perplexity, note in own:
+            near = [r for r in rows if not r[0].startswith(OWN) and r[0] in presets() and r[1] <= held + MORE_BITS]
+            best = min(near, key=lambda r: r[2], default=None)
+            cells = [f"`{spec}`{note}", f"{held:.2f}", f"{kl:.4f}", f"{perplexity:.2f}"]
+            cells += (
+                [DASH] * 4 if best is None else [f"`{best[0]}`", f"{best[1]:.2f}", f"{best[2]:.4f}", f"{best[3]:.2f}"]
+            )
+            lines.append(cells)
+        heads = [f"{title}, perplexity {base:.2f}", *numbers, "of the others", *numbers]
+        out += [markdown(heads, lines, text=(0, 4)), ""]
+    return "\n".join(out) + (
+        f"\nThree windows of 2,048 tokens of WikiText-2; bits of every byte held, with the four dense first tokens. Of "
+        f"the others: the preset of least KL with at most {MORE_BITS:g} bits more. Fitted: constants of `kvcodec fit` "
+        f"on another text; the other rows take them from the prompt itself. {least_sentence(values)}"
+    )
+
+
+def least_sentence(values: Mapping[str, "Judged"]) -> str:
+    """Which presets of other methods lose less than `ghost-4` on the real model, and which is next to it."""
+    own = values["ghost-4"]
+    others = sorted((of.kl, spec, of.bits) for spec, of in values.items() if spec in presets() and OWN not in spec)
+    less = [f"`{spec}` ({bits:.2f} bits, {kl:.4f})" for kl, spec, bits in others if kl <= own.kl]
+    more = [(kl, spec, bits) for kl, spec, bits in others if kl > own.kl]
+    (kl, spec, bits), int8 = more[0], values["int-8"]
+    return (
+        f"On Qwen2.5-Coder-1.5B-Instruct `ghost-4` loses less than every preset of other methods"
+        f"{f' but {listed(less)}' if less else ''}: `{spec}`, the next, has a KL of {kl:.4f} at {bits:.2f} bits, "
+        f"`int-8` {int8.kl:.4f} at {int8.bits:.2f}."
+    )
+
+
+def steps_of(root: Path) -> dict[str, list[dict[str, Any]]]:
+    """Rows of STEPS by model."""
+    return {rows[0]["model"]: rows for rows in map(rows_of, sorted(root.glob(STEPS)))}
+
+
+def write_figures(root: Path) -> bool:
+    """Draw STEPS_FIGURE if there are rows for it; whether there are."""
+    models = steps_of(root)
+    if models:
+        some = next(iter(models.values()))
+        own = next(row["spec"] for row in some if row["spec"].startswith(OWN))
+        title = f"What each step gains: {own} on {some[0]['text']}"
+        pictures.write([figures.ablation(models, title)], root / STEPS_FIGURE)
+    return bool(models)
+
+
+def ghost_steps_block(root: Path) -> str:
+    """A figure, and a row for each step, with the KL of each model."""
+    models = {name: {row["step"]: row for row in rows} for name, rows in steps_of(root).items()}
+    if not models:
+        return "Not measured yet: `benchmarks/ghost_steps.py` makes the rows."
+    steps = dict.fromkeys(step for rows in models.values() for step in rows)
+    lines = []
+    for step in steps:
+        cells = [step]
+        for rows in models.values():
+            row = rows.get(step)
+            cells += [DASH] * 2 if row is None else [f"{row['effective_bits']:.2f}", f"{row['kl']:.4f}"]
+        lines.append(cells)
+    some = next(iter(next(iter(models.values())).values()))
+    heads = ["step", *(head for model in models for head in (f"{model}: bits", "KL"))]
+    return (
+        f"![KL after each step of ghost]({STEPS_FIGURE.relative_to('docs')})\n\n"
+        f"{markdown(heads, lines)}\n\n{some['windows']} windows of {some['window_tokens']:,} tokens of {some['text']}, "
+        f"constants of the prompt itself where a row does not say fitted; bits of every byte held."
+    )
+
+
+def ghost_rate_block(root: Path) -> str:
+    """Relative MSE of each preset of the own method, and of the best of others with hardly more bits, by source."""
+    try:
+        rows = json.loads((root / REPRODUCED).read_text(encoding="utf-8"))["rate_distortion"]
+    except (OSError, ValueError, KeyError) as error:
+        raise MissingResultError(f"{REPRODUCED}: {error}; `kvcodec reproduce --model M --out` writes it.") from error
+    rows = [row for row in rows if row["relative_mse"]]
+    sources = [s for s in dict.fromkeys(row["source"] for row in rows) if "keys of" in s or "values of" in s]
+    sources.insert(0, "Gaussian keys")
+    heads = ["preset", "4^-bits", *(part for source in sources for part in (source, "of the others"))]
+    lines = []
+    for row in sorted((r for r in rows if r["method"] == OWN and r["source"] == sources[0]), key=lambda r: r["bits"]):
+        cells = [f"`{row['spec']}`", f"{4.0 ** -row['bits']:.4f}"]
+        for source in sources:
+            here = [r for r in rows if r["source"] == source]
+            own = next(r for r in here if r["spec"] == row["spec"])
+            near = [r for r in here if r["method"] != OWN and r["bits"] <= own["bits"] + MORE_BITS]
+            best = min(near, key=lambda r: r["relative_mse"], default=None)
+            cells += [f"{own['relative_mse']:.4f}"]
+            cells += [DASH if best is None else f"{best['relative_mse']:.4f} (`{best['spec']}`, {best['bits']:.2f})"]
+        lines.append(cells)
+    return (
+        f"{markdown(heads, lines)}\n\nMean square of the error over that of the vectors, first tokens encoded as "
+        f"well; constants fitted on the vectors themselves. Of the others: the preset of least error with at most "
+        f"{MORE_BITS:g} bits more, with its bits. [All presets, and the figure](reproduce/reproduce.md)."
+    )
+
+
+def ghost_speed_block(root: Path) -> str:
+    """Decode attention of the own method beside the fastest preset's, with and without the ghost term."""
+    rows = decode_rows(root)
+    table = Table(rows)
+    names = ("saw-int4", "saw-int4:mean=pre", *(spec for spec in presets() if spec.startswith(OWN)))
+    lines = []
+    for spec in names:
+        cells = [f"`{spec}`"]
+        for shape in SHAPES:
+            time, gain = (table.median(spec, f"{what}_cold", shape) for what in ("decode_us", "speedup_vs_bf16"))
+            here = [r for r in rows if (r["spec"], r["shape"]) == (spec, shape)]
+            without = " without the term" if spec.startswith(OWN) and not any("mean" in r for r in here) else ""
+            cells.append(DASH if time is None or gain is None else f"{time:.0f} µs, {gain:.2f}x{without}")
+        if set(cells[1:]) != {DASH}:
+            lines.append(cells)
+    if not lines:
+        return "Not measured yet: `kvcodec bench decode --device cuda` makes the rows."
+    gpus = " and ".join(sorted({str(r["gpu"]) for r in rows}))
+    return (
+        f"{markdown(['preset', *(SPEED_TITLES[shape] for shape in SHAPES)], lines)}\n\nMedians of a step's attention "
+        f"of a layer with a cold L2 on one {gpus}, and times as fast as the fastest 16-bit attention of the same run."
+    )
+
+
+def published(folder: Path) -> Run:
+    """A published run with its items, those that every spec has finished.
+
+    Raises
+    ------
+    MissingResultError
+        If there is none, or it is damaged.
+    """
+    try:
+        with tempfile.TemporaryDirectory() as made:
+            run = unpack(folder, made)
+    except KVError as error:
+        raise MissingResultError(str(error)) from error
+    done: dict[tuple[str, str], set[str]] = {}
+    for line in run.lines:
+        if not line.get("error"):
+            done.setdefault((line["task"], line["item"]), set()).add(line["spec"])
+    whole = {key for key, specs in done.items() if specs >= {UNCOMPRESSED, *run.about["specs"]}}
+    return replace(run, lines=[line for line in run.lines if (line["task"], line["item"]) in whole])
+
+
+def ghost_fresh_block(root: Path) -> str:
+    """For each model a table of every preset, and what stress and a needle do to the own method."""
+    models = sorted(path for path in (root / FRESH).glob("*") if path.is_dir())
+    parts = []
+    for folder in models:
+        texts = sorted(path.parent.name for path in folder.glob(f"*/{PLAIN}") if path.parent.name != NEEDLE)
+        runs = [published(folder / text / PLAIN) for text in texts]
+        parts.append(_fresh_table(texts, runs))
+        if stressed := [published(path) for text in texts if (path := folder / text / STRESSED).is_dir()]:
+            parts.append(_stressed_sentence(runs, stressed))
+        if (folder / NEEDLE).is_dir():
+            parts.append(_needle_sentence(published(folder / NEEDLE / PLAIN)))
+    return "\n\n".join(parts) or "Not measured yet: `benchmarks/evaluate.py` on texts of `benchmarks/fresh_texts.py`."
+
+
+def _kl_rows(runs: Sequence[Run]) -> dict[str, Row]:
+    """Row of each spec's KL over the items of all runs."""
+    found = (row for row in against(runs, UNCOMPRESSED) if row["metric"] == "kl")
+    return {row["other"]: row for row in found}
+
+
+def _fresh_table(texts: Sequence[str], runs: Sequence[Run]) -> str:
+    about, whole = runs[0].about, _kl_rows(runs)
+    beside = {own: {r["other"]: r for r in against(runs, own) if r["metric"] == "kl"} for own in BESIDE}
+    each = [_kl_rows([run]) for run in runs]
+    held = {row["spec"]: row["effective_bits"] for run in runs for row in summarize(run) if row["effective_bits"]}
+    lines = []
+    for spec, row in sorted(whole.items(), key=lambda item: item[1]["other_value"]):
+        cells = [f"`{spec}`", f"{held[spec]:.2f}", *(f"{one[spec]['other_value']:.4f}" for one in each)]
+        cells.append(f"{row['other_value']:.4f}")
+        for own in BESIDE:
+            of = beside[own].get(spec)
+            cells.append(DASH if of is None else f"{-of['difference']:+.4f} [{-of['high']:+.4f}, {-of['low']:+.4f}]")
+        lines.append(cells)
+    heads = [about["model"]["name"], "bits", *(f"KL, {text}" for text in texts), "KL, all"]
+    windows, size = next(iter(whole.values()))["items"], about["tasks"]["kl"]["window_tokens"]
+    heads += [f"less `{own}`" for own in BESIDE]
+    return (
+        f"{markdown(heads, lines)}\n\n{windows} windows of {size:,} tokens; the last columns are a preset's KL less "
+        f"that of ours on the same windows, with the interval of 95 % over windows."
+    )
+
+
+def _stressed_sentence(plain: Sequence[Run], stressed: Sequence[Run]) -> str:
+    """KL of the own method under stress, beside the same windows without it."""
+    items = {line["item"] for run in stressed for line in run.lines}
+    alike = [replace(run, lines=[line for line in run.lines if line["item"] in items]) for run in plain]
+    usual, loud = _kl_rows(alike), _kl_rows(stressed)
+    own = [(spec, row["other_value"]) for spec, row in loud.items() if spec.startswith(OWN)]
+    told = [f"{kl:.4f}, {kl / usual[spec]['other_value']:.2f} times as much" for spec, kl in own]
+    named = [
+        f"`{spec}` {'is ' if i == 0 else ''}{text}" for i, ((spec, _), text) in enumerate(zip(own, told, strict=True))
+    ]
+    text = mapping(stressed[0].about["settings"]["stress"])
+    return (
+        f"With outlier channels ([stress](stress.md) {text['factor']:g}:{text['pairs']}) on the same windows the KL of "
+        f"{'; '.join(named)}."
+    )
+
+
+def _needle_sentence(run: Run) -> str:
+    rows = [row for row in summarize(run) if row["metric"] == "recall" and row["group"] is None]
+    found = {row["spec"]: f"{row['value'] * row['items']:.0f}" for row in rows}
+    told = [f"`{spec}` {'finds ' if i == 1 else ''}{n}" for i, (spec, n) in enumerate(found.items()) if i]
+    length = run.about["tasks"]["needle"]["lengths"][0]
+    return (
+        f"Of {rows[0]['items']} numbers hidden in {length:,} tokens of a novel, one each, "
+        f"{listed(told)}, the uncompressed model {found[UNCOMPRESSED]}."
+    )
+
+
+BLOCKS: Blocks = {
+    "ghost": (Path("docs/ghost.md"), ghost_block),
+    "ghost-steps": (Path("docs/ghost.md"), ghost_steps_block),
+    "ghost-fresh": (Path("docs/ghost.md"), ghost_fresh_block),
+    "ghost-rate": (Path("docs/ghost.md"), ghost_rate_block),
+    "ghost-speed": (Path("docs/ghost.md"), ghost_speed_block),
+}
