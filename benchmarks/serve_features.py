@@ -12,11 +12,11 @@ Parts, for a preset, one with groups of tokens and a recipe:
 - ``heads``: a draft model, EAGLE and EAGLE 3, all of random weights, so that nearly every draft is rejected.
 
 The last two sum in another order than one engine without them, and rounding moves codes, so their tokens may part. How
-far log-probabilities may be apart is measured on that one engine: its prompts together and each alone are the same
-computation in other batches. A row has mean differences of log-probabilities, of the prompts' tokens (``prompt``) and
-of the generated ones up to where tokens part (``steps``), and how much less likely than the best the other's token was
-there, at most (``behind``); the same of together and alone (``alone``), and of the preset and 16 bit in one engine
-(``packing``: what a wrong page would at least do). The feature may do ``TIMES`` what batches do.
+far that takes log-probabilities is measured by a third engine, of the same model with the channels of its MLPs in
+another order: the same function, other sums (``order``). A row has mean differences of log-probabilities, of the
+prompts' tokens (``prompt``) and of the generated ones up to where tokens part (``steps``), and how much less likely
+than the best the other's token was there, at most (``behind``); the same of the model in another order, and of the
+preset and 16 bit (``packing``: less than a wrong page would do). The feature may do ``TIMES`` what the order does.
 
 Rows go to DIR/checks.jsonl, answers to DIR/answers, logs to DIR/logs. On a CPU ``two`` takes two processes, and
 ``offload`` the connector with copies made by the processor.
@@ -45,11 +45,13 @@ LAYERS, NEW, WORDS, BLOCK = 8, 24, 2048, 64
 LENGTHS = {"offload": (200, 190, 180, 170, 160)}
 OTHERS = (5, 64, 100, 700, 1500, 33, 257, 1000)
 """Tokens of the prompts of other parts."""
+MODELS = {"order": "order"}
+"""Models of runs that have another one."""
 NEAR = 8
 """Likeliest tokens of a step whose log-probabilities are kept."""
 COUNTED = re.compile("prefix_cache|spec_decode_num_(draft|accepted)_tokens")
 TIMES, LEAST = 2.0, 1e-4
-"""Log-probabilities may be apart by so many times what other batches do, and by that much in any case."""
+"""Log-probabilities may be apart by so many times what another order of sums does, and by that much in any case."""
 LIMIT = 240
 """Seconds of an engine on a GPU."""
 
@@ -60,13 +62,19 @@ def models_in(folder: Path) -> None:
     from tests.serve.heads import save_eagle
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    for name, layers in (("model", LAYERS), ("draft", 2)):
+    for name, layers in (("model", LAYERS), ("draft", 2), ("order", LAYERS)):
         torch.manual_seed(SEED + layers)
         config = LlamaConfig(
             vocab_size=WORDS, hidden_size=512, intermediate_size=1024, num_hidden_layers=layers, num_attention_heads=8,
             num_key_value_heads=4, head_dim=64, initializer_range=0.05, max_position_embeddings=4096,
         )  # fmt: skip
-        LlamaForCausalLM(config).save_pretrained(folder / name)
+        model = LlamaForCausalLM(config)
+        for layer in model.model.layers if name == "order" else ():
+            order, mlp = torch.randperm(config.intermediate_size), layer.mlp
+            for x in (mlp.gate_proj, mlp.up_proj):
+                x.weight.data = x.weight.data[order].contiguous()
+            mlp.down_proj.weight.data = mlp.down_proj.weight.data[:, order].contiguous()
+        model.save_pretrained(folder / name)
     for kind in ("eagle", "eagle3"):
         save_eagle(folder / kind, config, kind)
 
@@ -89,12 +97,18 @@ def runs_of(part: str, on_gpu: bool, scratch: Path) -> dict[str, dict[str, Any]]
     """Options of the engines that are compared, the one without the feature first."""
     if part == "two":
         pipeline = {"pp2": {"pipeline_parallel_size": 2}} if on_gpu else {}  # vLLM's CPU build has none
-        return {"one": {}, "tp2": {"tensor_parallel_size": 2, "disable_custom_all_reduce": True}, **pipeline}
+        return {
+            "one": {},
+            "order": {},
+            "tp2": {"tensor_parallel_size": 2, "disable_custom_all_reduce": True},
+            **pipeline,
+        }
     if part == "heads":
         kinds = {"draft_model": "draft", "eagle": "eagle", "eagle3": "eagle3"}
         drafts = {"num_speculative_tokens": 3}
         return {
             "one": {},
+            "order": {},
             **{
                 method: {"speculative_config": {"method": method, "model": str(scratch / name), **drafts}}
                 for method, name in kinds.items()
@@ -138,11 +152,10 @@ def child(job: dict[str, Any]) -> None:
         outs = [out for batch in batches for out in llm.generate(batch, greedy, use_tqdm=False)]
         return [answer(out) for out in outs]
 
-    alone = [[x] for x in asked]
     if job["part"] == "offload":  # one by one, as the pool has no room for two
-        turns = {str(turn): said(alone) for turn in range(3)}
+        turns = {str(turn): said([[x] for x in asked]) for turn in range(3)}
     else:
-        turns = {"together": said([asked])} | ({"alone": said(alone)} if job["run"] == "one" else {})
+        turns = {"together": said([asked])}
     counts = {m.name: m.value for m in llm.get_metrics() if COUNTED.search(m.name) and hasattr(m, "value")}
     Path(job["to"]).write_text(json.dumps({"turns": turns, "counts": counts}))
 
@@ -196,9 +209,9 @@ def apart(found: list[dict[str, Any]], want: list[dict[str, Any]]) -> dict[str, 
     return {"prompt": sum(prompt) / len(prompt), "steps": sum(steps) / max(1, len(steps)), "behind": max(behind)}
 
 
-def judged(found: dict[str, float], alone: dict[str, float]) -> bool:
+def judged(found: dict[str, float], order: dict[str, float]) -> bool:
     """Whether what is apart is rounding: of the prompts and of the steps."""
-    return all(found[key] <= TIMES * alone[key] + LEAST for key in ("prompt", "steps"))
+    return all(found[key] <= TIMES * order[key] + LEAST for key in ("prompt", "steps"))
 
 
 def main() -> int:
@@ -248,10 +261,10 @@ def main() -> int:
                     if args.runs and run_name not in args.runs:
                         continue
                     label = f"{part}-{name}-{run_name}"
-                    to = str(args.out / "answers" / f"{label}.json")
+                    model, to = scratch / MODELS.get(run_name, "model"), args.out / "answers" / f"{label}.json"
                     jobs[label] = {
-                        "part": part, "given": given, "options": options, "model": str(scratch / "model"),
-                        "on_gpu": on_gpu, "to": to, "preset": name, "run": run_name,
+                        "part": part, "given": given, "options": options, "model": str(model), "on_gpu": on_gpu,
+                        "to": str(to), "preset": name, "run": run_name,
                     }  # fmt: skip
 
         def environment(job: dict[str, Any]) -> dict[str, str]:
@@ -275,16 +288,17 @@ def main() -> int:
                 recorder.add(*row, None, status=f"failed: {failed}", said=said)
                 continue
             found, want = (read[x]["turns"] for x in (label, base))
-            first = next(iter(found))
             share = sum(same(found[turn], want[turn]) for turn in found) / len(found)
             more = {"counts": read[label]["counts"]}
             if part == "offload":
                 bad |= share < 1 or not more["counts"].get("vllm:external_prefix_cache_hits")
             else:
-                more |= {"apart": apart(found[first], want[first]), "alone": apart(want["alone"], want[first])}
-                if (wide := f"{part}-dense-one") in read:
-                    more["packing"] = apart(want[first], read[wide]["turns"][first])
-                bad |= not judged(more["apart"], more["alone"])
+                one, other, wide = (read.get(f"{part}-{x}", {}).get("turns", {}).get("together") for x in (
+                    f"{preset}-one", f"{preset}-order", "dense-one"))  # fmt: skip
+                more["apart"] = apart(found["together"], one)
+                more |= {"order": apart(other, one)} if other else {}
+                more |= {"packing": apart(one, wide)} if wide else {}
+                bad |= other is None or not judged(more["apart"], more["order"])
             recorder.add(*row, flat(share), **more)
     return int(bad)
 

@@ -1,7 +1,8 @@
-"""Write the measured tables and drawings of docs/serve-results.md from benchmarks/results/nvidia-h200/serve.json.
+"""Write the measured tables and drawings of docs/serve-results.md from benchmarks/results/nvidia-*/serve*.json.
 
-``--check`` only compares: 1 if something would change. The block lies between ``<!-- serve:start -->`` and
-``<!-- serve:end -->``, drawings in docs/img.
+``--check`` only compares: 1 if something would change. A GPU's block lies between ``<!-- serve nvidia-h200:start -->``
+and ``<!-- serve nvidia-h200:end -->``, the drawings, of one of them, in docs/img; ``serve features`` is what
+``benchmarks/serve_features.py`` compared.
 """
 
 import argparse
@@ -16,22 +17,24 @@ from kvcodec_lab.report.rows import read_rows
 from kvcodec_lab.serve.tables import Grid, charts, tables
 
 ROOT = Path(__file__).resolve().parents[1]
-RESULTS = Path("benchmarks/results/nvidia-h200/serve.json")
+RESULTS = {gpu: Path("benchmarks/results", gpu, "serve.json") for gpu in ("nvidia-h200", "nvidia-h100")}
+DRAWN_GPU = "nvidia-h200"
+FEATURES = Path("benchmarks/results/nvidia-h100/serve_features.json")
 PAGE = Path("docs/serve-results.md")
 DRAWN = {"steps-": "serve-steps.svg", "throughput-clients-i1024": "serve-throughput-1k.svg",
          "throughput-clients-i4096": "serve-throughput-4k.svg", "tpot-clients-i4096": "serve-tpot-4k.svg",
          "round-ttft-s": "serve-round-ttft.svg",
          "round-residency-": "serve-round-residency.svg"}  # fmt: skip
 """Beginnings of drawings' names, and the files that the page shows."""
-BLOCK = re.compile(r"(<!-- serve:start -->\n).*?(\n<!-- serve:end -->)", re.S)
+BLOCK = re.compile(r"(<!-- serve (?P<name>[\w-]+):start -->\n).*?(\n<!-- serve (?P=name):end -->)", re.S)
 EMPTY = "Not measured yet: `benchmarks/serve_h200.py` makes the rows."
 CELL = 160
 """Characters of a reason that a table shows; the rows have all of it."""
 
 
-def rows_of(root: Path) -> list[dict[str, Any]]:
+def rows_of(root: Path, gpu: str) -> list[dict[str, Any]]:
     """Committed rows; none before the first measurement."""
-    path = root / RESULTS
+    path = root / RESULTS[gpu]
     return read_rows([path]) if path.is_file() else []
 
 
@@ -53,24 +56,48 @@ def _short(why: str) -> str:
 def pictures(root: Path) -> dict[str, str]:
     """Names of drawings in docs/img and their SVG, those of them that there are rows for."""
     found: dict[str, str] = {}
-    for chart in charts(rows_of(root)):
+    for chart in charts(rows_of(root, DRAWN_GPU)):
         name = next((file for begin, file in DRAWN.items() if chart.name.startswith(begin)), None)
         if name is not None:
             found.setdefault(name, drawing(chart))
     return found
 
 
-def block(root: Path) -> str:
-    """Tables and pictures as the page has them."""
-    rows = rows_of(root)
+def block(root: Path, gpu: str) -> str:
+    """Tables and pictures of a GPU as the page has them."""
+    rows = rows_of(root, gpu)
     if not rows:
         return EMPTY
     gpus = sorted({str(row.get("gpu")) for row in rows})
     versions = sorted({row["versions"]["vllm"] for row in rows if row.get("versions")})
-    head = f"On {', '.join(gpus)}, vLLM {', '.join(versions)}: `{RESULTS}`, made by `benchmarks/serve_h200.py`."
+    head = f"On {', '.join(gpus)}, vLLM {', '.join(versions)}: `{RESULTS[gpu]}`, made by `benchmarks/serve_h200.py`."
     grids = [grid for grid in tables(rows) if grid.title != "Servers"]
-    shown = [f"![{name[6:-4].replace('-', ' ')}](img/{name})" for name in pictures(root)]
+    shown = [f"![{name[6:-4].replace('-', ' ')}](img/{name})" for name in (pictures(root) if gpu == DRAWN_GPU else ())]
     return "\n\n".join([head, *map(markdown, grids), *shown])
+
+
+def features(root: Path) -> str:
+    """The table of answers with a feature beside those without."""
+    found: dict[str, list[list[str]]] = {"offload": [], "two": []}
+    for row in read_rows([root / FEATURES]):
+        part, _, run = row["shape"].partition("_")
+        line = [f"`{row['spec'] or 'dense'}`", run, f"{row['values']['p50']:.1%}"]
+        if part == "offload":
+            line.append(f"{row['counts']['vllm:external_prefix_cache_hits']:,.0f}")
+        else:
+            line += [f"{row[key][what]:.2g}" for what in ("prompt", "behind") for key in ("apart", "alone", "packing")]
+        found[part].append(line)
+    headings = {
+        "offload": ["preset", "connector", "same tokens", "tokens loaded"],
+        "two": ["preset", "GPUs", "same tokens", *(f"{what}: {key}" for what in ("prompt", "furthest behind") for key in
+                ("two GPUs", "alone", "packing"))],
+    }  # fmt: skip
+    return "\n\n".join(report_tables.markdown(headings[part], lines) for part, lines in found.items() if lines)
+
+
+def made(root: Path, name: str) -> str:
+    """What stands in a block of the page."""
+    return features(root) if name == "features" else block(root, name)
 
 
 def main() -> int:
@@ -79,8 +106,7 @@ def main() -> int:
     parser.add_argument("--check", action="store_true", help="only compare")
     check = parser.parse_args().check
     text = (ROOT / PAGE).read_text(encoding="utf-8")
-    made = block(ROOT)
-    want = {PAGE: BLOCK.sub(lambda found: found[1] + made + found[2], text)}
+    want = {PAGE: BLOCK.sub(lambda found: found[1] + made(ROOT, found["name"]) + found[3], text)}
     want |= {Path("docs/img", name): svg for name, svg in pictures(ROOT).items()}
     stale = [p for p, t in want.items() if not (ROOT / p).is_file() or (ROOT / p).read_text(encoding="utf-8") != t]
     for path in stale:

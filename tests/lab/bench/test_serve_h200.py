@@ -177,11 +177,12 @@ def test_the_table_of_steps_has_ratios_to_bf16_and_reasons():
 
 
 def test_docs_show_the_rows(tmp_path):
-    assert docs.block(tmp_path) == docs.EMPTY
-    path = tmp_path / docs.RESULTS
+    gpu = docs.DRAWN_GPU
+    assert docs.block(tmp_path, gpu) == docs.EMPTY
+    path = tmp_path / docs.RESULTS[gpu]
     path.parent.mkdir(parents=True)
     path.write_text(json.dumps(rows_of_steps()))
-    text = docs.block(tmp_path)
+    text = docs.block(tmp_path, gpu)
     assert "| `saw-int4` | 3,002,288 | 3.76x | 5.80 | 9.25 | 8.75 to 9.25 | 0.64x | 3,459 | – |" in text
     assert "![steps](img/serve-steps.svg)" in text
     reason = next(line for line in text.splitlines() if line.startswith("- `innerq-base`"))
@@ -192,7 +193,9 @@ def test_docs_show_the_rows(tmp_path):
 
 
 def test_the_committed_page_is_what_the_committed_rows_say():
-    found = docs.BLOCK.search((ROOT / docs.PAGE).read_text())
-    assert found[0] == f"{found[1]}{docs.block(ROOT)}{found[2]}", "run scripts/update_serve.py"
+    found = {block["name"]: block for block in docs.BLOCK.finditer((ROOT / docs.PAGE).read_text())}
+    assert set(found) == {*docs.RESULTS, "features"}
+    for name, block in found.items():
+        assert block[0] == f"{block[1]}{docs.made(ROOT, name)}{block[3]}", "run scripts/update_serve.py"
     for name, svg in docs.pictures(ROOT).items():
         assert (ROOT / "docs/img" / name).read_text() == svg, "run scripts/update_serve.py"
