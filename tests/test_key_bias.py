@@ -164,7 +164,7 @@ def test_a_recipe_is_judged_layer_by_layer() -> None:
 
 
 def test_small_biases_and_none_are_not_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvcodec.key_bias.roundtrip", lambda *_: pytest.fail("measured"))
+    monkeypatch.setattr("kvcodec.key_layer.roundtrip", lambda *_: pytest.fail("measured"))
     for made in (biased(0.0), biased(0.5), tiny_model("llama-gqa"), tiny_model("qwen3")):
         for spec in ("saw-int4", "int-2", "turboquant-2"):
             kvcodec.cache_for(made, spec)
@@ -273,7 +273,7 @@ def test_weights_that_change_are_judged_again() -> None:
 def test_what_was_measured_is_kept(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(BrokenPresetError):
         kvcodec.cache_for(model, RAW)
-    monkeypatch.setattr("kvcodec.key_bias.roundtrip", lambda *_: pytest.fail("measured again"))
+    monkeypatch.setattr("kvcodec.key_layer.roundtrip", lambda *_: pytest.fail("measured again"))
     with pytest.raises(BrokenPresetError):
         kvcodec.cache_for(model, RAW)
 
@@ -444,7 +444,7 @@ def test_a_server_s_option() -> None:
 def test_models_without_biases_are_walked_once(monkeypatch: pytest.MonkeyPatch) -> None:
     made = tiny_llama()
     kvcodec.cache_for(made, "saw-int4")
-    monkeypatch.setattr("kvcodec.key_bias._layers_of", lambda *_: pytest.fail("walked again"))
+    monkeypatch.setattr("kvcodec.key_bias.layers_of", lambda *_: pytest.fail("walked again"))
     kvcodec.cache_for(made, "int-2")
     assert not KeyBiases("none", [], [0])
 

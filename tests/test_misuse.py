@@ -129,6 +129,11 @@ def test_tensors_that_do_not_fit_the_cache():
     assert len(cache) == 8
 
 
+def test_constants_of_a_role_that_there_is_not():
+    with pytest.raises(kvcodec.SpecError, match=r"params are given for 'keys'; pass"):
+        kvcodec.compress("saw-int4", X, X, params={"keys": {}})
+
+
 def test_operations_beyond_what_the_cache_holds():
     cache = kvcodec.LayerCache(kvcodec.get("saw-int4"))
     with pytest.raises(kvcodec.UnsupportedError, match="append keys and values before decoding"):

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from kvcodec.codec import ROLES, Codec, Params, Payload, Role, Site, check_tensor
-from kvcodec.errors import FitError, ShapeError, UnsupportedError
+from kvcodec.errors import FitError, ShapeError, SpecError, UnsupportedError
 from kvcodec.ops.precision import without_autocast
 from kvcodec.registry import get
 from kvcodec.scheme import KVScheme
@@ -49,6 +49,11 @@ class Compressed:
     shape: tuple[int, int, int, int]
     key: CompressedRole
     value: CompressedRole
+
+    def __repr__(self) -> str:
+        """Scheme, shape and size, without the tensors."""
+        shape = " x ".join(map(str, self.shape))
+        return f"Compressed({str(self.scheme)!r}, {shape}, {sum(self.nbytes.values()):,} bytes)"
 
     @property
     def nbytes(self) -> dict[str, int]:
@@ -110,8 +115,10 @@ def compress(
     --------
     >>> import torch
     >>> x = compress("saw-int4", torch.randn(1, 2, 64, 128), torch.randn(1, 2, 64, 128))
-    >>> x.effective_bits, sum(x.nbytes.values())
-    (4.25, 17408)
+    >>> x
+    Compressed('saw-int4', 1 x 2 x 64 x 128, 17,408 bytes)
+    >>> x.effective_bits
+    4.25
     """
     scheme = _bare(get(spec))
     for own in scheme.layer_schemes:
@@ -130,6 +137,8 @@ def compress(
             f"pass both as [batch, kv_heads, tokens, head_dim]."
         )
     fitted = params or {}
+    if strangers := [repr(role) for role in fitted if role not in ROLES]:
+        raise SpecError(f"params are given for {', '.join(strangers)}; pass {{'key': Params, 'value': Params}}.")
     roles = [
         _compress_role(scheme, role, x, layer, seed, fitted.get(role))
         for role, x in zip(ROLES, (keys, values), strict=True)

@@ -207,7 +207,7 @@ class OutlierProbe:
             raise BrokenPresetError(self._text(found, noted, "pass probe='warn' to go on"))
         if not self.warned:
             self.warned = True
-            warnings.warn(self._text(found, noted, "pass probe=False"), KVCodecWarning, stacklevel=3)
+            warnings.warn(self._text(found, noted, "pass probe='off'"), KVCodecWarning, stacklevel=3)
 
     def _text(self, found: KeyProbe, noted: _Noted, further: str) -> str:
         sample = noted.keys().float()

@@ -152,7 +152,8 @@ def _breaking(model: LoadedModel) -> dict[str, str]:
 def show(rows: Sequence[Row], meta: Mapping[str, Any], paths: Sequence[Path]) -> str:
     """Return the demo's output: table, continuation, files, recommendation."""
     parts = ["", table(plain(rows)), "", about(rows)]
-    parts += ["", *continuations(rows, str(meta.get("prompt", "")))]
+    if said := continuations(rows, str(meta.get("prompt", ""))):
+        parts += ["", *said]
     if meta.get("left_out"):
         parts += ["", *(f"left out, as {why}" for why in meta["left_out"].values())]
     parts += ["", *(f"written: {path}" for path in paths), "", str(meta["recommendation"])]

@@ -31,10 +31,11 @@ from kvcodec.errors import KVError, UnsupportedError
 from kvcodec.kernels.cpu import library
 from kvcodec.registry import get
 from kvcodec_lab.bench.attention_rivals import missing
-from kvcodec_lab.bench.cpu import AGREEMENT, in_turn, positive, ratios, stamped
+from kvcodec_lab.bench.cache import AGREEMENT
 from kvcodec_lab.bench.cpu_rivals import cpu_rivals
 from kvcodec_lab.bench.key_means import decided, mean_of
 from kvcodec_lab.bench.record import Row, spread
+from kvcodec_lab.bench.turns import in_turn, positive, ratios, stamped
 
 PRESETS = (
     "saw-int4", "int-4", "turboquant-4", "ultraquant", "octopus-4", "octopus-3", "octopus-2", "hqmq-s24_r3",

@@ -21,6 +21,23 @@ Row = dict[str, Any]
 Values = Mapping[str, float]
 
 
+def usable_device(bench: str, device: str) -> torch.device:
+    """Return the device.
+
+    Raises
+    ------
+    UnsupportedError
+        If torch does not know it, or cannot use it.
+    """
+    try:
+        return torch.empty(0, device=device).device
+    except (RuntimeError, AssertionError) as error:
+        reason = str(error).splitlines()[0]
+        raise UnsupportedError(
+            f"{bench}: device {device!r} cannot be used here ({reason}); try device='cpu'."
+        ) from error
+
+
 def require_gpu(what: str, device: str) -> torch.device:
     """Return the device.
 
@@ -29,7 +46,7 @@ def require_gpu(what: str, device: str) -> torch.device:
     UnsupportedError
         If it is not an available CUDA device.
     """
-    if torch.device(device).type != "cuda":
+    if device.split(":")[0] != "cuda":
         raise UnsupportedError(
             f"bench {what} times kernels on a GPU; pass --device cuda. On a CPU: kvcodec bench cache, or bench codec."
         )

@@ -46,7 +46,8 @@ def run(args: argparse.Namespace) -> Result | int:
     import kvcodec
     from kvcodec.progress import Progress
     from kvcodec_lab.bench import command
-    from kvcodec_lab.bench.cpu import cache_rows, codec_rows
+    from kvcodec_lab.bench.cache import cache_rows
+    from kvcodec_lab.bench.codec import codec_rows
 
     if args.url is not None and args.what != "serve":
         raise KVError(f"bench {args.what} takes no address; {args.url!r} would be that of bench serve.")

@@ -32,6 +32,8 @@ def test_without_cuda_it_says_so(capsys, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert main(["bench", "decode", "--device", "cuda"]) == 2
     assert "torch finds no CUDA device here" in capsys.readouterr().err
+    assert main(["bench", "decode", "--device", "nowhere"]) == 2
+    assert "times kernels on a GPU; pass --device cuda" in capsys.readouterr().err
 
 
 @pytest.fixture

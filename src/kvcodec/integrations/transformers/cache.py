@@ -16,7 +16,7 @@ The last two need the attention function, which importing this module registers:
 """
 
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, get_args
@@ -335,25 +335,7 @@ attention='decoded')
     schemes = decided(model_or_config, plan, scheme, given)
     scheme = scheme.with_means([own.mean for own in schemes[: len(plan.stacks[0])]])
     watch = _watch(model_or_config, plan, scheme, given, action, attention)
-    means = means_of(model_or_config, plan, schemes, given)
-    energies = _energies(model_or_config, plan, schemes, given)
-    schemes = [
-        own if layer.index in means or own.mean == "none" else replace(own, mean="none")
-        for layer, own in zip(kv_layers, schemes, strict=True)
-    ]
-    arrivals = Arrivals(len(kv_layers), watch)
-    sites = [
-        LayerSite(
-            of_kind(own, layer),
-            layer.index,
-            seed,
-            given.get(layer.index),
-            mean=means.get(layer.index),
-            most=None if layer.window is None else layer.window - 1,
-            energy=energies.get(layer.index),
-        )
-        for layer, own in zip(kv_layers, schemes, strict=True)
-    ]
+    sites = _sites(model_or_config, plan, schemes, given, seed)
     kernels = None
     if attention == "fused":
         try:
@@ -363,7 +345,46 @@ attention='decoded')
                 raise
             attention, unfused = "decoded", str(error)
             _check_rounding(scheme, attention)
-    packed = iter(sites)
+    options = {"prefill": prefill, "attention": attention, "seed": seed, "page_tokens": page_tokens}
+    layers = _layers(model_or_config, plan, sites, kernels, Arrivals(len(sites), watch), max_len, options)
+    made = (EncoderDecoderKVCache if len(plan.stacks) > 1 else KVCache)(layers, scheme, plan, options, watch)
+    made.unfused = unfused
+    if watch is not None:
+        watch.undo = made.reset
+    return made
+
+
+def _sites(
+    model_or_config: Any, plan: ModelPlan, schemes: Sequence[KVScheme], given: LayerParams, seed: int
+) -> list[LayerSite]:
+    """What each layer with K and V encodes with: its scheme, constants, and mean of the keys."""
+    means = means_of(model_or_config, plan, schemes, given)
+    energies = _energies(model_or_config, plan, schemes, given)
+    return [
+        LayerSite(
+            of_kind(own if layer.index in means or own.mean == "none" else replace(own, mean="none"), layer),
+            layer.index,
+            seed,
+            given.get(layer.index),
+            mean=means.get(layer.index),
+            most=None if layer.window is None else layer.window - 1,
+            energy=energies.get(layer.index),
+        )
+        for layer, own in zip(plan.kv_layers, schemes, strict=True)
+    ]
+
+
+def _layers(
+    model_or_config: Any,
+    plan: ModelPlan,
+    sites: Sequence[LayerSite],
+    kernels: Kernels | None,
+    arrivals: Arrivals,
+    max_len: int | None,
+    options: Mapping[str, Any],
+) -> list[Any]:
+    """The cache's layers, one for each of the model's that has a cache; without ``kernels`` the reference's."""
+    page_tokens, packed = options["page_tokens"], iter(sites)
     layers: list[Any] = []
     rope: Rope | None = None
     for planned in plan.layers:
@@ -378,7 +399,7 @@ attention='decoded')
             cache = StaticCache(site, page_tokens=page_tokens, capacity=max_len, kernels=kernels)
         else:
             cache = GrowingCache(site, page_tokens=page_tokens, kernels=kernels)
-        common = cache, planned.index, attention, prefill, arrivals
+        common = cache, planned.index, options["attention"], options["prefill"], arrivals
         if planned.window is not None:
             layers.append(WindowedLayer(*common, window=planned.window, kind=planned.type))
         else:
@@ -386,12 +407,7 @@ attention='decoded')
         if cache.places_tokens and not planned.is_cross:
             rope = rope or listening(model_or_config)
             layers[-1].rope = rope
-    options = {"prefill": prefill, "attention": attention, "seed": seed, "page_tokens": page_tokens}
-    made = (EncoderDecoderKVCache if len(plan.stacks) > 1 else KVCache)(layers, scheme, plan, options, watch)
-    made.unfused = unfused
-    if watch is not None:
-        watch.undo = made.reset
-    return made
+    return layers
 
 
 def _unfused(model_or_config: Any) -> str:

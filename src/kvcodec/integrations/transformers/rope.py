@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from kvcodec.cache.positions import shared
 from kvcodec.errors import UnsupportedError
-from kvcodec.key_bias import changing_rope
+from kvcodec.key_layer import changing_rope
 from kvcodec.ops.rope import Rotary
 
 PLACES = (0, 1, 7, 100, 1000)

@@ -14,7 +14,8 @@ from torch.nn.modules.module import register_module_module_registration_hook
 from kvcodec.errors import BrokenPresetError
 from kvcodec.files.params import FittedParams
 from kvcodec.integrations.vllm.options import Options
-from kvcodec.key_bias import KeyBiases, KeyLayer, key_layer
+from kvcodec.key_bias import KeyBiases
+from kvcodec.key_layer import KeyLayer, key_layer
 
 ALTERNATIVES = ("kivi-tq-4", "kivi-4:window=0", "octopus-4:window=0", "int-8")
 """Presets to try where one breaks, in forms that a server takes."""

@@ -1,7 +1,4 @@
-"""Rows of `kvcodec bench cache` and `bench codec`: what is timed, beside what, what is refused before.
-
-The exhaustive searches find the codes of the codecs.
-"""
+"""Rows of `kvcodec bench codec`; the exhaustive searches find the codes of the codecs."""
 
 import itertools
 import json
@@ -11,111 +8,17 @@ import pytest
 import torch
 
 import kvcodec
-from kvcodec.cache.host import LayerCache
 from kvcodec.codec import Site
-from kvcodec.errors import KVError, ShapeError, SpecError, UnsupportedError
+from kvcodec.errors import ShapeError, SpecError, UnsupportedError
 from kvcodec.ops.bitpack import unpack
 from kvcodec.ops.split_words import unpack_split
 from kvcodec_lab import stamp
-from kvcodec_lab.bench import cpu
-from kvcodec_lab.bench.cpu import cache_rows, codec_rows
+from kvcodec_lab.bench import codec as bench
+from kvcodec_lab.bench import turns
+from kvcodec_lab.bench.codec import codec_rows
 from kvcodec_lab.bench.exhaustive import exhaustive
 from kvcodec_lab.bench.quantizer_rivals import QuantizerRival, quantizer_rivals
 from kvcodec_lab.bench.record import spread
-
-# -- bench cache -------------------------------------------------------------------------------------------------------
-
-CACHE = {"batch": 2, "kv_heads": 1, "query_heads": 2, "head_dim": 64, "tokens": 192, "repeats": 2}
-CACHE_METRICS = ["encode_us", "decode_us", "attend_us", "speedup_vs_sdpa", "append_us"]
-
-
-@pytest.fixture(scope="module")
-def cached():
-    return list(cache_rows(["dense", "int-4", "kivi-2"], **CACHE, seed=3))
-
-
-def test_one_row_per_spec_and_metric_behind_the_baseline(cached):
-    expected = [("sdpa", "attend_us")] + [(s, m) for s in ("dense", "int-4", "kivi-2") for m in CACHE_METRICS]
-    assert [(r["spec"], r["metric"]) for r in cached] == expected
-
-
-def test_rows_are_json_with_everything_needed_to_repeat_them(cached):
-    for row in json.loads(json.dumps(cached)):
-        assert row["shape"] == "b2_hq2_h1_d64_t192"
-        assert (row["dtype"], row["seed"], row["repeats"]) == ("float32", 3, 2)
-        assert row["versions"]["torch"] == torch.__version__
-        assert row["versions"]["kvcodec"] == kvcodec.__version__
-        assert row["device"].startswith("cpu")
-        assert row["unit"] == ("x" if row["metric"] == "speedup_vs_sdpa" else "us")
-        assert row["path"] == ("torch" if row["spec"] == "sdpa" else "reference")
-        assert 0 < row["values"]["p20"] <= row["values"]["p50"] <= row["values"]["p80"]
-
-
-def test_effective_bits_are_the_bytes_the_cache_holds(cached):
-    k = torch.randn(2, 1, 192, 64)
-    for spec in ("dense", "int-4", "kivi-2"):
-        cache = LayerCache(kvcodec.get(spec))
-        cache.append(k, k)
-        held = sum(t.untyped_storage().nbytes() for t in cache.tensors())
-        bits = {r["effective_bits"] for r in cached if r["spec"] == spec}
-        assert bits == {held * 8 / (2 * k.numel())}
-    assert cached[0]["effective_bits"] == 32  # float32 K and V
-
-
-@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
-def test_sixteen_bit_models(dtype):
-    first, *rest = cache_rows(["saw-int4"], **CACHE, dtype=dtype)
-    assert (first["effective_bits"], first["dtype"]) == (16, dtype)
-    assert len(rest) == len(CACHE_METRICS)
-
-
-def test_rows_come_as_they_are_measured_and_progress_is_told():
-    said: list[str] = []
-    rows = cache_rows(["int-4", "fp8"], **CACHE, progress=said.append)
-    assert said == []
-    assert next(rows)["spec"] == "sdpa"
-    assert next(rows)["spec"] == "int-4"
-    assert said == ["sdpa (float32)", "int-4 (1 of 2)"]
-
-
-def test_append_is_timed_over_a_whole_block_so_that_a_group_is_encoded_in_it():
-    k = torch.randn(1, 1, 160, 64)
-    for spec, unit in (("int-4", 1), ("kivi-2", 32), ("kivi-2:group=16", 16)):
-        cache = LayerCache(kvcodec.get(spec))
-        cache.append(k, k)
-        before = cache.roles["key"].encoded
-        cpu.CacheWork(spec, cache, k[:, :, :1], k, k).append_block()
-        assert len(cache) == 160 + unit
-        assert cache.roles["key"].encoded == before + unit
-
-
-def test_a_cache_that_attends_wrongly_is_not_timed(monkeypatch):
-    monkeypatch.setattr(LayerCache, "attend", lambda self, q: torch.zeros_like(q))
-    with pytest.raises(KVError, match=r"attention of int-4 differs from SDPA .* times of a wrong result mean nothing"):
-        list(cache_rows(["int-4"], **CACHE))
-
-
-@pytest.mark.parametrize(
-    ("changed", "error", "message"),
-    [
-        ({"tokens": 0}, ShapeError, "tokens=0; expected a number >= 1"),
-        ({"query_heads": 3, "kv_heads": 2}, ShapeError, "query_heads=3 is not a multiple of kv_heads=2"),
-        ({"dtype": "int8"}, SpecError, "dtype='int8' is not allowed; use float32, float16, bfloat16"),
-        ({"device": "nowhere"}, UnsupportedError, "device 'nowhere' cannot be used here .*; try device='cpu'"),
-        ({"head_dim": 20}, ShapeError, "head_dim=20 is not a multiple of 8"),
-    ],
-)
-def test_what_cannot_be_timed_is_refused_at_once(changed, error, message):
-    with pytest.raises(error, match=message):
-        cache_rows(["int-4"], **(CACHE | changed))
-
-
-def test_an_unknown_spec_is_refused_before_the_known_ones_are_timed():
-    with pytest.raises(SpecError, match="unknown codec 'int4'"):
-        cache_rows(["dense", "int4"], **CACHE)
-
-
-# -- bench codec -------------------------------------------------------------------------------------------------------
 
 CODEC = {"kv_heads": 2, "head_dim": 64, "tokens": 96, "repeats": 2}
 CODEC_METRICS = ["encode_tokens_per_s", "decode_tokens_per_s", "encode_vs_int4", "decode_vs_int4"]
@@ -149,9 +52,9 @@ def test_int4_beside_itself_costs_the_same_on_a_machine_that_slows_down(monkeypa
     def slower(work):
         now[0] += 0.01 * 1.01 ** next(calls)
 
-    monkeypatch.setattr(cpu, "time", SimpleNamespace(perf_counter=lambda: now[0]))
-    monkeypatch.setattr(cpu.CodecWork, "encode", slower)
-    monkeypatch.setattr(cpu.CodecWork, "decode", slower)
+    monkeypatch.setattr(turns, "time", SimpleNamespace(perf_counter=lambda: now[0]))
+    monkeypatch.setattr(bench.CodecWork, "encode", slower)
+    monkeypatch.setattr(bench.CodecWork, "decode", slower)
     found = {r["metric"]: r["values"] for r in codec_rows(["int-4"], **CODEC | {"repeats": 9}) if "job" not in r}
     for job in ("encode", "decode"):
         assert found[f"{job}_vs_int4"] == pytest.approx(dict.fromkeys(found[f"{job}_vs_int4"], 1 / 1.01), rel=1e-3)
@@ -207,6 +110,8 @@ def test_refused_before_anything_is_timed():
         codec_rows(["int-4"], tokens=0)
     with pytest.raises(ShapeError, match="32 tokens at once"):
         codec_rows(["kivi-2"], tokens=16)
+    with pytest.raises(UnsupportedError, match="bench codec: device 'nowhere' cannot be used here"):
+        codec_rows(["int-4"], device="nowhere")
 
 
 def test_a_codec_that_needs_queries_is_refused(monkeypatch):
@@ -231,7 +136,7 @@ class Copy:
 
 
 def test_a_rival_is_timed_beside_the_preset_whose_job_it_does(monkeypatch):
-    monkeypatch.setattr(cpu, "quantizer_rivals", lambda dim: [Copy()])
+    monkeypatch.setattr(bench, "quantizer_rivals", lambda dim: [Copy()])
     rows = [r for r in codec_rows([], **CODEC) if r["spec"] == "copy-16"]
     metrics = [*CODEC_METRICS[:2], "encode_vs_preset", "decode_vs_preset"]
     assert [(r["metric"], r["job"], r["effective_bits"]) for r in rows] == [(m, "int-4", 16.0) for m in metrics]
@@ -240,7 +145,7 @@ def test_a_rival_is_timed_beside_the_preset_whose_job_it_does(monkeypatch):
 
 def test_a_rival_that_is_not_installed_is_left_out_and_named(monkeypatch):
     monkeypatch.setattr(
-        cpu, "quantizer_rivals", lambda dim: [QuantizerRival("nobody-4", "nobody_has_this", "int-4", 4, dim)]
+        bench, "quantizer_rivals", lambda dim: [QuantizerRival("nobody-4", "nobody_has_this", "int-4", 4, dim)]
     )
     said = []
     assert list(codec_rows([], **CODEC, progress=said.append)) == []
