@@ -72,7 +72,8 @@ class Layer:
 
     def agree(self) -> None:
         """Decoded keys and attention: the difference through the codec, and the mean added to it."""
-        means, states = turned(self.positions, *self.turn), self.cache.roles
+        states: Any = self.cache.roles
+        means = turned(self.positions, *self.turn)
         rest = roundtrip(states["key"].codec, (self.keys.double() - means).float(), states["key"].params)
         values = roundtrip(states["value"].codec, self.values, states["value"].params)
         wanted, found = rest.double() + means, self.cache.decode()

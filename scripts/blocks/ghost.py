@@ -62,7 +62,10 @@ def ghost_block(root: Path) -> str:
 
     def fitted(path: Path) -> list[tuple[str, float, float, float, str]]:
         rows = rows_of(root / path) if (root / path).is_file() else []
-        return [(r["spec"], r["effective_bits"], r["kl"], r["perplexity"], ", fitted") for r in rows]
+        own = ["own samples" in r["params"]["text"] for r in rows]
+        notes = [", fitted on its own samples" if drawn else ", fitted" for drawn in own]
+        told = zip(rows, notes, strict=True)
+        return [(r["spec"], r["effective_bits"], r["kl"], r["perplexity"], note) for r, note in told]
 
     large = [(spec, *of, "") for spec, of in values.items()] + fitted(FITTED_LARGE)
     told = [(r["spec"], r["effective_bits"], r["kl"], r["perplexity"], "") for r in small] + fitted(FITTED)
@@ -86,7 +89,8 @@ def ghost_block(root: Path) -> str:
     return "\n".join(out) + (
         f"\nThree windows of 2,048 tokens of WikiText-2; bits of every byte held, with the four dense first tokens. Of "
         f"the others: the preset of least KL with at most {MORE_BITS:g} bits more. Fitted: constants of `kvcodec fit` "
-        f"on another text; the other rows take them from the prompt itself. {least_sentence(values)}"
+        f"on another text, or on what the model draws itself; the other rows take them from the prompt. "
+        f"{least_sentence(values)}"
     )
 
 
