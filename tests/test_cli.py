@@ -277,10 +277,12 @@ def test_fit_refuses_before_the_model_is_loaded(capsys, text, tmp_path):
     assert [p.name for p in tmp_path.iterdir()] == ["file"]
 
 
-def test_fit_needs_a_text_of_its_own(capsys):
-    with pytest.raises(SystemExit):
-        cli.main(["fit", "m", "innerq-base", "-o", "p"])
-    assert "--text" in capsys.readouterr().err
+def test_fit_without_a_text_takes_what_the_model_writes(capsys, model, tmp_path):
+    small = ["--windows", "2", "--window-tokens", "24", "-o", str(tmp_path / "p")]
+    status, out, err = run(capsys, "fit", model, INNERQ, *small)
+    assert status == 0
+    assert "text: the model's own samples (seed 0), 2 x 24 tokens" in out
+    assert "drawing tokens" in err
 
 
 def test_an_interrupted_fit_leaves_no_file(capsys, model, text, tmp_path, monkeypatch):

@@ -412,6 +412,7 @@ def test_presets_on_other_texts_are_compared_window_by_window(tmp_path: Path) ->
     write_run(folder / "novel" / "plain", {spec: {"c": 0.2, "d": 0.2} for spec in code})
     loud = {spec: {item: 1.5 * x for item, x in of.items()} for spec, of in code.items()}
     write_run(folder / "code" / "stressed", loud, stress={"factor": 64.0, "pairs": 1})
+    write_run(folder / "code" / "fitted", {"ghost-3:transform=klt": {"a": 0.05, "b": 0.2}})
     found = {"ghost-3": {"x": 1.0, "y": 1.0}, "ghost-4": {"x": 1.0, "y": 0.0}}
     write_run(folder / "needle-4k" / "plain", found, task="needle")
     told = ghost.ghost_fresh_block(tmp_path)
@@ -422,6 +423,7 @@ def test_presets_on_other_texts_are_compared_window_by_window(tmp_path: Path) ->
     assert next(line for line in told.splitlines() if line.startswith("| `ghost-3`")).count("–") == 1
     assert "4 windows of 2,048 tokens" in told
     assert "64:1) on the same windows the KL of `ghost-3` is 0.3000, 1.50 times as much; `ghost-4` 0.0300" in told
+    assert "of these windows, KL: `ghost-3:transform=klt` 0.1250, `ghost-3` from the prompt 0.2000 (difference" in told
     assert "Of 2 numbers hidden in 4,096 tokens of a novel, one each, `ghost-3` finds 2 and `ghost-4` 1" in told
     assert "uncompressed model 2." in told
 

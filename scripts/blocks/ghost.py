@@ -49,6 +49,8 @@ STEPS_FIGURE = Path("docs/img/ghost-steps.png")
 """Of `benchmarks/ghost_steps.py`, a file for each model."""
 FRESH, PLAIN, STRESSED, NEEDLE = Path("benchmarks/results/fresh"), "plain", "stressed", "needle-4k"
 """Published runs MODEL/TEXT/plain and /stressed of texts of `benchmarks/fresh_texts.py`, and MODEL/NEEDLE/plain."""
+FITTED_RUN = "fitted"
+"""MODEL/TEXT/fitted: constants of `kvcodec fit` on another text, on windows of the plain run."""
 BESIDE = ("ghost-3", "ghost-4")
 """What the others are compared with there."""
 
@@ -60,7 +62,10 @@ def ghost_block(root: Path) -> str:
 
     def fitted(path: Path) -> list[tuple[str, float, float, float, str]]:
         rows = rows_of(root / path) if (root / path).is_file() else []
-        return [(r["spec"], r["effective_bits"], r["kl"], r["perplexity"], ", fitted") for r in rows]
+        own = ["own samples" in r["params"]["text"] for r in rows]
+        notes = [", fitted on its own samples" if drawn else ", fitted" for drawn in own]
+        told = zip(rows, notes, strict=True)
+        return [(r["spec"], r["effective_bits"], r["kl"], r["perplexity"], note) for r, note in told]
 
     large = [(spec, *of, "") for spec, of in values.items()] + fitted(FITTED_LARGE)
     told = [(r["spec"], r["effective_bits"], r["kl"], r["perplexity"], "") for r in small] + fitted(FITTED)
@@ -84,7 +89,8 @@ def ghost_block(root: Path) -> str:
     return "\n".join(out) + (
         f"\nThree windows of 2,048 tokens of WikiText-2; bits of every byte held, with the four dense first tokens. Of "
         f"the others: the preset of least KL with at most {MORE_BITS:g} bits more. Fitted: constants of `kvcodec fit` "
-        f"on another text; the other rows take them from the prompt itself. {least_sentence(values)}"
+        f"on another text, or on what the model draws itself; the other rows take them from the prompt. "
+        f"{least_sentence(values)}"
     )
 
 
@@ -221,6 +227,9 @@ def ghost_fresh_block(root: Path) -> str:
         texts = sorted(path.parent.name for path in folder.glob(f"*/{PLAIN}") if path.parent.name != NEEDLE)
         runs = [published(folder / text / PLAIN) for text in texts]
         parts.append(_fresh_table(texts, runs))
+        places = [folder / text / FITTED_RUN for text in texts]
+        if both := [(one, published(path)) for one, path in zip(runs, places, strict=True) if path.is_dir()]:
+            parts.append(_fitted_sentence(both))
         if stressed := [published(path) for text in texts if (path := folder / text / STRESSED).is_dir()]:
             parts.append(_stressed_sentence(runs, stressed))
         if (folder / NEEDLE).is_dir():
@@ -254,6 +263,26 @@ def _fresh_table(texts: Sequence[str], runs: Sequence[Run]) -> str:
         f"{markdown(heads, lines)}\n\n{windows} windows of {size:,} tokens; the last columns are a preset's KL less "
         f"that of ours on the same windows, with the interval of 95 % over windows."
     )
+
+
+def _fitted_sentence(both: Sequence[tuple[Run, Run]]) -> str:
+    """KL with constants of a file, and paired with the same number of bits from the prompt, on the windows of both."""
+    merged = []
+    for plain, fitted in both:
+        lines = [line for line in fitted.lines if line["spec"] != UNCOMPRESSED]
+        about = plain.about | {"specs": [*plain.about["specs"], *fitted.about["specs"]]}
+        items = {line["item"] for line in lines}
+        merged.append(replace(plain, about=about, lines=[*(x for x in plain.lines if x["item"] in items), *lines]))
+    told = []
+    for spec in both[0][1].about["specs"]:
+        name = spec.split(":")[0]
+        row = next(r for r in against(merged, spec) if r["metric"] == "kl" and r["other"] == name)
+        told.append(
+            f"`{spec}` {row['value']:.4f}, `{name}` from the prompt {row['other_value']:.4f} "
+            f"(difference {row['difference']:+.4f} [{row['low']:+.4f}, {row['high']:+.4f}])"
+        )
+    count = len({line["item"] for run in merged for line in run.lines if line["task"] == "kl"})
+    return f"With constants of `kvcodec fit` on another novel, on {count} of these windows, KL: {'; '.join(told)}."
 
 
 def _stressed_sentence(plain: Sequence[Run], stressed: Sequence[Run]) -> str:

@@ -1,6 +1,7 @@
 """``kvcodec fit``: run the uncompressed model over a text and fit every constant of a scheme that depends on data.
 
-1. The text is read in windows from its start, as for perplexity: consecutive, no overlap, each without history.
+1. The text is read in windows from its start, as for perplexity: consecutive, no overlap, each without history. Without
+   a text the model draws windows by itself (``samples.py``).
 2. Queries, keys and values of every layer that needs them are recorded after RoPE, rounded to 16 bit as a cache holds
    them; at most ``max_tokens`` per layer are kept, evenly spaced.
 3. With ``mean=pre`` or ``post`` the mean of each head's keys is taken, over all tokens but the first ``SKIPPED`` of a
@@ -26,6 +27,7 @@ from kvcodec.integrations.transformers.watching import watched
 from kvcodec.progress import Progress
 from kvcodec.registry import get
 from kvcodec.scheme import KVScheme
+from kvcodec_lab import samples
 from kvcodec_lab.eval.perplexity import WINDOW_TOKENS, check_window, split_windows, tokenize
 from kvcodec_lab.models import LoadedModel
 
@@ -72,8 +74,8 @@ class _WatchedSite(Site):
         return super().generator(head, stream)
 
 
-def check_fit(spec: str | KVScheme, text: str, window_tokens: int = WINDOW_TOKENS) -> None:
-    """Validate, before a model is loaded, that the scheme has constants to fit and that the text can be long enough.
+def check_fit(spec: str | KVScheme, text: str | None, window_tokens: int | None = None) -> None:
+    """Validate, before a model is loaded, that the scheme has constants to fit and that a text can be long enough.
 
     Raises
     ------
@@ -85,9 +87,10 @@ def check_fit(spec: str | KVScheme, text: str, window_tokens: int = WINDOW_TOKEN
             f"{scheme} has no constants to fit: it takes nothing from data; use it without a params file, or fit the "
             f"mean of the keys with mean=pre."
         )
-    if (size := len(text.encode())) < window_tokens:  # a token is at least a byte
+    least = window_tokens or WINDOW_TOKENS
+    if text is not None and (size := len(text.encode())) < least:  # a token is at least a byte
         raise ModelError(
-            f"the text has {size} bytes and a window takes {window_tokens} tokens; pass a longer text, or "
+            f"the text has {size} bytes and a window takes {least} tokens; pass a longer text, or "
             f"--window-tokens {max(size // 8, 2)}."
         )
 
@@ -95,10 +98,10 @@ def check_fit(spec: str | KVScheme, text: str, window_tokens: int = WINDOW_TOKEN
 def fit_model(
     model: LoadedModel,
     spec: str | KVScheme,
-    text: str,
+    text: str | None = None,
     *,
     windows: int = WINDOWS,
-    window_tokens: int = WINDOW_TOKENS,
+    window_tokens: int | None = None,
     max_tokens: int = MAX_TOKENS,
     seed: int = 0,
     text_name: str = "",
@@ -110,14 +113,14 @@ def fit_model(
     ----------
     model : LoadedModel
     spec : str or KVScheme
-    text : str
-        Real text of at least one window; not the one that quality is measured on.
+    text : str, optional
+        Real text of at least one window; not the one that quality is measured on. Without it the model's own samples.
     windows, window_tokens : int
-        At most that many windows of that many tokens.
+        At most that many windows of that many tokens; by default 2,048, of the model's own samples 1,024.
     max_tokens : int
         Tokens kept per layer.
     seed : int
-        As for ``cache_for``.
+        As for ``cache_for``; of the model's own samples too.
     text_name : str
         Name of the text in the file.
     progress : Progress, optional
@@ -162,12 +165,17 @@ def fit_model(
     sites = sites_to_fit(scheme, layers)
     if not sites:
         raise FitError(f"{scheme}: all {len(layers)} KV layers of {model.name} are dense; there is nothing to fit.")
-    check_window(model.model.config, window_tokens)
-    ids = tokenize(model.tokenizer, text, windows * window_tokens)
-    parts = split_windows(ids, windows, window_tokens)
-    samples = capture(model.model, parts, sites, max_tokens=max_tokens, progress=shown)
-    tokens = min(sample.tokens for sample in samples.values())
-    fitted, seeded = _fit_sites(sites, samples, means, seed, model.model.device, shown)
+    size = window_tokens or (samples.WINDOW_TOKENS if text is None else WINDOW_TOKENS)
+    check_window(model.model.config, size)
+    if text is None:
+        parts = samples.own_windows(model.model, windows, size, seed=seed, progress=shown)
+        read, text_name = torch.stack(parts).numpy().tobytes(), f"the model's own samples (seed {seed})"
+    else:
+        parts = split_windows(tokenize(model.tokenizer, text, windows * size), windows, size)
+        read = text.encode()
+    found = capture(model.model, parts, sites, max_tokens=max_tokens, progress=shown)
+    tokens = min(sample.tokens for sample in found.values())
+    fitted, seeded = _fit_sites(sites, found, means, seed, model.model.device, shown)
     return FittedParams(
         scheme=scheme,
         model=identify(model.model, model.name),
@@ -176,9 +184,9 @@ def fit_model(
         seeded=seeded,
         tokens=tokens,
         windows=len(parts),
-        window_tokens=window_tokens,
+        window_tokens=size,
         text_name=text_name,
-        text_sha256=hashlib.sha256(text.encode()).hexdigest(),
+        text_sha256=hashlib.sha256(read).hexdigest(),
     )
 
 

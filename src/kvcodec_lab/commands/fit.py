@@ -1,4 +1,4 @@
-"""``kvcodec fit``: constants of a preset, fitted to your model on your text."""
+"""``kvcodec fit``: constants of a preset, fitted to your model on your text, or on what it writes itself."""
 
 import argparse
 import time
@@ -12,11 +12,13 @@ def add_arguments(p: argparse.ArgumentParser) -> None:
     """Add the command's arguments."""
     add_model(p)
     p.add_argument("spec", metavar="SPEC", help="a preset with constants to fit, e.g. innerq-base")
-    p.add_argument("--text", required=True, metavar="FILE", help="UTF-8 text; not the one that you measure on")
+    p.add_argument(
+        "--text", metavar="FILE", help="UTF-8 text; not the one that you measure on (default: the model's own samples)"
+    )
     p.add_argument("-o", "--out", required=True, metavar="PARAMS", help="the file to write, for --params")
     p.add_argument("--windows", type=positive, default=4, metavar="N", help="windows of text (%(default)s)")
     p.add_argument(
-        "--window-tokens", type=window_tokens, default=2048, metavar="N", help="tokens of a window (%(default)s)"
+        "--window-tokens", type=window_tokens, metavar="N", help="tokens of a window (2048; of own samples 1024)"
     )
     p.add_argument(
         "--max-tokens",
@@ -25,7 +27,9 @@ def add_arguments(p: argparse.ArgumentParser) -> None:
         metavar="N",
         help="most tokens that a layer is fitted on (%(default)s)",
     )
-    p.add_argument("--seed", type=int, default=0, metavar="N", help="as for compare, where the codec draws from it")
+    p.add_argument(
+        "--seed", type=int, default=0, metavar="N", help="as for compare, where the codec draws from it; of own samples"
+    )
     add_device(p)
 
 
@@ -36,19 +40,19 @@ def run(args: argparse.Namespace) -> Result:
     from kvcodec_lab.models import load, load_text
 
     check_target("--out", args.out)
-    text = load_text(args.text)
-    check_fit(args.spec, text.text, args.window_tokens)
+    text = load_text(args.text) if args.text else None
+    check_fit(args.spec, text.text if text else None, args.window_tokens)
     begun, progress = time.monotonic(), Progress()
     model = load(args.model, progress=progress, device=args.device, dtype=args.dtype)
     fitted = fit_model(
         model,
         args.spec,
-        text.text,
+        text.text if text else None,
         windows=args.windows,
         window_tokens=args.window_tokens,
         max_tokens=args.max_tokens,
         seed=args.seed,
-        text_name=text.name,
+        text_name=text.name if text else "",
         progress=progress,
     )
     try:

@@ -14,6 +14,7 @@ from kvcodec_lab import fit as module
 from kvcodec_lab.eval import fidelity, perplexity
 from kvcodec_lab.fit import about, about_text, capture, fit_model
 from kvcodec_lab.models import LoadedModel, load_text
+from kvcodec_lab.samples import own_windows
 from tests.conftest import tiny_model
 from tests.lab.eval.leaning import Leaning, leaning
 from tests.lab.eval.tiny import TEXT, tiny_llama, tiny_loaded, tiny_tokenizer
@@ -228,3 +229,49 @@ def test_a_real_model_is_fitted_saved_and_served(smollm2, tmp_path):
     )
     assert served != own
     assert served < 0.1, "constants of one text serve the next"
+
+
+# -- without a text ----------------------------------------------------------------------------------------------------
+
+
+def test_windows_are_drawn_by_the_models_own_probabilities():
+    model = tiny_llama()
+    firsts = torch.stack(own_windows(model, 50, 2))[:, 0]
+    assert len(set(firsts.tolist())) > 20  # its config names no token that begins or ends texts
+    model.config.bos_token_id = 7
+    ids = torch.stack(own_windows(model, 4000, 2, seed=1))
+    assert ids[:, 0].unique().tolist() == [7]
+    with torch.no_grad():
+        logits = model(input_ids=ids[:1, :1]).logits[0, -1].double()
+    likely = (3 * logits).softmax(-1)  # what another temperature would draw
+    share = torch.bincount(ids[:, 1], minlength=len(logits)).double() / len(ids)
+    apart, other = ((share - p).abs().sum() for p in (logits.softmax(-1), likely))
+    assert apart < 0.2 * other
+    later = own_windows(model, 8, 24, seed=1)
+    with torch.no_grad():  # token for token with a cache, as in one call
+        whole = model(input_ids=torch.stack(later)).logits.log_softmax(-1)
+    own = whole[:, :-1].gather(-1, torch.stack(later)[:, 1:, None]).mean()
+    assert own > whole[:, :-1].mean() + 3
+
+
+def test_a_fit_without_a_text_is_of_the_models_own_samples(model):
+    fitted = fit_model(model, "ghost-3", windows=2, window_tokens=40, seed=3)
+    assert (fitted.tokens, fitted.windows, fitted.window_tokens, fitted.seeded) == (80, 2, 40, False)
+    assert "the model's own samples (seed 3), 2 x 40 tokens" in about_text(
+        about(fitted) | {"file": "", "seconds": 0.0}, 2
+    )
+    again, other = (fit_model(model, "ghost-3", windows=2, window_tokens=40, seed=seed) for seed in (3, 4))
+    assert fitted.text_sha256 == again.text_sha256 != other.text_sha256
+    sites = sites_to_fit(fitted.scheme, LAYERS)
+    held = capture(model.model, own_windows(model.model, 2, 40, seed=3), sites)[1]
+    codec = fitted.scheme.for_layer(1, 3).codec("value")
+    wanted = codec.calibrate(Site(1, "value", 2, 64, 3), torch.cat(held.value, 2), torch.cat(held.queries, 2))
+    torch.testing.assert_close(fitted[1]["value"]["centre"], codec.settle([wanted])[0]["centre"])
+
+
+def test_a_model_that_has_no_probabilities_draws_nothing():
+    broken = tiny_llama()
+    with torch.no_grad():
+        broken.lm_head.weight.fill_(float("inf"))
+    with pytest.raises(FitError, match="not finite after 1 tokens of its own; pass --text"):
+        own_windows(broken, 1, 4)
