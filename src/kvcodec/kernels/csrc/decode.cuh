@@ -362,23 +362,23 @@ struct Decoder {
     }();
     // the page id of the next fetch is read one fetch ahead; of whole sequences the first one before their length is
     // here
-    const int32_t* row = a.page_table + b * a.table_row;
+    const uint32_t row = held((uint32_t)(b * a.table_row));  // of the page table
     const bool known = a.runs == 1 && !a.start && warp * T < a.capacity;
-    const int sooner = known ? row[warp * T / P] : 0;
+    const int sooner = known ? a.page_table[row + warp * T / P] : 0;
     const Run own_run(a, split, b);
     const int begin = own_run.begin, end = own_run.end, from = own_run.from;
     const int to = idle || (HAS_QUERIES && live_heads <= 0) ? from : own_run.to;
     // that all heads see
     const int sure = HAS_QUERIES ? end - Behind<1>(a, b, 0, end).of(0) : end;
-    const int64_t stride = a.page_bytes;
+    const uint32_t heads = (uint32_t)a.heads, stride = (uint32_t)a.page_bytes;
     int fetched = from + warp;
-    int page = known ? sooner : fetched < to ? row[fetched * T / P] : 0;
+    int page = known ? sooner : fetched < to ? a.page_table[row + fetched * T / P] : 0;
     auto fetch = [&](int stage) {
       if (fetched < to) {
         const int next = fetched + WARPS;
-        const int ahead = next < to ? row[next * T / P] : 0;
-        const uint8_t* at = a.pages + ((int64_t)page * a.heads + h) * stride;
-        fetch_tile<K, V, P, T>(ring + stage * STAGE, at, fetched * T % P, lane);
+        const int ahead = next < to ? a.page_table[row + (uint32_t)next * T / P] : 0;
+        const uint8_t* at = a.pages + (uint64_t)((uint32_t)page * heads + (uint32_t)h) * stride;
+        fetch_tile<K, V, P, T>(ring + stage * STAGE, at, (uint32_t)fetched * T % P, lane);
         page = ahead;
         fetched = next;
       }

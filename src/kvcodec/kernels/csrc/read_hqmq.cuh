@@ -58,6 +58,8 @@ template <int D, int S, int R, Place BESIDE = ALONE, bool BOUND = false> struct 
   }
   KV_CONST int GAP = TABLE - Codebook::STRIDE / 2;  // from the values' interleaved table to where it would be
 
+  // of rows that are whole words, what depends on the lane alone is held throughout the loop
+  KV_CONST bool HOLDS = !Fields::UNITS && !BYTES && Fields::SIGNED && CHUNKS * Fields::LOW % 32 == 0 && CHUNKS % 8 == 0;
   template <int ROW_BYTES, int PART_BITS> using Words = Stream<ROW_BYTES, PART_BITS, ROW_BYTES % 4 == 0>;
 
   // N chunks of a part: all of the eighth `part` of a row (values), or two eighths (keys)
@@ -117,13 +119,39 @@ template <int D, int S, int R, Place BESIDE = ALONE, bool BOUND = false> struct 
       }
     }
 
-    template <class P>
-    KV_DEV static void apart(const P& planes, const uint8_t* table, int token, int own, int part, int lane,
-                             uint32_t* r) {
+    using Low = Words<CHUNKS * Fields::LOW / 8, N * Fields::LOW>;
+    using Radii = Words<CHUNKS / 2, 4 * N>;
+    // what of their places depends on the lane alone
+    struct Held {
+      const uint8_t* table;
+      typename Low::Place low;
+      typename Radii::Place radii;
+      KV_DEV Held(const uint8_t* table, int own, int part) : table(table), low(own, part), radii(own, part) {
+        low.hold(), radii.hold();
+      }
+    };
+    KV_DEV static const uint8_t* table_of(const Held& held) { return held.table; }
+    KV_DEV static Low low_of(const uint8_t* plane, const Held& held, int token, int own, int) {
+      return Low(plane, token - own, held.low);
+    }
+    KV_DEV static Radii radii_of(const uint8_t* plane, const Held& held, int token, int own, int) {
+      return Radii(plane, token - own, held.radii);
+    }
+    KV_DEV static const uint8_t* table_of(const uint8_t* table) { return table; }
+    KV_DEV static Low low_of(const uint8_t* plane, const uint8_t*, int token, int own, int part) {
+      return Low(plane, token, own, part);
+    }
+    KV_DEV static Radii radii_of(const uint8_t* plane, const uint8_t*, int token, int own, int part) {
+      return Radii(plane, token, own, part);
+    }
+
+    template <class P, class H>
+    KV_DEV static void apart(const P& planes, const H& held, int token, int own, int part, int lane, uint32_t* r) {
       constexpr int EIGHTH = Fields::EIGHTH, BITS = Fields::BITS ? Fields::BITS : 1;
       constexpr bool TWO = EIGHTH % 4 == 0;  // chunks k and k + 2 have their signs in one word
-      const Words<CHUNKS * Fields::LOW / 8, N * Fields::LOW> low(planes[0], token, own, part);
-      const Words<CHUNKS / 2, 4 * N> radii(planes[1], token, own, part);
+      const uint8_t* table = table_of(held);
+      const Low low = low_of(planes[0], held, token, own, part);
+      const Radii radii = radii_of(planes[1], held, token, own, part);
       const Words<BITS * EIGHTH, 8 * BITS * EIGHTH> bits(planes[Fields::BITS ? 2 : 1], token, own, 0);
       KV_UNROLL
       for (int k = 0; k < N; ++k) {
@@ -133,7 +161,8 @@ template <int D, int S, int R, Place BESIDE = ALONE, bool BOUND = false> struct 
           at = address(low.w[k / 4], k % 4, bits.w[i / 4] >> g, i % 4, lane);
         } else {
           const uint32_t x = low.field(Fields::LOW * k, Fields::LOW, TO);
-          at = and_or(PLACE == VALUES ? ~x : x, LAST << TO, Codebook::copy(lane));
+          const uint32_t copy = Codebook::copy(lane);
+          at = PLACE == VALUES ? not_and_or(x, LAST << TO, copy) : and_or(x, LAST << TO, copy);
         }
         uint32_t lengths;
         if (Fields::SIGNED) {  // four chunks: bytes doubled
@@ -180,8 +209,11 @@ template <int D, int S, int R, Place BESIDE = ALONE, bool BOUND = false> struct 
   KV_FUNCTION int turned(int e) { return CROSSED ? e / 4 * 4 + (e % 4 * 2 + 1 - e % 4 / 2) % 4 : e; }
   KV_FUNCTION int k_channel(int part, int e) { return part * (D / 4) + turned(e); }
   KV_FUNCTION float k_weight(int e) { return weight(e); }
-  template <class P>
-  KV_DEV static void keys(const P& planes, const uint8_t* table, int token, int part, int lane, uint32_t (&r)[K_REGS]) {
+  KV_DEV static typename Keys::Held hold_keys(const uint8_t* table, const uint8_t*, int part, int lane) {
+    return {table, lane / 4, part};
+  }
+  template <class P, class H>
+  KV_DEV static void keys(const P& planes, const H& table, int token, int part, int lane, uint32_t (&r)[K_REGS]) {
     if constexpr (Fields::UNITS) {
       const Words<2 * CHUNKS, 4 * CHUNKS> x(planes[0], token, lane / 4, part);
       Keys::units(x.w, planes, table, token, lane / 4, part, lane, r);
@@ -205,9 +237,11 @@ template <int D, int S, int R, Place BESIDE = ALONE, bool BOUND = false> struct 
   KV_CONST bool V_TURNED = Fields::UNITS && D == 128;  // rows of 64 bytes
   KV_FUNCTION int v_channel(int part, int e) { return part * (D / 8) + turned(e); }
   KV_FUNCTION float v_weight(int e) { return weight(e) * UNIT; }
-  template <class P>
-  KV_DEV static void values(const P& planes, const uint8_t* table, int token, int part, int lane,
-                            uint32_t (&r)[V_REGS]) {
+  KV_DEV static typename Values::Held hold_values(const uint8_t* table, const uint8_t*, int part, int lane) {
+    return {table, lane % 4 * 2, part};
+  }
+  template <class P, class H>
+  KV_DEV static void values(const P& planes, const H& table, int token, int part, int lane, uint32_t (&r)[V_REGS]) {
     const int own = lane % 4 * 2;
     if constexpr (Fields::UNITS) {
       const Words<2 * CHUNKS, 2 * CHUNKS> x(planes[0], token, own, part);
