@@ -126,7 +126,7 @@ template <int D, int S, int R, Place BESIDE = ALONE, bool BOUND = false> struct 
       const uint8_t* table;
       typename Low::Place low;
       typename Radii::Place radii;
-      KV_DEV Held(const uint8_t* table, int own, int part) : table(table), low(own, part), radii(own, part) {
+      KV_DEV Held(const uint8_t* table, int own, int part) : table(table), low(0, own, part), radii(0, own, part) {
         low.hold(), radii.hold();
       }
     };
