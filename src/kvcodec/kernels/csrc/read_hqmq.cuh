@@ -7,7 +7,7 @@
 //
 // The codebook's size limits speed: lanes read different rows, and only what fits in many copies is read without
 // conflicts. Rows 2n and 2n + 1 of it are each other's negatives: half of them are held. Where those would still be
-// few copies, a quarter is: rows 4n + 2 and 4n + 3 are i times rows 4n and 4n + 1,
+// few copies, a quarter may be: rows 4n + 2 and 4n + 3 are i times rows 4n and 4n + 1,
 //
 //     i (a, b, c, d) = (-b, a, -d, c)     with (b, d) and (a, c) in a register each, one of them is -(the other)
 //
@@ -26,21 +26,22 @@ enum Place {
   VALUES,  // in reverse order behind the keys': rows before it may be read
 };
 
-// BOUND: addresses are bounded wherever the table is.
-template <int D, int S, int R, Place BESIDE = ALONE, bool BOUND = false> struct ReadHqmq {
+// CROSSED: a quarter of the codebook is held, channels 1, 3, 0, 2. BOUND: addresses are bounded wherever the table is.
+template <int D, int S, int R, bool CROSS = false, Place BESIDE = ALONE, bool BOUND = false> struct ReadHqmq {
   using Fields = HqmqFields<D, S, R>;
   KV_CONST int CHUNKS = Fields::CHUNKS;
-  KV_CONST bool CROSSED = Fields::UNITS && S == 192;  // a quarter of the codebook is held, channels 1, 3, 0, 2
+  KV_CONST bool CROSSED = CROSS;
   KV_CONST int ENTRIES = CROSSED ? 6 * S : 12 * S, ROOM = 73728;
   // a row's place in a word of 16 bits is multiplied, never divided, to become its address
   KV_CONST int FROM = Fields::HELD + CROSSED;  // the lowest bit of the place
-  KV_CONST int LEAST = Fields::UNITS ? 1 << (FROM - 3) : 1;
+  KV_CONST int LEAST = Fields::UNITS ? 1 << (FROM - 3) : CROSSED ? 4 : 1;
   // Rows whose low bits are a byte: keys' and values' tables are interleaved, so that rows are 256 bytes apart
   // and one prmt sets an address together, of copy, low byte and high bit.
   KV_CONST bool BYTES = !Fields::UNITS && Fields::LOW == 8;
   KV_CONST bool INTERLEAVED = BYTES && BESIDE != ALONE && table_copies(ENTRIES, ROOM) == 16;
-  KV_CONST Place PLACE = BYTES && !INTERLEAVED ? ALONE : BESIDE;
   using Codebook = Table8<ENTRIES, ROOM, INTERLEAVED ? 2 : 1, 6, LEAST>;
+  KV_CONST bool SHORT = !Fields::UNITS && CROSSED && Codebook::COPIES < 8;  // what follows may be less than is reached
+  KV_CONST Place PLACE = (BYTES && !INTERLEAVED) || SHORT ? ALONE : BESIDE;
 
   KV_CONST int BLOCK = 1;
   KV_CONST int PLANES = Fields::PLANES;
@@ -48,7 +49,7 @@ template <int D, int S, int R, Place BESIDE = ALONE, bool BOUND = false> struct 
   KV_CONST int TABLE = Codebook::BYTES;
   KV_CONST int REACH = INTERLEAVED ? 512 * Codebook::STRIDE : 0;  // what nine bits can address
   // where there are dead slots: what lies behind interleaved tables is being written
-  using Bounded = ReadHqmq<D, S, R, BESIDE, INTERLEAVED>;
+  using Bounded = ReadHqmq<D, S, R, CROSS, BESIDE, INTERLEAVED>;
   KV_CONST uint32_t MOST = INTERLEAVED ? (ENTRIES - 1) * Codebook::STRIDE + Codebook::STRIDE / 2 - 8 : TABLE - 8;
 
   // source: rows 0, 2, 4 .., or 0, 4, 8 .., of four fp16 numbers, times 2^15
@@ -77,6 +78,13 @@ template <int D, int S, int R, Place BESIDE = ALONE, bool BOUND = false> struct 
       const uint32_t length = high ? high2(lengths) : low2(lengths);
       r[0] = hmul2(x.a, length), r[1] = hmul2(x.b, length);
     }
+    // `by_i`: halves all ones where a chunk is i times the row, or zeros
+    KV_DEV static void cross(uint32_t* r, Words2 x, uint32_t lengths, uint32_t by_i, bool high) {
+      const uint32_t straight = lengths & ~by_i, crossed = lengths & by_i;
+      const uint32_t a = high ? high2(straight) : low2(straight), b = high ? high2(crossed) : low2(crossed);
+      r[0] = hfma2(x.b, b, hmul2(x.a, a));
+      r[1] = hfms2(x.b, a, hmul2(x.a, b));
+    }
 
     // chunks 2i and 2i + 1 are the halves of a word
     template <class P>
@@ -96,11 +104,7 @@ template <int D, int S, int R, Place BESIDE = ALONE, bool BOUND = false> struct 
         const uint32_t at = bounded(dot2(rows, k % 2 ? WEIGHT << 8 : WEIGHT, mine), origin + TABLE - 8);
         const Words2 row = load_from2(begin(table), at);
         if constexpr (CROSSED) {
-          const uint32_t by_i = prmt(x << (15 - Fields::HELD), 0u, 0xbb99);  // halves all ones, or zeros
-          const uint32_t straight = lengths & ~by_i, crossed = lengths & by_i;
-          const uint32_t a = k % 2 ? high2(straight) : low2(straight), b = k % 2 ? high2(crossed) : low2(crossed);
-          r[2 * k] = hfma2(row.b, b, hmul2(row.a, a));
-          r[2 * k + 1] = hfms2(row.b, a, hmul2(row.a, b));
+          cross(r + 2 * k, row, lengths, prmt(x << (15 - Fields::HELD), 0u, 0xbb99), k % 2);
         } else {
           times(r + 2 * k, row, lengths, k % 2);
         }
@@ -160,7 +164,7 @@ template <int D, int S, int R, Place BESIDE = ALONE, bool BOUND = false> struct 
         if (BYTES) {
           at = address(low.w[k / 4], k % 4, bits.w[i / 4] >> g, i % 4, lane);
         } else {
-          const uint32_t x = low.field(Fields::LOW * k, Fields::LOW, TO);
+          const uint32_t x = low.field(Fields::LOW * k, Fields::LOW, TO - CROSSED);
           const uint32_t copy = Codebook::copy(lane);
           at = PLACE == VALUES ? not_and_or(x, LAST << TO, copy) : and_or(x, LAST << TO, copy);
         }
@@ -176,7 +180,16 @@ template <int D, int S, int R, Place BESIDE = ALONE, bool BOUND = false> struct 
           const int low = first % 8 / 2 | (4 + m % 4) << 4, high = second % 8 / 2 | (4 + n % 4) << 4;
           lengths = prmt(x, signs, (uint32_t)(low | high << 8));
         }
-        times(r + 2 * k, Codebook::get(begin(table), bounded(at, MOST)), lengths, (Fields::SIGNED || TWO) && k % 4 / 2);
+        const Words2 row = Codebook::get(begin(table), bounded(at, MOST));
+        if constexpr (CROSSED) {
+          static_assert(Fields::SIGNED, "radii of chunks k and k + 2 in a word");
+          const int first = k - k % 4 / 2 * 2, second = first + 2 < N ? first + 2 : first;
+          const uint32_t x = low.field(Fields::LOW * first, Fields::LOW, 7);
+          const uint32_t y = low.field(Fields::LOW * second, Fields::LOW, 7);
+          cross(r + 2 * k, row, lengths, prmt(x, y, 0xcc88), k % 4 / 2);
+        } else {
+          times(r + 2 * k, row, lengths, (Fields::SIGNED || TWO) && k % 4 / 2);
+        }
       }
     }
     // of the row with byte b of `low`, and bit 8 the lowest bit of byte h of `high`
