@@ -47,8 +47,8 @@ template <int ROW_BYTES, int PART_BITS, bool WHOLE = false> struct Stream {
   KV_CONST uint32_t TURNED = ROW_BYTES != 44 || !ONE_LAST ? 0u : PARTS == 4 ? 0x1540a815u : 0x01181180u;
   uint32_t w[WORDS];
 
-  // Where a lane's loads begin, and its shift. `rest` is a number after unrolling, and of whole words without effect: then
-  // all this depends on the lane alone, and can be held throughout a loop.
+  // Where a lane's loads begin, and its shift. `rest` is a number after unrolling, and of whole words without effect:
+  // then all this depends on the lane alone, and can be held throughout a loop.
   struct Place {
     uint32_t first, middle, last, one, shift;
     KV_DEV Place(int rest, int own, int part) {
