@@ -40,6 +40,7 @@ namespace kv {
 
 inline int thread() { return emulated::machine.current->index; }
 inline int opaque(int x) { return x; }
+inline uint32_t held(uint32_t x) { return x; }
 inline int block_x() { return emulated::machine.block[0]; }
 inline int block_y() { return emulated::machine.block[1]; }
 inline int block_z() { return emulated::machine.block[2]; }
@@ -231,6 +232,7 @@ inline uint32_t dot2(uint32_t a, uint32_t b, uint32_t c) {
   return c + (a & 0xffff) * (b & 0xff) + (a >> 16) * (b >> 8 & 0xff);
 }
 inline uint32_t and_or(uint32_t x, uint32_t mask, uint32_t bits) { return (x & mask) | bits; }
+inline uint32_t not_and_or(uint32_t x, uint32_t mask, uint32_t bits) { return (~x & mask) | bits; }
 inline uint32_t funnel(uint32_t low, uint32_t high, uint32_t shift) {
   return (uint32_t)((low | (uint64_t)high << 32) >> (shift & 31));
 }
@@ -318,6 +320,9 @@ __attribute__((noinline)) inline void copy16(void* shared, const void* global) {
   for (int i = 0; i < 2; i++) (void)((const volatile uint64_t*)global)[i];  // a fault shows here, not at the wait
   memset(shared, 0xff, 16);
   m.current->copies.push_back({shared, global, m.current->group});
+}
+template <int TO, int FROM> inline void copy16(void* shared, const void* global) {
+  copy16((uint8_t*)shared + TO, (const uint8_t*)global + FROM);
 }
 inline void copy_commit() { emulated::machine.current->group++; }
 namespace emulated {

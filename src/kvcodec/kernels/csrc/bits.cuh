@@ -47,18 +47,36 @@ template <int ROW_BYTES, int PART_BITS, bool WHOLE = false> struct Stream {
   KV_CONST uint32_t TURNED = ROW_BYTES != 44 || !ONE_LAST ? 0u : PARTS == 4 ? 0x1540a815u : 0x01181180u;
   uint32_t w[WORDS];
 
-  KV_DEV Stream(const uint8_t* plane, int token, int own, int part) {
-    const int rest = token - own;
+  // Where a lane's loads begin, and its shift. `rest` is a number after unrolling, and of whole words without effect:
+  // then all this depends on the lane alone, and can be held throughout a loop.
+  struct Place {
+    uint32_t first, middle, last, one, shift;
+    KV_DEV Place(int rest, int own, int part) {
+      constexpr uint32_t END = TURNED != 0 ? 4 * (LOADS - 2) : 0;
+      const uint32_t from = (uint32_t)part * PART_BITS, row = WHOLE ? (uint32_t)own * ROW_BYTES : 0u;
+      const uint32_t bit = WHOLE ? from : (uint32_t)(rest % 8 + own) * (ROW_BYTES * 8) + from;
+      const bool turned = TURNED >> (PARTS == 4 ? 4 * own + part : 4 * part + own / 2) & 1;  // bit of the lane
+      middle = row + (NARROW ? bit / 8 : bit / 32 * 4), shift = bit % 32;
+      first = middle + (turned ? END : 0), last = middle + (turned ? 0 : END);
+      one = ONE_LAST ? row + 4 * (part < PARTS / 2 ? last_word(0) : last_word(PARTS / 2)) : 0;
+    }
+    KV_DEV void hold() {
+      if (TURNED != 0) first = held(first), last = held(last);
+      if (TURNED == 0 || LOADS > 3) middle = held(middle);
+      if (ONE_LAST) one = held(one);
+      if (GRAIN < 32) shift = held(shift);
+    }
+  };
+  KV_DEV Stream(const uint8_t* plane, int token, int own, int part)
+      : Stream(plane, token - own, Place(token - own, own, part)) {}
+  KV_DEV Stream(const uint8_t* plane, int rest, const Place& place) {
     static_assert(!WHOLE || ROW_BYTES % 4 == 0, "whole words");
-    const uint32_t first = (uint32_t)part * PART_BITS;
-    const uint32_t bit = WHOLE ? first : (uint32_t)(rest % 8 + own) * (ROW_BYTES * 8) + first;
-    const uint8_t* row = plane + (WHOLE ? token * ROW_BYTES : rest / 8 * (8 * ROW_BYTES));
+    const uint8_t* row = plane + (WHOLE ? rest * ROW_BYTES : rest / 8 * (8 * ROW_BYTES));
+    const uint8_t* at = row + place.middle;
     if (NARROW) {
-      const uint8_t* at = row + bit / 8;
       w[0] = PART_BITS == 8 ? *at : *(const uint16_t*)at;
       return;
     }
-    const uint8_t* at = row + bit / 32 * 4;
     uint32_t x[LOADS];
     if (GRAIN == 128 && LOADS % 4 == 0) {
       load_words<LOADS>(x, at);
@@ -71,18 +89,16 @@ template <int ROW_BYTES, int PART_BITS, bool WHOLE = false> struct Stream {
     } else {
       KV_UNROLL
       for (int i = TURNED != 0; i < LOADS - ONE_LAST - (TURNED != 0); ++i) x[i] = ((const uint32_t*)at)[i];
-      if constexpr (ONE_LAST)
-        x[LOADS - 1] = ((const uint32_t*)row)[part < PARTS / 2 ? last_word(0) : last_word(PARTS / 2)];
+      if constexpr (ONE_LAST) x[LOADS - 1] = *(const uint32_t*)(row + place.one);
       if constexpr (TURNED != 0) {
-        constexpr int END = LOADS - 2;
-        const bool turned = TURNED >> (PARTS == 4 ? 4 * own + part : 4 * part + own / 2) & 1;  // bit of the lane
-        const uint32_t first = (bit / 32 + (turned ? END : 0)) * 4, last = (bit / 32 + (turned ? 0 : END)) * 4;
-        const uint32_t a = *(const uint32_t*)(row + first), b = *(const uint32_t*)(row + last);
-        x[0] = turned ? b : a, x[END] = turned ? a : b;
+        const bool turned = place.first > place.last;
+        const uint32_t a = *(const uint32_t*)(row + place.first), b = *(const uint32_t*)(row + place.last);
+        x[0] = turned ? b : a, x[LOADS - 2] = turned ? a : b;
       }
     }
     KV_UNROLL
-    for (int i = 0; i < WORDS; ++i) w[i] = GRAIN >= 32 ? x[i] : funnel(x[i], i + 1 < LOADS ? x[i + 1] : 0u, bit % 32);
+    for (int i = 0; i < WORDS; ++i)
+      w[i] = GRAIN >= 32 ? x[i] : funnel(x[i], i + 1 < LOADS ? x[i + 1] : 0u, place.shift);
   }
 
   // the field of `count` bits from bit `from` on, moved to bit `to` of a word; other bits of the word are undefined

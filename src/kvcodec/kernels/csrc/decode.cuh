@@ -327,25 +327,25 @@ struct Decoder {
   };
 
   // With cold caches a page id, the tables and dense rows would be fetched one after the other: prefetch all at once.
-  KV_DEV static void ask_early(const DecodeArgs& a, bool filled, int h, int b, int warp, int lane) {
+  KV_DEV static void ask_early(const DecodeArgs& a, int h, int b, int warp, int lane) {
     if ((warp * 32 + lane) * 32 < a.capacity / P) prefetch(a.page_table + b * a.table_row + (warp * 32 + lane) * 32);
     const int at = opaque(thread()), mine = warp * 32 + lane;  // of the CTA, or of the team
-    if (own_bytes<K>(0) > 0 ? mine * 128 < own_bytes<K>(0) : !filled && K::TABLE && at * 128 < a.key.table_bytes)
+    if (own_bytes<K>(0) > 0 ? mine * 128 < own_bytes<K>(0) : !BRIEF && K::TABLE && at * 128 < a.key.table_bytes)
       prefetch(source_of<K>(a.key.table, a.key.table_head, b, h) + (own_bytes<K>(0) > 0 ? mine : at) * 128);
-    if (own_bytes<V>(0) > 0 ? mine * 128 < own_bytes<V>(0) : !filled && V::TABLE && at * 128 < a.value.table_bytes)
+    if (own_bytes<V>(0) > 0 ? mine * 128 < own_bytes<V>(0) : !BRIEF && V::TABLE && at * 128 < a.value.table_bytes)
       prefetch(source_of<V>(a.value.table, a.value.table_head, b, h) + (own_bytes<V>(0) > 0 ? mine : at) * 128);
   }
 
   // A piece: a split of a tile of heads of a sequence. `own`: the shared memory of the team, or of the CTA behind the
-  // tables; `filled`: an earlier piece of the team has filled the tables; `idle`: there is no piece for it, but all
-  // teams fill tables and meet at one barrier.
+  // tables; `filled`: an earlier piece of the team has waited for the tables; `idle`: there is no piece for it, but
+  // all teams meet at one barrier.
   KV_DEV static void run_piece(const DecodeArgs& a, uint8_t* shared, uint8_t* own, int split, int y, int b, int warp,
                                bool filled = false, bool idle = false) {
     const int lane = opaque(thread() % 32);
     const int h = y / a.tiles, first_head = h * a.group + y % a.tiles * HEADS;
     const int rest = h * a.group + heads_of(a, b) - first_head, live_heads = rest < HEADS ? rest : HEADS;
     const QueryRows<D, WARPS, HEADS> rows(a, a.key, b, h, first_head, live_heads, warp);
-    ask_early(a, filled, h, b, warp, lane);
+    ask_early(a, h, b, warp, lane);
     uint8_t* k_table = shared;
     uint8_t* v_table = shared + align16(K::TABLE);
     float* query = (float*)(own + (BRIEF ? RING - QUERY : 0));
@@ -362,23 +362,23 @@ struct Decoder {
     }();
     // the page id of the next fetch is read one fetch ahead; of whole sequences the first one before their length is
     // here
-    const int32_t* row = a.page_table + b * a.table_row;
+    const uint32_t row = held((uint32_t)(b * a.table_row));  // of the page table
     const bool known = a.runs == 1 && !a.start && warp * T < a.capacity;
-    const int sooner = known ? row[warp * T / P] : 0;
+    const int sooner = known ? a.page_table[row + warp * T / P] : 0;
     const Run own_run(a, split, b);
     const int begin = own_run.begin, end = own_run.end, from = own_run.from;
     const int to = idle || (HAS_QUERIES && live_heads <= 0) ? from : own_run.to;
     // that all heads see
     const int sure = HAS_QUERIES ? end - Behind<1>(a, b, 0, end).of(0) : end;
-    const int64_t stride = a.page_bytes;
+    const uint32_t heads = (uint32_t)a.heads, stride = (uint32_t)a.page_bytes;
     int fetched = from + warp;
-    int page = known ? sooner : fetched < to ? row[fetched * T / P] : 0;
+    int page = known ? sooner : fetched < to ? a.page_table[row + fetched * T / P] : 0;
     auto fetch = [&](int stage) {
       if (fetched < to) {
         const int next = fetched + WARPS;
-        const int ahead = next < to ? row[next * T / P] : 0;
-        const uint8_t* at = a.pages + ((int64_t)page * a.heads + h) * stride;
-        fetch_tile<K, V, P, T>(ring + stage * STAGE, at, fetched * T % P, lane);
+        const int ahead = next < to ? a.page_table[row + (uint32_t)next * T / P] : 0;
+        const uint8_t* at = a.pages + (uint64_t)((uint32_t)page * heads + (uint32_t)h) * stride;
+        fetch_tile<K, V, P, T>(ring + stage * STAGE, at, (uint32_t)fetched * T % P, lane);
         page = ahead;
         fetched = next;
       }
@@ -394,13 +394,13 @@ struct Decoder {
       if (codes) mix_query<D, WARPS, HEADS>(query, MixedBy<D>(a.key.matrix, h), warp, [] { sync(); });
     }
 
-    if ((codes || TEAMS > 1) && !filled) fill_tables(a, shared, b, h);  // every team's share
+    if (TEAMS == 1 && codes) fill_tables(a, shared, b, h);
     if constexpr (Own::BYTES > 0) {
       if (codes)
         Own::fill(own_tables, source_of<K>(a.key.table, a.key.table_head, b, h),
                   source_of<V>(a.value.table, a.value.table_head, b, h), warp * 32 + lane, WARPS * 32);
     }
-    if (TEAMS > 1 && !filled) sync_threads();
+    if (BRIEF && !filled) sync_threads();  // every team has filled its share of the tables
     Mean mean(means, warp);
     if constexpr (PAIRS > 0) {
       if (codes) {
@@ -450,7 +450,12 @@ struct Decoder {
   KV_DEV static void run(const DecodeArgs& a) {
     KV_DYNAMIC_SHARED(shared);
     launch_dependents();
-    if constexpr (BRIEF) wait_for_previous();  // what is read here may be the kernel's before: queries, codes, lengths
+    if constexpr (BRIEF) {
+      // Tables while the kernel before ends: they were there before the cache's tokens were encoded. All else that is
+      // read here may be what that kernel has written: queries, codes, lengths.
+      fill_tables(a, shared, 0, block_y() * (int)a.alike);
+      wait_for_previous();
+    }
     if constexpr (TEAMS == 1) {
       const int warp = thread() / 32, split = (int)block_x() - APART;
       if constexpr (APART) {

@@ -46,6 +46,11 @@ KV_DEV int opaque(int x) {
   __builtin_assume(y >= 0 && y < 65536);
   return y;
 }
+// x, computed here and kept, not again where it is used
+KV_DEV uint32_t held(uint32_t x) {
+  asm volatile("" : "+r"(x));
+  return x;
+}
 KV_DEV int block_x() { return blockIdx.x; }
 KV_DEV int block_y() { return blockIdx.y; }
 KV_DEV int block_z() { return blockIdx.z; }
@@ -176,6 +181,12 @@ KV_DEV uint32_t and_or(uint32_t x, uint32_t mask, uint32_t bits) {
   asm("lop3.b32 %0, %1, %2, %3, 0xea;" : "=r"(y) : "r"(x), "r"(mask), "r"(bits));
   return y;
 }
+// (~x & mask) | bits
+KV_DEV uint32_t not_and_or(uint32_t x, uint32_t mask, uint32_t bits) {
+  uint32_t y;
+  asm("lop3.b32 %0, %1, %2, %3, 0xae;" : "=r"(y) : "r"(x), "r"(mask), "r"(bits));
+  return y;
+}
 // by so many bits modulo 32
 KV_DEV uint32_t rotate_left(uint32_t x, uint32_t by) { return __funnelshift_l(x, x, by); }
 // bits [shift, shift + 32) of high:low, shift taken modulo 32
@@ -224,6 +235,12 @@ KV_DEV void prefetch(const void* global) { asm volatile("prefetch.global.L2 [%0]
 KV_DEV void copy16(void* shared, const void* global) {
   uint32_t at = (uint32_t)__cvta_generic_to_shared(shared);
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(at), "l"(global) : "memory");
+}
+// from byte FROM behind `global` to byte TO behind `shared`
+template <int TO, int FROM> KV_DEV void copy16(void* shared, const void* global) {
+  uint32_t at = (uint32_t)__cvta_generic_to_shared(shared);
+  asm volatile("cp.async.cg.shared.global [%0 + %2], [%1 + %3], 16;" ::"r"(at), "l"(global), "n"(TO), "n"(FROM)
+               : "memory");
 }
 KV_DEV void copy_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 template <int PENDING> KV_DEV void copy_wait() { asm volatile("cp.async.wait_group %0;" ::"n"(PENDING) : "memory"); }

@@ -7,7 +7,7 @@
 //
 // The codebook's size limits speed: lanes read different rows, and only what fits in many copies is read without
 // conflicts. Rows 2n and 2n + 1 of it are each other's negatives: half of them are held. Where those would still be
-// few copies, a quarter is: rows 4n + 2 and 4n + 3 are i times rows 4n and 4n + 1,
+// few copies, a quarter may be: rows 4n + 2 and 4n + 3 are i times rows 4n and 4n + 1,
 //
 //     i (a, b, c, d) = (-b, a, -d, c)     with (b, d) and (a, c) in a register each, one of them is -(the other)
 //
@@ -26,21 +26,22 @@ enum Place {
   VALUES,  // in reverse order behind the keys': rows before it may be read
 };
 
-// BOUND: addresses are bounded wherever the table is.
-template <int D, int S, int R, Place BESIDE = ALONE, bool BOUND = false> struct ReadHqmq {
+// CROSSED: a quarter of the codebook is held, channels 1, 3, 0, 2. BOUND: addresses are bounded wherever the table is.
+template <int D, int S, int R, bool CROSS = false, Place BESIDE = ALONE, bool BOUND = false> struct ReadHqmq {
   using Fields = HqmqFields<D, S, R>;
   KV_CONST int CHUNKS = Fields::CHUNKS;
-  KV_CONST bool CROSSED = Fields::UNITS && S == 192;  // a quarter of the codebook is held, channels 1, 3, 0, 2
+  KV_CONST bool CROSSED = CROSS;
   KV_CONST int ENTRIES = CROSSED ? 6 * S : 12 * S, ROOM = 73728;
   // a row's place in a word of 16 bits is multiplied, never divided, to become its address
   KV_CONST int FROM = Fields::HELD + CROSSED;  // the lowest bit of the place
-  KV_CONST int LEAST = Fields::UNITS ? 1 << (FROM - 3) : 1;
+  KV_CONST int LEAST = Fields::UNITS ? 1 << (FROM - 3) : CROSSED ? 4 : 1;
   // Rows whose low bits are a byte: keys' and values' tables are interleaved, so that rows are 256 bytes apart
   // and one prmt sets an address together, of copy, low byte and high bit.
   KV_CONST bool BYTES = !Fields::UNITS && Fields::LOW == 8;
   KV_CONST bool INTERLEAVED = BYTES && BESIDE != ALONE && table_copies(ENTRIES, ROOM) == 16;
-  KV_CONST Place PLACE = BYTES && !INTERLEAVED ? ALONE : BESIDE;
   using Codebook = Table8<ENTRIES, ROOM, INTERLEAVED ? 2 : 1, 6, LEAST>;
+  KV_CONST bool SHORT = !Fields::UNITS && CROSSED && Codebook::COPIES < 8;  // what follows may be less than is reached
+  KV_CONST Place PLACE = (BYTES && !INTERLEAVED) || SHORT ? ALONE : BESIDE;
 
   KV_CONST int BLOCK = 1;
   KV_CONST int PLANES = Fields::PLANES;
@@ -48,7 +49,7 @@ template <int D, int S, int R, Place BESIDE = ALONE, bool BOUND = false> struct 
   KV_CONST int TABLE = Codebook::BYTES;
   KV_CONST int REACH = INTERLEAVED ? 512 * Codebook::STRIDE : 0;  // what nine bits can address
   // where there are dead slots: what lies behind interleaved tables is being written
-  using Bounded = ReadHqmq<D, S, R, BESIDE, INTERLEAVED>;
+  using Bounded = ReadHqmq<D, S, R, CROSS, BESIDE, INTERLEAVED>;
   KV_CONST uint32_t MOST = INTERLEAVED ? (ENTRIES - 1) * Codebook::STRIDE + Codebook::STRIDE / 2 - 8 : TABLE - 8;
 
   // source: rows 0, 2, 4 .., or 0, 4, 8 .., of four fp16 numbers, times 2^15
@@ -58,6 +59,8 @@ template <int D, int S, int R, Place BESIDE = ALONE, bool BOUND = false> struct 
   }
   KV_CONST int GAP = TABLE - Codebook::STRIDE / 2;  // from the values' interleaved table to where it would be
 
+  // of rows that are whole words, what depends on the lane alone is held throughout the loop
+  KV_CONST bool HOLDS = !Fields::UNITS && !BYTES && Fields::SIGNED && CHUNKS * Fields::LOW % 32 == 0 && CHUNKS % 8 == 0;
   template <int ROW_BYTES, int PART_BITS> using Words = Stream<ROW_BYTES, PART_BITS, ROW_BYTES % 4 == 0>;
 
   // N chunks of a part: all of the eighth `part` of a row (values), or two eighths (keys)
@@ -74,6 +77,13 @@ template <int D, int S, int R, Place BESIDE = ALONE, bool BOUND = false> struct 
     KV_DEV static void times(uint32_t* r, Words2 x, uint32_t lengths, bool high) {
       const uint32_t length = high ? high2(lengths) : low2(lengths);
       r[0] = hmul2(x.a, length), r[1] = hmul2(x.b, length);
+    }
+    // `by_i`: halves all ones where a chunk is i times the row, or zeros
+    KV_DEV static void cross(uint32_t* r, Words2 x, uint32_t lengths, uint32_t by_i, bool high) {
+      const uint32_t straight = lengths & ~by_i, crossed = lengths & by_i;
+      const uint32_t a = high ? high2(straight) : low2(straight), b = high ? high2(crossed) : low2(crossed);
+      r[0] = hfma2(x.b, b, hmul2(x.a, a));
+      r[1] = hfms2(x.b, a, hmul2(x.a, b));
     }
 
     // chunks 2i and 2i + 1 are the halves of a word
@@ -94,11 +104,7 @@ template <int D, int S, int R, Place BESIDE = ALONE, bool BOUND = false> struct 
         const uint32_t at = bounded(dot2(rows, k % 2 ? WEIGHT << 8 : WEIGHT, mine), origin + TABLE - 8);
         const Words2 row = load_from2(begin(table), at);
         if constexpr (CROSSED) {
-          const uint32_t by_i = prmt(x << (15 - Fields::HELD), 0u, 0xbb99);  // halves all ones, or zeros
-          const uint32_t straight = lengths & ~by_i, crossed = lengths & by_i;
-          const uint32_t a = k % 2 ? high2(straight) : low2(straight), b = k % 2 ? high2(crossed) : low2(crossed);
-          r[2 * k] = hfma2(row.b, b, hmul2(row.a, a));
-          r[2 * k + 1] = hfms2(row.b, a, hmul2(row.a, b));
+          cross(r + 2 * k, row, lengths, prmt(x << (15 - Fields::HELD), 0u, 0xbb99), k % 2);
         } else {
           times(r + 2 * k, row, lengths, k % 2);
         }
@@ -117,13 +123,39 @@ template <int D, int S, int R, Place BESIDE = ALONE, bool BOUND = false> struct 
       }
     }
 
-    template <class P>
-    KV_DEV static void apart(const P& planes, const uint8_t* table, int token, int own, int part, int lane,
-                             uint32_t* r) {
+    using Low = Words<CHUNKS * Fields::LOW / 8, N * Fields::LOW>;
+    using Radii = Words<CHUNKS / 2, 4 * N>;
+    // what of their places depends on the lane alone
+    struct Held {
+      const uint8_t* table;
+      typename Low::Place low;
+      typename Radii::Place radii;
+      KV_DEV Held(const uint8_t* table, int own, int part) : table(table), low(0, own, part), radii(0, own, part) {
+        low.hold(), radii.hold();
+      }
+    };
+    KV_DEV static const uint8_t* table_of(const Held& held) { return held.table; }
+    KV_DEV static Low low_of(const uint8_t* plane, const Held& held, int token, int own, int) {
+      return Low(plane, token - own, held.low);
+    }
+    KV_DEV static Radii radii_of(const uint8_t* plane, const Held& held, int token, int own, int) {
+      return Radii(plane, token - own, held.radii);
+    }
+    KV_DEV static const uint8_t* table_of(const uint8_t* table) { return table; }
+    KV_DEV static Low low_of(const uint8_t* plane, const uint8_t*, int token, int own, int part) {
+      return Low(plane, token, own, part);
+    }
+    KV_DEV static Radii radii_of(const uint8_t* plane, const uint8_t*, int token, int own, int part) {
+      return Radii(plane, token, own, part);
+    }
+
+    template <class P, class H>
+    KV_DEV static void apart(const P& planes, const H& held, int token, int own, int part, int lane, uint32_t* r) {
       constexpr int EIGHTH = Fields::EIGHTH, BITS = Fields::BITS ? Fields::BITS : 1;
       constexpr bool TWO = EIGHTH % 4 == 0;  // chunks k and k + 2 have their signs in one word
-      const Words<CHUNKS * Fields::LOW / 8, N * Fields::LOW> low(planes[0], token, own, part);
-      const Words<CHUNKS / 2, 4 * N> radii(planes[1], token, own, part);
+      const uint8_t* table = table_of(held);
+      const Low low = low_of(planes[0], held, token, own, part);
+      const Radii radii = radii_of(planes[1], held, token, own, part);
       const Words<BITS * EIGHTH, 8 * BITS * EIGHTH> bits(planes[Fields::BITS ? 2 : 1], token, own, 0);
       KV_UNROLL
       for (int k = 0; k < N; ++k) {
@@ -132,8 +164,9 @@ template <int D, int S, int R, Place BESIDE = ALONE, bool BOUND = false> struct 
         if (BYTES) {
           at = address(low.w[k / 4], k % 4, bits.w[i / 4] >> g, i % 4, lane);
         } else {
-          const uint32_t x = low.field(Fields::LOW * k, Fields::LOW, TO);
-          at = and_or(PLACE == VALUES ? ~x : x, LAST << TO, Codebook::copy(lane));
+          const uint32_t x = low.field(Fields::LOW * k, Fields::LOW, TO - CROSSED);
+          const uint32_t copy = Codebook::copy(lane);
+          at = PLACE == VALUES ? not_and_or(x, LAST << TO, copy) : and_or(x, LAST << TO, copy);
         }
         uint32_t lengths;
         if (Fields::SIGNED) {  // four chunks: bytes doubled
@@ -147,7 +180,16 @@ template <int D, int S, int R, Place BESIDE = ALONE, bool BOUND = false> struct 
           const int low = first % 8 / 2 | (4 + m % 4) << 4, high = second % 8 / 2 | (4 + n % 4) << 4;
           lengths = prmt(x, signs, (uint32_t)(low | high << 8));
         }
-        times(r + 2 * k, Codebook::get(begin(table), bounded(at, MOST)), lengths, (Fields::SIGNED || TWO) && k % 4 / 2);
+        const Words2 row = Codebook::get(begin(table), bounded(at, MOST));
+        if constexpr (CROSSED) {
+          static_assert(Fields::SIGNED, "radii of chunks k and k + 2 in a word");
+          const int first = k - k % 4 / 2 * 2, second = first + 2 < N ? first + 2 : first;
+          const uint32_t x = low.field(Fields::LOW * first, Fields::LOW, 7);
+          const uint32_t y = low.field(Fields::LOW * second, Fields::LOW, 7);
+          cross(r + 2 * k, row, lengths, prmt(x, y, 0xcc88), k % 4 / 2);
+        } else {
+          times(r + 2 * k, row, lengths, (Fields::SIGNED || TWO) && k % 4 / 2);
+        }
       }
     }
     // of the row with byte b of `low`, and bit 8 the lowest bit of byte h of `high`
@@ -180,8 +222,11 @@ template <int D, int S, int R, Place BESIDE = ALONE, bool BOUND = false> struct 
   KV_FUNCTION int turned(int e) { return CROSSED ? e / 4 * 4 + (e % 4 * 2 + 1 - e % 4 / 2) % 4 : e; }
   KV_FUNCTION int k_channel(int part, int e) { return part * (D / 4) + turned(e); }
   KV_FUNCTION float k_weight(int e) { return weight(e); }
-  template <class P>
-  KV_DEV static void keys(const P& planes, const uint8_t* table, int token, int part, int lane, uint32_t (&r)[K_REGS]) {
+  KV_DEV static typename Keys::Held hold_keys(const uint8_t* table, const uint8_t*, int part, int lane) {
+    return {table, lane / 4, part};
+  }
+  template <class P, class H>
+  KV_DEV static void keys(const P& planes, const H& table, int token, int part, int lane, uint32_t (&r)[K_REGS]) {
     if constexpr (Fields::UNITS) {
       const Words<2 * CHUNKS, 4 * CHUNKS> x(planes[0], token, lane / 4, part);
       Keys::units(x.w, planes, table, token, lane / 4, part, lane, r);
@@ -205,9 +250,11 @@ template <int D, int S, int R, Place BESIDE = ALONE, bool BOUND = false> struct 
   KV_CONST bool V_TURNED = Fields::UNITS && D == 128;  // rows of 64 bytes
   KV_FUNCTION int v_channel(int part, int e) { return part * (D / 8) + turned(e); }
   KV_FUNCTION float v_weight(int e) { return weight(e) * UNIT; }
-  template <class P>
-  KV_DEV static void values(const P& planes, const uint8_t* table, int token, int part, int lane,
-                            uint32_t (&r)[V_REGS]) {
+  KV_DEV static typename Values::Held hold_values(const uint8_t* table, const uint8_t*, int part, int lane) {
+    return {table, lane % 4 * 2, part};
+  }
+  template <class P, class H>
+  KV_DEV static void values(const P& planes, const H& table, int token, int part, int lane, uint32_t (&r)[V_REGS]) {
     const int own = lane % 4 * 2;
     if constexpr (Fields::UNITS) {
       const Words<2 * CHUNKS, 2 * CHUNKS> x(planes[0], token, own, part);

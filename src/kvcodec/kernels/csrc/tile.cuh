@@ -157,29 +157,31 @@ template <class R> KV_DEV int model_channel(const uint8_t* own, int c) {
 template <class K, class V>
 KV_CONSTEXPR int page_bytes(int tokens) { return planes_bytes<K>(tokens) + planes_bytes<V>(tokens); }
 
-// start fetching tokens [first, first + T) of a page: one 16-byte copy per lane and turn
-template <class R, int P, int T> KV_DEV void fetch_role(uint8_t* tile, const uint8_t* page, int first, int lane) {
-  KV_UNROLL
-  for (int p = 0; p < R::PLANES; ++p) {
-    const int bytes = align16(plane_run<R>(p, T));
-    const uint8_t* from = page + plane_offset<R>(p, P) + plane_place<R, T>(p, first);
-    uint8_t* to = tile + plane_offset<R>(p, T);
-    KV_UNROLL
-    for (int at = 0; at < bytes; at += 512)
-      if (at + 512 <= bytes || at + lane * 16 < bytes) copy16(to + at + lane * 16, from + at + lane * 16);
+// start copying BYTES bytes: lanes' own addresses, and what is added to them
+template <int BYTES, int TO, int FROM> KV_DEV void fetch_run(uint8_t* to, const uint8_t* from, int lane) {
+  if constexpr (BYTES > 0) {
+    if (BYTES >= 512 || lane * 16 < BYTES) copy16<TO, FROM>(to, from);
+    fetch_run<BYTES - 512, TO + 512, FROM + 512>(to, from, lane);
+  }
+}
+// start fetching tokens [first, first + T) of planes from byte TO of a tile and FROM of a page on: one 16-byte copy per
+// lane and turn. What is a constant is part of the instruction: planes with as many bytes of a token share an address.
+template <class R, int P, int T, int TO, int FROM, int PLANE = 0>
+KV_DEV void fetch_role(uint8_t* tile, const uint8_t* page, int first, int lane) {
+  if constexpr (PLANE < R::PLANES) {
+    constexpr int BYTES = align16(plane_run<R>(PLANE, T));
+    fetch_run<BYTES, TO, FROM>(tile + lane * 16, page + (uint32_t)(plane_place<R, T>(PLANE, first) + lane * 16), lane);
+    fetch_role<R, P, T, TO + BYTES, FROM + align16(plane_run<R>(PLANE, P)), PLANE + 1>(tile, page, first, lane);
   }
 }
 
 template <class K, class V, int P, int T>
 KV_DEV void fetch_tile(uint8_t* tile, const uint8_t* page, int first, int lane) {
   if (P == T) {  // the planes of a whole page are one run
-    const int bytes = page_bytes<K, V>(T);
-    KV_UNROLL
-    for (int at = 0; at < bytes; at += 512)
-      if (at + 512 <= bytes || at + lane * 16 < bytes) copy16(tile + at + lane * 16, page + at + lane * 16);
+    fetch_run<page_bytes<K, V>(T), 0, 0>(tile + lane * 16, page + lane * 16, lane);
   } else {
-    fetch_role<K, P, T>(tile, page, first, lane);
-    fetch_role<V, P, T>(tile + planes_bytes<K>(T), page + planes_bytes<K>(P), first, lane);
+    fetch_role<K, P, T, 0, 0>(tile, page, first, lane);
+    fetch_role<V, P, T, planes_bytes<K>(T), planes_bytes<K>(P)>(tile, page, first, lane);
   }
 }
 
