@@ -27,8 +27,8 @@ from kvcodec_lab.stamp import versions
 
 SPECS = (
     "saw-int4", "turboquant-4", "turboquant-3", "turboquant-3:window=128", "turboquant-3:window=256,recent=int-8",
-    "ghost-4", "ghost-3", "ghost-3:window=256,recent=int-8", "octopus-3", "octopus-3:window=1024,recent=int-8", "kivi-2",
-    "kivi-2:window=256,recent=int-8",
+    "ghost-4", "ghost-3", "ghost-3:window=256,recent=int-8", "octopus-3", "octopus-3:window=1024,recent=int-8",
+    "kivi-2", "kivi-2:window=256,recent=int-8",
 )  # fmt: skip
 
 
