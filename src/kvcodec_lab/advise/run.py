@@ -98,16 +98,10 @@ def advise(
     finalists, base = search.finalists(groups, others)
     best, met = search.decide(finalists)
     search.measure_served(best, others)
-    if best.options:
-        choices = [option.choice for option in best.options]
-        if output is not None:
-            path = Path(output) / "recipe.json"
-            best.spec = str(path)
-            told = ("bytes", "kl", "kl_se", "kl_as_served", "predicted_kl")
-            about = {"model": model.name, "context": request.context, "batch": request.batch}
-            about |= {"windows": len(others), "window_tokens": request.window_tokens, "text": text_name}
-            about |= {k: v for k, v in search.row(best).items() if k in told}
-            best.scheme = write_recipe(path, choices, plain(about) | {"versions": versions()})
+    if best.options and output is not None:
+        about = {"model": model.name, "context": request.context, "batch": request.batch, "text": text_name}
+        about |= {"windows": len(others), "window_tokens": request.window_tokens}
+        _write_mixture(Path(output) / "recipe.json", best, about | search.row(best))
     row_of = search.row
     result: dict[str, Any] = {
         "model": model.name,
@@ -141,6 +135,16 @@ def advise(
     }
     result["not_measured"] = _not_measured(result, search.unserved(best))
     return result
+
+
+def _write_mixture(path: Path, best: Finalist, about: Mapping[str, Any]) -> None:
+    """Write a mixture's recipe, with what was measured of it; the file is its spec from now on."""
+    best.spec = str(path)
+    measured = ("bytes", "kl", "kl_se", "kl_as_served", "predicted_kl")
+    told = ("model", "context", "batch", "windows", "window_tokens", "text", *measured)
+    kept = {name: about[name] for name in told}
+    choices = [option.choice for option in best.options]
+    best.scheme = write_recipe(path, choices, plain(kept) | {"versions": versions()})
 
 
 def _use(best: Finalist, name: str) -> dict[str, str]:

@@ -246,6 +246,14 @@ class Task(ABC):
         return settings.limits.get(self.name, settings.limit or self.default_limit)
 
 
+class AnswerTask(Task):
+    """A task whose items are answered by a text."""
+
+    def shown(self, item: Item, output: AnswerOutput) -> str:
+        """The answer."""
+        return output.text.strip()
+
+
 def item_id(*content: Any) -> str:
     """Return 16 hexadecimal digits of the content's sha256; plain values only.
 

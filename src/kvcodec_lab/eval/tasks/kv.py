@@ -10,12 +10,12 @@ from typing import Any, ClassVar
 from kvcodec.errors import ModelError
 from kvcodec_lab.eval.tasks.base import (
     AnswerOutput,
+    AnswerTask,
     Item,
     Metric,
     Needs,
     Scores,
     Source,
-    Task,
     TaskSettings,
     item_id,
     token_ids,
@@ -33,7 +33,7 @@ DRAWS, PASSES = 32, 3
 Pair = tuple[str, str]
 
 
-class KeyValue(Task):
+class KeyValue(AnswerTask):
     """The value of one key among as many as the length takes."""
 
     name = "kv_retrieval"
@@ -105,10 +105,6 @@ class KeyValue(Task):
     def score(self, item: Item, output: AnswerOutput) -> Scores:
         """Whether the value is there, and how far it is right."""
         return {"recall": (recall(item, output), 1.0), "prefix": (prefix(item, output), 1.0)}
-
-    def shown(self, item: Item, output: AnswerOutput) -> str:
-        """The answer."""
-        return output.text.strip()
 
     def about(self, settings: TaskSettings) -> dict[str, Any]:
         """The grid."""

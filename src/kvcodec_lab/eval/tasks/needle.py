@@ -8,7 +8,7 @@ import random
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
-from kvcodec_lab.eval.tasks.base import AnswerOutput, Item, Metric, Scores, Task, TaskSettings, item_id
+from kvcodec_lab.eval.tasks.base import AnswerOutput, AnswerTask, Item, Metric, Scores, TaskSettings, item_id
 from kvcodec_lab.eval.tasks.haystack import Haystack, depths_of, fitted, hide, lengths_of, places
 
 KEYS = (
@@ -25,7 +25,7 @@ NEEDLE = "One of the special magic numbers for {key} is: {value}."
 DIGITS = 7
 
 
-class Needle(Task):
+class Needle(AnswerTask):
     """One hidden number."""
 
     name = "needle"
@@ -70,10 +70,6 @@ class Needle(Task):
     def score(self, item: Item, output: AnswerOutput) -> Scores:
         """Whether the number is there, and how far it is right."""
         return {"recall": (recall(item, output), 1.0), "prefix": (prefix(item, output), 1.0)}
-
-    def shown(self, item: Item, output: AnswerOutput) -> str:
-        """The answer."""
-        return output.text.strip()
 
     def about(self, settings: TaskSettings) -> dict[str, Any]:
         """Text and grid."""

@@ -16,13 +16,13 @@ from typing import Any, ClassVar
 from kvcodec.errors import ModelError
 from kvcodec_lab.eval.tasks.base import (
     AnswerOutput,
+    AnswerTask,
     Item,
     Metric,
     Needs,
     Plain,
     Scores,
     Source,
-    Task,
     TaskSettings,
     item_id,
 )
@@ -44,7 +44,7 @@ class Question:
     topics: frozenset[str]
 
 
-class DocumentQa(Task):
+class DocumentQa(AnswerTask):
     """Questions over documents."""
 
     metrics: ClassVar[Mapping[str, Metric]] = {
@@ -149,10 +149,6 @@ class DocumentQa(Task):
             "exact": (float(said in true), 1.0),
             "recall": (float(any(f" {t} " in f" {said} " for t in true)), 1.0),
         }
-
-    def shown(self, item: Item, output: AnswerOutput) -> str:
-        """The answer."""
-        return output.text.strip()
 
     def about(self, settings: TaskSettings) -> dict[str, Any]:
         """The grid."""

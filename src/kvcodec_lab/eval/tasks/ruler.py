@@ -8,13 +8,13 @@ from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
 from kvcodec.errors import ModelError
-from kvcodec_lab.eval.tasks.base import AnswerOutput, Item, Metric, Scores, Task, TaskSettings, item_id
+from kvcodec_lab.eval.tasks.base import AnswerOutput, AnswerTask, Item, Metric, Scores, TaskSettings, item_id
 from kvcodec_lab.eval.tasks.haystack import TEXT_CHARACTERS, Haystack, fitted, hide, largest, lengths_of, places
 
 LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
 
 
-class _Listing(Task):
+class _Listing(AnswerTask):
     """A task whose answer is a list of words: the share of them that is named."""
 
     metrics: ClassVar[Mapping[str, Metric]] = {"recall": Metric("higher", "share of the wanted words that are named")}
@@ -25,10 +25,6 @@ class _Listing(Task):
         """Count the wanted words among those of the answer."""
         said = set(re.findall(r"\w+", output.text))
         return {"recall": (float(sum(word in said for word in item.answers)), float(len(item.answers)))}
-
-    def shown(self, item: Item, output: AnswerOutput) -> str:
-        """The answer."""
-        return output.text.strip()
 
     def about(self, settings: TaskSettings) -> dict[str, Any]:
         """Text and lengths."""
