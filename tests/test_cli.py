@@ -106,6 +106,7 @@ def test_list_shows_every_preset_also_where_a_head_dim_is_refused(capsys):
     saw = next(row for row in json.loads(out) if row["spec"] == "saw-int4")
     assert saw["key_bits"] is None
     assert "head_dim=36 is not a multiple of 8" in saw["refused"]
+    assert saw["kernels"] == {"encode": "none", "decode": "none"}
     status, out, _ = run(capsys, "list", "--head-dim", "36")
     assert status == 0
     assert all(preset in out for preset in kvcodec.presets())

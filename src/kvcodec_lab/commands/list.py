@@ -36,6 +36,7 @@ def _row(preset: str, head_dim: int) -> dict[str, Any]:
     except ShapeError as error:  # listed with the reason why it cannot be used at this head_dim
         found = kvcodec.describe(preset)
         found |= {"key_bits": None, "value_bits": None, "effective_bits": None, "nominal_bits": None}
+        found["kernels"] = {"encode": "none", "decode": "none"}
         return {key: found[key] for key in KEYS} | {"head_dim": head_dim, "refused": str(error)}
     return {key: found[key] for key in KEYS} | {"head_dim": head_dim}
 
