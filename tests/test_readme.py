@@ -385,6 +385,13 @@ def test_less_is_lost_than_by_all_at_about_these_bits_and_by_eight_bit_integers(
     assert all(f"`{spec}`" in told for spec in (*less, "int-8", min(others.keys() - less, key=lambda s: others[s].kl)))
 
 
+def test_others_with_the_courtesies_of_ghost_are_named_by_bits(tmp_path: Path) -> None:
+    assert ghost.alike_sentence(tmp_path) == ""
+    rows = [{"spec": f"x-{n}:sink=4", "model": "m", "kl": 1 / n, "effective_bits": n + 0.25} for n in (4, 2)]
+    write_rows(tmp_path / ghost.ALIKE, rows)
+    assert "KL `x-2:sink=4` 0.5000 (2.25 bits) and `x-4:sink=4` 0.2500 (4.25 bits)." in ghost.alike_sentence(tmp_path)
+
+
 def write_run(folder: Path, scores: dict[str, dict[str, float]], task: str = "kl", **more: Any) -> None:
     """A published run: KL of each window, or whether a number was found, of each spec."""
     metric, text = ("kl", "lower") if task == "kl" else ("recall", "higher")

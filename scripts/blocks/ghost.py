@@ -43,6 +43,8 @@ from kvcodec_lab.report.words import DASH, listed
 FITTED = Path("benchmarks/results/cpu/ghost_smollm2-135m.json")
 FITTED_LARGE = Path("benchmarks/results/nvidia-h100/ghost_qwen2.5-coder-1.5b.json")
 """`ghost` on the small model and on the real one with constants of `kvcodec fit`."""
+ALIKE = Path("benchmarks/results/cpu/ghost_alike_smollm2-135m.json")
+"""Other methods with the dense first tokens of `ghost`, and without the keys' mean."""
 REPRODUCED = Path("docs/reproduce/reproduce.json")
 STEPS = "benchmarks/results/*/ghost_steps_*.json"
 STEPS_FIGURE = Path("docs/img/ghost-steps.png")
@@ -90,7 +92,19 @@ def ghost_block(root: Path) -> str:
         f"\nThree windows of 2,048 tokens of WikiText-2; bits of every byte held, with the four dense first tokens. Of "
         f"the others: the preset of least KL with at most {MORE_BITS:g} bits more. Fitted: constants of `kvcodec fit` "
         f"on another text, or on what the model draws itself; the other rows take them from the prompt. "
-        f"{least_sentence(values)}"
+        f"{least_sentence(values)}{alike_sentence(root)}"
+    )
+
+
+def alike_sentence(root: Path) -> str:
+    """Other methods with the first tokens and the means of ours; nothing where none was measured."""
+    if not (root / ALIKE).is_file():
+        return ""
+    rows = sorted(rows_of(root / ALIKE), key=lambda row: row["effective_bits"])
+    told = [f"`{row['spec']}` {row['kl']:.4f} ({row['effective_bits']:.2f} bits)" for row in rows]
+    return (
+        f" Others on {rows[0]['model']} with four dense first tokens as well and, where tokens are encoded alone, keys "
+        f"without their mean: KL {listed(told)}."
     )
 
 
