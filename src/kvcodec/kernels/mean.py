@@ -144,8 +144,9 @@ def team_bytes(pairs: int, tile: int, heads: int, warps: int) -> int:
     """Bytes of shared memory of a team of warps for the term, in tiles of ``tile``: ``kv::MeanTerm::SHARED``."""
     if not pairs:
         return 0
-    angle, runs = 8 * pairs, tile // ROWS
-    return -(-(heads * (angle + 16) + 4 * heads + (1 + warps) * runs * angle) // 128) * 128
+    angle = 8 * pairs
+    waiting = max(0, pairs // BLOCK - 16 // heads) * heads // 4 * 512
+    return -(-(heads * (angle + 16) + 128 + tile // ROWS * angle + warps * (angle + waiting)) // 128) * 128
 
 
 def checked(name: str, pairs: int, mean: KeyMean | None, placed: Tensor | None, batch: int, heads: int) -> None:

@@ -401,18 +401,18 @@ struct Decoder {
                   source_of<V>(a.value.table, a.value.table_head, b, h), warp * 32 + lane, WARPS * 32);
     }
     if (BRIEF && !filled) sync_threads();  // every team has filled its share of the tables
-    Mean mean(means, warp);
+    Mean mean;
     if constexpr (PAIRS > 0) {
       if (codes) {
         Mean::stage(means, a, b, h, first_head, live_heads, warp);
-        mean.start_turning(a, b, h, (from + warp) * T, warp);
+        Mean::start_turning(means, a, b, h, (from + warp) * T, warp);
         mean.hold(a.mean.table + h * a.mean.table_head);
       }
     }
     Query<K, D, HEADS> q;
     sync();  // for the tables as well
     if (codes) take_query<K, D>(q, query, own_tables, a);
-    if constexpr (PAIRS > 0) mean.take(means);
+    if constexpr (PAIRS > 0) mean.take(means, warp);
 
     State st;
     Total::start(st, split * WARPS + warp);

@@ -7,14 +7,16 @@
 //   A' cos(i theta) + B' sin(i theta),  A' = A cos(s theta) + B sin(s theta),  B' = B cos(s theta) - A sin(s theta),
 // and with C = cos(i theta) - 1 the term of token s + i is the sum of A', the same for 16 tokens, and of
 //   A' C + B' sin(i theta).
-// So each run of 16 tokens turns 2 PAIRS numbers per head once, in fp32, sums A', and takes one more product of the
-// size of its scores, with 16 rows of C, sin(i theta) that are the same for all layers, heads and sequences, of which a
-// lane holds its part in registers. There A' and B' are rounded to 11 bits; but large means are of pairs that turn
-// slowly, whose C and sine are small: what differs from token to token is nearly exact.
+// So a warp turns 2 PAIRS numbers per head from tile to tile, in fp32, sums A', and takes one more product of the size
+// of its scores, with 16 rows of C, sin(i theta) that are the same for all layers, heads and sequences, of which a lane
+// holds its part in registers. There A' and B' are rounded to 11 bits; but large means are of pairs that turn slowly,
+// whose C and sine are small: what differs from token to token is nearly exact. Each later run of 16 tokens of a tile
+// turns the rounded numbers on: A'' = A' + change, change = A' C + B' sin of so many tokens, small for these pairs too;
+// the sum of changes, a product with ones, comes to that of A'.
 //
 // Angles. cos and sin of a position are products of those of its digits to base 128, exact to fp32 whatever the
-// position: no argument of sine or cosine is ever large. From tile to tile they are turned on in fp32, which adds 2^-24
-// a tile.
+// position: no argument of sine or cosine is ever large. From tile to tile A' and B' are turned on in fp32, which adds
+// 2^-24 a tile.
 //
 // table of a KV head (kvcodec/kernels/mean.py):
 //   fp16 [16][PAIRS / 2][4]  of token i: cos less 1 of two pairs, and sin of both
@@ -66,27 +68,34 @@ struct MeanTable {
 // The term of a warp's tiles of T tokens, for HEADS query heads (query.cuh) of a team of WARPS warps.
 template <int D, int PAIRS, int HEADS, int T, int WARPS> struct MeanTerm {
   KV_CONST int N = HEADS / 4, SUBS = T / 16, BLOCKS = PAIRS / 16;
-  KV_CONST int UNITS = (PAIRS + 63) / 64;  // couples of pairs whose angles a lane turns on
-  KV_CONST int ANGLE = 8 * PAIRS;          // bytes of a run's cos and sin, and of those that turn them on
+  KV_CONST int ANGLE = 8 * PAIRS;          // bytes of cos and sin of all pairs
   KV_CONST int ROW = ANGLE + 16;           // of a head's A and B; heads g and g + 1 in different banks
-  // of a team
-  KV_CONST int SHARED = (HEADS * ROW + 4 * HEADS + (1 + WARPS) * SUBS * ANGLE + 127) / 128 * 128;
+  KV_CONST int SCALES = 128;               // of what makes terms scores, 16 for each part and parity of heads
   KV_CONST int COLUMNS = HEADS / 4;        // products of a block of pairs: two of four heads have a column each
+  // Blocks whose A' and B' a lane holds in registers; the others' wait in shared memory.
+  KV_CONST int HELD = BLOCKS < 16 / HEADS ? BLOCKS : 16 / HEADS;
+  KV_CONST int WAITING = (BLOCKS - HELD) * COLUMNS * 512;
+  KV_CONST int OWN = ANGLE + WAITING;  // of a warp, with cos and sin of its start
+  // of a team
+  KV_CONST int SHARED = (HEADS * ROW + SCALES + SUBS * ANGLE + WARPS * OWN + 127) / 128 * 128;
   KV_CONST int REAL = PAIRS < D / 2 ? PAIRS : D / 2;  // pairs behind them repeat the last one and count nothing
   static_assert(PAIRS % 16 == 0, "whole products");
 
   // A couple is two neighbouring pairs. Of a block of 16 pairs, part j has the couples j and j + 4; query columns
   // (query.cuh) meet both of them, or of four heads the even columns the first and the odd columns the second.
   uint32_t rows[2][BLOCKS][4];  // A operands of the tensor core: of two tokens or of two couples, cos less 1, then sin
-  const uint8_t *query, *start;  // where a lane finds its numbers: of a head, of the starts of a tile's runs of 16
-  uint8_t *turned, *step;        // the warp's cos and sin; those of a step to the next tile, and to each run of a tile
-  float scale[N];                // of the lane's heads
+  float held[HELD][COLUMNS][4];  // A' and B' of the lane's couples at the tile's start
+  // Where a lane finds the scales of its heads; behind them cos and sin of a step to the next tile, and, less 1 and in
+  // fp16, of those within a tile.
+  const uint8_t* at;
+  uint8_t* waiting;
 
   // A and B of the team's heads, scaled by a power of two
   KV_DEV static void stage(uint8_t* shared, const DecodeArgs& a, int b, int h, int first_head, int live, int warp) {
     const int lane = thread() % 32;
     const MeanTable table(a.mean, h, PAIRS);
     const float* mean = a.mean.mean + b * a.mean.batch + (int64_t)h * D;
+    constexpr int UNITS = (PAIRS + 63) / 64;  // couples of a lane
     int channel[UNITS][2][2];
     float m[UNITS][2][2];
     KV_UNROLL
@@ -118,9 +127,9 @@ template <int D, int PAIRS, int HEADS, int T, int WARPS> struct MeanTerm {
         }
       }
       top = warp_max(top);
-      // 2^k with top 2^k in [1, 2), then up to 2^14
+      // 2^k with top 2^k in [1, 2), then up to 2^9: sums of A' of a lane fit fp16
       int exponent = (int)(float_bits(top) >> 23) - 127;
-      exponent = (exponent < -100 ? -100 : exponent > 100 ? 100 : exponent) - 14;
+      exponent = (exponent < -100 ? -100 : exponent > 100 ? 100 : exponent) - 9;
       const float down = bits_float((uint32_t)(127 - exponent) << 23);
       const float up = bits_float((uint32_t)(127 + exponent) << 23);
       KV_UNROLL
@@ -128,22 +137,41 @@ template <int D, int PAIRS, int HEADS, int T, int WARPS> struct MeanTerm {
         const int couple = lane + 32 * i;
         if (2 * couple < PAIRS) {
           const float u[2] = {x[i][0] * down, x[i][1] * down}, v[2] = {y[i][0] * down, y[i][1] * down};
-          *(Words4*)(shared + n * ROW + place(couple)) = words(u, v);
+          *(Words4*)(shared + n * ROW + 16 * place(couple)) = words(u, v);
         }
       }
-      if (lane == 0) ((float*)(shared + HEADS * ROW))[n] = up * a.scale2;
+      if (lane < 8 / HEADS) *(float*)(shared + HEADS * ROW + 16 * lane + 32 * (n / N) + 4 * (n % N)) = up * a.scale2;
     }
   }
-  // byte of a couple: A and B of a head, or cos and sin of a tile's start, 16 bytes for each block and part
-  KV_DEV static int place(int couple) { return (couple / 8 * 8 + couple % 4 * 2 + couple % 8 / 4) * 16; }
-
-  MeanTerm() = default;
-  KV_DEV MeanTerm(uint8_t* shared, int warp) {
-    const int lane = thread() % 32, g = lane / 4, j = lane % 4;
-    const int own = j * 32 + (HEADS == 4 ? g % 2 * 16 : 0);
-    step = shared + HEADS * ROW + 4 * HEADS, turned = step + (1 + warp) * SUBS * ANGLE;
-    query = shared + g * HEADS / 8 * ROW + own, start = turned + own;
+  // number of a couple in shared memory: by blocks and parts
+  KV_DEV static int place(int couple) { return couple / 8 * 8 + couple % 4 * 2 + couple % 8 / 4; }
+  KV_DEV static Words4 words(const float (&c)[2], const float (&s)[2]) {
+    return Words4{float_bits(c[0]), float_bits(c[1]), float_bits(s[0]), float_bits(s[1])};
   }
+
+  // the angles of the team's steps, and of the start of the warp's first tile
+  KV_DEV static void start_turning(uint8_t* shared, const DecodeArgs& a, int b, int h, int token, int warp) {
+    const MeanTable table(a.mean, h, PAIRS);
+    uint8_t* angles = shared + HEADS * ROW + SCALES;
+    KV_NO_UNROLL
+    for (int couple = thread() % 32; 2 * couple < PAIRS; couple += 32) {
+      float c[2], s[2];
+      const auto turn = [&](int tokens) {
+        KV_UNROLL
+        for (int k = 0; k < 2; ++k) table.turn(tokens, 2 * couple + k, c[k], s[k]);
+      };
+      turn(a.mean.placed[b] + token);
+      *(Words4*)(angles + SUBS * ANGLE + warp * OWN + 16 * place(couple)) = words(c, s);
+      KV_NO_UNROLL
+      for (int sub = warp; sub < SUBS; sub += WARPS) {
+        turn(sub ? 16 * sub : T * WARPS);
+        uint8_t* to = angles + sub * ANGLE + 16 * place(couple);
+        if (sub == 0) *(Words4*)to = words(c, s);
+        else *(Words2*)to = Words2{pack_half2(c[0] - 1.0f, c[1] - 1.0f), pack_half2(s[0], s[1])};
+      }
+    }
+  }
+
   // the lane's part of the table's rows
   KV_DEV void hold(const uint8_t* table) {
     const int lane = thread() % 32, g = lane / 4, j = lane % 4;
@@ -159,119 +187,126 @@ template <int D, int PAIRS, int HEADS, int T, int WARPS> struct MeanTerm {
     }
   }
   // after a synchronisation
-  KV_DEV void take(const uint8_t* shared) {
+  KV_DEV void take(uint8_t* shared, int warp) {
+    const int lane = thread() % 32, g = lane / 4, j = lane % 4, own = 2 * j + (HEADS == 4 ? g % 2 : 0);
+    at = shared + HEADS * ROW + 16 * own;
+    const uint8_t* query = shared + g * HEADS / 8 * ROW + 16 * own;
+    uint8_t* const mine = shared + HEADS * ROW + SCALES + SUBS * ANGLE + warp * OWN;
+    waiting = mine + ANGLE + 16 * lane;
     KV_UNROLL
-    for (int n = 0; n < N; ++n) scale[n] = ((const float*)(shared + HEADS * ROW))[N * (thread() % 4) + n];
-  }
-
-  // cos and sin of the start of the warp's first tile
-  KV_DEV void start_turning(const DecodeArgs& a, int b, int h, int token, int warp) const {
-    const MeanTable table(a.mean, h, PAIRS);
-    const int lane = thread() % 32, first = a.mean.placed[b] + token;
-    KV_UNROLL
-    for (int i = 0; i < UNITS; ++i) {
-      const int couple = lane + 32 * i;
-      if (PAIRS % 64 && 2 * couple >= PAIRS) continue;
-      float c[2], s[2];
+    for (int m = 0; m < BLOCKS; ++m) {
       KV_UNROLL
-      for (int k = 0; k < 2; ++k) table.turn(first, 2 * couple + k, c[k], s[k]);
-      hold(couple, c, s);
-      KV_NO_UNROLL
-      for (int sub = 0; sub < SUBS; ++sub) {
-        float by_c[2], by_s[2];
-        KV_UNROLL
-        for (int k = 0; k < 2; ++k) table.turn(sub ? 16 * sub : T * WARPS, 2 * couple + k, by_c[k], by_s[k]);
-        if (sub > 0) put(couple, sub, c, s, words(by_c, by_s));
-        if (warp == 0) *(Words4*)(step + sub * ANGLE + 16 * couple) = words(by_c, by_s);
+      for (int i = 0; i < COLUMNS; ++i) {
+        const int of = 128 * m + 16 * i;
+        float x[4];
+        floats(x, query + of);
+        turn(x, mine + 16 * own + of);
+        put(x, m, i);
       }
     }
   }
-  // of the next one; a lane has couples of its own, and its numbers wait in shared memory
-  KV_DEV void turn_on() const {
+  // to the next tile of the warp
+  KV_DEV void turn_on() {
     KV_UNROLL
-    for (int i = 0; i < UNITS; ++i) {
-      const int couple = thread() % 32 + 32 * i;
-      if (PAIRS % 64 && 2 * couple >= PAIRS) continue;
-      const Words4 x = *(const Words4*)(turned + place(couple));
-      float c[2] = {bits_float(x.a), bits_float(x.b)}, s[2] = {bits_float(x.c), bits_float(x.d)};
-      turn_both(c, s, *(const Words4*)(step + 16 * couple));
-      hold(couple, c, s);
+    for (int m = 0; m < BLOCKS; ++m) {
       KV_UNROLL
-      for (int sub = 1; sub < SUBS; ++sub) put(couple, sub, c, s, *(const Words4*)(step + sub * ANGLE + 16 * couple));
+      for (int i = 0; i < COLUMNS; ++i) {
+        float x[4];
+        get(x, m, i);
+        turn(x, at + SCALES + 128 * m + 16 * i);
+        put(x, m, i);
+      }
     }
   }
-  // of the tile's start, which is that of its first run
-  KV_DEV void hold(int couple, const float (&c)[2], const float (&s)[2]) const {
-    *(Words4*)(turned + place(couple)) = words(c, s);
+  // A' and B' of a couple
+  KV_DEV void get(float (&x)[4], int m, int i) const {
+    if (m < HELD) {
+      KV_UNROLL
+      for (int k = 0; k < 4; ++k) x[k] = held[m][i][k];
+    } else {
+      floats(x, waiting + ((m - HELD) * COLUMNS + i) * 512);
+    }
   }
-  // of a later run
-  KV_DEV void put(int couple, int sub, const float (&start_c)[2], const float (&start_s)[2], const Words4& by) const {
-    float c[2] = {start_c[0], start_c[1]}, s[2] = {start_s[0], start_s[1]};
-    turn_both(c, s, by);
-    *(Words4*)(turned + sub * ANGLE + place(couple)) = words(c, s);
+  KV_DEV void put(const float (&x)[4], int m, int i) {
+    if (m < HELD) {
+      KV_UNROLL
+      for (int k = 0; k < 4; ++k) held[m][i][k] = x[k];
+    } else {
+      *(Words4*)(waiting + ((m - HELD) * COLUMNS + i) * 512) =
+          Words4{float_bits(x[0]), float_bits(x[1]), float_bits(x[2]), float_bits(x[3])};
+    }
   }
-  KV_DEV static void turn_both(float (&c)[2], float (&s)[2], const Words4& by) {
-    MeanTable::turn_by(c[0], s[0], bits_float(by.a), bits_float(by.c));
-    MeanTable::turn_by(c[1], s[1], bits_float(by.b), bits_float(by.d));
+  KV_DEV static void floats(float (&x)[4], const uint8_t* from) {
+    const Words4 w = *(const Words4*)from;
+    x[0] = bits_float(w.a), x[1] = bits_float(w.b), x[2] = bits_float(w.c), x[3] = bits_float(w.d);
   }
-  KV_DEV static Words4 words(const float (&c)[2], const float (&s)[2]) {
-    return Words4{float_bits(c[0]), float_bits(c[1]), float_bits(s[0]), float_bits(s[1])};
+  // A' = A cos + B sin, B' = B cos - A sin
+  KV_DEV static void turn(float (&x)[4], const uint8_t* angles) {
+    float by[4];
+    floats(by, angles);
+    MeanTable::turn_by(x[0], x[2], by[0], -by[2]);
+    MeanTable::turn_by(x[1], x[3], by[1], -by[3]);
   }
 
   // the terms of a tile, as `scores` orders them, times `scale`
   KV_DEV void terms(float (&term)[SUBS][2 * N]) const {
-    float d[SUBS][2][4], sum[SUBS];
-    KV_UNROLL
-    for (int sub = 0; sub < SUBS; ++sub) {
-      sum[sub] = 0.0f;
-      KV_UNROLL
-      for (int i = 0; i < 8; ++i) d[sub][i / 4][i % 4] = 0.0f;
-    }
+    uint32_t start[BLOCKS][COLUMNS][2];
+    float sum = 0.0f, same[4] = {};
     KV_UNROLL
     for (int m = 0; m < BLOCKS; ++m) {
-      Words4 x[COLUMNS];
       KV_UNROLL
-      for (int i = 0; i < COLUMNS; ++i) x[i] = *(const Words4*)(query + 128 * m + 16 * i);
+      for (int i = 0; i < COLUMNS; ++i) {
+        float x[4];
+        get(x, m, i);
+        start[m][i][0] = pack_half2(x[0], x[1]), start[m][i][1] = pack_half2(x[2], x[3]);
+        sum += x[0] + x[1];
+      }
+    }
+    // the sum of a head's lanes, to 22 bits
+    const float high = bits_float(float_bits(sum) & 0xffffe000u);
+    mma(same, ONES, ONES, pack_half2(high, sum - high));
+    KV_UNROLL
+    for (int sub = 0; sub < SUBS; ++sub) {
+      float d[2][4] = {}, more[4] = {same[0], same[1], 0.0f, 0.0f};
+      uint32_t earlier = 0u;
       KV_UNROLL
-      for (int sub = 0; sub < SUBS; ++sub) {
-        uint32_t b[COLUMNS][2];
+      for (int m = 0; m < BLOCKS; ++m) {
+        uint32_t b[COLUMNS][2], change[2] = {0u, 0u};
         KV_UNROLL
-        for (int i = 0; i < COLUMNS; ++i)
-          sum[sub] += turn_pair(b[i], x[i], *(const Words4*)(start + sub * ANGLE + 128 * m + 16 * i));
+        for (int i = 0; i < COLUMNS; ++i) {
+          b[i][0] = start[m][i][0], b[i][1] = start[m][i][1];
+          if (sub == 0) continue;
+          const Words2 t = *(const Words2*)(at + SCALES + sub * ANGLE + 128 * m + 16 * i);
+          change[i] = hfma2(b[i][0], t.a, hmul2(b[i][1], t.b));
+          b[i][1] = hadd2(b[i][1], hfms2(b[i][1], t.a, hmul2(b[i][0], t.b)));
+          b[i][0] = hadd2(b[i][0], change[i]);
+        }
+        if (sub > 0) {  // of four heads those of two blocks at once
+          if (HEADS == 8) mma(more, ONES, ONES, ONES, ONES, change[0], change[1]);
+          else if (m % 2 == 1) mma(more, ONES, ONES, ONES, ONES, earlier, change[0]);
+          else if (m + 1 == BLOCKS) mma(more, ONES, ONES, ONES, ONES, change[0], 0u);
+          earlier = change[0];
+        }
         KV_UNROLL
         for (int k = 0; k < 2; ++k) {
           const uint32_t(&a)[4] = rows[k][m];
-          mma(d[sub][HEADS == 8 ? 0 : k], a[0], a[1], a[2], a[3], b[HEADS == 8 ? k : 0][0], b[HEADS == 8 ? k : 0][1]);
+          mma(d[HEADS == 8 ? 0 : k], a[0], a[1], a[2], a[3], b[HEADS == 8 ? k : 0][0], b[HEADS == 8 ? k : 0][1]);
         }
       }
-    }
-    KV_UNROLL
-    for (int sub = 0; sub < SUBS; ++sub) {
       KV_UNROLL
-      for (int bit = 1; bit < (HEADS == 8 ? 4 : 8); bit *= 2) sum[sub] += shfl_xor(sum[sub], bit);
-      float same[N];
-      KV_UNROLL
-      for (int n = 0; n < N; ++n) same[n] = shfl(sum[sub], 8 * (thread() % 4) + 4 * n);
-      KV_UNROLL
-      for (int i = 0; i < 2 * N; ++i)
-        term[sub][i] = ((HEADS == 8 ? d[sub][0][i] : d[sub][i][0] + d[sub][i][3]) + same[i % N]) * scale[i % N];
+      for (int i = 0; i < 2 * N; ++i) {
+        const int n = i % N;
+        const float scale = ((const float*)at)[n];
+        const float x = HEADS == 8 ? d[0][i] : d[i][0] + d[i][3];
+        term[sub][i] = (x + (HEADS == 8 ? more[n] : more[0] + more[1])) * scale;
+      }
     }
   }
-  // A' and B' of two pairs; the sum of A'
-  KV_DEV static float turn_pair(uint32_t (&b)[2], const Words4& both, const Words4& turn) {
-    const float u[2] = {bits_float(both.a), bits_float(both.b)}, v[2] = {bits_float(both.c), bits_float(both.d)};
-    const float c[2] = {bits_float(turn.a), bits_float(turn.b)}, s[2] = {bits_float(turn.c), bits_float(turn.d)};
-    const float x[2] = {u[0] * c[0] + v[0] * s[0], u[1] * c[1] + v[1] * s[1]};
-    b[0] = pack_half2(x[0], x[1]);
-    b[1] = pack_half2(v[0] * c[0] - u[0] * s[0], v[1] * c[1] - u[1] * s[1]);
-    return x[0] + x[1];
-  }
+  KV_CONST uint32_t ONES = 0x3c003c00u;
 };
 
 template <int D, int HEADS, int T, int WARPS> struct MeanTerm<D, 0, HEADS, T, WARPS> {
   KV_CONST int SHARED = 0;
-  MeanTerm() = default;
-  KV_DEV MeanTerm(uint8_t*, int) {}
 };
 
 }  // namespace kv
