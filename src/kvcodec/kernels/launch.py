@@ -69,7 +69,8 @@ WARPS = 8
 """Of a multiprocessor that hide memory's latency; where fewer fit, tables are smaller or have fewer copies."""
 LESS_WARPS = 4
 """Of many sequences on GPUs of 99 KB: where fewer copies of tables would make room for ``WARPS``, four warps that look
-up in twice as many take 3 to 11 % less time (32 x 32k under 100 KB, an H100), with ``ghost-4`` 44 %.
+up in twice as many take 3 to 11 % less time (32 x 32k under 100 KB, an H100), with ``ghost-4`` 44 %. With tables of a
+head, as ghost's, of few sequences as well: 1 x 64k 52 to 48 us.
 """
 FEW_BYTES = 40960
 """Bytes under way on a multiprocessor, with eight warps, below which more warps hide memory's latency."""
@@ -158,8 +159,8 @@ def config_for(
         if (config := _config(spec, units, capacity, machine, dense, heads, *which)) is None:
             continue
         short = machine.shared_block < 1 << 17 and spec.head_dim <= 256 and which[1] < spec.halvings
-        many = short and 10 * units > machine.sms
-        if config.resident_warps >= min(_least_warps(spec, machine), LESS_WARPS if many else WARPS):
+        less = short and (10 * units > machine.sms or spec.key.by_head > 0)
+        if config.resident_warps >= min(_least_warps(spec, machine), LESS_WARPS if less else WARPS):
             return config
         fitting.append(config)
     if fitting:
