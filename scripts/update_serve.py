@@ -28,6 +28,33 @@ DRAWN = {"steps-": "serve-steps.svg", "throughput-clients-i1024": "serve-through
 """Beginnings of drawings' names, and the files that the page shows."""
 BLOCK = re.compile(r"(<!-- serve (?P<name>[\w-]+):start -->\n).*?(\n<!-- serve (?P=name):end -->)", re.S)
 EMPTY = "Not measured yet: `benchmarks/serve_h200.py` makes the rows."
+COMPARED = {
+    "offload": ["preset", "connector", "same tokens", "tokens loaded"],
+    "two": [
+        "preset",
+        "GPUs",
+        "same tokens",
+        "prompt",
+        "order",
+        "batch",
+        "packing",
+        "furthest behind",
+        "order",
+        "batch",
+    ],
+    "heads": [
+        "preset",
+        "drafts by",
+        "same tokens",
+        "drafted",
+        "accepted",
+        "steps",
+        "order",
+        "furthest behind",
+        "order",
+    ],
+}
+"""Headings of the tables of features."""
 CELL = 160
 """Characters of a reason that a table shows; the rows have all of it."""
 
@@ -77,22 +104,38 @@ def block(root: Path, gpu: str) -> str:
 
 
 def features(root: Path) -> str:
-    """The table of answers with a feature beside those without."""
-    found: dict[str, list[list[str]]] = {"offload": [], "two": []}
-    for row in read_rows([root / FEATURES]):
+    """The tables of answers with a feature beside those without."""
+    rows = read_rows([root / FEATURES])
+    order = {
+        (row["spec"], row["shape"].partition("_")[0]): row["apart"] for row in rows if row["shape"].endswith("_order")
+    }
+
+    def measured(row: dict[str, Any], what: str, *kinds: str) -> list[str]:
+        known = row | {"order": order.get((row["spec"], row["shape"].partition("_")[0]))}
+        return [f"{known[kind][what]:.2g}" if known.get(kind) else "–" for kind in kinds]
+
+    found: dict[str, list[list[str]]] = {part: [] for part in COMPARED}
+    for row in rows:
         part, _, run = row["shape"].partition("_")
-        line = [f"`{row['spec'] or 'dense'}`", run, f"{row['values']['p50']:.1%}"]
+        line, counts = [f"`{row['spec']}`", run, f"{row['values']['p50']:.1%}"], row["counts"]
         if part == "offload":
-            line.append(f"{row['counts']['vllm:external_prefix_cache_hits']:,.0f}")
+            line.append(f"{counts['vllm:external_prefix_cache_hits']:,.0f}")
+        elif run == "order":
+            continue
+        elif part == "two":
+            line += measured(row, "prompt", "apart", "order", "alone", "packing")
+            line += measured(row, "behind", "apart", "order", "alone")
         else:
-            line += [f"{row[key][what]:.2g}" for what in ("prompt", "behind") for key in ("apart", "alone", "packing")]
+            line += [f"{counts[f'vllm:spec_decode_num_{kind}_tokens']:,.0f}" for kind in ("draft", "accepted")]
+            line += [*measured(row, "steps", "apart", "order"), *measured(row, "behind", "apart", "order")]
         found[part].append(line)
-    headings = {
-        "offload": ["preset", "connector", "same tokens", "tokens loaded"],
-        "two": ["preset", "GPUs", "same tokens", *(f"{what}: {key}" for what in ("prompt", "furthest behind") for key in
-                ("two GPUs", "alone", "packing"))],
-    }  # fmt: skip
-    return "\n\n".join(report_tables.markdown(headings[part], lines) for part, lines in found.items() if lines)
+    shown = []
+    for part, lines in found.items():
+        kept = [at for at in range(len(COMPARED[part])) if any(line[at] != "–" for line in lines)]
+        if lines:
+            headings = [COMPARED[part][at] for at in kept]
+            shown.append(report_tables.markdown(headings, [[line[at] for at in kept] for line in lines]))
+    return "\n\n".join(shown)
 
 
 def made(root: Path, name: str) -> str:
