@@ -117,10 +117,13 @@ def read_type(codec: Hqmq, head_dim: int, role: Role, alone: bool = False) -> st
 def crossed(codec: Hqmq, role: Role) -> bool:
     """Whether a quarter of the codebook is held, ``CROSSED`` of csrc/read_hqmq.cuh.
 
-    Twice the copies for more instructions. With s = 96 and r = 3, where shared memory is what limits, it is worth them
-    for keys alone: 128 x 1,024 tokens on an H100 take 56.8 us, 54.4 so, and 59.5 with values as well.
+    Twice the copies for more instructions. With s = 96, where shared memory is what limits, it is worth them for keys
+    alone: at r = 3 128 x 1,024 tokens on an H100 take 56.8 us, 54.4 so, and 59.5 with values as well; at r = 4 32 x
+    32,768 take 399, 383 and 390 (values alone 427). At r = 6, with values as well, they take 431 and 438.
     """
-    return codec.s == 192 if _is_word(codec) else codec.s == 96 and role == "key"
+    if _is_word(codec):
+        return codec.s == 192 or (codec.s, codec.r, role) == (96, 4, "key")
+    return codec.s == 96 and role == "key"
 
 
 def _is_word(codec: Hqmq) -> bool:
