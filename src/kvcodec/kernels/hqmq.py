@@ -119,7 +119,7 @@ def crossed(codec: Hqmq, role: Role) -> bool:
 
     Twice the copies for more instructions. With s = 96, where shared memory is what limits, it is worth them for keys
     alone: at r = 3 128 x 1,024 tokens on an H100 take 56.8 us, 54.4 so, and 59.5 with values as well; at r = 4 32 x
-    32,768 take 399, 383 and 390 (values alone 427). At r = 6, with values as well, they take 431 and 438.
+    32,768 take 398, 382 and 390, and one sequence of 65,536 0.4 more. At r = 6 it does not pay.
     """
     if _is_word(codec):
         return codec.s == 192 or (codec.s, codec.r, role) == (96, 4, "key")
