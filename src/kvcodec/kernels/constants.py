@@ -99,8 +99,15 @@ def constants(
 
 def _one(name: Hashable, device: torch.device, before: Tensor | None, build: Callable[[], Tensor]) -> Tensor:
     """A tensor that is shared by its name; None: it belongs to one cache, and goes where it was before."""
+
+    def first() -> dict[str, Tensor]:
+        made = build()
+        if device.type == "cuda":  # one more launch: decode kernels read tables before they wait for the kernel ahead
+            torch.zeros(1, device=device)
+        return {"one": made}
+
     if name is not None:
-        return SHARED.get(name, device, lambda: {"one": build()})["one"]
+        return SHARED.get(name, device, first)["one"]
     fresh = build()
     if before is None or before.shape != fresh.shape or before.device != fresh.device:
         return fresh

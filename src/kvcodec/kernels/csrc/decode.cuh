@@ -451,8 +451,8 @@ struct Decoder {
     KV_DYNAMIC_SHARED(shared);
     launch_dependents();
     if constexpr (BRIEF) {
-      // Tables while the kernel before ends: they were there before the cache's tokens were encoded. All else that is
-      // read here may be what that kernel has written: queries, codes, lengths.
+      // Tables while the kernel before ends, which has not written them (constants.py). All else that is read here it
+      // may have written: queries, codes, lengths.
       fill_tables(a, shared, 0, block_y() * (int)a.alike);
       wait_for_previous();
     }
