@@ -365,12 +365,14 @@ def test_what_the_readme_says_of_the_speed_of_ghost_is_what_was_measured() -> No
         for row in rows
         if row["metric"] == "decode_us_cold" and row["values"]
     }
-    shapes = {shape for spec, shape in cold if spec == "ghost-4"}
-    assert len(shapes) == 3
-    slower = {n: max(cold[f"ghost-{n}", at] / cold["saw-int4", at] for at in shapes) for n in (2, 3, 4)}
-    assert max(slower[2], slower[3]) < 1.02
-    assert 1.2 < slower[4] < 1.25
-    said = "as fast as that of `saw-int4` at 2 and 3 bits, at 4 bits up to a quarter slower"
+    assert all("mean" in row for row in rows if row["spec"] in ("ghost-3", "ghost-4") and row["values"])
+    slower = {
+        (n, at): cold[f"ghost-{n}", at] / cold["saw-int4", at] for n in (3, 4) for at in ("llm64k", "b32_8k", "b32_32k")
+    }
+    assert len(slower) == 6
+    assert max(by for (_, at), by in slower.items() if at != "llm64k") < 1.04
+    assert 1.2 < slower[3, "llm64k"] < slower[4, "llm64k"] < 1.27
+    said = "at most 4 % slower than that of `saw-int4` for 32 sequences, 21 to 27 % for one of 64k tokens"
     assert said in " ".join((ROOT / "README.md").read_text().split())
 
 

@@ -15,20 +15,22 @@ from pathlib import Path
 from typing import Any
 
 from blocks.sources import (
+    DECODE,
     MORE_BITS,
     OWN,
     SHAPES,
+    SPEED,
     TODAY,
     Blocks,
     Judged,
     MissingResultError,
-    decode_rows,
     judged,
     quality_rows,
     rows_of,
 )
 from kvcodec.errors import KVError
 from kvcodec.registry import presets
+from kvcodec_lab.bench.record import newest
 from kvcodec_lab.bench.summary import Table
 from kvcodec_lab.eval.merge import unpack
 from kvcodec_lab.eval.rows import Row
@@ -36,7 +38,7 @@ from kvcodec_lab.eval.stats import against, summarize
 from kvcodec_lab.eval.store import Run
 from kvcodec_lab.report import figures, pictures
 from kvcodec_lab.report.figures import SPEED_TITLES
-from kvcodec_lab.report.rows import UNCOMPRESSED, mapping
+from kvcodec_lab.report.rows import UNCOMPRESSED, mapping, read_rows
 from kvcodec_lab.report.tables import markdown
 from kvcodec_lab.report.words import DASH, listed
 
@@ -49,6 +51,8 @@ REPRODUCED = Path("docs/reproduce/reproduce.json")
 STEPS = "benchmarks/results/*/ghost_steps_*.json"
 STEPS_FIGURE = Path("docs/img/ghost-steps.png")
 """Of `benchmarks/ghost_steps.py`, a file for each model."""
+SPEED_WITH_TERM = Path("benchmarks/results/nvidia-h100")
+"""Folder of its decode attention with the ghost term; all presets' are in SPEED."""
 FRESH, PLAIN, STRESSED, NEEDLE = Path("benchmarks/results/fresh"), "plain", "stressed", "needle-4k"
 """Published runs MODEL/TEXT/plain and /stressed of texts of `benchmarks/fresh_texts.py`, and MODEL/NEEDLE/plain."""
 FITTED_RUN = "fitted"
@@ -189,8 +193,14 @@ def ghost_rate_block(root: Path) -> str:
 
 
 def ghost_speed_block(root: Path) -> str:
-    """Decode attention of the own method beside the fastest preset's, with and without the ghost term."""
-    rows = decode_rows(root)
+    """Decode attention of the own method beside saw-int4's, with and without the ghost term, on each GPU."""
+    found = (newest(read_rows(sorted((root / folder).glob(DECODE)))) for folder in (SPEED_WITH_TERM, SPEED))
+    tables = [told for rows in found if (told := speed_table(rows))]
+    return "\n\n".join(tables) or "Not measured yet: `kvcodec bench decode --device cuda` makes the rows."
+
+
+def speed_table(rows: list[dict[str, Any]]) -> str:
+    """Of one GPU; empty without rows."""
     table = Table(rows)
     names = ("saw-int4", "saw-int4:mean=pre", *(spec for spec in presets() if spec.startswith(OWN)))
     lines = []
@@ -204,7 +214,7 @@ def ghost_speed_block(root: Path) -> str:
         if set(cells[1:]) != {DASH}:
             lines.append(cells)
     if not lines:
-        return "Not measured yet: `kvcodec bench decode --device cuda` makes the rows."
+        return ""
     gpus = " and ".join(sorted({str(r["gpu"]) for r in rows}))
     return (
         f"{markdown(['preset', *(SPEED_TITLES[shape] for shape in SHAPES)], lines)}\n\nMedians of a step's attention "
