@@ -16,7 +16,8 @@ far that takes log-probabilities is measured by a third engine, of the same mode
 another order: the same function, other sums (``order``). A row has mean differences of log-probabilities, of the
 prompts' tokens (``prompt``) and of the generated ones up to where tokens part (``steps``), and how much less likely
 than the best the other's token was there, at most (``behind``); the same of the model in another order, and of the
-preset and 16 bit (``packing``: less than a wrong page would do). The feature may do ``TIMES`` what the order does.
+preset and 16 bit (``packing``). The feature may do ``TIMES`` what the order does, or as many times as it does with
+16-bit pages (``dense``): tensor parallelism does 3 times as much there, where no code can move.
 
 Rows go to DIR/checks.jsonl, answers to DIR/answers, logs to DIR/logs. On a CPU ``two`` takes two processes, and
 ``offload`` the connector with copies made by the processor.
@@ -209,9 +210,19 @@ def apart(found: list[dict[str, Any]], want: list[dict[str, Any]]) -> dict[str, 
     return {"prompt": sum(prompt) / len(prompt), "steps": sum(steps) / max(1, len(steps)), "behind": max(behind)}
 
 
-def judged(found: dict[str, float], order: dict[str, float]) -> bool:
-    """Whether what is apart is rounding: of the prompts and of the steps."""
-    return all(found[key] <= TIMES * order[key] + LEAST for key in ("prompt", "steps"))
+def judged(found: dict[str, float], order: dict[str, float], plain: float = 0.0) -> bool:
+    """Whether what is apart is rounding; ``plain``: as many times what the order does may be apart in any case."""
+    return all(found[key] <= max(TIMES, plain) * order[key] + LEAST for key in ("prompt", "steps"))
+
+
+def plain_of(read: dict[str, Any], part: str, run: str) -> float:
+    """How many times what the order does a feature does with 16-bit pages; 0 where that was not run."""
+    one, order, feature = (
+        read.get(f"{part}-dense-{x}", {}).get("turns", {}).get("together") for x in ("one", "order", run)
+    )
+    if not (one and order and feature):
+        return 0.0
+    return apart(feature, one)["prompt"] / max(apart(order, one)["prompt"], 1e-9)
 
 
 def main() -> int:
@@ -298,7 +309,7 @@ def main() -> int:
                 more["apart"] = apart(found["together"], one)
                 more |= {"order": apart(other, one)} if other else {}
                 more |= {"packing": apart(one, wide)} if wide else {}
-                bad |= other is None or not judged(more["apart"], more["order"])
+                bad |= other is None or not judged(more["apart"], more["order"], plain_of(read, part, job["run"]))
             recorder.add(*row, flat(share), **more)
     return int(bad)
 

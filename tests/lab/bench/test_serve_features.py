@@ -40,3 +40,13 @@ def test_answers_are_apart_up_to_where_tokens_part(program):
 @pytest.mark.parametrize(("prompt", "steps", "fine"), [(2.0, 2.0, True), (2.1, 0.0, False), (0.0, 2.1, False)])
 def test_a_feature_may_do_twice_what_an_order_of_sums_does(prompt, steps, fine, program):
     assert program.judged({"prompt": prompt, "steps": steps}, {"prompt": 1.0, "steps": 1.0}) is fine
+
+
+def test_a_feature_may_do_what_it_does_with_16_bit_pages(program):
+    one, order, two = (answer([7], [[[7, -0.5]]], (-1.0, x)) for x in (-2.0, -2.1, -2.3))
+    runs = {"one": one, "order": order, "tp2": two}
+    read = {f"two-dense-{name}": {"turns": {"together": [x]}} for name, x in runs.items()}
+    assert program.plain_of(read, "two", "tp2") == pytest.approx(3.0)
+    assert program.plain_of(read, "two", "pp2") == 0
+    assert program.judged({"prompt": 2.9, "steps": 2.9}, {"prompt": 1.0, "steps": 1.0}, 3.0)
+    assert not program.judged({"prompt": 3.1, "steps": 0.0}, {"prompt": 1.0, "steps": 1.0}, 3.0)
