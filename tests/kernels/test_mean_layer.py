@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 import kvcodec
+import kvcodec.integrations.transformers.cache  # registers the attention named "kvcodec"
 from kvcodec.attention import attend
 from kvcodec.cache.device import DeviceCache
 from kvcodec.cache.fused import FusedLayerCache
