@@ -208,7 +208,7 @@ def test_many_queries_take_three_launches_beside_attention(
 ) -> None:
     """Unpacking; queries and dense tokens into the basis of the codes; outputs out of it. Few tensors are made."""
     monkeypatch.setattr(OutlierProbe, "_tell", lambda *_: None)
-    monkeypatch.setattr(prefill, "score", lambda q, *_: Partial(q, torch.empty(0)))
+    monkeypatch.setattr(prefill, "score", lambda q, *_, **__: Partial(q, torch.empty(0)))
     cache, launched = model_cache(spec), Counter[str]()
     for tokens in (300, 128):
         for layer in range(LAYERS):
