@@ -53,6 +53,7 @@ from typing import Literal
 from kvcodec.codecs.group_int import GroupInt
 from kvcodec.codecs.turboquant import TurboQuant
 from kvcodec.errors import SpecError
+from kvcodec.ops.scale_search import Scale
 from kvcodec.registry import register
 from kvcodec.scheme import KVScheme
 
@@ -78,6 +79,7 @@ def kivi(
     group: int = 32,
     window: int = 128,
     values: Literal["int", "turboquant"] = "int",
+    scale: Scale = "own",
 ) -> KVScheme:
     """Asymmetric integers: keys in groups along tokens, values in groups along channels or TurboQuant.
 
@@ -91,8 +93,11 @@ def kivi(
         Newest tokens that stay in 16 bit, at least.
     values : {"int", "turboquant"}
         What values are: integers as well, or TurboQuant-MSE with a norm for each token.
+    scale : {"own", "search"}
+        own: the papers' ranges and norms; search: of 13 multiples of each the one of least squared error, the bytes'
+        form unchanged.
     """
     if values == "turboquant" and bits == 8:
         raise SpecError("kivi: bits=8 with values=turboquant is not allowed; use 2, 3 or 4 bits, or values=int.")
-    value = GroupInt(bits, group, "channels") if values == "int" else TurboQuant(bits)
-    return KVScheme(key=GroupInt(bits, group, "tokens"), value=value, window=window)
+    value = GroupInt(bits, group, "channels", scale=scale) if values == "int" else TurboQuant(bits, scale=scale)
+    return KVScheme(key=GroupInt(bits, group, "tokens", scale=scale), value=value, window=window)
