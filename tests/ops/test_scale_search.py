@@ -160,7 +160,7 @@ def test_the_first_of_equals_and_each_group_its_own() -> None:
     def value(codes: Tensor, scale: Tensor) -> Tensor:
         return codes * scale.repeat_interleave(2, -1)
 
-    codes, scale = least_error(x, quantize, value, 2, factors=(1.0, 2.0, 2.5, 3.0))
+    _codes, scale = least_error(x, quantize, value, 2, factors=(1.0, 2.0, 2.5, 3.0))
     assert tried == [1.0, 2.0, 2.5, 3.0]
     assert scale.tolist() == [[1.0, 2.5]]  # 1 and 2 are equal in the first pair
 

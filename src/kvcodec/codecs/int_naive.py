@@ -5,6 +5,9 @@ the rounding are ``group_int``'s. Keys and values alike, no rotation, no window:
 
     Z = fp16(min x)     S = fp16((max x - Z) / (2^b - 1))     x^ = S clip(rne((x - Z) / S), 0, 2^b - 1) + Z
 
+``scale=search`` takes of 13 multiples of max x - min x about its middle the one of least squared error, in the same
+bytes (``ops/scale_search``): on SmolLM2 44, 20 and 9 % less at 2, 3 and 4 bits, nothing at 8.
+
 Block (one token of one head)::
 
     codes   uint8  [D b / 8]         channel 0 in the lowest bits, or interleaved
@@ -68,7 +71,7 @@ def int_naive(
         Room for such chunks per token, 64 bits each.
     scale : {"own", "search"}
         own: from the whole range; search: of 13 multiples of it about its middle (symmetric: about 0) the one of least
-        squared error, the bytes' form unchanged.
+        squared error, the bytes' form unchanged; not with outliers.
     """
     if scale == "search" and outliers != "off":
         raise SpecError(

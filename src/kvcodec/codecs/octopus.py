@@ -26,6 +26,9 @@ So the paper's "b" is not the rate: the codes alone cost b + 1/3 bits per elemen
 quantizer has 7-11 % less MSE than the paper's split; ``split=plus``, (b+1, b), is the one that wins at its own rate
 (D = 128, unit vectors: -6, -10, -14 % at b = 2, 3, 4).
 
+``scale=search`` takes of 13 multiples of gamma, and of the values' ranges, those of least squared error, in the same
+bytes (``ops/scale_search``): on SmolLM2 5, 13 and 21 % less of keys at b = 2, 3, 4, and 37, 14 and 7 % of values.
+
 Deviations from the paper
 1. The norm is held as gamma / sqrt(D), the key's root mean square, which never leaves the fp16 range that keys have;
    gamma itself may. fp16 costs 16/D bits instead of 32/D and a relative error of 2^-11; ``norm=fp32`` is the paper's.

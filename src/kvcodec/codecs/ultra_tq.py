@@ -6,6 +6,9 @@
     y^ = s c_code
     values: Z = fp16(min), S = fp16((max - Z) / 15), v^ = S code + Z      per 32 channels (``group_int``)
 
+``scale=search`` takes of 13 multiples of s, and of the values' ranges, those of least squared error, in the same bytes
+(``ops/scale_search``): 25 % less of keys and 7 % of values on SmolLM2.
+
 In the paper's scale, y / |y| over n channels, a level is c_j / sqrt(n). The distribution (``table``)::
 
     gaussian     N(0, 1), whatever n; largest level 2.7326 = 0.34157 sqrt(64), the paper's 0.342

@@ -6,7 +6,8 @@
     code = q(y / 2^E)                 nearest of +-{0, 0.5, 1, 1.5, 2, 3, 4, 6}, beyond 6 saturates
     y^ = code 2^E                     Eq. 1
 
-With ``scale=real`` the scale is c m itself, which is what Eq. 2 optimises c for.
+With ``scale=real`` the scale is c m itself, which is what Eq. 2 optimises c for. ``scale=search`` takes of E - 1, E and
+E + 1 the one of least squared error, in the same bytes (``ops/scale_search``): 25 % less on SmolLM2, as with c = 0.195.
 
 Block (one token of one head; g = ceil(D / 32) groups, the last one shorter when 32 does not divide D)::
 
