@@ -389,7 +389,7 @@ def test_less_is_lost_than_by_all_at_about_these_bits_and_by_eight_bit_integers(
 
 def test_others_with_the_courtesies_of_ghost_stand_by_bits_and_scale(tmp_path: Path) -> None:
     assert ghost.alike_table(tmp_path) == ""
-    specs = {"x-4:sink=4": 4, "x-2:sink=4,scale=search": 2, "x-3:sink=4": 3, "x-3:sink=4,scale=search": 3}
+    specs = {"x-4:sink=4": 4, "x-2:sink=4,scale=search": 2, "x-3:sink=4": 3, "x-3:scale=search,sink=4": 3}
     rows = [
         {"spec": spec, "model": "m", "kl": (0.5 if "search" in spec else 1) / n, "effective_bits": n + 0.25}
         for spec, n in specs.items()

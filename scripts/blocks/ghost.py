@@ -47,8 +47,8 @@ FITTED_LARGE = Path("benchmarks/results/nvidia-h100/ghost_qwen2.5-coder-1.5b.jso
 """`ghost` on the small model and on the real one with constants of `kvcodec fit`."""
 ALIKE = Path("benchmarks/results/cpu/ghost_alike_smollm2-135m.json")
 """Other methods with the dense first tokens of `ghost`, without the keys' mean, and with SEARCHED."""
-SEARCHED = ",scale=search"
-"""Last option of specs of ALIKE whose scales are searched."""
+SEARCHED = "scale=search"
+"""Option of the specs of ALIKE whose scales are searched."""
 REPRODUCED = Path("docs/reproduce/reproduce.json")
 STEPS = "benchmarks/results/*/ghost_steps_*.json"
 STEPS_FIGURE = Path("docs/img/ghost-steps.png")
@@ -106,24 +106,22 @@ def alike_table(root: Path) -> str:
     """Other methods with the first tokens, means and searched scale of ours; nothing where none was measured."""
     if not (root / ALIKE).is_file():
         return ""
-    found = {row["spec"]: row for row in rows_of(root / ALIKE)}
-    without = {spec: spec.replace(SEARCHED, "") for spec in found}
+    found: dict[str, dict[bool, dict[str, Any]]] = {}
+    for row in sorted(rows_of(root / ALIKE), key=lambda row: row["effective_bits"]):
+        name, _, options = row["spec"].partition(":")
+        kept = [option for option in options.split(",") if option != SEARCHED]
+        found.setdefault(f"{name}:{','.join(kept)}", {})[len(kept) < len(options.split(","))] = row
+    columns = {False: "KL"} | ({True: f"KL with `{SEARCHED}`"} if any(True in rows for rows in found.values()) else {})
     lines = []
-    for spec in sorted(dict.fromkeys(without.values()), key=lambda spec: _of_either(found, spec)["effective_bits"]):
-        kls = [DASH if row is None else f"{row['kl']:.4f}" for row in (found.get(spec), found.get(spec + SEARCHED))]
-        lines.append([f"`{spec}`", f"{_of_either(found, spec)['effective_bits']:.2f}", *kls])
-    some = next(iter(found.values()))
-    heads = [f"others on {some['model']}", "bits", "KL", "KL with `scale=search`"]
+    for spec, rows in found.items():
+        kls = [f"{rows[searched]['kl']:.4f}" if searched in rows else DASH for searched in columns]
+        some = next(iter(rows.values()))
+        lines.append([f"`{spec}`", f"{some['effective_bits']:.2f}", *kls])
+    heads = [f"others on {some['model']}", "bits", *columns.values()]
     return (
-        "\n\nOthers with what `ghost` has and a published method may have as well: four dense first tokens; where "
-        "tokens are encoded alone, keys without their mean (`mean=pre`); and of several scales the one of least "
-        f"squared error (`scale=search`), in the same bytes:\n\n{markdown(heads, lines)}"
+        "\n\nOthers with what `ghost` has and a published method may have as well: four dense first tokens, and where "
+        f"tokens are encoded alone, keys without their mean (`mean=pre`):\n\n{markdown(heads, lines)}"
     )
-
-
-def _of_either(found: Mapping[str, dict[str, Any]], spec: str) -> dict[str, Any]:
-    """Row of a spec, or of the same with its scale searched: their bytes are as many."""
-    return found[spec] if spec in found else found[spec + SEARCHED]
 
 
 def least_sentence(values: Mapping[str, "Judged"]) -> str:
