@@ -387,11 +387,20 @@ def test_less_is_lost_than_by_all_at_about_these_bits_and_by_eight_bit_integers(
     assert all(f"`{spec}`" in told for spec in (*less, "int-8", min(others.keys() - less, key=lambda s: others[s].kl)))
 
 
-def test_others_with_the_courtesies_of_ghost_are_named_by_bits(tmp_path: Path) -> None:
-    assert ghost.alike_sentence(tmp_path) == ""
-    rows = [{"spec": f"x-{n}:sink=4", "model": "m", "kl": 1 / n, "effective_bits": n + 0.25} for n in (4, 2)]
+def test_others_with_the_courtesies_of_ghost_stand_by_bits_and_scale(tmp_path: Path) -> None:
+    assert ghost.alike_table(tmp_path) == ""
+    specs = {"x-4:sink=4": 4, "x-2:sink=4,scale=search": 2, "x-3:sink=4": 3, "x-3:scale=search,sink=4": 3}
+    rows = [
+        {"spec": spec, "model": "m", "kl": (0.5 if "search" in spec else 1) / n, "effective_bits": n + 0.25}
+        for spec, n in specs.items()
+    ]
     write_rows(tmp_path / ghost.ALIKE, rows)
-    assert "KL `x-2:sink=4` 0.5000 (2.25 bits) and `x-4:sink=4` 0.2500 (4.25 bits)." in ghost.alike_sentence(tmp_path)
+    lines = [line for line in ghost.alike_table(tmp_path).splitlines() if line.startswith("| `")]
+    assert lines == [
+        "| `x-2:sink=4` | 2.25 | – | 0.2500 |",
+        "| `x-3:sink=4` | 3.25 | 0.3333 | 0.1667 |",
+        "| `x-4:sink=4` | 4.25 | 0.2500 | – |",
+    ]
 
 
 def write_run(folder: Path, scores: dict[str, dict[str, float]], task: str = "kl", **more: Any) -> None:

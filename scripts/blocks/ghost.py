@@ -46,7 +46,9 @@ FITTED = Path("benchmarks/results/cpu/ghost_smollm2-135m.json")
 FITTED_LARGE = Path("benchmarks/results/nvidia-h100/ghost_qwen2.5-coder-1.5b.json")
 """`ghost` on the small model and on the real one with constants of `kvcodec fit`."""
 ALIKE = Path("benchmarks/results/cpu/ghost_alike_smollm2-135m.json")
-"""Other methods with the dense first tokens of `ghost`, and without the keys' mean."""
+"""Other methods with the dense first tokens of `ghost`, without the keys' mean, and with SEARCHED."""
+SEARCHED = "scale=search"
+"""Option of the specs of ALIKE whose scales are searched."""
 REPRODUCED = Path("docs/reproduce/reproduce.json")
 STEPS = "benchmarks/results/*/ghost_steps_*.json"
 STEPS_FIGURE = Path("docs/img/ghost-steps.png")
@@ -96,19 +98,29 @@ def ghost_block(root: Path) -> str:
         f"\nThree windows of 2,048 tokens of WikiText-2; bits of every byte held, with the four dense first tokens. Of "
         f"the others: the preset of least KL with at most {MORE_BITS:g} bits more. Fitted: constants of `kvcodec fit` "
         f"on another text, or on what the model draws itself; the other rows take them from the prompt. "
-        f"{least_sentence(values)}{alike_sentence(root)}"
+        f"{least_sentence(values)}{alike_table(root)}"
     )
 
 
-def alike_sentence(root: Path) -> str:
-    """Other methods with the first tokens and the means of ours; nothing where none was measured."""
+def alike_table(root: Path) -> str:
+    """Other methods with the first tokens, means and searched scale of ours; nothing where none was measured."""
     if not (root / ALIKE).is_file():
         return ""
-    rows = sorted(rows_of(root / ALIKE), key=lambda row: row["effective_bits"])
-    told = [f"`{row['spec']}` {row['kl']:.4f} ({row['effective_bits']:.2f} bits)" for row in rows]
+    found: dict[str, dict[bool, dict[str, Any]]] = {}
+    for row in sorted(rows_of(root / ALIKE), key=lambda row: row["effective_bits"]):
+        name, _, options = row["spec"].partition(":")
+        kept = [option for option in options.split(",") if option != SEARCHED]
+        found.setdefault(f"{name}:{','.join(kept)}", {})[len(kept) < len(options.split(","))] = row
+    columns = {False: "KL"} | ({True: f"KL with `{SEARCHED}`"} if any(True in rows for rows in found.values()) else {})
+    lines = []
+    for spec, rows in found.items():
+        kls = [f"{rows[searched]['kl']:.4f}" if searched in rows else DASH for searched in columns]
+        some = next(iter(rows.values()))
+        lines.append([f"`{spec}`", f"{some['effective_bits']:.2f}", *kls])
+    heads = [f"others on {some['model']}", "bits", *columns.values()]
     return (
-        f" Others on {rows[0]['model']} with four dense first tokens as well and, where tokens are encoded alone, keys "
-        f"without their mean: KL {listed(told)}."
+        "\n\nOthers with what `ghost` has and a published method may have as well: four dense first tokens, and where "
+        f"tokens are encoded alone, keys without their mean (`mean=pre`):\n\n{markdown(heads, lines)}"
     )
 
 

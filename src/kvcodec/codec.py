@@ -122,6 +122,11 @@ class Codec(ABC):
         """
         return 0.0
 
+    @property
+    def searches(self) -> bool:
+        """Whether ``encode`` tries scales (``scale=search``): PyTorch alone writes it, kernels read it as ever."""
+        return False
+
     def for_dtype(self, dtype: torch.dtype) -> "Codec":
         """Return the codec for input of ``dtype``; itself, unless its layout depends on the dtype (``Dense``)."""
         return self

@@ -197,6 +197,7 @@ def test_describe_prints_every_option():
         "kmeans",
         "hessian",
         "oscar",
+        "scale",
         "sink",
         "window",
         "recent",

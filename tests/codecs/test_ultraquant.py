@@ -333,7 +333,7 @@ def test_recipe_is_the_papers():
     [
         ({"c": 0.0}, "c=0.0 is not allowed; use 0.156, 0.195"),
         ({"c": float("nan")}, "c=nan is not allowed"),
-        ({"scale": "mx"}, "scale='mx' is not allowed; use pow2 or real"),
+        ({"scale": "mx"}, "scale='mx' is not allowed; use pow2, real or search"),
         ({"queries": "fp4"}, "queries='fp4' is not allowed; use exact or fp8"),
     ],
     ids=str,

@@ -5,6 +5,9 @@ the rounding are ``group_int``'s. Keys and values alike, no rotation, no window:
 
     Z = fp16(min x)     S = fp16((max x - Z) / (2^b - 1))     x^ = S clip(rne((x - Z) / S), 0, 2^b - 1) + Z
 
+``scale=search`` takes of 13 multiples of max x - min x about its middle the one of least squared error, in the same
+bytes (``ops/scale_search``): on SmolLM2 44, 20 and 9 % less at 2, 3 and 4 bits, nothing at 8.
+
 Block (one token of one head)::
 
     codes   uint8  [D b / 8]         channel 0 in the lowest bits, or interleaved
@@ -37,6 +40,8 @@ from typing import Literal
 
 from kvcodec.codecs.group_int import GroupInt
 from kvcodec.codecs.outliers import Outliers, with_outliers
+from kvcodec.errors import SpecError
+from kvcodec.ops.scale_search import Scale
 from kvcodec.registry import register
 from kvcodec.scheme import KVScheme
 
@@ -48,6 +53,7 @@ def int_naive(
     group: int = 0,
     outliers: Outliers = "off",
     slots: int = 2,
+    scale: Scale = "own",
 ) -> KVScheme:
     """Plain integers, one scale per token and head: the baseline.
 
@@ -63,6 +69,14 @@ def int_naive(
         Chunks of four longer than this many medians are held in fp16, up to ``slots`` a token; needs a sample.
     slots : int
         Room for such chunks per token, 64 bits each.
+    scale : {"own", "search"}
+        own: from the whole range; search: of 13 multiples of it about its middle (symmetric: about 0) the one of least
+        squared error, the bytes' form unchanged; not with outliers.
     """
-    codec = with_outliers(GroupInt(bits, group, "channels", symmetric), outliers, slots)
+    if scale == "search" and outliers != "off":
+        raise SpecError(
+            f"int: scale=search with outliers={outliers} is not allowed: it would count errors of the zeros that stand "
+            f"for outliers; use one of the two."
+        )
+    codec = with_outliers(GroupInt(bits, group, "channels", symmetric, scale=scale), outliers, slots)
     return KVScheme(key=codec, value=codec)

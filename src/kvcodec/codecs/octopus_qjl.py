@@ -58,6 +58,7 @@ from torch import Tensor
 from kvcodec.codec import Params, Payload, Site
 from kvcodec.codecs.group_int import GroupInt
 from kvcodec.codecs.octopus import Norm, Octopus, Rounding, Split, split_bits
+from kvcodec.errors import SpecError
 from kvcodec.layout import Field, Layout
 from kvcodec.ops.qjl import check_sketch, estimate, sketch
 from kvcodec.ops.rotation import random_signs
@@ -75,6 +76,12 @@ class OctopusQJL(Octopus):
     >>> OctopusQJL(3, 1).layout(128).effective_bits, Octopus(3, 1).layout(128).effective_bits
     (3.625, 2.5)
     """
+
+    def __post_init__(self) -> None:
+        """Refuse options that do not exist."""
+        super().__post_init__()
+        if self.scale != "own":
+            raise SpecError(f"octopus-qjl: scale={self.scale!r} is not allowed; only octopus searches scales.")
 
     def layout(self, head_dim: int) -> Layout:
         """OCTOPUS' fields, then the residual's signs and length."""

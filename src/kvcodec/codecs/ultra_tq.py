@@ -6,6 +6,9 @@
     y^ = s c_code
     values: Z = fp16(min), S = fp16((max - Z) / 15), v^ = S code + Z      per 32 channels (``group_int``)
 
+``scale=search`` takes of 13 multiples of s, and of the values' ranges, those of least squared error, in the same bytes
+(``ops/scale_search``): 25 % less of keys and 7 % of values on SmolLM2.
+
 In the paper's scale, y / |y| over n channels, a level is c_j / sqrt(n). The distribution (``table``)::
 
     gaussian     N(0, 1), whatever n; largest level 2.7326 = 0.34157 sqrt(64), the paper's 0.342
@@ -52,8 +55,8 @@ Not for: keys with a large common mean (without random signs it rotates into a s
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
-from functools import lru_cache
+from dataclasses import dataclass, field
+from functools import lru_cache, partial
 from typing import Literal
 
 import torch
@@ -67,6 +70,7 @@ from kvcodec.ops.bitpack import pack, unpack
 from kvcodec.ops.groups import group_count, spread_channels
 from kvcodec.ops.hadamard import block_hadamard, power_of_two_divisor
 from kvcodec.ops.lloyd_max import block_norm_density, lloyd_max, nearest_level, sample_levels
+from kvcodec.ops.scale_search import Scale, check_scale, quantized
 from kvcodec.ops.sums import sum_by_halves
 from kvcodec.registry import register
 from kvcodec.scheme import KVScheme
@@ -105,6 +109,8 @@ class UltraTQ(Codec):
         The law that the levels are optimal for.
     refit : float
         Share of the layers that keep calibrated levels in ``settle``, rounded up to whole layers.
+    scale : {"own", "search"}
+        search: of several norms the one of least squared error.
 
     Examples
     --------
@@ -115,6 +121,7 @@ class UltraTQ(Codec):
     norm: Norm = "token"
     table: Table = "gaussian"
     refit: float = 0.1
+    scale: Scale = field(default="own", kw_only=True)
 
     def __post_init__(self) -> None:
         """Refuse what does not exist."""
@@ -124,11 +131,17 @@ class UltraTQ(Codec):
             raise SpecError(f"ultra-tq: table={self.table!r} is not allowed; use gaussian, sphere or calibrated.")
         if not 0 <= self.refit <= 1:
             raise SpecError(f"ultra-tq: refit={self.refit} is not allowed; use a share of the layers, 0 to 1.")
+        check_scale("ultra-tq", self.scale)
 
     @property
     def needs_sample(self) -> bool:
         """Only ``calibrated`` looks at keys."""
         return self.table == "calibrated"
+
+    @property
+    def searches(self) -> bool:
+        """Whether it tries scales."""
+        return self.scale == "search"
 
     def layout(self, head_dim: int) -> Layout:
         """Codes and norms of one token."""
@@ -213,20 +226,28 @@ class UltraTQ(Codec):
 
     def encode(self, x: Tensor, params: Params) -> Payload:
         """Nearest level of each coordinate over its held norm; elementwise in float64, a tie to the lower level."""
-        norm = self._norms(x)
-        held = self._held(norm, x.shape[-1])
-        u = torch.where(held > 0, x.double() / held, 0.0)
-        codes = nearest_level(params["levels"][0].double())(u)
-        return {"codes": pack(codes.to(torch.uint8), 4), "norm": norm}
+        search = nearest_level(params["levels"][0].double())
+
+        def quantize(rows: Tensor, factor: float) -> tuple[Tensor, Tensor]:
+            norm = self._norms(rows, factor)
+            held = self._held(norm, rows.shape[-1])
+            return search(torch.where(held > 0, rows.double() / held, 0.0)).to(torch.uint8), norm
+
+        codes, norm = quantized(x, quantize, partial(self._value, params), self.scale, self._group)
+        return {"codes": pack(codes, 4), "norm": norm}
 
     def decode(self, payload: Payload, params: Params) -> Tensor:
         """Look levels up and scale them, Alg. 2 line 10."""
-        dim = payload["codes"].shape[-1] * 2
-        levels = params["levels"][0][unpack(payload["codes"], 4, dim).int()]
-        return levels * self._held(payload["norm"], dim).float()
+        return self._value(params, unpack(payload["codes"], 4, payload["codes"].shape[-1] * 2), payload["norm"])
 
-    def _norms(self, x: Tensor) -> Tensor:
-        """Root mean squares as they are held, fp16 ``[..., groups]``; sums by halves, one order on every machine."""
+    def _value(self, params: Params, codes: Tensor, norm: Tensor) -> Tensor:
+        return params["levels"][0][codes.int()] * self._held(norm, codes.shape[-1]).float()
+
+    def _norms(self, x: Tensor, factor: float = 1.0) -> Tensor:
+        """Root mean squares times ``factor`` as they are held, fp16 ``[..., groups]``.
+
+        Sums by halves, one order on every machine.
+        """
         dim = x.shape[-1]
         size = self._group or dim
         squares = x.double() ** 2
@@ -235,7 +256,7 @@ class UltraTQ(Codec):
         count = torch.full_like(total, size)
         if dim % size:
             count[..., -1] = dim % size
-        return ((total / count).sqrt() / self._unit(dim)).half()
+        return ((total / count).sqrt() * factor / self._unit(dim)).half()
 
     def _held(self, norm: Tensor, head_dim: int) -> Tensor:
         """Norm of every channel in float64, from what is stored; token norms stay ``[..., 1]`` and broadcast."""
@@ -251,7 +272,12 @@ class UltraTQ(Codec):
 
 @register("ultra-tq", source="Ultra-TQ (TQ4/4), arXiv:2606.20474, Sec. 4, Alg. 2", presets={"ultra-tq": {}})
 def ultra_tq(
-    norm: Norm = "token", table: Table = "gaussian", refit: float = 0.1, group: int = 32, dense_layers: int = 2
+    norm: Norm = "token",
+    table: Table = "gaussian",
+    refit: float = 0.1,
+    group: int = 32,
+    dense_layers: int = 2,
+    scale: Scale = "own",
 ) -> KVScheme:
     """Keys rotated, normalised and rounded to 16 centroids, values group-wise 4-bit integers, outer layers dense.
 
@@ -269,10 +295,13 @@ def ultra_tq(
         Channels of a value that share a scale and an offset; 0 for all of them.
     dense_layers : int
         How many of the first and of the last layers hold keys and values dense.
+    scale : {"own", "search"}
+        own: the paper's norms and ranges; search: of 13 multiples of each the one of least squared error, the bytes'
+        form unchanged.
     """
     return KVScheme(
-        key=UltraTQ(norm, table, refit),
-        value=GroupInt(4, group, "channels"),
+        key=UltraTQ(norm, table, refit, scale=scale),
+        value=GroupInt(4, group, "channels", scale=scale),
         dense_key_layers=dense_layers,
         dense_value_layers=dense_layers,
     )

@@ -78,6 +78,11 @@ class Wrapper(Codec):
         """The inner codec's."""
         return self.inner.query_error
 
+    @property
+    def searches(self) -> bool:
+        """The inner codec's."""
+        return self.inner.searches
+
     def for_dtype(self, dtype: torch.dtype) -> Codec:
         """Wrap the inner codec for ``dtype``."""
         return replace(self, inner=self.inner.for_dtype(dtype))

@@ -242,10 +242,17 @@ def encoder(codec: Codec, head_dim: int, role: Role) -> Encoder:
     UnsupportedError
         The PyTorch reference must do it; the text says why.
     """
+    refuse_search(codec)
     found: EncoderFor | None = _ENCODERS.get(type(codec)) or of_module(type(codec).__module__, "encoder")
     if found is None:
         raise UnsupportedError(f"no CUDA kernel encodes {codec}")
     return _asked(found, codec, head_dim, role)
+
+
+def refuse_search(codec: Codec) -> None:
+    """Raise UnsupportedError if the codec tries scales, which no kernel does."""
+    if codec.searches:
+        raise UnsupportedError(f"no kernel tries scales (scale=search), as {codec} does")
 
 
 def of_module(module: str, name: str) -> Any:

@@ -40,10 +40,10 @@ def cpu_reader(codec: Codec, head_dim: int, role: Role) -> CpuReader:
     assert isinstance(codec, UltraQuant)
     if codec.queries != "exact":
         raise UnsupportedError(f"the kernels do not round queries, as {codec} does")
-    order = power_of_two_divisor(head_dim) if codec.rotate else 1
+    order, real = power_of_two_divisor(head_dim) if codec.rotate else 1, codec.scale == "real"
     unit = 2.0 ** math.ceil(math.log2(order) / 2)
     return CpuReader(
-        "group levels", (GROUP, 0, int(codec.scale == "pow2")), lambda _: group_levels(unit, decode_e2m1(_CODES)),
+        "group levels", (GROUP, 0, int(not real)), lambda _: group_levels(unit, decode_e2m1(_CODES)),
         order=order,
     )  # fmt: skip
 

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from kvcodec.codec import ROLES, Codec, Params, Role
 from kvcodec.errors import UnsupportedError
-from kvcodec.kernels.spec import of_module
+from kvcodec.kernels.spec import of_module, refuse_search
 from kvcodec.layout import PageLayout
 
 OPTIONS = 8
@@ -121,6 +121,7 @@ def cpu_encoder(codec: Codec, head_dim: int, role: Role) -> CpuEncoder:
     UnsupportedError
         PyTorch must do it; the text says why.
     """
+    refuse_search(codec)
     found = of_module(type(codec).__module__, "cpu_encoder")
     if found is None:
         raise UnsupportedError(f"no CPU kernel encodes {codec}")
