@@ -94,7 +94,7 @@ def least_error(
     --------
     >>> x = torch.tensor([[0.4, 0.4, 0.4, -1.0]])
     >>> least_error(x, lambda f: ((x / f).round(), torch.full((1, 1), f)), lambda codes, scale: codes * scale)
-    (tensor([[ 1.,  1.,  1., -1.]]), tensor([[0.6000]]))
+    (tensor([[ 1.,  1.,  1., -2.]]), tensor([[0.6000]]))
     """
     best = quantize(factors[0])
     least = _errors(x, value(*best), group)
