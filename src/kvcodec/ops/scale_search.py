@@ -9,7 +9,7 @@ wants a range that its outermost numbers leave::
 
 A least-squares scale for the codes found, in place of new codes, gains much less (relative error of TurboQuant 4 on
 SmolLM2's keys: 0.0086 without, 0.0083 so, 0.0067 by factors, 0.0066 by both). Not for scales that hardly move it:
-of ``fp8``, whose steps follow each number, and of ``hqmq``'s radii (1 to 4 %).
+of ``fp8``, whose steps follow each number, and of ``hqmq``'s radii (at most 4 %).
 """
 
 from collections.abc import Callable, Sequence
