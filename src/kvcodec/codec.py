@@ -16,18 +16,15 @@ A codec maps K or V of one site (layer, role) to packed bytes and back::
 Tensors are ``[B, H, N, D]`` as Hugging Face caches are; B batch, H KV heads, N tokens, D head_dim.
 """
 
-import threading
 from abc import ABC, abstractmethod
-from collections import Counter
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from kvcodec.errors import FitError, ShapeError
 from kvcodec.layout import Field, Layout
 
 Role = Literal["key", "value"]
@@ -38,8 +35,6 @@ Payload = Mapping[str, Tensor]
 """The packed bits: exactly ``layout(D).fields``, each ``[B, H, M, *field.shape]``."""
 
 FP16_MAX = 65504.0
-
-T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -252,180 +247,10 @@ class Dense(Codec):
         return payload["data"].float()
 
 
-@dataclass
-class _Held:
-    value: Any
-    tensors: tuple[Tensor, ...]
-    asked: int
-    """When it was last requested."""
-
-
-def _values(constants: Params) -> Iterable[Tensor]:
-    return constants.values()
-
-
-class Shared:
-    """An LRU store of constants: built once in a process, shared by all caches, never written to.
-
-    The least recently used entries are dropped while all tensors together exceed a limit.
-
-    Parameters
-    ----------
-    limit : int
-        Bytes.
-    """
-
-    def __init__(self, limit: int) -> None:
-        self.limit = limit
-        self._held: dict[Hashable, _Held] = {}
-        self._uses: Counter[Tensor] = Counter()  # one tensor may be held by several: its bytes count once
-        self._bytes = self._asked = 0
-        self._lock = threading.Lock()
-
-    def get(
-        self,
-        key: Hashable,
-        device: torch.device,
-        build: Callable[[], T],
-        tensors: Callable[[T], Iterable[Tensor]] = _values,  # type: ignore[assignment]  # of Params
-    ) -> T:
-        """Return the entry of this key; ``build`` makes it if it is missing.
-
-        Parameters
-        ----------
-        key
-            Everything that the entry depends on, the device included.
-        device : torch.device
-            Where its tensors are.
-        build : callable
-        tensors : callable
-            Returns the tensors of an entry; by default an entry is a mapping to tensors.
-        """
-        if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-            return build()  # its memory belongs to the graph, and every replay overwrites it
-        with self._lock:
-            if (held := self._held.get(key)) is not None:  # one look-up: hashing and comparing a key is slow
-                held.asked = self._asked = self._asked + 1
-                found: T = held.value
-                return found
-        with torch.inference_mode(False), torch.no_grad():  # inference tensors are of no use outside of it
-            built = build()
-        if device.type == "cuda":
-            torch.cuda.current_stream(device).synchronize()  # other streams will read them
-        with self._lock:
-            self._asked += 1
-            if key in self._held:  # another thread was faster
-                other: T = self._held[key].value
-                return other
-            self._held[key] = _Held(built, tuple(tensors(built)), self._asked)
-            for tensor in self._held[key].tensors:
-                self._bytes += 0 if self._uses[tensor] else tensor.nbytes
-                self._uses[tensor] += 1
-            while self._bytes > self.limit and len(self._held) > 1:
-                self._forget(min(self._held, key=lambda one: self._held[one].asked))
-            return built
-
-    def _forget(self, key: Hashable) -> None:
-        for tensor in self._held.pop(key).tensors:
-            self._uses[tensor] -= 1
-            if not self._uses[tensor]:
-                del self._uses[tensor]
-                self._bytes -= tensor.nbytes
-
-    def clear(self) -> None:
-        """Drop every entry."""
-        with self._lock:
-            self._held.clear()
-            self._uses.clear()
-            self._bytes = 0
-
-
-SHARED = Shared(512 << 20)
-"""Of this process: constants that codecs draw (``drawn``), and the kernel tables made from them."""
-
-
-def drawn(codec: Codec, site: Site) -> Params:
-    """Constants of a codec that needs no sample: ``codec.fit(site)``, the same tensors every time."""
-    return SHARED.get(("drawn", codec, site), site.device, lambda: codec.fit(site))
-
-
 def roundtrip(codec: Codec, x: Tensor, params: Params) -> Tensor:
     """Encode and decode ``x [B, H, N, D]`` in the model basis; float32, N a multiple of the block."""
     payload = codec.encode(codec.to_code(x.float(), params), params)
     return codec.from_code(codec.decode(payload, params), params)
-
-
-def largest(x: Tensor) -> Tensor:
-    """Largest magnitude of ``x``, without synchronising: 0-d on its device, NaN if ``x`` has one; 0 if it is empty."""
-    if x.numel() == 0:
-        return torch.zeros((), device=x.device)
-    if x.device.type != "cpu":
-        return torch.linalg.vector_norm(x, torch.inf, dtype=torch.float32)  # one launch
-    low, high = x.detach().aminmax()
-    return torch.maximum(-low, high)
-
-
-def largest_of(xs: Sequence[Tensor]) -> Tensor:
-    """``largest`` of several tensors of one device, none of them empty: a few launches for all."""
-    return torch.nn.utils.get_total_norm(xs, torch.inf)
-
-
-def check_tensor(name: str, x: Tensor) -> None:
-    """Validate that codecs can store a tensor.
-
-    Raises
-    ------
-    ShapeError
-        If ``x`` is not a floating ``[B, H, N, D]`` tensor.
-    ValueError
-        If ``x`` holds NaN, Inf, or a magnitude above fp16's 65504; names the tensor and the first position.
-    """
-    if not isinstance(x, Tensor) or x.ndim != 4 or not x.is_floating_point():
-        came = f"{tuple(x.shape)} {x.dtype}" if isinstance(x, Tensor) else type(x).__name__
-        raise ShapeError(f"{name}: got {came}; expected a floating point tensor [batch, kv_heads, tokens, head_dim].")
-    if x.numel() == 0:
-        return
-    if float(largest(x)) <= FP16_MAX:  # false for NaN
-        return
-    bad = (~(x.abs().float() <= FP16_MAX)).nonzero()[0].tolist()
-    value = x[tuple(bad)].item()
-    what = "is not finite" if value != value or abs(value) == float("inf") else "is above 65504"
-    raise ValueError(
-        f"{name}[batch={bad[0]}, head={bad[1]}, token={bad[2]}, channel={bad[3]}] = {value} {what}; "
-        f"codecs store finite values within the fp16 range. Check the model's dtype (fp16 overflow?) "
-        f"or the attention mask of that token."
-    )
-
-
-def check_tensors(keys: Tensor, values: Tensor, *more: Tensor) -> list[float]:
-    """``check_tensor`` of both, by one synchronisation; also returns the numbers of ``more``, tensors ``[1]``."""
-    both = (keys, values)
-    fit = all(isinstance(x, Tensor) and x.ndim == 4 and x.is_floating_point() and x.numel() for x in both)
-    if fit and keys.device.type == values.device.type == "cpu":  # numbers, not tensors: much faster for one token
-        if all(-FP16_MAX <= bound.item() <= FP16_MAX for x in both for bound in x.aminmax()):  # false for NaN
-            return [x.item() for x in more]
-    elif fit and keys.device == values.device:
-        key, value, *told = torch.cat([*(largest(x).float().view(1) for x in both), *more]).tolist()
-        if key <= FP16_MAX and value <= FP16_MAX:  # false for NaN
-            return told
-    check_tensor("keys", keys)
-    check_tensor("values", values)
-    return [x.item() for x in more]
-
-
-def check_fitted(method: str, site: Site, given: Mapping[str, Tensor]) -> None:
-    """Validate what a ``calibrate`` fits on, by name: tensors ``[B, H or HQ, N, D]`` of at least one token.
-
-    Raises
-    ------
-    FitError
-    """
-    for name, x in given.items():
-        if x.ndim != 4 or not x.numel() or x.shape[-1] != site.head_dim:
-            raise FitError(
-                f"{method}: got {name} {tuple(x.shape)} for head_dim={site.head_dim}; a fit takes at least one token "
-                f"[batch, heads, tokens, head_dim] of that head_dim. Calibrate on a longer text."
-            )
 
 
 def storage_dtype(dtype: torch.dtype) -> torch.dtype:

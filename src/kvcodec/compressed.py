@@ -6,7 +6,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kvcodec.codec import ROLES, Codec, Params, Payload, Role, Site, check_tensor
+from kvcodec.checks import check_tensor
+from kvcodec.codec import ROLES, Codec, Params, Payload, Role, Site
 from kvcodec.errors import FitError, ShapeError, SpecError, UnsupportedError
 from kvcodec.ops.precision import without_autocast
 from kvcodec.registry import get

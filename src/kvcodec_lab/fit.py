@@ -20,7 +20,8 @@ import torch
 from torch import Tensor
 
 from kvcodec.cache.site import MEAN, MeanRemoval
-from kvcodec.codec import ROLES, Codec, Params, Role, Site, check_tensor, storage_dtype
+from kvcodec.checks import check_tensor
+from kvcodec.codec import ROLES, Codec, Params, Role, Site, storage_dtype
 from kvcodec.errors import FitError, ModelError
 from kvcodec.files.params import FittedParams, sites_to_fit
 from kvcodec.integrations.transformers.watching import watched

@@ -9,7 +9,7 @@ from torch import Tensor
 
 import kvcodec
 from kvcodec.cache.positions import Positions
-from kvcodec.codec import drawn, roundtrip
+from kvcodec.codec import roundtrip
 from kvcodec.codecs.rope_pairs import RopePairs
 from kvcodec.errors import BrokenPresetError, FitError, FormatError, UnsupportedError
 from kvcodec.integrations.transformers.argument import passing
@@ -21,6 +21,7 @@ from kvcodec.kernels.cpu import compile as sources
 from kvcodec.kernels.cpu import library
 from kvcodec.key_bias import biases_of
 from kvcodec.scheme import mix_of
+from kvcodec.shared import drawn
 from kvcodec_lab.fit import fit_model
 from kvcodec_lab.models import LoadedModel
 from tests.conftest import tiny_model

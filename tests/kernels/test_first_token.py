@@ -21,7 +21,7 @@ from kvcodec.attention import Partial
 from kvcodec.cache.fused import FusedLayerCache, fused_refusal
 from kvcodec.cache.growing import GrowingCache
 from kvcodec.cache.host import LayerCache
-from kvcodec.codec import ROLES, SHARED, Dense, Shared, Site, drawn
+from kvcodec.codec import ROLES, Dense, Site
 from kvcodec.codecs.hqmq import Hqmq
 from kvcodec.codecs.octopus import Octopus
 from kvcodec.codecs.outliers import Med
@@ -40,6 +40,7 @@ from kvcodec.kernels.spec import encoder, reader
 from kvcodec.probe import OutlierProbe
 from kvcodec.registry import method_of
 from kvcodec.scheme import KVScheme
+from kvcodec.shared import SHARED, Shared, drawn
 from tests.conftest import tiny_config, tiny_model
 from tests.kernels.conftest import unsynchronised
 from tests.kernels.decode_cases import each_in_turn

@@ -20,12 +20,13 @@ from kvcodec.attention import BEFORE_IT, Seen
 from kvcodec.cache.host import LayerCache, RoleState
 from kvcodec.cache.pages import PageStore
 from kvcodec.cache.site import LayerSite, RoleSite
-from kvcodec.codec import ROLES, SHARED, Params, Role
+from kvcodec.codec import ROLES, Params, Role
 from kvcodec.errors import ShapeError, UnsupportedError
 from kvcodec.kernels.choose import Kernels
 from kvcodec.kernels.engine import Engine
 from kvcodec.ops.precision import without_autocast
 from kvcodec.scheme import KVScheme
+from kvcodec.shared import SHARED
 
 ONE_RUN = (
     "fused attention reads one run of packed tokens; evict(keep > 0) leaves two, unless it keeps the scheme's sink. "

@@ -21,7 +21,7 @@ from torch import Tensor
 from kvcodec.cache.device import DeviceCache
 from kvcodec.cache.host import LayerCache
 from kvcodec.cache.static import StaticCache
-from kvcodec.codec import check_tensors
+from kvcodec.checks import check_tensors
 from kvcodec.errors import ShapeError, UnsupportedError
 from kvcodec.layout import PAGE_TOKENS
 

@@ -16,7 +16,8 @@ from kvcodec.cache.host import RoleState
 from kvcodec.cache.pages import stream_of
 from kvcodec.cache.positions import NOT_CONSECUTIVE, SlotPositions
 from kvcodec.cache.site import Removed
-from kvcodec.codec import ROLES, Params, Role, check_tensors
+from kvcodec.checks import check_tensors
+from kvcodec.codec import ROLES, Params, Role
 from kvcodec.errors import UnsupportedError
 from kvcodec.kernels.encode import Turned
 from kvcodec.kernels.engine import Engine

@@ -23,7 +23,8 @@ from kvcodec.attention import Partial, Seen, attend, checked_mask, merge, rounde
 from kvcodec.cache.pages import PageStore
 from kvcodec.cache.positions import Positions
 from kvcodec.cache.site import WITHOUT_MODEL, LayerSite, Removed, RoleSite
-from kvcodec.codec import ROLES, Params, Role, check_tensors
+from kvcodec.checks import check_tensors
+from kvcodec.codec import ROLES, Params, Role
 from kvcodec.errors import ShapeError, SpecError, UnsupportedError
 from kvcodec.kernels.cpu.held import HeldAttention
 from kvcodec.ops.precision import without_autocast

@@ -12,11 +12,12 @@ import torch
 from torch import Tensor
 
 from kvcodec.cache.pages import PageStore
-from kvcodec.codec import FP16_MAX, ROLES, Codec, Dense, Params, Payload, Role, Site, drawn
+from kvcodec.codec import FP16_MAX, ROLES, Codec, Dense, Params, Payload, Role, Site
 from kvcodec.errors import FitError, UnsupportedError
 from kvcodec.ops.rope import NOT_TURNED, Rotary
 from kvcodec.ops.sums import sum_by_halves
 from kvcodec.scheme import KVScheme
+from kvcodec.shared import drawn
 
 MEAN = "mean"
 """Name of the keys' mean among fitted constants: float32 ``[1, H, D]``, beside those of the codec."""

@@ -18,7 +18,8 @@ from torch import Tensor
 
 from kvcodec.cache.device import DeviceCache
 from kvcodec.cache.positions import NOT_CONSECUTIVE, angles_near, first_of, in_order
-from kvcodec.codec import Role, check_tensors
+from kvcodec.checks import check_tensors
+from kvcodec.codec import Role
 from kvcodec.errors import ShapeError, UnsupportedError
 from kvcodec.kernels.encode import Turned
 from kvcodec.ops.precision import without_autocast

@@ -94,7 +94,8 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor
 
-from kvcodec.codec import Codec, Params, Payload, Site, check_fitted
+from kvcodec.checks import check_fitted
+from kvcodec.codec import Codec, Params, Payload, Site
 from kvcodec.errors import FitError, ShapeError, SpecError
 from kvcodec.layout import Field, Layout
 from kvcodec.ops.bitpack import pack, unpack

@@ -28,7 +28,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kvcodec.codec import Params, Site, check_fitted
+from kvcodec.checks import check_fitted
+from kvcodec.codec import Params, Site
 from kvcodec.codecs.wrapper import Wrapper, around, inside
 from kvcodec.errors import FitError
 from kvcodec.ops.exact import cut_rotation, rotate_exactly

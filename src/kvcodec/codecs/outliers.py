@@ -44,12 +44,13 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from kvcodec.codec import Codec, Params, Payload, Site, drawn
+from kvcodec.codec import Codec, Params, Payload, Site
 from kvcodec.codecs.wrapper import Wrapper, around, inside
 from kvcodec.errors import FitError, SpecError
 from kvcodec.layout import Field, Layout
 from kvcodec.ops.bitpack import pack, packed_bytes, unpack
 from kvcodec.ops.quaternion import chunk_lengths, split_chunks
+from kvcodec.shared import drawn
 
 Outliers = Literal["off", 3, 4, 5]
 """What recipes offer: off, or C."""

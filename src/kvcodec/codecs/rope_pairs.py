@@ -54,7 +54,8 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from kvcodec.codec import FP16_MAX, Codec, Params, Payload, Site, check_fitted
+from kvcodec.checks import check_fitted
+from kvcodec.codec import FP16_MAX, Codec, Params, Payload, Site
 from kvcodec.codecs.turboquant import TurboQuant
 from kvcodec.errors import FitError, ShapeError, SpecError
 from kvcodec.layout import Field, Layout

@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor
 
-from kvcodec.codec import SHARED, Codec, Params, Site
+from kvcodec.codec import Codec, Params, Site
 from kvcodec.errors import UnsupportedError
+from kvcodec.shared import SHARED
 
 if TYPE_CHECKING:
     from kvcodec.kernels.cpu.spec import CpuEncoder, CpuReader

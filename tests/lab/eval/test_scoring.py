@@ -292,7 +292,8 @@ def test_an_exact_window_scores_only_tokens_that_read_the_store(model, tokenizer
 
 
 def test_constants_are_drawn_once_and_are_those_of_a_fresh_cache(model, tokenizer, monkeypatch):
-    from kvcodec.codec import SHARED, Site
+    from kvcodec.codec import Site
+    from kvcodec.shared import SHARED
 
     SHARED.clear()
     drawn = []

@@ -14,7 +14,8 @@ from torch import Tensor
 from kvcodec.cache.device import DeviceCache
 from kvcodec.cache.growing import GrowingCache, State
 from kvcodec.cache.positions import NOT_CONSECUTIVE
-from kvcodec.codec import FP16_MAX, ROLES, largest, largest_of
+from kvcodec.checks import largest, largest_of
+from kvcodec.codec import FP16_MAX, ROLES
 from kvcodec.errors import UnsupportedError
 from kvcodec.probe import OutlierProbe, waits
 

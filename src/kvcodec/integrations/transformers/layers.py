@@ -16,7 +16,8 @@ from kvcodec.cache.growing import GrowingCache
 from kvcodec.cache.host import LayerCache
 from kvcodec.cache.positions import consecutive
 from kvcodec.cache.static import StaticCache
-from kvcodec.codec import ROLES, Role, check_tensor
+from kvcodec.checks import check_tensor
+from kvcodec.codec import ROLES, Role
 from kvcodec.errors import ShapeError, UnsupportedError
 from kvcodec.integrations.transformers.arrivals import Arrivals, Before
 from kvcodec.integrations.transformers.attention import PackedKV

@@ -1,0 +1,82 @@
+"""What codecs refuse to store or to be fitted on: tensors of another kind, NaN, Inf, numbers beyond fp16."""
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from kvcodec.codec import FP16_MAX, Site
+from kvcodec.errors import FitError, ShapeError
+
+
+def largest(x: Tensor) -> Tensor:
+    """Largest magnitude of ``x``, without synchronising: 0-d on its device, NaN if ``x`` has one; 0 if it is empty."""
+    if x.numel() == 0:
+        return torch.zeros((), device=x.device)
+    if x.device.type != "cpu":
+        return torch.linalg.vector_norm(x, torch.inf, dtype=torch.float32)  # one launch
+    low, high = x.detach().aminmax()
+    return torch.maximum(-low, high)
+
+
+def largest_of(xs: Sequence[Tensor]) -> Tensor:
+    """``largest`` of several tensors of one device, none of them empty: a few launches for all."""
+    return torch.nn.utils.get_total_norm(xs, torch.inf)
+
+
+def check_tensor(name: str, x: Tensor) -> None:
+    """Validate that codecs can store a tensor.
+
+    Raises
+    ------
+    ShapeError
+        If ``x`` is not a floating ``[B, H, N, D]`` tensor.
+    ValueError
+        If ``x`` holds NaN, Inf, or a magnitude above fp16's 65504; names the tensor and the first position.
+    """
+    if not isinstance(x, Tensor) or x.ndim != 4 or not x.is_floating_point():
+        came = f"{tuple(x.shape)} {x.dtype}" if isinstance(x, Tensor) else type(x).__name__
+        raise ShapeError(f"{name}: got {came}; expected a floating point tensor [batch, kv_heads, tokens, head_dim].")
+    if x.numel() == 0:
+        return
+    if float(largest(x)) <= FP16_MAX:  # false for NaN
+        return
+    bad = (~(x.abs().float() <= FP16_MAX)).nonzero()[0].tolist()
+    value = x[tuple(bad)].item()
+    what = "is not finite" if value != value or abs(value) == float("inf") else "is above 65504"
+    raise ValueError(
+        f"{name}[batch={bad[0]}, head={bad[1]}, token={bad[2]}, channel={bad[3]}] = {value} {what}; "
+        f"codecs store finite values within the fp16 range. Check the model's dtype (fp16 overflow?) "
+        f"or the attention mask of that token."
+    )
+
+
+def check_tensors(keys: Tensor, values: Tensor, *more: Tensor) -> list[float]:
+    """``check_tensor`` of both, by one synchronisation; also returns the numbers of ``more``, tensors ``[1]``."""
+    both = (keys, values)
+    fit = all(isinstance(x, Tensor) and x.ndim == 4 and x.is_floating_point() and x.numel() for x in both)
+    if fit and keys.device.type == values.device.type == "cpu":  # numbers, not tensors: much faster for one token
+        if all(-FP16_MAX <= bound.item() <= FP16_MAX for x in both for bound in x.aminmax()):  # false for NaN
+            return [x.item() for x in more]
+    elif fit and keys.device == values.device:
+        key, value, *told = torch.cat([*(largest(x).float().view(1) for x in both), *more]).tolist()
+        if key <= FP16_MAX and value <= FP16_MAX:  # false for NaN
+            return told
+    check_tensor("keys", keys)
+    check_tensor("values", values)
+    return [x.item() for x in more]
+
+
+def check_fitted(method: str, site: Site, given: Mapping[str, Tensor]) -> None:
+    """Validate what a ``calibrate`` fits on, by name: tensors ``[B, H or HQ, N, D]`` of at least one token.
+
+    Raises
+    ------
+    FitError
+    """
+    for name, x in given.items():
+        if x.ndim != 4 or not x.numel() or x.shape[-1] != site.head_dim:
+            raise FitError(
+                f"{method}: got {name} {tuple(x.shape)} for head_dim={site.head_dim}; a fit takes at least one token "
+                f"[batch, heads, tokens, head_dim] of that head_dim. Calibrate on a longer text."
+            )
