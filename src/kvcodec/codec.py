@@ -119,7 +119,7 @@ class Codec(ABC):
 
     @property
     def searches(self) -> bool:
-        """Whether ``encode`` tries scales (``scale=search``): PyTorch alone writes it, kernels read it as ever."""
+        """Whether ``encode`` tries several scales (``ops/scale_search``), which no kernel does."""
         return False
 
     def for_dtype(self, dtype: torch.dtype) -> "Codec":

@@ -66,14 +66,14 @@ from kvcodec.layout import Field, Layout, check_whole_bytes
 from kvcodec.ops.bitpack import pack, packed_bytes, unpack
 from kvcodec.ops.groups import fp16_scale, group_count, split_channels, spread_channels
 from kvcodec.ops.interleaved import RUN, deinterleave, interleave
-from kvcodec.ops.scale_search import Scale, around_middle, check_scale, quantized
+from kvcodec.ops.scale_search import Scale, ScaleOption, around_middle, check_scale, quantized
 
 Along = Literal["channels", "tokens"]
 BITS = (2, 3, 4, 8)
 
 
 @dataclass(frozen=True)
-class GroupInt(Codec):
+class GroupInt(ScaleOption, Codec):
     """Group-wise integers.
 
     Parameters
@@ -118,11 +118,6 @@ class GroupInt(Codec):
     def block_tokens(self) -> int:
         """G along tokens, else 1."""
         return self.group if self.along == "tokens" else 1
-
-    @property
-    def searches(self) -> bool:
-        """Whether it tries scales."""
-        return self.scale == "search"
 
     @property
     def steps(self) -> int:

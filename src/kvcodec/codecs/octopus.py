@@ -27,7 +27,7 @@ quantizer has 7-11 % less MSE than the paper's split; ``split=plus``, (b+1, b), 
 (D = 128, unit vectors: -6, -10, -14 % at b = 2, 3, 4).
 
 ``scale=search`` takes of 13 multiples of gamma, and of the values' ranges, those of least squared error, in the same
-bytes (``ops/scale_search``): on SmolLM2 5, 13 and 21 % less of keys at b = 2, 3, 4, and 37, 14 and 7 % of values.
+bytes (``ops/scale_search``).
 
 Deviations from the paper
 1. The norm is held as gamma / sqrt(D), the key's root mean square, which never leaves the fp16 range that keys have;
@@ -66,7 +66,7 @@ from kvcodec.layout import Field, Layout, check_whole_bytes
 from kvcodec.ops.lloyd_max import block_norm_density, interval, lloyd_max, nearest_level
 from kvcodec.ops.octahedral import coordinate_density, direction_table, to_square
 from kvcodec.ops.rotation import random_signs, rotate, rotate_back
-from kvcodec.ops.scale_search import FACTORS, Scale, check_scale, least_error
+from kvcodec.ops.scale_search import FACTORS, Scale, ScaleOption, check_scale, least_error
 from kvcodec.ops.split_words import pack_split, split_bytes, unpack_split
 from kvcodec.ops.sums import row_norm
 from kvcodec.registry import register
@@ -97,7 +97,7 @@ def norm_centroids(head_dim: int, bits: int) -> Tensor:
 
 
 @dataclass(frozen=True)
-class Octopus(Codec):
+class Octopus(ScaleOption, Codec):
     """Octahedral triplet codec of the rotated, normalised vector.
 
     Parameters
@@ -135,11 +135,6 @@ class Octopus(Codec):
         if self.norm not in ("fp16", "fp32"):
             raise SpecError(f"octopus: norm={self.norm!r} is not allowed; use fp16 or fp32.")
         check_scale("octopus", self.scale)
-
-    @property
-    def searches(self) -> bool:
-        """Whether it tries scales."""
-        return self.scale == "search"
 
     @property
     def code_bits(self) -> int:

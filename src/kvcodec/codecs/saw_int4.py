@@ -11,7 +11,7 @@ Around it, as the paper's ablations: ``kmeans=C`` subtracts the nearest of C cen
 the Hadamard matrix (see ``oscar``).
 
 ``scale=search`` takes of 13 multiples of max y - min y about its middle the one of least squared error, in the same
-bytes (``ops/scale_search``): 7 to 8 % less on SmolLM2.
+bytes (``ops/scale_search``).
 
 Block (one token of one head)::
 
@@ -58,7 +58,7 @@ from kvcodec.errors import ShapeError, SpecError
 from kvcodec.layout import Field, Layout, check_whole_bytes
 from kvcodec.ops.bitpack import pack, unpack
 from kvcodec.ops.hadamard import block_hadamard, power_of_two_divisor
-from kvcodec.ops.scale_search import Scale, around_middle, check_scale, quantized
+from kvcodec.ops.scale_search import Scale, ScaleOption, around_middle, check_scale, quantized
 from kvcodec.registry import register
 from kvcodec.scheme import KVScheme
 
@@ -70,7 +70,7 @@ SMALLEST_SCALE = 2.0**-24
 
 
 @dataclass(frozen=True)
-class SawInt4(Codec):
+class SawInt4(ScaleOption, Codec):
     """Token-wise INT4 behind a block-diagonal Hadamard.
 
     Parameters
@@ -104,11 +104,6 @@ class SawInt4(Codec):
         if self.pack not in ("neighbours", "halves"):
             raise SpecError(f"saw-int4: pack={self.pack!r} is not allowed; use neighbours or halves.")
         check_scale("saw-int4", self.scale)
-
-    @property
-    def searches(self) -> bool:
-        """Whether it tries scales."""
-        return self.scale == "search"
 
     def block_for(self, head_dim: int) -> int:
         """Hadamard order used at ``head_dim``."""

@@ -30,7 +30,7 @@ Relative MSE at D = 128: .1160 .03397 .00932 at b = 2, 3, 4. QJL has pi/2 - 1 = 
 unshrinks the scores, but its bit is worth a factor of 3 to 4: at equal b, MSE has the smaller error.
 
 ``scale=search`` of TurboQuant-MSE takes of 13 multiples of gamma the one of least squared error, in the same bytes
-(``ops/scale_search``): 3, 13 and 23 % less on SmolLM2's keys at b = 2, 3, 4. Not of QJL, where r has the error.
+(``ops/scale_search``). TurboQuant-QJL has no such option: r carries the error.
 
 Deviations from the papers
 1. The rotation is a signed Hadamard, not a dense orthogonal matrix: OCTOPUS' baselines (arXiv:2605.21226, Sec. 4) are
@@ -68,7 +68,7 @@ from kvcodec.ops.bitpack import pack, packed_bytes, unpack
 from kvcodec.ops.lloyd_max import block_norm_density, lloyd_max, nearest_level
 from kvcodec.ops.qjl import check_sketch, estimate, sketch
 from kvcodec.ops.rotation import random_signs, rotate, rotate_back
-from kvcodec.ops.scale_search import Scale, check_scale, quantized
+from kvcodec.ops.scale_search import Scale, ScaleOption, check_scale, quantized
 from kvcodec.ops.sums import row_norm, token_chunks
 from kvcodec.registry import register
 from kvcodec.scheme import KVScheme
@@ -86,7 +86,7 @@ def coordinate_centroids(head_dim: int, bits: int) -> Tensor:
 
 
 @dataclass(frozen=True)
-class TurboQuant(Codec):
+class TurboQuant(ScaleOption, Codec):
     """Lloyd-Max of every rotated, normalised coordinate: TurboQuant-MSE.
 
     Parameters
@@ -115,11 +115,6 @@ class TurboQuant(Codec):
             raise SpecError(f"turboquant: bits={self.bits} is not allowed; use 1, 2, 3, 4, 5 or 6.")
         if self.norm not in NORM_DTYPES:
             raise SpecError(f"turboquant: norm={self.norm!r} is not allowed; use fp16 or fp32.")
-
-    @property
-    def searches(self) -> bool:
-        """Whether it tries scales."""
-        return self.scale == "search"
 
     def layout(self, head_dim: int) -> Layout:
         """Codes and the norm of one token."""

@@ -7,7 +7,7 @@
     y^ = code 2^E                     Eq. 1
 
 With ``scale=real`` the scale is c m itself, which is what Eq. 2 optimises c for. ``scale=search`` takes of E - 1, E and
-E + 1 the one of least squared error, in the same bytes (``ops/scale_search``): 25 % less on SmolLM2, as with c = 0.195.
+E + 1 the one of least squared error, in the same bytes (``ops/scale_search``).
 
 Block (one token of one head; g = ceil(D / 32) groups, the last one shorter when 32 does not divide D)::
 
@@ -58,7 +58,7 @@ from kvcodec.ops.bitpack import pack, unpack
 from kvcodec.ops.fp4 import decode_e2m1, encode_e2m1, nearest_ue8m0, ue8m0_reciprocal, ue8m0_value
 from kvcodec.ops.groups import SMALLEST_SCALE, group_count, split_channels, spread_channels
 from kvcodec.ops.hadamard import block_hadamard, power_of_two_divisor
-from kvcodec.ops.scale_search import quantized
+from kvcodec.ops.scale_search import ScaleOption, quantized
 from kvcodec.registry import register
 from kvcodec.scheme import KVScheme
 
@@ -72,7 +72,7 @@ E4M3_MAX = 448
 
 
 @dataclass(frozen=True)
-class UltraQuant(Codec):
+class UltraQuant(ScaleOption, Codec):
     """E2M1 codes, one scale per 32 channels.
 
     Parameters
@@ -110,11 +110,6 @@ class UltraQuant(Codec):
     def query_error(self) -> float:
         """Half a step of E4M3 when queries are rounded."""
         return 2.0**-4 if self.queries == "fp8" else 0.0
-
-    @property
-    def searches(self) -> bool:
-        """Whether it tries scales."""
-        return self.scale == "search"
 
     def layout(self, head_dim: int) -> Layout:
         """Codes and scales of one token."""

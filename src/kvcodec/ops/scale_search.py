@@ -7,9 +7,8 @@ wants a range that its outermost numbers leave::
     for each factor f in FACTORS:  codes and scale by the method's rule, its norm or range times f
     keep those of least sum of (x - x^)^2, x^ as decoded; the first of equals, so the method's own unless one is better
 
-A least-squares scale for the codes found, in place of new codes, gains much less (relative error of TurboQuant 4 on
-SmolLM2's keys: 0.0086 without, 0.0083 so, 0.0067 by factors, 0.0066 by both). Not for scales that hardly move it:
-of ``fp8``, whose steps follow each number, and of ``hqmq``'s radii (at most 4 %).
+Codes are made anew for each multiple; a scale of least squares for the codes found would leave them as they are. Not
+for ``fp8``, whose steps follow each number, nor for ``hqmq``, whose vectors have radii of their own.
 """
 
 from collections.abc import Callable, Sequence
@@ -28,6 +27,17 @@ FACTORS = (1.0, 0.95, 0.9, 0.85, 0.8, 0.75, 0.7, 0.65, 0.6, 1.05, 1.1, 1.15, 1.2
 """Multiples of the method's own norm or range, its own first."""
 Quantized = tuple[Tensor, ...]
 """Codes ``[..., n]`` and scales ``[..., groups]`` of the same rows, in the codec's order."""
+
+
+class ScaleOption:
+    """Base of a codec with the option ``scale``, listed before ``Codec``."""
+
+    scale: str
+
+    @property
+    def searches(self) -> bool:
+        """Whether ``scale=search``: PyTorch alone writes it, kernels read it as ever."""
+        return self.scale == "search"
 
 
 def check_scale(name: str, scale: str) -> None:
