@@ -11,9 +11,9 @@ from kvcodec.scheme import KVScheme
 X = torch.zeros(1, 2, 8, 64)
 
 SPECS = {
-    "octopus4": (r"unknown codec 'octopus4'\. Did you mean .*'octopus-4'.* Known: dense, .*kvcodec list", "typo"),
+    "octopus4": (r"unknown codec 'octopus4'\. Did you mean .*'octopus-4'.*\? `kvcodec list`.* all \d+ presets", "typo"),
     "saw_int4": (r"unknown codec 'saw_int4'\. Did you mean 'saw-int4'", "underscore"),
-    "": (r"unknown codec ''.* Known: dense", "empty"),
+    "": (r"unknown codec ''\. `kvcodec list`", "empty"),
     "no-such-thing-9": (r"unknown codec 'no-such-thing-9'", "number"),
     "saw-int4:blok=64": (
         r"saw-int4 has no option 'blok'\. Did you mean 'block'\? Its options: block, rotate",

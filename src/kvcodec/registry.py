@@ -434,7 +434,7 @@ def _parse(spec: str) -> tuple[Method, str, dict[str, Any]]:
         if method is None or "bits" not in method.options:
             raise SpecError(
                 f"unknown codec {base!r}.{nearest(base, [*by_preset, *methods])} "
-                f"Known: {', '.join(presets())}. Run `kvcodec list` for what each one is."
+                f"`kvcodec list`, in Python `kvcodec.presets()`, names all {len(by_preset)} presets."
             )
         method.options["bits"].parse(match[2], spec)  # type: ignore[index]  # refuses int-7 by name
     given: dict[str, Any] = {}

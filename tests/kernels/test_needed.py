@@ -130,8 +130,9 @@ def test_what_would_be_compiled_is_listed(
     ("arguments", "text"),
     [
         (["saw-int4", "--arch", "sm_70"], "arch='sm_70': the CUDA kernels know"),
-        (["kvarn-k4v2"], "no CUDA kernel reads"),
+        (["kvarn-k4v2"], "`kvcodec list --head-dim 128` says which presets have kernels.\n"),
         (["saw-int4", "--head-dim", "72"], "the CUDA kernels take head_dim"),
+        (["saw-int4", "--page-tokens", "63"], "page_tokens=63 is not a multiple of 16; use e.g. 64.\n"),
     ],
 )
 def test_what_cannot_be_compiled_is_refused(

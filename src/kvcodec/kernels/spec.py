@@ -394,7 +394,8 @@ def _decode_spec(
         v = _borrowing(v)
     step = math.lcm(16, k.block, v.block)
     if page_tokens % step:
-        raise UnsupportedError(f"page_tokens={page_tokens} is not a multiple of {step}")
+        more = page_tokens + -page_tokens % step
+        raise UnsupportedError(f"page_tokens={page_tokens} is not a multiple of {step}; use e.g. {more}")
     page = PageLayout(key.layout(head_dim), value.layout(head_dim), page_tokens)
     planes: dict[str, list[tuple[int, int]]] = {"key": [], "value": []}
     for plane in page.planes:

@@ -32,6 +32,7 @@ def run(args: argparse.Namespace) -> Result:
     """Compile what the folder lacks."""
     import torch
 
+    from kvcodec.description import kernels_for
     from kvcodec.errors import UnsupportedError
     from kvcodec.kernels.build import cache_folder, compiled
     from kvcodec.kernels.launch import machine_of
@@ -52,9 +53,9 @@ def run(args: argparse.Namespace) -> Result:
             try:
                 todo.append((spec, arch, of_scheme(get(spec), args.head_dim, machine, steps, **options)))
             except UnsupportedError as error:
-                raise UnsupportedError(
-                    f"{spec}: {error}; `kvcodec list --head-dim {args.head_dim}` says which presets have kernels."
-                ) from error
+                has = "none" not in kernels_for(get(spec), args.head_dim)["decode"]
+                listed = f"; `kvcodec list --head-dim {args.head_dim}` says which presets have kernels"
+                raise UnsupportedError(f"{spec}: {error}{'' if has else listed}.") from error
     for spec, arch, needed in todo:
         row: dict[str, Any] = {"spec": spec, "head_dim": args.head_dim, "arch": arch, "programs": len(needed)}
         if args.list:
