@@ -3,44 +3,37 @@
 A layer is bound when its weights are loaded: only then are its name, and so its number, scheme and constants, known.
 From then on it has a backend class for its scheme, which tells vLLM how many bytes a token takes. Layers
 of different schemes (outer layers, recipes) may share blocks: vLLM gives each its own page size.
+
+``PackedBackend`` says what a layer's tokens take, ``PackedImpl`` stores them and attends. A step's batch is in
+``metadata``, and ``builder`` makes it.
 """
 
 import json
 from collections import Counter
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import lru_cache
 from math import lcm
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 from vllm.config import VllmConfig, get_current_vllm_config, get_current_vllm_config_or_none
-from vllm.forward_context import get_forward_context
 from vllm.logger import init_logger
-from vllm.v1.attention.backend import (
-    AttentionBackend,
-    AttentionCGSupport,
-    AttentionImpl,
-    AttentionMetadata,
-    AttentionMetadataBuilder,
-    AttentionType,
-    CommonAttentionMetadata,
-    MultipleOf,
-)
-from vllm.v1.attention.backends.utils import split_decodes_and_prefills
+from vllm.v1.attention.backend import AttentionBackend, AttentionImpl, AttentionType, MultipleOf
 from vllm.v1.kv_cache_interface import AttentionSpec, KVCacheLayout
 
 from kvcodec.cache.kept_rows import rows_bytes
-from kvcodec.cache.positions import part_of, shared
+from kvcodec.cache.positions import part_of
 from kvcodec.cache.site import MeanRemoval
 from kvcodec.errors import UnsupportedError
-from kvcodec.integrations.vllm.ahead import compile_ahead
 from kvcodec.integrations.vllm.biases import Around
 from kvcodec.integrations.vllm.bind import bind, caching_layers, check_engine, check_weights
+from kvcodec.integrations.vllm.builder import PackedBuilder
 from kvcodec.integrations.vllm.flash import flash_for
 from kvcodec.integrations.vllm.groups import GroupedLayer
-from kvcodec.integrations.vllm.identity import claim, digest_of
-from kvcodec.integrations.vllm.layer import EngineLayer, Live, Rules, Several
+from kvcodec.integrations.vllm.identity import digest_of
+from kvcodec.integrations.vllm.layer import EngineLayer, Live, Rules
+from kvcodec.integrations.vllm.metadata import PackedMetadata, Slots, longest_sequence, metadata_of
 from kvcodec.integrations.vllm.options import DTYPE, EXAMPLE, Options, read_options
 from kvcodec.integrations.vllm.pending import PendingGroups
 from kvcodec.integrations.vllm.servable import (
@@ -53,8 +46,7 @@ from kvcodec.integrations.vllm.servable import (
     refusal,
 )
 from kvcodec.kernels.build import LEAST
-from kvcodec.kernels.prompts import Chunk, Chunks, Room, Sight, gathered
-from kvcodec.kernels.prompts_groups import GroupChunks
+from kvcodec.kernels.prompts import Chunk
 from kvcodec.scheme import Mean
 
 logger = init_logger("vllm.kvcodec")
@@ -76,9 +68,6 @@ def current_options() -> Options | None:
     """``options_of`` the configuration of the engine that is being built; None outside of that."""
     config = get_current_vllm_config_or_none()
     return None if config is None else options_of(config)
-
-
-# -- the backend -------------------------------------------------------------------------------------------------------
 
 
 class PackedBackend(AttentionBackend):  # type: ignore[misc]
@@ -187,325 +176,6 @@ def backend_for(name: str, token_bytes: int, room: int, unit: int, cache_config:
     }
     # vLLM distinguishes backends by class name
     return type(f"PackedBackend{token_bytes}x{unit}" + f"and{room}" * (room > 0), (PackedBackend,), own)
-
-
-# -- metadata ----------------------------------------------------------------------------------------------------------
-
-
-class Prompts(NamedTuple):
-    """Chunks of a step's prompts on a GPU.
-
-    Parameters
-    ----------
-    together : list of Chunks or of GroupChunks
-        Those of many requests in one.
-    alone : list of Chunk
-        Those that are too long for it.
-    """
-
-    together: list[Any]
-    alone: list[Chunk]
-
-
-@dataclass
-class PackedMetadata(AttentionMetadata):  # type: ignore[misc]
-    """One step's batch.
-
-    Parameters
-    ----------
-    decodes : int
-        Queries at the front for the kernels, each a sequence of its own: one of each request, or with speculative
-        decoding a request's newest token and its drafts.
-    chunks : list of Chunk
-        The others.
-    table : Tensor int32 ``[B, M]``
-        Of the requests.
-    seq_lens : Tensor int32 ``[decodes]`` or longer
-        Tokens that each of the queries at the front sees, itself included.
-    tables : Tensor int32 ``[decodes, M]`` or longer
-        Of these queries.
-    several : Several, optional
-        The same queries by request, where kernels read the pages of a request once for all of its queries.
-    totals : Tensor int32 ``[B]``, optional
-        With ``several``: tokens of each request.
-    prompts : dict of int to Prompts
-        On a GPU: the chunks as layers with each sliding window read them.
-    """
-
-    decodes: int
-    chunks: list[Chunk]
-    table: Tensor
-    seq_lens: Tensor
-    tables: Tensor
-    prompts: dict[int, "Prompts"] = field(default_factory=dict)
-    several: Several | None = None
-    totals: Tensor | None = None
-
-
-class Slots:
-    """Where a step's tokens are stored, and what each request sees: computed once per layer group.
-
-    The tensors keep their addresses, because captured graphs hold them.
-
-    Parameters
-    ----------
-    tokens, requests : int
-        Upper bounds for a step.
-    device : torch.device
-    """
-
-    def __init__(self, tokens: int, requests: int, device: torch.device) -> None:
-        self.start, self.sunk, self.sunk_from = (
-            torch.zeros(requests, dtype=torch.int32, device=device) for _ in range(3)
-        )
-        self.newest = torch.zeros(tokens, dtype=torch.int32, device=device)
-        self.positions: Tensor | None = None
-        self.workspace: Tensor | None = None
-        self.most = requests
-        """Queries of a step's decode steps."""
-        self.queries = 1
-        """Most of a request."""
-
-    def positions_of(self, count: int, m: PackedMetadata | None) -> Tensor:
-        """Positions of a step's tokens ``[1, count]``, once for all layers; those behind the requests' mean nothing."""
-        if self.positions is None:
-            steps = count if m is None or not m.chunks else m.decodes
-            known = 0 if m is None else min(steps, m.seq_lens.shape[0])
-            if m is not None:
-                self.newest[:known] = m.seq_lens[:known] - 1
-            found = self.newest[:steps].clamp(min=0)
-            if m is not None and m.chunks:
-                parts, at = [found], steps
-                for _, _, last, length in m.chunks:  # a draft behind the longest request is in none
-                    parts.append(torch.arange(length - (last - at), length, device=found.device))
-                    at = last
-                parts.append(found.new_zeros(count - at))
-                found = torch.cat(parts)
-            self.positions = shared(found[None])
-        return self.positions
-
-    def see(self, seq_lens: Tensor, sink: int, window: int) -> None:
-        """Set what each request sees."""
-        held = (self.start, self.sunk, self.sunk_from)
-        for to, found in zip(held, Live.of(seq_lens, sink, window), strict=True):
-            if found is not None:
-                to[: found.shape[0]] = found
-
-    def live(self, requests: int, sink: int, window: int) -> Live:
-        """Return what ``see`` has set for so many requests."""
-        there = (sink or window, sink, sink and window)
-        held = (self.start, self.sunk, self.sunk_from)
-        return Live(*(x[:requests] if any_ else None for x, any_ in zip(held, there, strict=True)))
-
-
-class PackedBuilder(AttentionMetadataBuilder[PackedMetadata]):  # type: ignore[misc]
-    """Builds ``PackedMetadata``; a full CUDA graph holds decode steps of one token per request, and of its drafts."""
-
-    @classmethod
-    def get_cudagraph_support(cls, vllm_config: VllmConfig, kv_cache_spec: AttentionSpec) -> AttentionCGSupport:
-        """Return which batches a full graph may hold."""
-        if vllm_config.speculative_config is None:
-            return AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE
-        return AttentionCGSupport.UNIFORM_BATCH
-
-    def __init__(
-        self, kv_cache_spec: AttentionSpec, layer_names: list[str], vllm_config: VllmConfig, device: torch.device
-    ) -> None:
-        super().__init__(kv_cache_spec, layer_names, vllm_config, device)
-        if getattr(kv_cache_spec, "page_size_padded", None) is not None:
-            raise UnsupportedError(
-                "kvcodec: layers with and without a sliding window take different numbers of bytes per token, which "
-                "vLLM evens out with gaps between pages; use a preset that treats all layers alike, such as saw-int4."
-            )
-        scheduler = vllm_config.scheduler_config
-        context = vllm_config.compilation_config.static_forward_context
-        impls = [context[name].impl for name in layer_names]
-        # decode steps of all requests at once; the reference attends request by request
-        self.fused = not any(impl.packed.unserved for impl in impls)
-        if self.fused:
-            self._init_reorder_batch_threshold(1, supports_spec_as_decode=True)
-        options, block = impls[0].options, vllm_config.cache_config.block_size
-        what = f"{options.scheme} with seed {options.seed} in blocks of {block} tokens"
-        claim(vllm_config.kv_transfer_config, f"{impls[0].digest}-{block}", what)
-        # a draft model's first pass has one query more in each row
-        self.drafts = all(impl.draft for impl in impls)
-        self.most_queries = (self.reorder_batch_threshold or 1) + self.drafts
-        self.expanded: Expanded | None = None
-        self.joint = all(impl.packed.takes_several(impl.rules) for impl in impls)
-        self.windows = {impl.rules.window for impl in impls}
-        _tell([impl.packed for impl in impls], kv_cache_spec.block_size)
-        if device.type == "cuda":
-            compile_ahead(impls, kv_cache_spec.block_size, vllm_config, device, self.most_queries)
-        if vllm_config.model_config.is_hybrid:
-            logger.info(
-                "kvcodec: vLLM makes blocks as large as the other layers' state, here %d tokens, and the fewer bytes a "
-                "token takes, the longer they are; the prefix cache finds whole blocks, so shorter prefixes are "
-                "computed again.",
-                vllm_config.cache_config.block_size,
-            )
-        tokens = max(scheduler.max_num_batched_tokens, vllm_config.compilation_config.max_cudagraph_capture_size or 0)
-        self.first: EngineLayer = impls[0].packed
-        slots = self.slots = Slots(tokens, max(scheduler.max_num_seqs, tokens if self.fused else 1), device)
-        slots.most, slots.queries = scheduler.max_num_seqs * self.most_queries, self.most_queries
-        for impl in impls:
-            impl.slots, impl.leads = slots, impl is impls[0]
-        self.pending = self._pending_of([impl.packed for impl in impls], kv_cache_spec.block_size, slots.start.shape[0])
-        for impl in impls:
-            impl.pending = self.pending
-
-    def _pending_of(self, layers: list[EngineLayer], page_tokens: int, rows: int) -> PendingGroups | None:
-        """Make the pending slots if the layers encode groups of tokens; all layers of a builder do, or none."""
-        if not isinstance(first := layers[0], GroupedLayer):
-            return None
-        if why := page_refusal(first.scheme, page_tokens):
-            raise UnsupportedError(f"kvcodec: {why}")
-        held = sum(layer.pending_bytes for layer in layers if isinstance(layer, GroupedLayer))
-        logger.info(
-            "kvcodec: beside the cache, %d layers hold unfinished groups of %d tokens of %d requests: %.1f MB",
-            *(len(layers), first.unit, first.slots, held / 1e6),
-        )
-        longest = self.vllm_config.model_config.max_model_len
-        return PendingGroups(
-            first.slots, first.unit, page_tokens, max(rows, first.slots), first.device, first.halves, longest
-        )
-
-    def build_for_cudagraph_capture(self, common_attn_metadata: CommonAttentionMetadata) -> PackedMetadata:
-        """Return the metadata of a batch that has no requests."""
-        if self.pending is not None:
-            self.pending.blank(common_attn_metadata.num_actual_tokens)
-        return self._metadata(common_attn_metadata)
-
-    def build(
-        self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False
-    ) -> PackedMetadata:
-        """Return the metadata of a step; only prompt chunks need numbers on the host."""
-        c = common_attn_metadata
-        if self.pending is not None:
-            queries = None if self.vllm_config.speculative_config is None else self._split(c)[2]
-            given = c.block_table_tensor, c.seq_lens, c.query_start_loc, c.slot_mapping, c.req_idx, queries
-            self.pending.put(*given)
-        return self._metadata(c)
-
-    def _split(self, c: CommonAttentionMetadata) -> tuple[int, int, int]:
-        """Rows of decode steps, which come first, other rows, and queries of decode steps."""
-        if not self.fused:
-            return 0, c.num_reqs, 0
-        rows, others, queries, _ = split_decodes_and_prefills(c, self.most_queries)
-        return rows, others, queries
-
-    def _metadata(self, c: CommonAttentionMetadata) -> PackedMetadata:
-        if c.causal is not True:
-            raise UnsupportedError("kvcodec: drafts that see each other are not served; use another kind of drafts.")
-        rows, prefills, decodes = self._split(c)
-        chunks = []
-        if prefills:
-            at = c.query_start_loc_cpu.tolist()
-            # exact on the host for prompts, but not for a draft model's: there the row has a token more
-            exact = c.seq_lens_cpu_upper_bound is None or self.drafts or c.seq_lens.device.type == "cpu"
-            lengths = (c.seq_lens if exact else c.seq_lens_cpu_upper_bound).tolist()
-            most = self.vllm_config.model_config.max_model_len
-            for i in range(rows, c.num_reqs):
-                over = max(0, lengths[i] - most)  # a draft behind the longest request
-                if at[i + 1] - over > at[i]:
-                    chunks.append((i, at[i], at[i + 1] - over, lengths[i] - over))
-        prompts = self._prompts(chunks, c.block_table_tensor)
-        if self.vllm_config.speculative_config is None:
-            return PackedMetadata(rows, chunks, c.block_table_tensor, c.seq_lens, c.block_table_tensor, prompts)
-        if self.expanded is None:
-            # the first batch is one of a profiling run: graphs that are captured later find these addresses
-            wide = max(self.slots.most, self.vllm_config.compilation_config.max_cudagraph_capture_size or 0)
-            self.expanded = Expanded(wide, c.block_table_tensor.shape[1], self.device)
-        longest = self.vllm_config.model_config.max_model_len
-        self.expanded.put(c, rows, decodes, longest)
-        several = None
-        if self.joint and rows < decodes:
-            several = Several(c.query_start_loc[: rows + 1], self.most_queries, longest)
-        return PackedMetadata(
-            decodes, chunks, c.block_table_tensor, self.expanded.lengths, self.expanded.tables, prompts, several,
-            c.seq_lens[:rows],
-        )  # fmt: skip
-
-    def _prompts(self, chunks: list[Chunk], table: Tensor) -> dict[int, Prompts]:
-        """Return how a GPU's kernels attend the chunks, for each sliding window."""
-        if not chunks or not self.first.batched:
-            return {}
-        most, pending, rooms = self.first.most_tokens(_longest(self.vllm_config)), self.pending, [Room()]
-        prompts = {}
-        for window in self.windows:
-            sight = Sight(window, self.kv_cache_spec.block_size)
-            found, alone = gathered(chunks, most, sight)
-            if pending is None:
-                together: list[Any] = [Chunks.of(own, table, rooms[0], sight) for own in found]
-            else:  # which hold all own tokens of a step at once
-                rooms += [Room() for _ in found[len(rooms) :]]
-                given = pending.slot, pending.unit, pending.page_tokens
-                together = [
-                    GroupChunks.of(own, table, *given, room, pending.halves, window)
-                    for own, room in zip(found, rooms, strict=False)
-                ]
-            prompts[window] = Prompts(together, alone)
-        return prompts
-
-
-class Expanded:
-    """The queries of a step with drafts as sequences of their own: query i of q sees ``length - (q - 1 - i)`` tokens.
-
-    Computed on the device: which drafts were accepted is known only there. The tensors keep their addresses.
-
-    Parameters
-    ----------
-    queries, columns : int
-        Upper bound for a step, and the width of block tables.
-    device : torch.device
-    """
-
-    def __init__(self, queries: int, columns: int, device: torch.device) -> None:
-        self.lengths = torch.zeros(queries, dtype=torch.int32, device=device)
-        self.tables = torch.zeros(queries, columns, dtype=torch.int32, device=device)
-        self.at = torch.arange(queries, dtype=torch.int32, device=device)
-
-    def put(self, c: CommonAttentionMetadata, rows: int, queries: int, most: int) -> None:
-        """Set the numbers of the first ``queries`` queries, of the first ``rows`` rows; ``most``: longest request."""
-        self.lengths.zero_()  # a graph may hold more queries than the step has
-        if queries:
-            at, ends = self.at[:queries], c.query_start_loc[1 : rows + 1]
-            row = torch.searchsorted(ends, at, right=True).clamp_(max=rows - 1)
-            seen = c.seq_lens[:rows][row] - (ends[row] - 1 - at)
-            self.lengths[:queries] = seen.clamp_(min=0, max=most)
-            self.tables[:queries] = c.block_table_tensor[:rows][row]
-
-
-def _longest(config: VllmConfig) -> int:
-    """Tokens of the longest request, or of a step if those are more."""
-    return int(max(config.model_config.max_model_len, config.scheduler_config.max_num_batched_tokens))
-
-
-def _tell(layers: list[EngineLayer], page_tokens: int) -> None:
-    """Say in the log what serves the layers, and why where that is the reference."""
-    served = [layer.engine(page_tokens) for layer in layers if not layer.unserved]
-    for name, count in Counter(engine.name for engine in served).items():
-        logger.info("kvcodec: %d of %d layers are served by the kernels %r", count, len(layers), name)
-    if sink := max(layer.sink for layer in layers):
-        logger.info(
-            "kvcodec: each block of %d tokens has room for the first %d in 16 bit, which takes %.2f bits a number; a "
-            "larger --block-size takes less",
-            *(page_tokens, sink, 16 * sink / page_tokens),
-        )
-    slow = Counter(layer.unserved for layer in layers if layer.unserved)
-    for why, count in slow.items():
-        logger.warning(
-            "kvcodec: %d of %d layers are served by the reference, which is slow: %s", count, len(layers), why
-        )
-
-
-def _metadata(layer: Any) -> PackedMetadata | None:
-    """Metadata of this step for a layer; None in vLLM's profiling runs."""
-    found = get_forward_context().attn_metadata
-    own = found.get(layer.layer_name) if isinstance(found, dict) else None
-    return own if isinstance(own, PackedMetadata) else None
-
-
-# -- the implementation ------------------------------------------------------------------------------------------------
 
 
 class PackedImpl(AttentionImpl[PackedMetadata]):  # type: ignore[misc]
@@ -649,7 +319,7 @@ class PackedImpl(AttentionImpl[PackedMetadata]):  # type: ignore[misc]
             return
         packed = self._packed()
         key, value = key[:count], value[:count]
-        m = _metadata(layer)
+        m = metadata_of(layer)
         slots = self.slots
         assert slots is not None
         if self.leads:
@@ -688,7 +358,7 @@ class PackedImpl(AttentionImpl[PackedMetadata]):  # type: ignore[misc]
         if attn_metadata is None:  # a profiling run; before there is a cache it measures memory
             if kv_cache.numel() == 0 and query.is_cuda:
                 packed = self._packed()
-                most = packed.most_tokens(_longest(self.config))
+                most = packed.most_tokens(longest_sequence(self.config))
                 size = packed.prefill_bytes(query.shape[0], most, self.num_heads, self.rules)
                 torch.empty(size, dtype=torch.uint8, device=query.device)
             return output.fill_(0)
