@@ -99,11 +99,11 @@ class Med(Wrapper):
         return x
 
     def query_to_code(self, q: Tensor, params: Params) -> Tensor:
-        """As ``to_code``."""
+        """Stay in the model basis."""
         return q
 
     def from_code(self, x: Tensor, params: Params) -> Tensor:
-        """As ``to_code``."""
+        """Stay in the model basis."""
         return x
 
     def layout(self, head_dim: int) -> Layout:

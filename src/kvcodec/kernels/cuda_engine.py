@@ -81,30 +81,30 @@ class CudaEngine(Engine):
         self.rooms = Rooms()
 
     def __getstate__(self) -> dict[str, Any]:
-        """As ``Engine``; memory for further layers stays behind."""
+        """Fitters hold functions, and memory for further layers stays behind."""
         return {name: x for name, x in super().__getstate__().items() if name not in ("rooms", "fitters")}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """As ``Engine``."""
+        """A copy has memory for fits of its own."""
         super().__setstate__(state)
         self.rooms = Rooms()
 
     def fresh(self) -> Self:
-        """As ``Engine.fresh``; the layers share the memory of ``rooms``."""
+        """The same kernels without constants; the layers share the memory of ``rooms``."""
         other = super().fresh()
         other.own = {}
         return other
 
     def expect_layer(self) -> None:
-        """As ``Engine.expect_layer``."""
+        """Count it: ``rooms`` takes memory for the fits of all layers at once."""
         self.rooms.layers += 1
 
     def fits(self, role: Role) -> bool:
-        """As ``Engine.fits``."""
+        """Whether the codec has a fitter (``kernels/fit.py``)."""
         return any(role in fitter.codecs for fitter in self.fitters)
 
     def fit(self, samples: Mapping[Role, Sample]) -> dict[Role, Fitted]:
-        """As ``Engine.fit``."""
+        """Hand each fitter the roles that it fits; ``own`` keeps what they return for ``take_fitted``."""
         found: dict[Role, Fitted] = {}
         for fitter in self.fitters:
             if own := {role: samples[role] for role in fitter.codecs if role in samples}:
@@ -113,11 +113,11 @@ class CudaEngine(Engine):
         return found
 
     def launch_fits(self) -> None:
-        """As ``Engine.launch_fits``."""
+        """Launch what waits in ``rooms``."""
         self.rooms.launch()
 
     def take_fitted(self, role: Role, params: Params | None) -> bool:
-        """As ``Engine.take_fitted``."""
+        """What a fit wrote on the device, if the role's params are those of that fit."""
         own = self.own.get(role)
         if own is None or own.params is not params:
             return False
@@ -155,7 +155,7 @@ class CudaEngine(Engine):
         less: Turned | None = None,
         kept: int = 0,
     ) -> None:
-        """As ``Engine.encode``."""
+        """By ``encode.encode_checked``: a cache checks its tensors itself."""
         encode_checked(
             new.get("key"),
             new.get("value"),
@@ -171,17 +171,17 @@ class CudaEngine(Engine):
         )
 
     def writer(self, pages: Tensor, bad: Tensor, kept: int = 0) -> SlotWriter:
-        """As ``Engine.writer``."""
+        """One launch for all tokens of a step."""
         return SlotWriter(pages, self.encode_spec, self.writing["key"], self.writing["value"], bad, kept)
 
     def chunk_reader(self, pages: Tensor, kept: Tensor | None, flash: Flash | None) -> ChunkReader:
-        """As ``Engine.chunk_reader``."""
+        """Where a codec encodes groups of tokens, one that reads own groups in 16 bit."""
         kind = GroupChunkReader if any(codec.block_tokens > 1 for codec in self.codecs.values()) else ChunkReader
         return kind(self.packed(pages, torch.empty(0)), kept, flash)
 
     @property
     def alike(self) -> Hashable:
-        """As ``Engine.alike``: of the same programs."""
+        """Equal where the programs are the same."""
         return self.encode_spec, self.decode_spec
 
     def roundtrip(self, keys: Tensor, engines: Sequence[Engine], store: PageStore) -> Tensor | None:
@@ -233,7 +233,7 @@ class CudaEngine(Engine):
         return out
 
     def workspace_bytes(self, q: Tensor, store: PageStore, dense: bool) -> int:
-        """As ``Engine.workspace_bytes``."""
+        """What the splits of a launch leave to be merged."""
         splits = splits_of(self.decode_spec, q, store.heads, store.table, dense)
         return 4 * workspace_numel(q.shape[0], q.shape[1], q.shape[3], splits, dense)
 
@@ -249,7 +249,7 @@ class CudaEngine(Engine):
         placed: Tensor | None = None,
         recurring: bool = False,
     ) -> Tensor:
-        """As ``Engine.attend_many``."""
+        """By ``history.attend_history``, over the first run of slots."""
         key, value = roles["key"], roles["value"]
         first, last = key.runs[0] if key.runs else (0, 0)
         packed = self.packed(store.pages, store.table, placed)
@@ -309,5 +309,5 @@ class CudaEngine(Engine):
         return Packed(pages, table, self.decode_spec, key, value, self.mean, placed)
 
     def many_workspace_bytes(self, q: Tensor, store: PageStore, packed: int, dense: int, flash: bool) -> int:
-        """As ``Engine.many_workspace_bytes``."""
+        """What ``history.attend_history`` allocates."""
         return workspace_bytes(q, store.heads, packed, dense, flash)

@@ -10,7 +10,7 @@ KINDS = ("float16", "bfloat16", "float32")
 
 
 def reader(codec: Codec, head_dim: int, role: Role) -> Reader:
-    """As ``spec.reader``."""
+    """16-bit numbers."""
     assert isinstance(codec, Dense)
     if codec.dtype == "float32":
         raise UnsupportedError(f"the kernels read 16-bit numbers, not {codec}")
@@ -18,13 +18,13 @@ def reader(codec: Codec, head_dim: int, role: Role) -> Reader:
 
 
 def cpu_reader(codec: Codec, head_dim: int, role: Role) -> CpuReader:
-    """As ``cpu.spec.cpu_reader``."""
+    """Numbers of 16 or 32 bit."""
     assert isinstance(codec, Dense)
     return CpuReader("dense", (KINDS.index(codec.dtype or "float16"),))
 
 
 def encoder(codec: Codec, head_dim: int, role: Role) -> Encoder:
-    """As ``spec.encoder``."""
+    """16-bit numbers."""
     assert isinstance(codec, Dense)
     if codec.dtype == "float32":
         raise UnsupportedError(f"the kernels write 16-bit numbers, not {codec}")
@@ -32,6 +32,6 @@ def encoder(codec: Codec, head_dim: int, role: Role) -> Encoder:
 
 
 def cpu_encoder(codec: Codec, head_dim: int, role: Role) -> CpuEncoder:
-    """As ``cpu.spec.cpu_encoder``."""
+    """Numbers of 16 or 32 bit."""
     assert isinstance(codec, Dense)
     return CpuEncoder("dense", (KINDS.index(codec.dtype or "float16"),))

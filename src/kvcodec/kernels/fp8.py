@@ -7,24 +7,24 @@ from kvcodec.kernels.spec import Encoder, Reader, flag
 
 
 def reader(codec: Codec, head_dim: int, role: Role) -> Reader:
-    """As ``spec.reader``."""
+    """E4M3, scaled by token or not."""
     assert isinstance(codec, Fp8)
     return Reader(f"kv::ReadFp8<{head_dim}, {flag(codec.scaled)}>", "read_fp8.cuh", uneven=True)
 
 
 def cpu_reader(codec: Codec, head_dim: int, role: Role) -> CpuReader:
-    """As ``cpu.spec.cpu_reader``."""
+    """E4M3, scaled by token or not."""
     assert isinstance(codec, Fp8)
     return CpuReader("fp8", (int(codec.scaled),))
 
 
 def encoder(codec: Codec, head_dim: int, role: Role) -> Encoder:
-    """As ``spec.encoder``."""
+    """E4M3, scaled by token or not."""
     assert isinstance(codec, Fp8)
     return Encoder(f"kv::EncodeFp8<{head_dim}, {flag(codec.scaled)}>", "encode_fp8.cuh", uneven=True)
 
 
 def cpu_encoder(codec: Codec, head_dim: int, role: Role) -> CpuEncoder:
-    """As ``cpu.spec.cpu_encoder``."""
+    """E4M3, scaled by token or not."""
     assert isinstance(codec, Fp8)
     return CpuEncoder("fp8", (int(codec.scaled),))

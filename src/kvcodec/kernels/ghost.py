@@ -67,7 +67,7 @@ FEWER = (7, 8)
 
 
 def reader(codec: Codec, head_dim: int, role: Role) -> Reader:
-    """As ``spec.reader``."""
+    """Pairs of channels by their kinds; the sizes multiply queries and outputs, or a matrix does (``klt``)."""
     assert isinstance(codec, Ghost)
     codec.layout(head_dim)  # refuses what does not fill quarters
     _check(head_dim)
@@ -165,7 +165,7 @@ def read_tables(params: Params, total: int) -> Tensor:
 
 
 def encoder(codec: Codec, head_dim: int, role: Role) -> Encoder:
-    """As ``spec.encoder``."""
+    """Rows by the kinds of pairs; with few tokens, and head_dims of 128 or 256, by teams of 32 threads."""
     assert isinstance(codec, Ghost)
     codec.layout(head_dim)
     _check(head_dim)
@@ -185,7 +185,7 @@ def encoder(codec: Codec, head_dim: int, role: Role) -> Encoder:
 
 
 def cpu_reader(codec: Codec, head_dim: int, role: Role) -> CpuReader:
-    """As ``cpu.spec.cpu_reader``."""
+    """Channels by their widths; the sizes multiply queries and outputs, or a matrix does (``klt``)."""
     assert isinstance(codec, Ghost)
     _check_cpu(codec, head_dim, "read")
     name, options = f"ghost{codec.total}", (int(role == "value"),)
@@ -205,7 +205,7 @@ def out_of_places(params: Params) -> Tensor:
 
 
 def cpu_encoder(codec: Codec, head_dim: int, role: Role) -> CpuEncoder:
-    """As ``cpu.spec.cpu_encoder``."""
+    """Rows by the widths of channels."""
     assert isinstance(codec, Ghost)
     _check_cpu(codec, head_dim, "write")
     options = codec.total, int(role == "value")

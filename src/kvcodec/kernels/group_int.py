@@ -15,7 +15,7 @@ MOST_TOKENS = 256
 
 
 def reader(codec: Codec, head_dim: int, role: Role) -> Reader:
-    """As ``spec.reader``."""
+    """Whole tokens; groups along channels, for keys 32 of them; groups along tokens, of keys alone."""
     assert isinstance(codec, GroupInt)
     if codec.along == "channels" and codec.group == 0:
         name = f"kv::ReadInt<{head_dim}, {codec.bits}, {flag(codec.symmetric)}>"
@@ -37,7 +37,7 @@ def reader(codec: Codec, head_dim: int, role: Role) -> Reader:
 
 
 def cpu_reader(codec: Codec, head_dim: int, role: Role) -> CpuReader:
-    """As ``cpu.spec.cpu_reader``."""
+    """Along tokens any group; along channels groups of whole vectors of 16."""
     assert isinstance(codec, GroupInt)
     kind = " symmetric" if codec.symmetric else ""
     if codec.along == "tokens":
@@ -48,7 +48,7 @@ def cpu_reader(codec: Codec, head_dim: int, role: Role) -> CpuReader:
 
 
 def encoder(codec: Codec, head_dim: int, role: Role) -> Encoder:
-    """As ``spec.encoder``."""
+    """Rows along channels, blocks of tokens along tokens."""
     assert isinstance(codec, GroupInt)
     if codec.group not in (0, *GROUPS):
         raise UnsupportedError(f"the kernels write groups of {SIZES} or of all channels, not {codec}")
@@ -59,7 +59,7 @@ def encoder(codec: Codec, head_dim: int, role: Role) -> Encoder:
 
 
 def cpu_encoder(codec: Codec, head_dim: int, role: Role) -> CpuEncoder:
-    """As ``cpu.spec.cpu_encoder``."""
+    """Rows along channels, blocks of tokens along tokens."""
     assert isinstance(codec, GroupInt)
     kind = " symmetric" if codec.symmetric else ""
     if codec.along == "tokens":

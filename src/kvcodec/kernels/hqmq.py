@@ -40,7 +40,7 @@ HEADS = 8
 
 
 def reader(codec: Codec, head_dim: int, role: Role) -> Reader:
-    """As ``spec.reader``."""
+    """The head's codebook in shared memory, in as many copies as fit."""
     assert isinstance(codec, Hqmq)
     if codec.packing != "ceil":
         raise UnsupportedError(f"the kernels read packing=ceil, not {codec}")
@@ -59,7 +59,7 @@ def reader(codec: Codec, head_dim: int, role: Role) -> Reader:
 
 
 def cpu_reader(codec: Codec, head_dim: int, role: Role) -> CpuReader:
-    """As ``cpu.spec.cpu_reader``."""
+    """Half of the head's codebook; the other half are its negatives."""
     assert isinstance(codec, Hqmq)
     if codec.packing != "ceil":
         raise UnsupportedError(f"the kernels read packing=ceil, not {codec}")
@@ -82,7 +82,7 @@ def cpu_tables(params: Params) -> Tensor:
 
 
 def encoder(codec: Codec, head_dim: int, role: Role) -> Encoder:
-    """As ``spec.encoder``."""
+    """The nearest product, searched in cells."""
     assert isinstance(codec, Hqmq)
     if codec.packing != "ceil":
         raise UnsupportedError(f"no CUDA kernel encodes {codec}")
@@ -91,7 +91,7 @@ def encoder(codec: Codec, head_dim: int, role: Role) -> Encoder:
 
 
 def cpu_encoder(codec: Codec, head_dim: int, role: Role) -> CpuEncoder:
-    """As ``cpu.spec.cpu_encoder``."""
+    """The nearest product, by the head's secondary quaternions."""
     assert isinstance(codec, Hqmq)
     if codec.packing != "ceil":
         raise UnsupportedError(f"the CPU kernels write packing=ceil, not {codec}")

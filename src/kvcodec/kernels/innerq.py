@@ -23,7 +23,7 @@ FIT_THREADS = 1024
 
 
 def reader(codec: Codec, head_dim: int, role: Role) -> Reader:
-    """As ``spec.reader``."""
+    """Keys in groups along channels, values in groups along tokens."""
     assert isinstance(codec, InnerQ)
     factor = "norm" if codec.norm else ""
     if codec.along == "channels":
@@ -37,7 +37,7 @@ def reader(codec: Codec, head_dim: int, role: Role) -> Reader:
 
 
 def cpu_reader(codec: Codec, head_dim: int, role: Role) -> CpuReader:
-    """As ``cpu.spec.cpu_reader``."""
+    """Symmetric integers along either axis; hybrid groups along tokens alone."""
     assert isinstance(codec, InnerQ)
     factor = "norm" if codec.norm else ""
     if codec.along == "channels":
@@ -49,7 +49,7 @@ def cpu_reader(codec: Codec, head_dim: int, role: Role) -> CpuReader:
 
 
 def encoder(codec: Codec, head_dim: int, role: Role) -> Encoder:
-    """As ``spec.encoder``."""
+    """A row where groups run along channels, a block of tokens where along tokens; both divided by the norms."""
     assert isinstance(codec, InnerQ)
     factor, reading = "norm" if codec.norm else "", f"kv::{codec.symmetric.upper()}"
     if codec.along == "channels":
@@ -62,7 +62,7 @@ def encoder(codec: Codec, head_dim: int, role: Role) -> Encoder:
 
 
 def cpu_encoder(codec: Codec, head_dim: int, role: Role) -> CpuEncoder:
-    """As ``cpu.spec.cpu_encoder``: the codes are those of symmetric integers of ``width`` bits."""
+    """Symmetric integers of ``width`` bits, divided by the norms first."""
     assert isinstance(codec, InnerQ)
     if codec.hybrid or codec.symmetric == "full":
         raise UnsupportedError(f"the CPU kernels write symmetric=literal and signed, and no hybrid, not {codec}")

@@ -26,7 +26,7 @@ ROUNDINGS = {"scalar": "ROUND_SCALAR", "local_2x2": "ROUND_2X2", "local_3x3": "R
 
 
 def reader(codec: Codec, head_dim: int, role: Role) -> Reader:
-    """As ``spec.reader``."""
+    """Keys only: triplets looked up in tables, which must fit into shared memory."""
     assert isinstance(codec, Octopus)
     if role == "value":
         raise UnsupportedError(f"the kernels read OCTOPUS' keys, not {codec} as values")
@@ -47,7 +47,7 @@ def reader(codec: Codec, head_dim: int, role: Role) -> Reader:
 
 
 def cpu_reader(codec: Codec, head_dim: int, role: Role, straight: bool = False) -> CpuReader:
-    """As ``cpu.spec.cpu_reader``; ``straight``: triplets in their own order."""
+    """Triplets looked up in tables; ``straight``: in their own order."""
     assert isinstance(codec, Octopus)
     return CpuReader(
         "octopus",
@@ -123,7 +123,7 @@ def cpu_places(n: int, bits: int, low: int, first: int, end: int, by: int) -> Te
 
 
 def encoder(codec: Codec, head_dim: int, role: Role) -> Encoder:
-    """As ``spec.encoder``."""
+    """Directions are searched as the codec's rounding says."""
     assert isinstance(codec, Octopus)
     return Encoder(
         f"kv::OctopusRow<{row_arguments(codec, head_dim)}>",
@@ -137,7 +137,7 @@ def encoder(codec: Codec, head_dim: int, role: Role) -> Encoder:
 
 
 def cpu_encoder(codec: Codec, head_dim: int, role: Role) -> CpuEncoder:
-    """As ``cpu.spec.cpu_encoder``."""
+    """Directions are searched as the codec's rounding says."""
     assert isinstance(codec, Octopus)
     return CpuEncoder(
         "octopus",

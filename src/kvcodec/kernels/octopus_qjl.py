@@ -9,17 +9,17 @@ from kvcodec.ops.hadamard import power_of_two_divisor
 
 
 def reader(codec: Codec, head_dim: int, role: Role) -> Reader:
-    """As ``spec.reader``."""
+    """OCTOPUS' reader, and the sketch of the residual."""
     return sketch.sketched(octopus.reader(codec, head_dim, role), codec, head_dim)
 
 
 def cpu_reader(codec: Codec, head_dim: int, role: Role) -> CpuReader:
-    """As ``cpu.spec.cpu_reader``."""
+    """OCTOPUS' reader with triplets in their own order, and the sketch of the residual."""
     return sketch.cpu_sketched(octopus.cpu_reader(codec, head_dim, role, straight=True), codec, head_dim)
 
 
 def encoder(codec: Codec, head_dim: int, role: Role) -> Encoder:
-    """As ``spec.encoder``."""
+    """A row of triplets, then the signs of its residual's sketch."""
     assert isinstance(codec, OctopusQJL)
     return Encoder(
         f"kv::OctopusQjlRow<{octopus.row_arguments(codec, head_dim)}>",
@@ -32,5 +32,5 @@ def encoder(codec: Codec, head_dim: int, role: Role) -> Encoder:
 
 
 def cpu_encoder(codec: Codec, head_dim: int, role: Role) -> CpuEncoder:
-    """As ``cpu.spec.cpu_encoder``."""
+    """OCTOPUS' encoder, and the sketch of the residual."""
     return sketch.cpu_sketch_written(octopus.cpu_encoder(codec, head_dim, role), codec, head_dim)

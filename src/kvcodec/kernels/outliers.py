@@ -20,7 +20,7 @@ WARPS = 8
 
 
 def reader(codec: Codec, head_dim: int, role: Role) -> Reader:
-    """As ``spec.reader``: the inner codec's, with ``kv::ReadMed`` of csrc/read_outliers.cuh around it."""
+    """The inner codec's, with ``kv::ReadMed`` of csrc/read_outliers.cuh around it."""
     assert isinstance(codec, Med)
     inner = spec.reader(codec.inner, head_dim, role)
     rest = _rest_of(codec.inner, head_dim)
@@ -47,7 +47,7 @@ def reader(codec: Codec, head_dim: int, role: Role) -> Reader:
 
 
 def cpu_reader(codec: Codec, head_dim: int, role: Role) -> CpuReader:
-    """As ``cpu.spec.cpu_reader``."""
+    """The inner codec's, and the outliers in place of what it decodes."""
     assert isinstance(codec, Med)
     inner = cpu_reader_of(codec.inner, head_dim, role)
     if not _rest_of(codec.inner, head_dim) or (isinstance(codec.inner, GroupInt) and codec.inner.symmetric):
@@ -64,7 +64,7 @@ def cpu_reader(codec: Codec, head_dim: int, role: Role) -> CpuReader:
 
 
 def encoder(codec: Codec, head_dim: int, role: Role) -> Encoder:
-    """As ``spec.encoder``."""
+    """HQMQ's row with ``kv::MedRow`` around it; beside integers PyTorch writes."""
     assert isinstance(codec, Med)
     if type(codec.inner) is not Hqmq:
         raise UnsupportedError(f"no CUDA kernel encodes {codec}")

@@ -6,12 +6,12 @@ from kvcodec.kernels.cpu.spec import CpuEncoder, CpuReader
 
 
 def cpu_reader(codec: Codec, head_dim: int, role: Role) -> CpuReader:
-    """As ``cpu.spec.cpu_reader``."""
+    """Groups of 32 in the rotated basis."""
     assert isinstance(codec, Q40)
     return CpuReader("q4_0", order=codec.order_for(head_dim))
 
 
 def cpu_encoder(codec: Codec, head_dim: int, role: Role) -> CpuEncoder:
-    """As ``cpu.spec.cpu_encoder``."""
+    """Groups of 32 in the rotated basis."""
     assert isinstance(codec, Q40)
     return CpuEncoder("q4_0", order=codec.order_for(head_dim))

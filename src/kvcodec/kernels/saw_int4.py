@@ -8,7 +8,7 @@ from kvcodec.kernels.spec import Encoder, Reader, flag
 
 
 def reader(codec: Codec, head_dim: int, role: Role) -> Reader:
-    """As ``spec.reader``."""
+    """Neighbours in a byte, and a rounded zero point."""
     assert isinstance(codec, SawInt4)
     if (codec.zero, codec.pack) != ("rounded", "neighbours"):
         raise UnsupportedError(f"the kernels read zero=rounded and pack=neighbours, not {codec}")
@@ -18,7 +18,7 @@ def reader(codec: Codec, head_dim: int, role: Role) -> Reader:
 
 
 def cpu_reader(codec: Codec, head_dim: int, role: Role) -> CpuReader:
-    """As ``cpu.spec.cpu_reader``."""
+    """Neighbours in a byte, and any zero point."""
     assert isinstance(codec, SawInt4)
     if codec.pack != "neighbours":
         raise UnsupportedError(f"the CPU kernels read pack=neighbours, not {codec}")
@@ -26,7 +26,7 @@ def cpu_reader(codec: Codec, head_dim: int, role: Role) -> CpuReader:
 
 
 def encoder(codec: Codec, head_dim: int, role: Role) -> Encoder:
-    """As ``spec.encoder``."""
+    """Neighbours in a byte; the zero point as the codec keeps it."""
     assert isinstance(codec, SawInt4)
     if codec.pack != "neighbours":
         raise UnsupportedError(f"the kernels write pack=neighbours, not {codec}")
@@ -35,7 +35,7 @@ def encoder(codec: Codec, head_dim: int, role: Role) -> Encoder:
 
 
 def cpu_encoder(codec: Codec, head_dim: int, role: Role) -> CpuEncoder:
-    """As ``cpu.spec.cpu_encoder``."""
+    """Neighbours in a byte; the zero point as the codec keeps it."""
     assert isinstance(codec, SawInt4)
     if codec.pack != "neighbours":
         raise UnsupportedError(f"the CPU kernels write pack=neighbours, not {codec}")

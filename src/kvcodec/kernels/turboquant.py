@@ -16,7 +16,7 @@ from kvcodec.ops.hadamard import power_of_two_divisor
 
 
 def reader(codec: Codec, head_dim: int, role: Role) -> Reader:
-    """As ``spec.reader``."""
+    """Levels of each channel; for TurboQuant-QJL its first stage's, and the sketch of the residual."""
     assert isinstance(codec, TurboQuant)
     if isinstance(codec, TurboQuantQJL):
         if role == "value" or codec.variant != "correct":
@@ -38,7 +38,7 @@ def reader(codec: Codec, head_dim: int, role: Role) -> Reader:
 
 
 def cpu_reader(codec: Codec, head_dim: int, role: Role) -> CpuReader:
-    """As ``cpu.spec.cpu_reader``."""
+    """Levels of each channel; for TurboQuant-QJL its first stage's, and the sketch of the residual."""
     assert isinstance(codec, TurboQuant)
     if isinstance(codec, TurboQuantQJL):
         if codec.variant != "correct":
@@ -55,7 +55,7 @@ def cpu_reader(codec: Codec, head_dim: int, role: Role) -> CpuReader:
 
 
 def encoder(codec: Codec, head_dim: int, role: Role) -> Encoder:
-    """As ``spec.encoder``.
+    """The nearest level of each channel; for TurboQuant-QJL then the signs of the residual's sketch.
 
     Examples
     --------
@@ -79,7 +79,7 @@ def encoder(codec: Codec, head_dim: int, role: Role) -> Encoder:
 
 
 def cpu_encoder(codec: Codec, head_dim: int, role: Role) -> CpuEncoder:
-    """As ``cpu.spec.cpu_encoder``."""
+    """The nearest level of each channel by walls; for TurboQuant-QJL then the signs of the residual's sketch."""
     assert isinstance(codec, TurboQuant)
     if isinstance(codec, TurboQuantQJL):
         if codec.variant != "correct":

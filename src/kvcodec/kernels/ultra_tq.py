@@ -15,7 +15,7 @@ from kvcodec.ops.hadamard import power_of_two_divisor
 
 
 def reader(codec: Codec, head_dim: int, role: Role) -> Reader:
-    """As ``spec.reader``."""
+    """Keys only: 16 levels, over 4 where blocks have norms."""
     assert isinstance(codec, UltraTQ)
     if role == "value":
         raise UnsupportedError(f"the kernels read Ultra-TQ's keys, not {codec} as values")
@@ -30,14 +30,14 @@ def reader(codec: Codec, head_dim: int, role: Role) -> Reader:
 
 
 def cpu_reader(codec: Codec, head_dim: int, role: Role) -> CpuReader:
-    """As ``cpu.spec.cpu_reader``."""
+    """16 levels; with norms of tokens all channels are one group."""
     assert isinstance(codec, UltraTQ)
     order, (group, unit) = power_of_two_divisor(head_dim), _norms(codec, head_dim)
     return CpuReader("group levels", (group,), lambda params: group_levels(unit, params["levels"][0]), order=order)
 
 
 def encoder(codec: Codec, head_dim: int, role: Role) -> Encoder:
-    """As ``spec.encoder``."""
+    """The nearest of 16 levels, looked up in shared memory."""
     assert isinstance(codec, UltraTQ)
     order, (group, unit) = power_of_two_divisor(head_dim), _norms(codec, head_dim)
     name = f"kv::UltraTqRow<{head_dim}, {flag(group > 0)}, {int(math.log2(unit))}>"
@@ -45,7 +45,7 @@ def encoder(codec: Codec, head_dim: int, role: Role) -> Encoder:
 
 
 def cpu_encoder(codec: Codec, head_dim: int, role: Role) -> CpuEncoder:
-    """As ``cpu.spec.cpu_encoder``."""
+    """The nearest of 16 levels by their walls; behind them the unit of the norms."""
     assert isinstance(codec, UltraTQ)
     order, (group, unit) = power_of_two_divisor(head_dim), _norms(codec, head_dim)
 

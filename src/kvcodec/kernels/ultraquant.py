@@ -18,7 +18,7 @@ _CODES = torch.arange(16)
 
 
 def reader(codec: Codec, head_dim: int, role: Role) -> Reader:
-    """As ``spec.reader``."""
+    """E2M1 with a scale per group; keys lend their levels to values. Queries must be exact."""
     assert isinstance(codec, UltraQuant)
     if codec.queries != "exact":
         raise UnsupportedError(f"the kernels do not round queries, as {codec} does")
@@ -36,7 +36,7 @@ def reader(codec: Codec, head_dim: int, role: Role) -> Reader:
 
 
 def cpu_reader(codec: Codec, head_dim: int, role: Role) -> CpuReader:
-    """As ``cpu.spec.cpu_reader``."""
+    """The levels of E2M1 in groups, their unit that of the rotation. Queries must be exact."""
     assert isinstance(codec, UltraQuant)
     if codec.queries != "exact":
         raise UnsupportedError(f"the kernels do not round queries, as {codec} does")
@@ -49,7 +49,7 @@ def cpu_reader(codec: Codec, head_dim: int, role: Role) -> CpuReader:
 
 
 def encoder(codec: Codec, head_dim: int, role: Role) -> Encoder:
-    """As ``spec.encoder``."""
+    """The bits of c stand in the program, as the reference multiplies in double."""
     assert isinstance(codec, UltraQuant)
     order = power_of_two_divisor(head_dim) if codec.rotate else 1
     bits = int.from_bytes(struct.pack(">d", codec.c), "big")  # of the double
@@ -59,7 +59,7 @@ def encoder(codec: Codec, head_dim: int, role: Role) -> Encoder:
 
 
 def cpu_encoder(codec: Codec, head_dim: int, role: Role) -> CpuEncoder:
-    """As ``cpu.spec.cpu_encoder``."""
+    """c and the unit of the rotation are its table."""
     assert isinstance(codec, UltraQuant)
     order = power_of_two_divisor(head_dim) if codec.rotate else 1
     numbers = torch.tensor([[codec.c, 2.0 ** math.ceil(math.log2(order) / 2)]], dtype=torch.float64)

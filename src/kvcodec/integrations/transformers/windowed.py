@@ -75,7 +75,7 @@ class WindowedLayer(PackedCacheLayer):
         self._restrict()
 
     def reach(self, held: int) -> tuple[int, int, int]:
-        """As ``PackedCacheLayer.reach``."""
+        """The window's tokens, or the chunk's and the position of the oldest token held."""
         if self.kind == "chunked_attention":
             return 0, self.window, self.cumulative_length - held
         return self.window, 0, 0

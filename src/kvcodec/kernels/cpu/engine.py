@@ -131,7 +131,7 @@ class CpuEngine(Engine):
         placed: Tensor | None = None,
         sink: tuple[Tensor, Tensor] | None = None,
     ) -> Tensor:
-        """As ``Engine.attend_pages``."""
+        """The sink is a piece of dense tokens, the rest a piece of the pages."""
         dense_k, dense_v = sink or (None, None)
         t = 0 if dense_k is None else dense_k.shape[2]
         pieces = [Piece(t, ~0, ~0), Piece(length - t, t, t, _numbers(placed, 1, 0)[0] + t)]
@@ -183,7 +183,7 @@ class CpuEngine(Engine):
         placed: Tensor | None = None,
         recurring: bool = False,
     ) -> Tensor:
-        """As ``Engine.attend_many``."""
+        """By ``held.attend_held``, which reads sink, run and window where they lie."""
         key, value = (self.reading.get(role, NO_CONSTANTS) for role in ROLES)
         runs = None
         if self.mean is not None and placed is not None:  # one run of slots, behind the sink
@@ -196,7 +196,7 @@ class CpuEngine(Engine):
         ).out  # fmt: skip
 
     def workspace_bytes(self, q: Tensor, store: PageStore, dense: bool) -> int:
-        """As ``Engine.workspace_bytes``."""
+        """Scratch of each thread, and of the merge."""
         return workspace_bytes(q)
 
     def many_workspace_bytes(self, q: Tensor, store: PageStore, packed: int, dense: int, flash: bool) -> int:
