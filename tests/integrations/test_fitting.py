@@ -146,7 +146,7 @@ def test_one_fits_and_the_others_wait(
     assert found[0] == found[1]
     assert found[0].is_file()
     assert "kept in" in caplog.text
-    assert f"those of an earlier start, from {found[0]}" in caplog.text
+    assert f"were fitted before and lie in {found[0]}" in caplog.text
 
 
 def test_a_kept_file_of_other_weights_is_refused(folder: Path) -> None:

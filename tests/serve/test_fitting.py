@@ -49,7 +49,7 @@ def test_the_first_start_fits_and_the_second_one_finds_the_file(
     (file,) = cache.glob("*.safetensors")
     again = served(biased.folder, GIVEN)
     log = told(caplog)
-    assert f"those of an earlier start, from {file}" in log
+    assert f"were fitted before and lie in {file}" in log
     assert "drawing tokens" not in log
     assert again == first
     own = tmp_path / "own"

@@ -100,13 +100,14 @@ def fitted_file(config: Any, options: Options) -> Path:
     """
     fit = fit_of(config, options)
     try:
-        file = fit.file()
-        file.parent.mkdir(parents=True, exist_ok=True)
-        with alone(file):
-            if not file.exists():
-                run(fit, file)
-            else:
-                logger.info("kvcodec: constants of %s are those of an earlier start, from %s", fit.spec, file)
+        file, made = fit.file(), False
+        if not file.exists():
+            file.parent.mkdir(parents=True, exist_ok=True)
+            with alone(file):
+                if made := not file.exists():
+                    run(fit, file)
+        if not made:
+            logger.info("kvcodec: constants of %s were fitted before and lie in %s", fit.spec, file)
         check_kept(fit, file)
     except (OSError, ModelError) as error:
         raise FitError(f"kvcodec: {fit.spec} was not fitted to {fit.model}: {error} {by_hand(fit)}") from error
