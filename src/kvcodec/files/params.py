@@ -77,6 +77,11 @@ def same_weights(model: torch.nn.Module, weights: Mapping[str, tuple[int, float,
     )
 
 
+def same_figures(tensor: Tensor, weight: tuple[int, float, float]) -> bool:
+    """Whether a tensor is that parameter of a ``ModelIdentity``, up to the rounding of a 16-bit load."""
+    return _same(_figures(tensor), weight)
+
+
 def _same(a: tuple[int, float, float], b: tuple[int, float, float]) -> bool:
     allowed = TOLERANCE * b[1] / max(a[0], 1) ** 0.5
     return a[0] == b[0] and all(abs(p - q) <= allowed for p, q in zip(a[1:], b[1:], strict=True))
@@ -85,13 +90,13 @@ def _same(a: tuple[int, float, float], b: tuple[int, float, float]) -> bool:
 def figures(model: torch.nn.Module, names: Iterable[str]) -> dict[str, tuple[int, float, float]]:
     """Number of sampled elements, their mean magnitude and mean, by parameter; offloaded parameters are left out."""
     parameters = dict(model.named_parameters())
-    found = {}
-    for name in names:
-        if name in parameters and not parameters[name].is_meta:
-            flat = parameters[name].detach().flatten()
-            x = flat[:: max(1, flat.numel() // ELEMENTS)].double()
-            found[name] = (x.numel(), x.abs().mean().item(), x.mean().item())
-    return found
+    return {name: _figures(parameters[name]) for name in names if name in parameters and not parameters[name].is_meta}
+
+
+def _figures(tensor: Tensor) -> tuple[int, float, float]:
+    flat = tensor.detach().flatten()
+    x = flat[:: max(1, flat.numel() // ELEMENTS)].double()
+    return x.numel(), x.abs().mean().item(), x.mean().item()
 
 
 @dataclass(frozen=True, eq=False)

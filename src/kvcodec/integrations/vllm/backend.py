@@ -13,6 +13,7 @@ from collections import Counter
 from dataclasses import replace
 from functools import lru_cache
 from math import lcm
+from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
@@ -29,6 +30,7 @@ from kvcodec.errors import UnsupportedError
 from kvcodec.integrations.vllm.biases import Around
 from kvcodec.integrations.vllm.bind import bind, caching_layers, check_engine, check_weights
 from kvcodec.integrations.vllm.builder import PackedBuilder
+from kvcodec.integrations.vllm.fitting import fitted_file
 from kvcodec.integrations.vllm.flash import flash_for
 from kvcodec.integrations.vllm.groups import GroupedLayer
 from kvcodec.integrations.vllm.identity import digest_of
@@ -53,15 +55,16 @@ logger = init_logger("vllm.kvcodec")
 
 
 @lru_cache(maxsize=8)
-def _options(additional: str, dtype: str) -> Options | None:
-    return read_options(json.loads(additional), dtype)
+def _options(additional: str, dtype: str, made: Path | None) -> Options | None:
+    return read_options(json.loads(additional), dtype, made)
 
 
-def options_of(config: VllmConfig) -> Options | None:
-    """Read kvcodec's options from the configuration; None: there are none."""
+def options_of(config: VllmConfig, made: Path | None = None) -> Options | None:
+    """Read kvcodec's options from the configuration, ``made`` as in ``read_options``; None: there are none."""
     additional = config.additional_config
     plain = dict(additional) if isinstance(additional, dict) else {}
-    return _options(json.dumps({k: v for k, v in plain.items() if k == "kvcodec"}), config.cache_config.cache_dtype)
+    own = json.dumps({k: v for k, v in plain.items() if k == "kvcodec"})
+    return _options(own, config.cache_config.cache_dtype, made)
 
 
 def current_options() -> Options | None:
@@ -137,7 +140,7 @@ class PackedBackend(AttentionBackend):  # type: ignore[misc]
         options = current_options()
         if options is None or len(options.scheme.layer_schemes) > 1:
             return None
-        return refusal(options.scheme, head_size, fitted=options.params is not None) or None
+        return refusal(options.scheme, head_size, fitted=options.fitted) or None
 
     @classmethod
     def customize_spec(cls, spec: AttentionSpec) -> AttentionSpec:
@@ -200,7 +203,6 @@ class PackedImpl(AttentionImpl[PackedMetadata]):  # type: ignore[misc]
         options = options_of(self.config)
         if options is None:
             raise UnsupportedError(f"kvcodec: no preset is named; add {EXAMPLE}.")
-        self.options = options
         absent = {"chunk_lookback": -1}  # this value means it is not used
         unknown = [n for n, x in more.items() if x is not None and x is not False and absent.get(n, x is None) != x]
         if alibi_slopes is not None:
@@ -215,6 +217,7 @@ class PackedImpl(AttentionImpl[PackedMetadata]):  # type: ignore[misc]
         if not PackedBackend.supports_kv_cache_dtype(kv_cache_dtype):
             raise UnsupportedError(f"kvcodec: --kv-cache-dtype {kv_cache_dtype} says otherwise; leave it out.")
         check_engine(self.config, options)
+        self.options = self._with_constants(options)
         # vLLM builds drafts when the model is loaded
         self.draft = any(impl.packed is not None for impl in self._impls().values())
         self.num_heads, self.head_size, self.scale = num_heads, head_size, float(scale)
@@ -231,6 +234,16 @@ class PackedImpl(AttentionImpl[PackedMetadata]):  # type: ignore[misc]
         self.slots: Slots | None = None
         self.pending: PendingGroups | None = None
         self.leads = False
+
+    def _with_constants(self, options: Options) -> Options:
+        """Return the options with the constants that are fitted at the start, once for all layers."""
+        if not options.to_fit:
+            return options
+        for impl in self._impls().values():
+            return impl.options
+        found = options_of(self.config, fitted_file(self.config, options))
+        assert found is not None
+        return found
 
     def process_weights_after_loading(self, act_dtype: torch.dtype) -> None:
         """Bind the layer; see the module's text."""

@@ -104,7 +104,7 @@ def check_weights(
     ------
     BrokenPresetError
     UnsupportedError
-        The layers cannot hold keys without the mean that is asked for.
+        The layers cannot hold keys without the mean that is asked for, or processes have constants of two files.
     """
     own = {extract_layer_index(name): impl for name, impl in impls.items() if impl.kv_sharing_target_layer_name is None}
     order = caching_layers(config, impls)
@@ -112,6 +112,7 @@ def check_weights(
     whole = model.get_total_num_kv_heads() == model.get_num_kv_heads(config.parallel_config)
     text_config = model.hf_config.get_text_config(decoder=True)
     scheme, params = packed_everywhere(config, options.scheme), options.params
+    _check_one_file(params)
     with _plain_torch():
         found = find_biases(type(model.hf_config).__name__, text_config, order, own)
         biases = None if isinstance(found, str) else found
@@ -131,11 +132,28 @@ def _agreed(means: list[Mean]) -> list[Mean]:
 
     A pipeline's stage knows the biases of its own layers only.
     """
-    numbers = torch.tensor([KINDS.index(mean) for mean in means])
+    return [KINDS[number] for number in _largest([KINDS.index(mean) for mean in means])]
+
+
+def _largest(numbers: list[int]) -> list[int]:
+    """The largest of all processes, number by number."""
+    found = torch.tensor(numbers)
     for group in (get_tp_group(), get_pp_group()):
         if group.world_size > 1:
-            torch.distributed.all_reduce(numbers, torch.distributed.ReduceOp.MAX, group.cpu_group)
-    return [KINDS[number] for number in numbers.tolist()]
+            torch.distributed.all_reduce(found, torch.distributed.ReduceOp.MAX, group.cpu_group)
+    return found.tolist()
+
+
+def _check_one_file(params: FittedParams | None) -> None:
+    """Raise if processes read different files of constants: on several hosts each has its own."""
+    if params is not None:
+        own = int(params.sha256[:15], 16)
+        largest, other = _largest([own, -own])
+        if largest != -other:
+            raise UnsupportedError(
+                f"kvcodec: {params.file} is not the same file on all hosts of this server; copy one of them to the "
+                f'same place on all, and give {{"params": FILE}}.'
+            )
 
 
 def _own_params(config: VllmConfig, params: FittedParams, index: int, impl: Any) -> dict[Role, Params]:

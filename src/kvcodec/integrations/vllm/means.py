@@ -198,7 +198,8 @@ def means_of(
             raise UnsupportedError(
                 f"kvcodec: {scheme}, layer {index}: mean={kind} needs a mean that does not depend on a request, and "
                 f'the weights add no large bias to keys; run kvcodec fit MODEL "{scheme}" --text TEXT -o FILE and pass '
-                f'that file, {{"params": FILE}}, or use mean=none.'
+                f'that file, {{"params": FILE}}, or let the server do so at its start, {{"params": "fit"}}, or use '
+                f"mean=none."
             )
         elif index in biases.known and (index not in asked or index in biases.layers):
             mean = biases.known[index].mean[None] if kind == "pre" else rotaries.mean_after(index)

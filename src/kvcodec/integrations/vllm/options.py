@@ -4,7 +4,8 @@
 key        meaning
 ========== ===========================================================================================================
 ``preset`` any spec of ``kvcodec list``, with options; or the path of a recipe
-``params`` path of a file of ``kvcodec fit``, for presets whose constants are fitted
+``params`` path of a file of ``kvcodec fit``, for presets whose constants are fitted; ``fit``: the server makes the file
+           at its first start and keeps it (see ``fitting``)
 ``window`` 0: serve a preset without its dense window of newest tokens
 ``sink``   0: serve a preset without its dense first tokens
 ``seed``   seed of random constants; default 0
@@ -28,6 +29,8 @@ from kvcodec.scheme import KVScheme, Mix
 KEY = "kvcodec"
 DTYPE = "kvcodec"
 """``--kv-cache-dtype``, where the engine lets plugins add one: alone, or ``kvcodec:PRESET``."""
+FIT = "fit"
+"""``params``: no file, but what ``kvcodec fit`` makes of the model when the server starts."""
 NAMES = ("preset", "params", "window", "sink", "seed", "draft", "probe")
 EXAMPLE = """--additional-config '{"kvcodec": {"preset": "saw-int4"}}'"""
 
@@ -45,6 +48,8 @@ class Options:
     probe : {"refuse", "warn", "off"}
     draft : KVScheme
         Of the layers of a draft model.
+    to_fit : str
+        The preset as it was named, if its constants are yet to be fitted; ``params`` is None until they are.
     """
 
     scheme: KVScheme
@@ -52,10 +57,20 @@ class Options:
     seed: int = 0
     probe: Probe = "refuse"
     draft: KVScheme = field(default_factory=lambda: get("dense"))
+    to_fit: str = ""
+
+    @property
+    def fitted(self) -> bool:
+        """Whether constants come from a file, or will."""
+        return self.params is not None or bool(self.to_fit)
 
 
-def read_options(additional: Mapping[str, Any] | None, cache_dtype: str = "auto") -> Options | None:
+def read_options(
+    additional: Mapping[str, Any] | None, cache_dtype: str = "auto", made: Path | None = None
+) -> Options | None:
     """Read the engine's ``additional_config`` and KV-cache dtype; None if kvcodec is not requested.
+
+    ``made`` is the file that ``"params": "fit"`` stands for, once there is one.
 
     Raises
     ------
@@ -83,8 +98,10 @@ def read_options(additional: Mapping[str, Any] | None, cache_dtype: str = "auto"
     if isinstance(seed, bool) or not isinstance(seed, int) or seed < 0:
         raise SpecError(f"kvcodec: seed={seed!r}; give an integer >= 0.")
     scheme = get(preset)
-    params = None
-    if (path := given.get("params")) is not None:
+    params, path = None, given.get("params")
+    if (fits := path == FIT) and not scheme.is_fitted:
+        raise SpecError(f'kvcodec: {preset} has no constants to fit; leave "params": "{FIT}" out.')
+    if (path := made if fits else path) is not None:
         params = read_params(path)
         if not scheme.allows(params.scheme):
             raise SpecError(f"kvcodec: {path} was fitted for {params.spec}, not for {preset}; serve that preset.")
@@ -93,7 +110,8 @@ def read_options(additional: Mapping[str, Any] | None, cache_dtype: str = "auto"
     if not isinstance(draft, str):
         raise SpecError(f"kvcodec: draft={draft!r}; name a spec of `kvcodec list`, or leave it out for 16 bit.")
     own = _without(get(draft), given)
-    return Options(_without(scheme, given), params, seed, _probe(given.get("probe", "refuse")), own)
+    to_fit = preset if fits and params is None else ""
+    return Options(_without(scheme, given), params, seed, _probe(given.get("probe", "refuse")), own, to_fit)
 
 
 def _probe(given: Any) -> Probe:

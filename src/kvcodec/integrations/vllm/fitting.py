@@ -1,0 +1,250 @@
+"""Constants that a server makes at its first start and keeps: ``{"preset": "ghost-3", "params": "fit"}``.
+
+The command ``kvcodec fit`` runs on the checkpoint that the engine is about to load, in a process of its own: when it
+ends its memory is free again, and the engine has allocated next to nothing yet. The file lies in the folder of caches
+under a name that says for which weights, preset and seed it is, so that the next start finds it. Of the processes of a
+server (and of servers that start together) one fits, and the others wait for it and read the same file.
+"""
+
+import hashlib
+import json
+import logging
+import re
+import shlex
+import subprocess
+import sys
+import time
+from collections import deque
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from kvcodec.errors import FitError, FormatError, ModelError
+from kvcodec.files.checkpoint import digest_of, other_weights, weight_files
+from kvcodec.files.folder import cache_dir
+from kvcodec.files.params import read_params
+from kvcodec.integrations.vllm.options import FIT, Options
+from kvcodec.registry import get
+
+logger = logging.getLogger("vllm.kvcodec")
+
+FORMATS = ("auto", "hf", "safetensors", "fastsafetensors")
+"""Load formats that read a checkpoint as transformers does."""
+NEEDED = ("*.safetensors", "*.json", "*.txt", "*.model", "*.jinja")
+"""Files of a repository that a model and its tokenizer are made of."""
+ROOM = 2 << 30
+"""Bytes that drawing tokens and fitting take on a GPU beside the weights, 32 KV heads of 128 channels and a vocabulary
+of 256k included."""
+KEPT = 20
+"""Lines of the command's output that an error may need."""
+
+
+@dataclass(frozen=True)
+class Fit:
+    """What is to be fitted.
+
+    Parameters
+    ----------
+    folder : Path
+        The checkpoint.
+    model : str
+        As the engine calls it.
+    spec : str
+    seed : int
+    device, dtype : str
+        Where the model runs, and in which numbers.
+    """
+
+    folder: Path
+    model: str
+    spec: str
+    seed: int
+    device: str
+    dtype: str
+
+    def file(self) -> Path:
+        """Where the constants are kept: the name has preset, seed, model, and a digest of weights and codecs."""
+        scheme = json.loads(replace(get(self.spec), spec="").to_json())
+        given = json.dumps([digest_of(self.folder), scheme, self.seed], sort_keys=True)
+        words = (self.spec, f"seed{self.seed}", Path(self.model).name)
+        short = (re.sub(r"[^\w.=-]+", "-", word)[-60:] for word in words)
+        return (
+            cache_dir()
+            / "params"
+            / f"{'_'.join([*short, hashlib.sha256(given.encode()).hexdigest()[:16]])}.safetensors"
+        )
+
+    def arguments(self, file: Path | str) -> list[str]:
+        """Arguments of the command ``kvcodec`` that writes the file."""
+        options = ["--seed", str(self.seed), "--device", self.device, "--dtype", self.dtype]
+        return ["fit", str(self.folder), self.spec, "-o", str(file), *options]
+
+
+def fitted_file(config: Any, options: Options) -> Path:
+    """Return the file of constants of an engine's model, which is made if there is none.
+
+    Parameters
+    ----------
+    config : VllmConfig
+    options : Options
+        With ``to_fit``.
+
+    Raises
+    ------
+    FitError
+        The checkpoint cannot be fitted here, fitting failed, or the file that was kept is not for these weights.
+    """
+    fit = fit_of(config, options)
+    try:
+        file, made = fit.file(), False
+        if not file.exists():
+            file.parent.mkdir(parents=True, exist_ok=True)
+            with alone(file):
+                if made := not file.exists():
+                    run(fit, file)
+        if not made:
+            logger.info("kvcodec: constants of %s were fitted before and lie in %s", fit.spec, file)
+        check_kept(fit, file)
+    except (OSError, ModelError) as error:
+        raise FitError(f"kvcodec: {fit.spec} was not fitted to {fit.model}: {error} {by_hand(fit)}") from error
+    return file
+
+
+def fit_of(config: Any, options: Options) -> Fit:
+    """Return what is to be fitted for an engine.
+
+    Raises
+    ------
+    FitError
+        transformers would not load what the engine serves.
+    """
+    model = config.model_config
+    form = str(config.load_config.load_format)
+    parts = (model.hf_config, model.hf_config.get_text_config())
+    reasons = {
+        "its checkpoint is quantized": any(getattr(part, "quantization_config", None) for part in parts),
+        f"--load-format {form} takes its weights from elsewhere": form not in FORMATS,
+        "--hf-overrides changes it": bool(model.hf_overrides),
+    }
+    why = next((reason for reason, holds in reasons.items() if holds), "")
+    folder = Path(model.model).expanduser()
+    if not why and not folder.is_dir():
+        try:
+            folder = _downloaded(config)
+        except Exception as error:  # of the network and of the hub's client
+            why = f"it is neither a folder nor in reach on the hub ({str(error).splitlines()[0]})"
+    if why:
+        raise FitError(
+            f'kvcodec: "params": "{FIT}" fits {options.to_fit} to the unquantized model as transformers loads it, and '
+            f"cannot do so for {model.model}: {why}; run kvcodec fit MODEL {shlex.quote(options.to_fit)} -o FILE with "
+            f'a MODEL that has these layers in 16 bit, and give {{"params": FILE}}.'
+        )
+    dtype = str(model.dtype).removeprefix("torch.")
+    device = _device(str(config.device_config.device_type), folder)
+    return Fit(folder.resolve(), model.model, options.to_fit, options.seed, device, dtype)
+
+
+def _downloaded(config: Any) -> Path:
+    from huggingface_hub import snapshot_download  # comes with the engine
+
+    return Path(
+        snapshot_download(
+            config.model_config.model,
+            revision=config.model_config.revision,
+            cache_dir=config.load_config.download_dir,
+            allow_patterns=list(NEEDED),
+            ignore_patterns=["original/**", "consolidated*"],  # the same weights once more
+        )
+    )
+
+
+def _device(kind: str, folder: Path) -> str:
+    """The engine's own GPU if the weights fit there, else the CPU."""
+    if kind != "cuda":
+        return "cpu"
+    device = f"cuda:{torch.cuda.current_device()}"
+    free, size = torch.cuda.mem_get_info(device)[0], sum(path.stat().st_size for path in weight_files(folder))
+    if size + ROOM <= free:
+        return device
+    logger.warning(
+        "kvcodec: fitting on the CPU, which is slow: the model takes %.1f GB, and %s has %.1f GB free",
+        *(size / 1e9, device, free / 1e9),
+    )
+    return "cpu"
+
+
+@contextmanager
+def alone(file: Path) -> Iterator[None]:
+    """Wait until no other process makes the file."""
+    import fcntl  # where the engine runs there is one
+
+    with file.with_suffix(".lock").open("w") as lock:  # closing it, or the end of the process, lets the next one in
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            logger.info("kvcodec: another process makes %s; this one waits for it", file)
+            fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
+
+
+def run(fit: Fit, file: Path) -> None:
+    """Make the file by the command line, whose output goes to the log.
+
+    Raises
+    ------
+    FitError
+        It failed.
+    """
+    begun = time.monotonic()
+    logger.info("kvcodec: fitting %s to %s on %s in %s", fit.spec, fit.model, fit.device, fit.dtype)
+    status, lines = _output([sys.executable, "-m", "kvcodec", *fit.arguments(file)])
+    if status != 0 or not file.exists():
+        raise FitError(
+            f"kvcodec: {fit.spec} was not fitted to {fit.model}: {lines[-1] if lines else f'exit status {status}'} "
+            f"{by_hand(fit)}"
+        )
+    logger.info("kvcodec: fitted in %.1f s; kept in %s for the next start", time.monotonic() - begun, file)
+
+
+def _output(command: Sequence[str]) -> tuple[int, list[str]]:
+    """Run a command with its output in the log; return its exit status and its last lines."""
+    last: deque[str] = deque(maxlen=KEPT)
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace"
+    ) as own:
+        try:
+            assert own.stdout is not None
+            for line in filter(str.strip, own.stdout):
+                last.append(line.strip())
+                logger.info("kvcodec fit: %s", line.rstrip())
+        except BaseException:  # the server is stopped
+            own.kill()
+            raise
+    return own.returncode, list(last)
+
+
+def by_hand(fit: Fit) -> str:
+    """What to do instead, in a sentence."""
+    return f'Run {shlex.join(["kvcodec", *fit.arguments("FILE")])} and give {{"params": FILE}}.'
+
+
+def check_kept(fit: Fit, file: Path) -> None:
+    """Validate that a file was fitted to the weights of the checkpoint; codecs, shape and seed are compared elsewhere.
+
+    Raises
+    ------
+    FitError
+    """
+    again = f"delete {file}, and the next start fits again."
+    try:
+        params = read_params(file)
+    except FormatError as error:
+        raise FitError(f"kvcodec: {error} Or {again}") from error
+    if names := other_weights(fit.folder, params.model.weights):
+        raise FitError(
+            f"kvcodec: {file} was fitted to {params.model.name}, whose {names[0]} is not that of {fit.model}; {again}"
+        )

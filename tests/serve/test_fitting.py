@@ -1,0 +1,86 @@
+"""A server that fits constants at its first start, and finds them at the next one."""
+
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvcodec.errors import FitError
+from kvcodec.integrations.vllm import bind, fitting
+from kvcodec_lab.cli import main
+from tests.serve.biased import Biased, library
+from tests.serve.engines import engine, generate, layers, prompts
+from tests.serve.test_parallel import by_two
+
+pytestmark = pytest.mark.nightly
+
+IDS = prompts(40, 7)
+GIVEN = {"preset": "ghost-3", "params": "fit"}
+
+
+@pytest.fixture
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    return tmp_path / "cache" / "kvcodec" / "params"
+
+
+def told(caplog: pytest.LogCaptureFixture) -> str:
+    found = "\n".join(record.getMessage() for record in caplog.records if record.name == "vllm.kvcodec")
+    caplog.clear()
+    return found
+
+
+def served(folder: Path, given: dict[str, Any]) -> tuple[list[list[int]], str]:
+    """Greedy tokens, and the identity of the pages."""
+    with engine(folder, given, block_size=16) as llm:
+        return generate(llm, IDS), next(iter(layers(llm).values())).impl.digest
+
+
+def test_the_first_start_fits_and_the_second_one_finds_the_file(
+    biased: Biased, cache: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(logging.getLogger("vllm"), "propagate", True)
+    first = served(biased.folder, GIVEN)
+    log = told(caplog)
+    assert "fitting ghost-3 to" in log
+    assert "kvcodec fit: drawing tokens" in log
+    assert f"kept in {cache}" in log
+    (file,) = cache.glob("*.safetensors")
+    again = served(biased.folder, GIVEN)
+    log = told(caplog)
+    assert f"were fitted before and lie in {file}" in log
+    assert "drawing tokens" not in log
+    assert again == first
+    own = tmp_path / "own"
+    assert main(["fit", str(biased.folder), "ghost-3", "-o", str(own)]) == 0
+    assert served(biased.folder, {"preset": "ghost-3", "params": str(own)}) == first
+    assert first[0] == [library(biased.model, "ghost-3", ids, params=own) for ids in IDS]
+
+
+def test_two_processes_read_one_file(biased: Biased, cache: Path, tmp_path: Path) -> None:
+    found = by_two(biased.folder, GIVEN, tmp_path)
+    (file,) = cache.glob("*.safetensors")
+    assert found == [library(biased.model, "ghost-3", ids, params=file) for ids in IDS]
+
+
+def test_what_cannot_be_fitted_does_not_start(biased: Biased, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(FitError, match="--load-format dummy"), engine(biased.folder, GIVEN, load_format="dummy"):
+        pass
+    monkeypatch.setattr(fitting, "_output", lambda command: (2, ["kvcodec: error: no."]))
+    with pytest.raises(FitError, match=r"error: no\. Run kvcodec fit .*biased"), engine(biased.folder, GIVEN):
+        pass
+    assert not list(cache.glob("*.safetensors"))
+
+
+def test_processes_with_two_files_do_not_start(biased: Biased, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    own = bind._largest
+
+    def beside_another(numbers: list[int]) -> list[int]:
+        """As if another process had the number 1."""
+        return own(numbers) if len(numbers) != 2 or numbers[0] != -numbers[1] else [max(numbers[0], 1), -1]
+
+    biased.fitted("ghost-3", tmp_path / "fitted")
+    monkeypatch.setattr(bind, "_largest", beside_another)
+    with pytest.raises(bind.UnsupportedError, match="fitted is not the same file on all hosts"):
+        served(biased.folder, {"preset": "ghost-3", "params": str(tmp_path / "fitted")})
