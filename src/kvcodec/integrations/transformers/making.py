@@ -1,0 +1,171 @@
+"""What ``cache_for`` makes a cache of: the site of each layer, the kernels that serve them, the layers themselves."""
+
+import warnings
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from transformers.cache_utils import DYNAMIC_LAYER_TYPE_MAPPING
+
+from kvcodec.cache.growing import GrowingCache
+from kvcodec.cache.host import LayerCache
+from kvcodec.cache.site import LayerSite, codec_params
+from kvcodec.cache.static import StaticCache
+from kvcodec.errors import BrokenPresetError, KVCodecWarning, UnsupportedError
+from kvcodec.files.params import LayerParams
+from kvcodec.integrations.transformers.arrivals import Arrivals
+from kvcodec.integrations.transformers.cross import CrossLayer
+from kvcodec.integrations.transformers.layers import PackedCacheLayer
+from kvcodec.integrations.transformers.plan import Attention, ModelPlan, plan_for
+from kvcodec.integrations.transformers.queries import query_energies
+from kvcodec.integrations.transformers.rope import Rope, listening
+from kvcodec.integrations.transformers.schemes import means_of, of_kind
+from kvcodec.integrations.transformers.windowed import WindowedLayer
+from kvcodec.kernels.choose import Kernels
+from kvcodec.key_bias import ALTERNATIVES, Probe, biases_of
+from kvcodec.probe import OutlierProbe
+from kvcodec.scheme import KVScheme
+
+
+def unfused_reason(model_or_config: Any) -> str:
+    """Return why a model does not use the CPU kernels by default, whatever the scheme, or ``""`` if it may."""
+    device = getattr(model_or_config, "device", None)
+    if device is None or device.type != "cpu":
+        return "kernels are the default on a CPU only; attention='fused' asks for them"
+    try:
+        plan_for(model_or_config, "fused", encoder_decoder=True)
+    except UnsupportedError as error:
+        return str(error)
+    return ""
+
+
+def check_rounding(scheme: KVScheme, attention: Attention) -> None:
+    """Raise if the scheme rounds queries where the model multiplies them itself."""
+    if scheme.query_error and attention == "decoded":
+        raise UnsupportedError(
+            f"{scheme} rounds queries inside attention, which attention='decoded' leaves to the model; "
+            f"use attention='streamed' after model.set_attn_implementation('kvcodec')."
+        )
+
+
+def sites_of(
+    model_or_config: Any, plan: ModelPlan, schemes: Sequence[KVScheme], given: LayerParams, seed: int
+) -> list[LayerSite]:
+    """What each layer with K and V encodes with: its scheme, constants, and mean of the keys."""
+    means = means_of(model_or_config, plan, schemes, given)
+    energies = _energies(model_or_config, plan, schemes, given)
+    return [
+        LayerSite(
+            of_kind(own if layer.index in means or own.mean == "none" else replace(own, mean="none"), layer),
+            layer.index,
+            seed,
+            given.get(layer.index),
+            mean=means.get(layer.index),
+            most=None if layer.window is None else layer.window - 1,
+            energy=energies.get(layer.index),
+        )
+        for layer, own in zip(plan.kv_layers, schemes, strict=True)
+    ]
+
+
+def _energies(
+    model_or_config: Any, plan: ModelPlan, schemes: Sequence[KVScheme], given: LayerParams
+) -> dict[int, torch.Tensor]:
+    """Energies of the queries of layers whose key constants wait for the first tokens."""
+    waiting = [
+        layer.index
+        for layer, own in zip(plan.kv_layers, schemes, strict=True)
+        if own.key.needs_sample and own.key.fit_tokens > 1 and codec_params(given.get(layer.index, {}), "key") is None
+    ]
+    known = query_energies(model_or_config) if waiting and isinstance(model_or_config, torch.nn.Module) else {}
+    return {index: known[index] for index in waiting if index in known}
+
+
+def kernels_of(
+    plan: ModelPlan, sites: Sequence[LayerSite], model_or_config: Any, max_len: int | None, page_tokens: int | None
+) -> Kernels:
+    """Choose the kernels of a model's layers.
+
+    Raises
+    ------
+    UnsupportedError
+        They do not support a layer on the model's device (with a config, which has none, this is checked at the first
+        token), or a static cache is requested for sliding layers.
+    """
+    kernels = Kernels(page_tokens, static=max_len is not None)
+    device, dtype = (getattr(model_or_config, name, None) for name in ("device", "dtype"))
+    for layer, site in zip(plan.kv_layers, sites, strict=True):
+        if device is None or layer.head_dim is None:
+            continue
+        try:
+            engine = kernels.serve(site.scheme, layer.head_dim, dtype or torch.float16, device).engine
+        except UnsupportedError as error:
+            raise UnsupportedError(
+                f"{plan.name}, layer {layer.index}: {error}. Use attention='decoded' or 'streamed'."
+            ) from error
+        engine.expect_layer()
+    if max_len is not None and len(plan.stacks) > 1:
+        raise UnsupportedError(
+            f"{plan.name}: an encoder-decoder model has no static cache (max_len={max_len}) with fused attention; "
+            f"leave max_len out."
+        )
+    if max_len is not None and any(layer.window is not None for layer in plan.kv_layers):
+        raise UnsupportedError(
+            f"{plan.name}: sliding layers free their oldest tokens, which a static cache (max_len={max_len}) does "
+            f"not; leave max_len out."
+        )
+    return kernels
+
+
+def layers_of(
+    model_or_config: Any,
+    plan: ModelPlan,
+    sites: Sequence[LayerSite],
+    kernels: Kernels | None,
+    arrivals: Arrivals,
+    max_len: int | None,
+    options: Mapping[str, Any],
+) -> list[Any]:
+    """The cache's layers, one for each of the model's that has a cache; without ``kernels`` the reference's."""
+    page_tokens, packed = options["page_tokens"], iter(sites)
+    layers: list[Any] = []
+    rope: Rope | None = None
+    for planned in plan.layers:
+        if not planned.holds_kv:
+            layers.append(DYNAMIC_LAYER_TYPE_MAPPING[planned.type](**planned.options))
+            continue
+        site = next(packed)
+        cache: LayerCache
+        if kernels is None:
+            cache = LayerCache(site, page_tokens=page_tokens, capacity=0 if planned.is_cross else max_len or 0)
+        elif max_len:
+            cache = StaticCache(site, page_tokens=page_tokens, capacity=max_len, kernels=kernels)
+        else:
+            cache = GrowingCache(site, page_tokens=page_tokens, kernels=kernels)
+        common = cache, planned.index, options["attention"], options["prefill"], arrivals
+        if planned.window is not None:
+            layers.append(WindowedLayer(*common, window=planned.window, kind=planned.type))
+        else:
+            layers.append((CrossLayer if planned.is_cross else PackedCacheLayer)(*common))
+        if cache.places_tokens and not planned.is_cross:
+            rope = rope or listening(model_or_config)
+            layers[-1].rope = rope
+    return layers
+
+
+def outlier_probe(
+    model_or_config: Any, plan: ModelPlan, scheme: KVScheme, given: LayerParams, action: Probe, attention: Attention
+) -> OutlierProbe | None:
+    """Check a scheme against the model's key biases, and return the probe of the first prefill."""
+    if action == "off":
+        return None
+    biases = biases_of(model_or_config, plan)
+    watch = OutlierProbe(scheme, action, biases)
+    tried = ALTERNATIVES if attention == "fused" else None
+    if biases and (why := biases.refusal(scheme, params=given, alternatives=tried)):
+        if action == "refuse":
+            raise BrokenPresetError(why)
+        warnings.warn(why, KVCodecWarning, stacklevel=3)
+        watch.warned = True
+    return watch
