@@ -9,8 +9,8 @@ from kvcodec.codecs.hessian import HessianRotated, hessian_rotation, second_mome
 from kvcodec.codecs.innerq import InnerQ
 from kvcodec.codecs.saw_int4 import SawInt4
 from kvcodec.errors import FitError, SpecError
-from kvcodec.files.caches import load_layers, save_layers
 from kvcodec.ops.hadamard import block_hadamard
+from tests.codecs.filled import check_filled_and_saved
 
 HEAD_DIMS = (64, 80, 96, 128, 192, 256)
 
@@ -157,19 +157,7 @@ def params_of(scheme, dim: int = 64):
 def test_a_cache_filled_token_by_token_is_the_prefilled_one_and_can_be_saved(spec, tmp_path):
     scheme = kvcodec.get(spec)
     k, v = gauss(2, 2, 70, 64, seed=1).half(), gauss(2, 2, 70, 64, seed=2).half()
-    one, many = (kvcodec.LayerCache(scheme, params=params_of(scheme)) for _ in range(2))
-    one.append(k, v)
-    for n in range(70):
-        many.append(k[:, :, n : n + 1], v[:, :, n : n + 1])
-    for a, b in zip(one.decode(), many.decode(), strict=True):
-        assert torch.equal(a, b)
-    save_layers(tmp_path / "c.safetensors", [one], {})
-    (loaded,), _ = load_layers(tmp_path / "c.safetensors")
-    assert scheme.allows(loaded.scheme)
-    for cache in (one, loaded):
-        cache.append(k[:, :, :1], v[:, :, :1])
-    for a, b in zip(one.decode(), loaded.decode(), strict=True):
-        assert torch.equal(a, b)
+    check_filled_and_saved(scheme, params_of(scheme), k, v, tmp_path)
 
 
 @pytest.mark.parametrize("spec", SPECS)

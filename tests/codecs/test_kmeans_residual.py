@@ -16,6 +16,7 @@ from kvcodec.codecs.saw_int4 import SawInt4
 from kvcodec.errors import FitError, SpecError
 from kvcodec.files.caches import load_layers, save_layers
 from kvcodec.ops.kmeans import fit_centroids, nearest_centroid
+from tests.codecs.filled import check_filled_and_saved
 
 SITE = Site(0, "key", 2, 64)
 
@@ -249,19 +250,7 @@ def test_a_cache_filled_token_by_token_is_the_prefilled_one_and_can_be_saved(spe
     sample, q = clustered(1, 2, 400, 64), gauss(1, 4, 90, 64)
     params = {r: scheme.codec(r).calibrate(Site(0, r, 2, 64), sample, q) for r in ("key", "value")}
     k, v = clustered(2, 2, 70, 64, seed=1).half(), gauss(2, 2, 70, 64).half()
-    one, many = (kvcodec.LayerCache(scheme, params=params) for _ in range(2))
-    one.append(k, v)
-    for n in range(70):
-        many.append(k[:, :, n : n + 1], v[:, :, n : n + 1])
-    for a, b in zip(one.decode(), many.decode(), strict=True):
-        assert torch.equal(a, b)
-    save_layers(tmp_path / "c.safetensors", [one], {})
-    (loaded,), _ = load_layers(tmp_path / "c.safetensors")
-    assert scheme.allows(loaded.scheme)
-    for cache in (one, loaded):
-        cache.append(k[:, :, :1], v[:, :, :1])
-    for a, b in zip(one.decode(), loaded.decode(), strict=True):
-        assert torch.equal(a, b)
+    one = check_filled_and_saved(scheme, params, k, v, tmp_path)
     query = gauss(2, 4, 1, 64, seed=3)
     dense_k, dense_v = (x.float().repeat_interleave(2, 1) for x in one.decode())
     expected = torch.nn.functional.scaled_dot_product_attention(query, dense_k, dense_v)

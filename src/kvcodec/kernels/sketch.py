@@ -15,10 +15,14 @@ from kvcodec.ops.bitpack import pack
 from kvcodec.ops.qjl import hadamard_matrix
 
 
-def sketched(stage: Reader, codec: Codec, dim: int) -> Reader:
-    """Return the reader of a stage's keys and the sign sketch of its residual."""
+def _check(codec: Codec, dim: int) -> None:
     if dim & (dim - 1):
         raise UnsupportedError(f"the kernels sketch at head_dim 64, 128, 256 and 512, not {dim} ({codec})")
+
+
+def sketched(stage: Reader, codec: Codec, dim: int) -> Reader:
+    """Return the reader of a stage's keys and the sign sketch of its residual."""
+    _check(codec, dim)
     assert stage.tables is not None
     return Reader(
         f"kv::ReadSketch<{stage.type}, {dim}>",
@@ -34,9 +38,8 @@ def sketched(stage: Reader, codec: Codec, dim: int) -> Reader:
 
 
 def cpu_sketched(stage: CpuReader, codec: Codec, dim: int) -> CpuReader:
-    """As ``sketched``, of the CPU kernels."""
-    if dim & (dim - 1):
-        raise UnsupportedError(f"the kernels sketch at head_dim 64, 128, 256 and 512, not {dim} ({codec})")
+    """Return the CPU kernels' reader of a stage's keys and the sign sketch of its residual."""
+    _check(codec, dim)
     tables = stage.tables
     assert tables is not None
     signs = [field.name for field in codec.layout(dim).fields].index("signs")
@@ -53,8 +56,7 @@ def cpu_sketched(stage: CpuReader, codec: Codec, dim: int) -> CpuReader:
 
 def cpu_sketch_written(stage: CpuEncoder, codec: Codec, dim: int) -> CpuEncoder:
     """Return the CPU kernels' encoder of a stage's keys and the sign sketch of its residual."""
-    if dim & (dim - 1):
-        raise UnsupportedError(f"the kernels sketch at head_dim 64, 128, 256 and 512, not {dim} ({codec})")
+    _check(codec, dim)
     tables = stage.tables
     assert tables is not None
     signs = [field.name for field in codec.layout(dim).fields].index("signs")
