@@ -12,7 +12,8 @@ import torch
 
 import kvcodec
 from kvcodec.cache.fused import FusedLayerCache
-from kvcodec.cache.host import LayerCache, RoleState
+from kvcodec.cache.host import LayerCache
+from kvcodec.cache.role import RoleState
 from kvcodec.codec import ROLES, Dense
 from kvcodec.codecs.hqmq import Hqmq
 from kvcodec.codecs.octopus_qjl import OctopusQJL

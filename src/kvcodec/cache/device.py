@@ -17,8 +17,9 @@ import torch
 from torch import Tensor
 
 from kvcodec.attention import BEFORE_IT, Seen
-from kvcodec.cache.host import LayerCache, RoleState
+from kvcodec.cache.host import LayerCache
 from kvcodec.cache.pages import PageStore
+from kvcodec.cache.role import RoleState
 from kvcodec.cache.site import LayerSite, RoleSite
 from kvcodec.codec import ROLES, Params, Role
 from kvcodec.errors import ShapeError, UnsupportedError
@@ -39,17 +40,6 @@ class _Ready(NamedTuple):
 
     roles: Mapping[Role, RoleSite]
     engine: Engine
-
-
-def mean_refusal(site: LayerSite, engine: Engine) -> str:
-    """Return why an engine's kernels cannot serve a layer's mean, or ``""`` if they can."""
-    if (mean := site.mean) is None or mean.kind in engine.adds_mean:
-        return ""
-    side = "before" if mean.kind == "pre" else "after"
-    return (
-        f"holds keys without their mean {side} RoPE, which no {engine.name} kernel adds to the scores. Use "
-        f"attention='decoded' or 'streamed', or mean=none."
-    )
 
 
 class DeviceCache(LayerCache):
@@ -139,9 +129,6 @@ class DeviceCache(LayerCache):
         except UnsupportedError as error:
             raise UnsupportedError(f"fused attention: {error}. Use attention='decoded' or 'streamed'.") from error
         site, mean = self.site, self.site.mean
-        if why := mean_refusal(site, chosen.engine):
-            raise UnsupportedError(f"fused attention: {self.scheme} {why}")
-
         where = chosen.name, site.layer, site.seed, site.first_head, heads
         find = partial(site.roles, heads, (head_dim, head_dim), keys.dtype, keys.device)
 

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from kvcodec.cache.device import DeviceCache
-from kvcodec.cache.host import RoleState
 from kvcodec.cache.pages import stream_of
 from kvcodec.cache.positions import NOT_CONSECUTIVE, SlotPositions
+from kvcodec.cache.role import RoleState
 from kvcodec.cache.site import Removed
 from kvcodec.checks import check_tensors
 from kvcodec.codec import ROLES, Params, Role

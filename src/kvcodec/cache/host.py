@@ -5,11 +5,7 @@ What leaves it is decoded and encoded into the pages: a token is encoded once by
 show in the bytes. Aged tokens stay aged: a crop drops tokens and moves none back, as with a dense window.
 
 Takes bare tensors, returns decoded tensors or attention; needs no model library. Both roles share the page pool, but
-each has its own schedule (``scheme.py``), so keys may leave their window in blocks and values one by one.
-
-A *slot* is a token's place in the pages. Slots are handed out in order and never rewritten while their token lives.
-Cropping or evicting inside a block of a token-grouped codec leaves dead slots: nothing is re-encoded. ``runs`` lists
-the live slot ranges of a role.
+each has its own schedule (``scheme.py``), so keys may leave their window in blocks and values one by one (``role.py``).
 """
 
 import bisect
@@ -22,6 +18,7 @@ from torch import Tensor
 from kvcodec.attention import Partial, Seen, attend, checked_mask, merge, rounded_queries, with_sinks
 from kvcodec.cache.pages import PageStore
 from kvcodec.cache.positions import Positions
+from kvcodec.cache.role import RoleState
 from kvcodec.cache.site import WITHOUT_MODEL, LayerSite, Removed, RoleSite
 from kvcodec.checks import check_tensors
 from kvcodec.codec import ROLES, Params, Role
@@ -30,59 +27,6 @@ from kvcodec.kernels.cpu.held import HeldAttention
 from kvcodec.ops.precision import without_autocast
 from kvcodec.ops.rope import NOT_TURNED
 from kvcodec.scheme import KVScheme, page_layout
-
-
-class RoleState(RoleSite):
-    """Keys or values of a layer: dense sink, live runs of slots in the pages, dense window.
-
-    Parameters
-    ----------
-    of : RoleSite
-        Codec and constants.
-    sink, window : Tensor ``[B, H, t, D]``
-        Tokens held dense, model basis.
-    """
-
-    def __init__(self, of: RoleSite, sink: Tensor, window: Tensor) -> None:
-        super().__init__(of.role, of.codec, of.site, of.params, of.drawn)
-        self.sink, self.window = sink, window
-        self.runs: list[tuple[int, int]] = []
-        self.remembered: Tensor | None = None
-
-    @property
-    def encoded(self) -> int:
-        """Live encoded tokens."""
-        return sum(b - a for a, b in self.runs)
-
-    @property
-    def next_slot(self) -> int:
-        """Slot of the next block to write: the first block boundary after the last live slot."""
-        unit = self.codec.block_tokens
-        return -(-self.runs[-1][1] // unit) * unit if self.runs else 0
-
-    def extend(self, slots: int) -> None:
-        """Mark ``slots`` more slots live from ``next_slot`` on."""
-        first = self.next_slot
-        if self.runs and self.runs[-1][1] == first:
-            self.runs[-1] = (self.runs[-1][0], first + slots)
-        else:
-            self.runs.append((first, first + slots))
-
-    def remove(self, first: int, last: int) -> None:
-        """Drop the encoded tokens ``[first, last)``, counted among the live encoded ones."""
-        kept, at = [], 0
-        for a, b in self.runs:
-            for lo, hi in ((0, first), (last, at + b - a)):
-                x, y = a + max(lo - at, 0), a + min(hi, at + b - a) - at
-                if x < y:
-                    kept.append((x, y))
-            at += b - a
-        self.runs = kept
-
-    @property
-    def dense_tokens(self) -> int:
-        """Tokens held dense."""
-        return self.sink.shape[2] + self.window.shape[2]
 
 
 class LayerCache:

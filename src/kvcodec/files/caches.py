@@ -13,8 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvcodec.cache.host import LayerCache, RoleState
+from kvcodec.cache.host import LayerCache
 from kvcodec.cache.pages import PageStore
+from kvcodec.cache.role import RoleState
 from kvcodec.cache.site import MEAN, LayerSite, MeanRemoval, RoleSite, codec_params
 from kvcodec.codec import ROLES, Params, Role, Site
 from kvcodec.errors import FormatError, KVError

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from kvcodec.attention import Seen
-from kvcodec.cache.host import RoleState
 from kvcodec.cache.pages import PageStore
+from kvcodec.cache.role import RoleState
 from kvcodec.codec import ROLES, Codec, Params, Role
 from kvcodec.errors import UnsupportedError
 from kvcodec.kernels.basis import out_of_codes
@@ -69,11 +69,9 @@ class CudaEngine(Engine):
 
     name = "cuda"
     refuses_at_once = False
-    adds_mean = ("pre", "post")
     by_slot = True
     caps_groups = False
     mean: KeyMean | None = None
-    """The mean that keys are held without; see ``hold_without``."""
 
     def __init__(self, key: Codec, value: Codec, head_dim: int, page_tokens: int) -> None:
         super().__init__(key, value, head_dim, page_tokens)
@@ -130,11 +128,6 @@ class CudaEngine(Engine):
         pairs = 0 if self.mean is None else self.mean.pairs
         found = _kernels(key, value, self.head_dim, self.page_tokens, pairs)
         self.decode_spec, self.encode_spec, self.readers, self.encoders, self.fitters = found
-
-    def tensors(self) -> list[Tensor]:
-        """Constants on the device, those of the mean included."""
-        own = super().tensors()
-        return own if self.mean is None else [*own, self.mean.mean, self.mean.table]
 
     def hold_without(self, mean: Tensor, rotary: Rotary, *, look: bool = True) -> None:
         """As ``Engine.hold_without``; existing tensors keep their addresses if shape and pairs stay the same."""

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any, Self
 from torch import Tensor
 
 from kvcodec.attention import Seen
-from kvcodec.cache.host import RoleState
 from kvcodec.cache.pages import PageStore
+from kvcodec.cache.role import RoleState
 from kvcodec.cache.site import RoleSite
 from kvcodec.codec import ROLES, Codec, Params, Role
 from kvcodec.errors import UnsupportedError
@@ -20,11 +20,12 @@ from kvcodec.kernels.encode import SlotWriter, Turned
 from kvcodec.kernels.flash import Flash
 from kvcodec.kernels.prompts import ChunkReader
 from kvcodec.ops.rope import Rotary
-from kvcodec.scheme import Mean
 
 if TYPE_CHECKING:
+    from kvcodec.kernels.cpu.mean import CpuMean
     from kvcodec.kernels.cpu.spec import CpuEncoder, CpuReader
     from kvcodec.kernels.fit import Fitted, Sample
+    from kvcodec.kernels.mean import KeyMean
     from kvcodec.kernels.spec import Encoder, Reader
 
 
@@ -41,8 +42,6 @@ class Engine(ABC):
     """What reports call the kernels."""
     refuses_at_once: bool
     """Whether a cache refuses a bad single token when it comes; else ``check`` does, which reads the device's flag."""
-    adds_mean: tuple[Mean, ...]
-    """Means without which kernels read keys, and encode them so."""
     by_slot = False
     """Whether ``writer`` and ``chunk_reader`` serve the tokens of several requests in one launch."""
     caps_groups = True
@@ -52,6 +51,8 @@ class Engine(ABC):
     readers: "Mapping[Role, Reader | CpuReader]"
     encoders: "Mapping[Role, Encoder | CpuEncoder | None]"
     """None: PyTorch encodes the role."""
+    mean: "KeyMean | CpuMean | None" = None
+    """The mean that keys are held without; see ``hold_without``."""
 
     def __init__(self, key: Codec, value: Codec, head_dim: int, page_tokens: int) -> None:
         self.codecs: dict[Role, Codec] = {"key": key, "value": value}
@@ -138,9 +139,10 @@ class Engine(ABC):
         return self.name if self.encoders[role] is not None else "torch"
 
     def tensors(self) -> list[Tensor]:
-        """Constants on the device."""
+        """Constants on the device, those of the mean included."""
         held = [*self.reading.values(), *self.writing.values()]
-        return [x for side in held for x in (side.tables, side.factor, side.matrix) if x is not None]
+        own = [x for side in held for x in (side.tables, side.factor, side.matrix) if x is not None]
+        return [*own, *(x for x in self.mean or () if isinstance(x, Tensor))]
 
     @abstractmethod
     def encode(

@@ -7,9 +7,9 @@ import torch
 from torch import Tensor
 
 from kvcodec.attention import Seen
-from kvcodec.cache.host import RoleState
 from kvcodec.cache.kept_rows import keep_rows
 from kvcodec.cache.pages import PageStore
+from kvcodec.cache.role import RoleState
 from kvcodec.codec import ROLES, Role
 from kvcodec.kernels.constants import NO_CONSTANTS
 from kvcodec.kernels.cpu import library
@@ -29,9 +29,7 @@ class CpuEngine(Engine):
     """Reads and writes the pages of one layer with the CPU kernels; PyTorch writes what they do not."""
 
     refuses_at_once = True
-    adds_mean = ("pre", "post")
     mean: CpuMean | None = None
-    """The mean that keys are held without; see ``hold_without``."""
     common: EncodeArgsStruct | None = None
     """What the calls of the encode kernels have in common; made at the first."""
 
@@ -46,10 +44,6 @@ class CpuEngine(Engine):
     def __getstate__(self) -> dict[str, Any]:
         """Leave out the spec, which holds functions, and what holds numbers of this process."""
         return {name: x for name, x in super().__getstate__().items() if name not in ("spec", "common")}
-
-    def tensors(self) -> list[Tensor]:
-        """Constants, those of the mean included."""
-        return [*super().tensors(), *(x for x in self.mean or () if isinstance(x, Tensor))]
 
     def hold_without(self, mean: Tensor, rotary: Rotary, *, look: bool = True) -> None:
         """As ``Engine.hold_without``; a look costs nothing here."""

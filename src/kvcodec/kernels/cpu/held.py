@@ -2,13 +2,13 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import accumulate, pairwise
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from kvcodec.attention import Partial, Seen
 from kvcodec.cache.pages import PageStore
+from kvcodec.cache.role import RoleState
 from kvcodec.codec import ROLES, Params, Role
 from kvcodec.errors import UnsupportedError
 from kvcodec.kernels.constants import Constants, constants
@@ -17,9 +17,6 @@ from kvcodec.kernels.cpu.attend import Piece, attend
 from kvcodec.kernels.cpu.mean import CpuMean, cpu_mean
 from kvcodec.kernels.cpu.spec import CpuSpec, cpu_spec
 from kvcodec.ops.rope import NOT_TURNED, Rotary
-
-if TYPE_CHECKING:
-    from kvcodec.cache.host import RoleState
 
 Runs = Sequence[tuple[int, Tensor]]
 """Tokens of consecutive positions: how many, and the position of the first, ``[B or 1]``, as ``Positions.runs``."""
@@ -39,7 +36,7 @@ class HeldAttention:
         The CPU kernels cannot read them; the text says why.
     """
 
-    def __init__(self, roles: Mapping[Role, "RoleState"], store: PageStore) -> None:
+    def __init__(self, roles: Mapping[Role, RoleState], store: PageStore) -> None:
         key, value = roles["key"], roles["value"]
         if reason := library.refusal(store.pages.device):
             raise UnsupportedError(reason)
@@ -55,7 +52,7 @@ class HeldAttention:
     def attend(
         self,
         q: Tensor,
-        roles: Mapping[Role, "RoleState"],
+        roles: Mapping[Role, RoleState],
         store: PageStore,
         *,
         scale: float,
@@ -88,7 +85,7 @@ class HeldAttention:
 
 def attend_held(
     q: Tensor,
-    roles: Mapping[Role, "RoleState"],
+    roles: Mapping[Role, RoleState],
     store: PageStore,
     *,
     spec: CpuSpec,
@@ -142,7 +139,7 @@ def attend_held(
     return Partial(*found)
 
 
-def _pieces(key: "RoleState", value: "RoleState") -> list[Piece]:
+def _pieces(key: RoleState, value: RoleState) -> list[Piece]:
     """Where the tokens of a cache lie; those held dense are numbered as in ``_dense``."""
     pieces, sides = [], [list(_segments(state)) for state in (key, value)]
     at, ends = 0, [0, 0]
@@ -190,7 +187,7 @@ def _placed(pieces: Sequence[Piece], runs: Runs, batch: int) -> list[list[Piece]
     return found
 
 
-def _segments(state: "RoleState") -> Iterator[tuple[int, int]]:
+def _segments(state: RoleState) -> Iterator[tuple[int, int]]:
     """Runs of a role's tokens, oldest first: how many, and where (as in a Piece)."""
     sink = state.sink.shape[2]
     yield sink, ~0
@@ -199,7 +196,7 @@ def _segments(state: "RoleState") -> Iterator[tuple[int, int]]:
     yield state.window.shape[2], ~sink
 
 
-def _dense(state: "RoleState") -> Tensor | None:
+def _dense(state: RoleState) -> Tensor | None:
     """Tokens that a role of a cache holds dense, sink first."""
     if not state.window.shape[2]:
         return state.sink if state.sink.shape[2] else None
