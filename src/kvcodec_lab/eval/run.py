@@ -10,25 +10,24 @@ windows, then for block after block of the other items.
 """
 
 import contextlib
-import hashlib
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from kvcodec.errors import KVError, ModelError, ShapeError, SpecError
+from kvcodec.errors import KVError, ModelError, SpecError
 from kvcodec.files.params import FittedParams, match_params
 from kvcodec.integrations.transformers.recording import Prefill, packed_cache
 from kvcodec.progress import Progress
-from kvcodec.registry import COMMON
-from kvcodec.scheme import KVScheme, Mix
+from kvcodec.scheme import KVScheme
+from kvcodec_lab.eval.about import about_run
 from kvcodec_lab.eval.batches import Done, read_answers, read_choices, read_window
 from kvcodec_lab.eval.perplexity import Reference, positions_of, uncompressed
-from kvcodec_lab.eval.quantized_cache import PACKAGES, QuantizedCacheMaker, QuantizedCacheSpec, scheme_of
+from kvcodec_lab.eval.quantized_cache import QuantizedCacheMaker, QuantizedCacheSpec, scheme_of
 from kvcodec_lab.eval.rows import Row, write_lines
 from kvcodec_lab.eval.scoring import UNCOMPRESSED, Reader
 from kvcodec_lab.eval.stats import summarize
@@ -36,7 +35,6 @@ from kvcodec_lab.eval.store import RESULTS, Store
 from kvcodec_lab.eval.tasks import get_task
 from kvcodec_lab.eval.tasks.base import Item, Task, TaskSettings
 from kvcodec_lab.models import LoadedModel
-from kvcodec_lab.stamp import versions
 
 BLOCK_CALLS = 16
 """Items of a block, in full calls: enough to batch sequences of equal length."""
@@ -156,7 +154,7 @@ def evaluate(
         with progress.busy(f"{task.name}: making items"):
             items[task.name] = task.items(model.tokenizer, settings.task)
     with progress.busy("hashing the weights"):
-        about = _about(model, found, items, schemes, given, settings)
+        about = about_run(model, found, items, schemes, given, settings.task, settings.prefill, settings.changes)
     with Store(output, about) as store:
         return _Evaluator(model, found, items, readers, settings, store, progress).run()
 
@@ -362,85 +360,3 @@ def _units(tasks: Sequence[Task], items: Mapping[str, Sequence[Item]], size: int
         for kind in ("window", "answer", "choices"):
             if unit := [entry for block in row for entry in block if entry[1].kind == kind]:
                 yield unit
-
-
-# -- run.json ----------------------------------------------------------------------------------------------------------
-
-
-def _about(
-    model: LoadedModel,
-    tasks: Sequence[Task],
-    items: Mapping[str, Sequence[Item]],
-    schemes: Sequence[KVScheme | QuantizedCacheSpec],
-    params: Sequence[FittedParams | None],
-    settings: RunSettings,
-) -> Row:
-    from kvcodec.integrations.transformers.plan import plan_for
-
-    plan = plan_for(model.model, "decoded")
-    device = model.model.device
-    about: Row = {
-        "model": {
-            "name": model.name,
-            "origin": model.origin,
-            "sha256": weights_sha256(model.model),
-            "dtype": str(model.model.dtype).removeprefix("torch."),
-            "layers": len(plan.kv_layers),
-            "kv_heads": plan.heads,
-            "head_dim": plan.head_dim,
-        },
-        "versions": versions()
-        | {PACKAGES[s.backend][1]: s.version for s in schemes if isinstance(s, QuantizedCacheSpec)},
-        "device": device.type,
-        "device_name": torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
-        "seed": settings.task.seed,
-        "settings": {"prefill": settings.prefill, "mean": COMMON["mean"].default, **settings.changes},
-        "tasks": {},
-        "specs": [str(scheme) for scheme in schemes],
-        "bits": {str(scheme): _bits(scheme, plan.head_dim) for scheme in schemes},
-        # by checksum: the file may be replaced under the same name
-        "recipes": {str(s): {"sha256": _sha256(s.to_json())} for s in schemes if isinstance(s, Mix)},
-        "params": {
-            str(scheme): {"file": given.file, "sha256": given.sha256, "tokens": given.tokens, "text": given.text_name}
-            if given
-            else None
-            for scheme, given in zip(schemes, params, strict=True)
-        },
-    }
-    for task in tasks:
-        mine, source = items[task.name], task.source(settings.task)
-        about["tasks"][task.name] = {
-            **task.about(settings.task),
-            "limit": task.limit(settings.task),
-            "items": len(mine),
-            "source": asdict(source) if source else None,
-            "metrics": {name: asdict(metric) for name, metric in task.metrics.items()},
-            "chance": sum(1 / len(i.continuations) for i in mine) / len(mine) if mine[0].kind == "choices" else None,
-        }
-    return about
-
-
-def _bits(scheme: KVScheme | QuantizedCacheSpec, head_dim: int | None) -> Row:
-    try:
-        return {"key_bits": scheme.key_bits(head_dim or 128), "value_bits": scheme.value_bits(head_dim or 128)}
-    except ShapeError:
-        return {"key_bits": None, "value_bits": None}
-
-
-def _sha256(text: str) -> str:
-    return hashlib.sha256(text.encode()).hexdigest()
-
-
-def weights_sha256(model: torch.nn.Module) -> str:
-    """sha256 over the names and bytes of all weights in order of name; tied weights count once."""
-    digest = hashlib.sha256()
-    seen: set[tuple[int, tuple[int, ...]]] = set()
-    for name, tensor in sorted(model.state_dict().items()):
-        place = tensor.data_ptr(), tuple(tensor.shape)
-        if place in seen and tensor.numel():
-            continue
-        seen.add(place)
-        digest.update(f"{name} {tensor.dtype} {list(tensor.shape)}\n".encode())
-        flat = tensor.detach().contiguous().flatten().cpu()
-        digest.update(flat.view(torch.uint8).numpy() if flat.numel() else b"")
-    return digest.hexdigest()

@@ -17,9 +17,10 @@ from kvcodec.recipe import LayerChoice
 from kvcodec.registry import write_recipe
 from kvcodec_lab.eval import batches, store
 from kvcodec_lab.eval import run as module
+from kvcodec_lab.eval.about import weights_sha256
 from kvcodec_lab.eval.compare import Settings, compare
 from kvcodec_lab.eval.merge import merge
-from kvcodec_lab.eval.run import RunSettings, evaluate, weights_sha256
+from kvcodec_lab.eval.run import RunSettings, evaluate
 from kvcodec_lab.eval.scoring import UNCOMPRESSED, Reader
 from kvcodec_lab.eval.store import ITEMS, RESULTS, RUN, read_run
 from kvcodec_lab.eval.tasks.base import TaskSettings
