@@ -65,7 +65,7 @@ class Option:
                 for choice in typing.get_args(kind):
                     if text == str(choice):
                         return choice
-            if kind in (int, float, str) and kind is not bool:
+            if kind in (int, float, str):
                 try:
                     return kind(text)
                 except ValueError:

@@ -142,10 +142,10 @@ class DeviceCache(LayerCache):
                 engine.prepare(roles)
             return _Ready(roles, engine)
 
-        alike = site.is_drawn and (mean is None or mean.given is not None)
-        ready = build() if not alike else SHARED.get(
-            (*where, None if mean is None else mean.name), keys.device, build, _tensors
-        )  # fmt: skip
+        if site.is_drawn and (mean is None or mean.given is not None):  # the same in all caches
+            ready = SHARED.get((*where, None if mean is None else mean.name), keys.device, build, _tensors)
+        else:
+            ready = build()
         self.engine = ready.engine
         self._hold(keys, ready.roles, PageStore(chosen.layout, keys.shape[0], heads, keys.device, slots))
 

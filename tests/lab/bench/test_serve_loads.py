@@ -204,9 +204,7 @@ REPLIES = [reply(0.1, [0.01] * 9), reply(0.2, [0.03] * 9), reply(0.3, [])]
 def test_figures_are_those_of_vllms_benchmark():
     broken = Reply(10, 100, error=RequestError("cut", ""))
     sums = {f.metric: (f.values["p50"], f.n) for f in throughput([*REPLIES, broken], 2.0)}
-    assert sums == {
-        "requests_per_s": (1.5, 3), "output_tokens_per_s": (10.5, 3), "total_tokens_per_s": (160.5, 3),
-    }  # fmt: skip
+    assert sums == {"requests_per_s": (1.5, 3), "output_tokens_per_s": (10.5, 3), "total_tokens_per_s": (160.5, 3)}
     found = {f.metric: f for f in latencies([*REPLIES, broken])}
     assert found["ttft_ms"].values == {"p20": 140, "p50": 200, "p80": 260, "p99": 298, "mean": 200}
     assert found["tpot_ms"].values["mean"] == 20  # of the two with more than one token

@@ -54,6 +54,9 @@ from kvcodec.kernels.prompts import ChunkReader, Chunks
 from kvcodec.layout import PageLayout
 from kvcodec.scheme import KVScheme
 
+CHUNK_TOKENS = 1024
+"""Tokens decoded at a time by the reference."""
+
 
 class Live(NamedTuple):
     """Which tokens decode steps see.
@@ -138,10 +141,6 @@ def _zeros(device: torch.device) -> Tensor:
         return torch.zeros(MOST_SEQUENCES, dtype=torch.int32, device=device)
 
 
-CHUNK_TOKENS = 1024
-"""Tokens decoded at a time by the reference."""
-
-
 class EngineLayer:
     """Constants and pages of one layer whose codecs encode each token alone; others are ``groups.GroupedLayer``.
 
@@ -170,6 +169,9 @@ class EngineLayer:
 
     batched = False
     """Whether kernels take the prompts of several requests in one call: a GPU's, once they are looked up."""
+
+    flash: Flash | None = None
+    """The engine's own flash attention, if it has a better one than PyTorch."""
 
     def __init__(
         self,
@@ -367,9 +369,7 @@ class EngineLayer:
         q, key = q.transpose(0, 1)[None], self.roles["key"]
         if key.params is not None:
             q = rounded_queries(q, key.codec, key.params, self.heads)
-        out = attend_parts(
-            q, parts, total, scale=rules.scale, mask=mask, sinks=rules.sinks, softcap=rules.softcap
-        )  # fmt: skip
+        out = attend_parts(q, parts, total, scale=rules.scale, mask=mask, sinks=rules.sinks, softcap=rules.softcap)
         return out[0].transpose(0, 1)
 
     # -- kernels -------------------------------------------------------------------------------------------------------
@@ -399,9 +399,7 @@ class EngineLayer:
         """
         if page_tokens not in self.engines:
             try:
-                found = choose(
-                    self.scheme, self.head_dim, self.device, page_tokens, static=self.device.type != "cpu"
-                )  # fmt: skip
+                found = choose(self.scheme, self.head_dim, self.device, page_tokens, static=self.device.type != "cpu")
             except UnsupportedError as error:
                 raise UnsupportedError(f"{self.scheme}: {error}.") from error
             if self.mean is not None:
@@ -415,7 +413,7 @@ class EngineLayer:
         layout, pages = self.pages(cache)
         return PageStore.over(layout, pages, table)
 
-    def pool(self, cache: Tensor) -> "Pool":
+    def pool(self, cache: Tensor) -> Pool:
         """What writes and reads these blocks on a GPU; cached, as are the addresses in it."""
         if (found := self.pools.get((cache.data_ptr(), cache.shape))) is None:
             engine, (_, pages) = self.engine(cache.shape[2]), self.pages(cache)
@@ -509,7 +507,7 @@ class EngineLayer:
         rules: Rules,
         live: Live,
         workspace: Tensor | None = None,
-        several: "Several | None" = None,
+        several: Several | None = None,
     ) -> Tensor:
         """Attention of one query token per request with kernels, or of several; nothing synchronises.
 
@@ -583,9 +581,6 @@ class EngineLayer:
             engine.workspace_bytes(q.expand(n, -1, -1, -1), self._store(cache, table.expand(n, -1)), self.holds_dense)
             for n in range(1, requests + 1)
         )
-
-    flash: Flash | None = None
-    """The engine's own flash attention, if it has a better one than PyTorch."""
 
     def prefill(self, q: Tensor, cache: Tensor, row: Tensor, length: int, rules: Rules) -> Tensor:
         """As ``attend``, by kernels; on a GPU where ``attend_chunks`` cannot."""

@@ -226,9 +226,7 @@ class PendingGroups:
         blocks = torch.full_like(self.block[:, :1], FREE).expand(-1, len(slot)).clone()
         if self.halves > 1:  # of the group before only what this step has written there, or an earlier one
             earlier = self._block(table, group * self.unit - 1)
-            blocks.scatter_(
-                0, ((group + 1) % 2)[None], torch.where(before // self.unit < group, earlier, FREE)[None]
-            )  # fmt: skip
+            blocks.scatter_(0, ((group + 1) % 2)[None], torch.where(before // self.unit < group, earlier, FREE)[None])
         blocks.scatter_(0, (group % self.halves)[None], newest[None])
         for numbers, new in ((self.end, length), (self.seen, torch.full_like(length, self.step))):
             numbers.masked_fill_(over, FREE)
