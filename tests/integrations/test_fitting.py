@@ -1,5 +1,6 @@
 """Constants that a server fits at its start: names, waiting, refusals. The engine itself: tests/serve."""
 
+import dataclasses
 import logging
 import sys
 import threading
@@ -108,6 +109,19 @@ def test_the_command_takes_the_arguments(folder: Path) -> None:
     found = parse(fit.arguments("FILE"))
     assert (found.model, found.spec, found.out, found.text) == (str(folder), "ghost-3", "FILE", None)
     assert (found.seed, found.device, found.dtype) == (3, "cpu", "bfloat16")
+
+
+def test_a_model_that_the_gpu_cannot_hold_is_fitted_on_the_cpu(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    fit = dataclasses.replace(fitting.fit_of(config_of(folder), options()), device="cuda")
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
+    size = (folder / "model.safetensors").stat().st_size
+    for free, device in ((size + fitting.ROOM, "cuda:1"), (size + fitting.ROOM - 1, "cpu")):
+        assert "slow" not in caplog.text
+        monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _, free=free: (free, 80 << 30))
+        assert fitting._device(fit) == device
+    assert "cuda:1 has 2.1 GB free" in caplog.text
 
 
 def test_one_fits_and_the_others_wait(

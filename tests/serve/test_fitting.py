@@ -1,13 +1,12 @@
 """A server that fits constants at its first start, and finds them at the next one."""
 
-import logging
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from kvcodec.errors import FitError
-from kvcodec.integrations.vllm import bind, fitting
+from kvcodec.errors import FitError, UnsupportedError
+from kvcodec.integrations.vllm import fitting
 from kvcodec_lab.cli import main
 from tests.serve.biased import Biased, library
 from tests.serve.engines import engine, generate, layers, prompts
@@ -25,10 +24,17 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "cache" / "kvcodec" / "params"
 
 
-def told(caplog: pytest.LogCaptureFixture) -> str:
-    found = "\n".join(record.getMessage() for record in caplog.records if record.name == "vllm.kvcodec")
-    caplog.clear()
-    return found
+@pytest.fixture
+def log(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """What is said about fitting."""
+    said: list[str] = []
+
+    def info(text: str, *given: Any) -> None:
+        if "fit" in text:
+            said.append(text % given)
+
+    monkeypatch.setattr(fitting.logger, "info", info)  # the logger of the whole plugin
+    return said
 
 
 def served(folder: Path, given: dict[str, Any]) -> tuple[list[list[int]], str]:
@@ -38,20 +44,16 @@ def served(folder: Path, given: dict[str, Any]) -> tuple[list[list[int]], str]:
 
 
 def test_the_first_start_fits_and_the_second_one_finds_the_file(
-    biased: Biased, cache: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    biased: Biased, cache: Path, tmp_path: Path, log: list[str]
 ) -> None:
-    monkeypatch.setattr(logging.getLogger("vllm"), "propagate", True)
     first = served(biased.folder, GIVEN)
-    log = told(caplog)
-    assert "fitting ghost-3 to" in log
-    assert "kvcodec fit: drawing tokens" in log
-    assert f"kept in {cache}" in log
     (file,) = cache.glob("*.safetensors")
-    again = served(biased.folder, GIVEN)
-    log = told(caplog)
-    assert f"were fitted before and lie in {file}" in log
-    assert "drawing tokens" not in log
-    assert again == first
+    assert log[0] == f"kvcodec: fitting ghost-3 to {biased.folder} on cpu in float32"
+    assert any(line.startswith("kvcodec fit: drawing tokens") for line in log)
+    assert log[-1].endswith(f"kept in {file} for the next start")
+    log.clear()
+    assert served(biased.folder, GIVEN) == first
+    assert log == [f"kvcodec: constants of ghost-3 were fitted before and lie in {file}"]
     own = tmp_path / "own"
     assert main(["fit", str(biased.folder), "ghost-3", "-o", str(own)]) == 0
     assert served(biased.folder, {"preset": "ghost-3", "params": str(own)}) == first
@@ -74,6 +76,8 @@ def test_what_cannot_be_fitted_does_not_start(biased: Biased, cache: Path, monke
 
 
 def test_processes_with_two_files_do_not_start(biased: Biased, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from kvcodec.integrations.vllm import bind
+
     own = bind._largest
 
     def beside_another(numbers: list[int]) -> list[int]:
@@ -82,5 +86,5 @@ def test_processes_with_two_files_do_not_start(biased: Biased, tmp_path: Path, m
 
     biased.fitted("ghost-3", tmp_path / "fitted")
     monkeypatch.setattr(bind, "_largest", beside_another)
-    with pytest.raises(bind.UnsupportedError, match="fitted is not the same file on all hosts"):
+    with pytest.raises(UnsupportedError, match="fitted is not the same file on all hosts"):
         served(biased.folder, {"preset": "ghost-3", "params": str(tmp_path / "fitted")})

@@ -143,8 +143,7 @@ def fit_of(config: Any, options: Options) -> Fit:
             f"cannot do so for {model.model}: {why}; run kvcodec fit MODEL {shlex.quote(options.to_fit)} -o FILE with "
             f'a MODEL that has these layers in 16 bit, and give {{"params": FILE}}.'
         )
-    dtype = str(model.dtype).removeprefix("torch.")
-    device = _device(str(config.device_config.device_type), folder)
+    device, dtype = str(config.device_config.device_type), str(model.dtype).removeprefix("torch.")
     return Fit(folder.resolve(), model.model, options.to_fit, options.seed, device, dtype)
 
 
@@ -162,12 +161,12 @@ def _downloaded(config: Any) -> Path:
     )
 
 
-def _device(kind: str, folder: Path) -> str:
-    """The engine's own GPU if the weights fit there, else the CPU."""
-    if kind != "cuda":
+def _device(fit: Fit) -> str:
+    """This process's GPU if the weights fit there, else the CPU."""
+    if fit.device != "cuda":
         return "cpu"
     device = f"cuda:{torch.cuda.current_device()}"
-    free, size = torch.cuda.mem_get_info(device)[0], sum(path.stat().st_size for path in weight_files(folder))
+    free, size = torch.cuda.mem_get_info(device)[0], sum(path.stat().st_size for path in weight_files(fit.folder))
     if size + ROOM <= free:
         return device
     logger.warning(
@@ -199,7 +198,7 @@ def run(fit: Fit, file: Path) -> None:
     FitError
         It failed.
     """
-    begun = time.monotonic()
+    begun, fit = time.monotonic(), replace(fit, device=_device(fit))
     logger.info("kvcodec: fitting %s to %s on %s in %s", fit.spec, fit.model, fit.device, fit.dtype)
     status, lines = _output([sys.executable, "-m", "kvcodec", *fit.arguments(file)])
     if status != 0 or not file.exists():
