@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import save_file
 
 import kvcodec
-from kvcodec.errors import FitError, ModelError, SpecError
+from kvcodec.errors import FitError, FormatError, ModelError, SpecError
 from kvcodec.files import checkpoint
 from kvcodec.files.params import FittedParams, ModelIdentity, figures
 from kvcodec.integrations.vllm import fitting
@@ -163,16 +163,42 @@ def test_one_fits_and_the_others_wait(
     assert f"were fitted before and lie in {found[0]}" in caplog.text
 
 
-def test_a_kept_file_of_other_weights_is_refused(folder: Path) -> None:
+def test_a_kept_file_that_is_damaged_is_refused(folder: Path) -> None:
     config = config_of(folder)
     file = fitting.fit_of(config, options()).file()
     file.parent.mkdir(parents=True)
-    saved(file, weights(1))
-    with pytest.raises(FitError, match=rf"fitted to mine, whose {WEIGHT} is not that of .*some-model; delete"):
-        fitting.fitted_file(config, options())
+    saved(file, weights())
+    assert fitting.fitted_file(config, options()) == file
     file.write_bytes(file.read_bytes()[:-5])
     with pytest.raises(FitError, match=r"or it is cut .*Or delete .*, and the next start fits again"):
         fitting.fitted_file(config, options())
+
+
+def test_constants_of_other_weights_are_refused(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fitting.check_same_model(config_of(folder), saved(tmp_path / "own", weights()))
+    other = saved(tmp_path / "other", weights(1))
+    with pytest.raises(
+        FormatError, match=rf"other was fitted to mine, whose {WEIGHT} is not that of .*some-model; run"
+    ):
+        fitting.check_same_model(config_of(folder), other)
+    (folder / "model.safetensors").unlink()  # weights in another form cannot be compared, nor those that are not here
+    fitting.check_same_model(config_of(folder), other)
+    monkeypatch.setenv("HF_HOME", str(tmp_path))
+    for name in ("nobody/nothing", "s3://some/where"):
+        fitting.check_same_model(config_of(name), other)
+
+
+def test_a_repository_of_the_hub_is_its_folder_in_the_cache(folder: Path, tmp_path: Path) -> None:
+    config, commit = config_of("some/model"), "0" * 40
+    config.load_config.download_dir = str(tmp_path / "hub")
+    held = tmp_path / "hub" / "models--some--model"
+    (held / "refs").mkdir(parents=True)
+    (held / "refs" / "main").write_text(commit)
+    (held / "snapshots").mkdir()
+    folder.rename(held / "snapshots" / commit)
+    assert fitting.folder_of(config, local_files_only=True) == held / "snapshots" / commit
+    with pytest.raises(FormatError, match=r"is not that of some/model; run kvcodec fit"):
+        fitting.check_same_model(config, saved(tmp_path / "other", weights(1)))
 
 
 def test_weights_as_16_bit_or_codes_are_no_others(folder: Path) -> None:
@@ -197,10 +223,10 @@ def test_what_transformers_would_load_otherwise_is_refused(changed: dict[str, An
 
 
 def test_a_model_that_is_not_there_is_refused(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def fails(config: Any) -> Path:
+    def fails(*given: Any, **more: Any) -> Path:
         raise OSError("no network\nand more")
 
-    monkeypatch.setattr(fitting, "_downloaded", fails)
+    monkeypatch.setattr("huggingface_hub.snapshot_download", fails)
     with pytest.raises(FitError, match=r"neither a folder nor in reach on the hub \(no network\); run kvcodec fit"):
         fitting.fit_of(config_of("some/model"), options())
     (folder / "model.safetensors").unlink()

@@ -5,11 +5,11 @@ from typing import Any
 
 import pytest
 
-from kvcodec.errors import FitError, UnsupportedError
+from kvcodec.errors import FitError, FormatError, UnsupportedError
 from kvcodec.integrations.vllm import fitting
 from kvcodec_lab.cli import main
 from tests.serve.biased import Biased, library
-from tests.serve.engines import engine, generate, layers, prompts
+from tests.serve.engines import WORDS, engine, generate, layers, prompts
 from tests.serve.test_parallel import by_two
 
 pytestmark = pytest.mark.nightly
@@ -88,3 +88,11 @@ def test_processes_with_two_files_do_not_start(biased: Biased, tmp_path: Path, m
     monkeypatch.setattr(bind, "_largest", beside_another)
     with pytest.raises(UnsupportedError, match="fitted is not the same file on all hosts"):
         served(biased.folder, {"preset": "ghost-3", "params": str(tmp_path / "fitted")})
+
+
+def test_a_file_of_another_models_weights_is_refused(biased: Biased, saved: Any, tmp_path: Path) -> None:
+    """Of the same shape."""
+    biased.fitted("ghost-3", tmp_path / "fitted")
+    other = saved("qwen2", vocab_size=WORDS)
+    with pytest.raises(FormatError, match=r"fitted was fitted to biased, whose .* is not that of .*; run kvcodec fit"):
+        served(other.folder, {"preset": "ghost-3", "params": str(tmp_path / "fitted")})

@@ -23,6 +23,7 @@ from kvcodec.files.params import FittedParams
 from kvcodec.integrations.transformers.identity import check_params
 from kvcodec.integrations.transformers.plan import plan_for
 from kvcodec.integrations.vllm.biases import check_biases, find_biases
+from kvcodec.integrations.vllm.fitting import check_same_model
 from kvcodec.integrations.vllm.groups import GroupedLayer
 from kvcodec.integrations.vllm.identity import WHOLE_BLOCKS
 from kvcodec.integrations.vllm.layer import EngineLayer
@@ -105,6 +106,8 @@ def check_weights(
     BrokenPresetError
     UnsupportedError
         The layers cannot hold keys without the mean that is asked for, or processes have constants of two files.
+    FormatError
+        The constants are another model's.
     """
     own = {extract_layer_index(name): impl for name, impl in impls.items() if impl.kv_sharing_target_layer_name is None}
     order = caching_layers(config, impls)
@@ -112,7 +115,9 @@ def check_weights(
     whole = model.get_total_num_kv_heads() == model.get_num_kv_heads(config.parallel_config)
     text_config = model.hf_config.get_text_config(decoder=True)
     scheme, params = packed_everywhere(config, options.scheme), options.params
-    _check_one_file(params)
+    if params is not None:
+        _check_one_file(params)
+        check_same_model(config, params)
     with _plain_torch():
         found = find_biases(type(model.hf_config).__name__, text_config, order, own)
         biases = None if isinstance(found, str) else found
@@ -144,16 +149,15 @@ def _largest(numbers: list[int]) -> list[int]:
     return found.tolist()
 
 
-def _check_one_file(params: FittedParams | None) -> None:
+def _check_one_file(params: FittedParams) -> None:
     """Raise if processes read different files of constants: on several hosts each has its own."""
-    if params is not None:
-        own = int(params.sha256[:15], 16)
-        largest, other = _largest([own, -own])
-        if largest != -other:
-            raise UnsupportedError(
-                f"kvcodec: {params.file} is not the same file on all hosts of this server; copy one of them to the "
-                f'same place on all, and give {{"params": FILE}}.'
-            )
+    own = int(params.sha256[:15], 16)
+    largest, other = _largest([own, -own])
+    if largest != -other:
+        raise UnsupportedError(
+            f"kvcodec: {params.file} is not the same file on all hosts of this server; copy one of them to the "
+            f'same place on all, and give {{"params": FILE}}.'
+        )
 
 
 def _own_params(config: VllmConfig, params: FittedParams, index: int, impl: Any) -> dict[Role, Params]:

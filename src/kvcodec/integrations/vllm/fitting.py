@@ -26,7 +26,7 @@ import torch
 from kvcodec.errors import FitError, FormatError, ModelError
 from kvcodec.files.checkpoint import digest_of, other_weights, weight_files
 from kvcodec.files.folder import cache_dir
-from kvcodec.files.params import read_params
+from kvcodec.files.params import FittedParams, read_params
 from kvcodec.integrations.vllm.options import FIT, Options
 from kvcodec.registry import get
 
@@ -96,7 +96,7 @@ def fitted_file(config: Any, options: Options) -> Path:
     Raises
     ------
     FitError
-        The checkpoint cannot be fitted here, fitting failed, or the file that was kept is not for these weights.
+        The checkpoint cannot be fitted here, fitting failed, or the file that was kept is damaged.
     """
     fit = fit_of(config, options)
     try:
@@ -108,7 +108,7 @@ def fitted_file(config: Any, options: Options) -> Path:
                     run(fit, file)
         if not made:
             logger.info("kvcodec: constants of %s were fitted before and lie in %s", fit.spec, file)
-        check_kept(fit, file)
+        check_kept(file)
     except (OSError, ModelError) as error:
         raise FitError(f"kvcodec: {fit.spec} was not fitted to {fit.model}: {error} {by_hand(fit)}") from error
     return file
@@ -131,10 +131,10 @@ def fit_of(config: Any, options: Options) -> Fit:
         "--hf-overrides changes it": bool(model.hf_overrides),
     }
     why = next((reason for reason, holds in reasons.items() if holds), "")
-    folder = Path(model.model).expanduser()
-    if not why and not folder.is_dir():
+    folder = Path()
+    if not why:
         try:
-            folder = _downloaded(config)
+            folder = folder_of(config)
         except Exception as error:  # of the network and of the hub's client
             why = f"it is neither a folder nor in reach on the hub ({str(error).splitlines()[0]})"
     if why:
@@ -144,19 +144,24 @@ def fit_of(config: Any, options: Options) -> Fit:
             f'a MODEL that has these layers in 16 bit, and give {{"params": FILE}}.'
         )
     device, dtype = str(config.device_config.device_type), str(model.dtype).removeprefix("torch.")
-    return Fit(folder.resolve(), model.model, options.to_fit, options.seed, device, dtype)
+    return Fit(folder, model.model, options.to_fit, options.seed, device, dtype)
 
 
-def _downloaded(config: Any) -> Path:
+def folder_of(config: Any, local_files_only: bool = False) -> Path:
+    """Return the folder of an engine's checkpoint, which is downloaded if need be; the hub's errors are OSError."""
     from huggingface_hub import snapshot_download  # comes with the engine
 
+    model = config.model_config
+    if (folder := Path(model.model).expanduser()).is_dir():
+        return folder.resolve()
     return Path(
         snapshot_download(
-            config.model_config.model,
-            revision=config.model_config.revision,
+            model.model,
+            revision=model.revision,
             cache_dir=config.load_config.download_dir,
             allow_patterns=list(NEEDED),
             ignore_patterns=["original/**", "consolidated*"],  # the same weights once more
+            local_files_only=local_files_only,
         )
     )
 
@@ -231,19 +236,33 @@ def by_hand(fit: Fit) -> str:
     return f'Run {shlex.join(["kvcodec", *fit.arguments("FILE")])} and give {{"params": FILE}}.'
 
 
-def check_kept(fit: Fit, file: Path) -> None:
-    """Validate that a file was fitted to the weights of the checkpoint; codecs, shape and seed are compared elsewhere.
+def check_kept(file: Path) -> None:
+    """Validate that a file can be read; codecs, model and seed are compared as those of any file.
 
     Raises
     ------
     FitError
     """
-    again = f"delete {file}, and the next start fits again."
     try:
-        params = read_params(file)
+        read_params(file)
     except FormatError as error:
-        raise FitError(f"kvcodec: {error} Or {again}") from error
-    if names := other_weights(fit.folder, params.model.weights):
-        raise FitError(
-            f"kvcodec: {file} was fitted to {params.model.name}, whose {names[0]} is not that of {fit.model}; {again}"
+        raise FitError(f"kvcodec: {error} Or delete {file}, and the next start fits again.") from error
+
+
+def check_same_model(config: Any, params: FittedParams) -> None:
+    """Validate that constants were fitted to the weights that an engine has loaded, where these lie in safetensors.
+
+    Raises
+    ------
+    FormatError
+    """
+    try:
+        folder = folder_of(config, local_files_only=True)
+        differ = other_weights(folder, params.model.weights)
+    except (OSError, ValueError, ModelError):  # they come from elsewhere, or in another form
+        return
+    if differ:
+        raise FormatError(
+            f"kvcodec: {params.file} was fitted to {params.model.name}, whose {differ[0]} is not that of "
+            f'{config.model_config.model}; run kvcodec fit with this model (with "params": "{FIT}" delete the file).'
         )
