@@ -35,7 +35,7 @@ from kvcodec.integrations.vllm.flash import flash_for
 from kvcodec.integrations.vllm.groups import GroupedLayer
 from kvcodec.integrations.vllm.identity import digest_of
 from kvcodec.integrations.vllm.layer import EngineLayer, Live, Rules
-from kvcodec.integrations.vllm.metadata import PackedMetadata, Slots, longest_sequence, metadata_of
+from kvcodec.integrations.vllm.metadata import PackedMetadata, SharedStep, longest_sequence, metadata_of
 from kvcodec.integrations.vllm.options import DTYPE, EXAMPLE, Options, read_options
 from kvcodec.integrations.vllm.pending import PendingGroups
 from kvcodec.integrations.vllm.servable import (
@@ -231,7 +231,7 @@ class PackedImpl(AttentionImpl[PackedMetadata]):  # type: ignore[misc]
         self.backends: dict[tuple[int, int, int], type[PackedBackend]] = {}
         self.means: dict[int, MeanRemoval] = {}
         self.kinds: tuple[Mean, ...] = ()
-        self.slots: Slots | None = None
+        self.shared: SharedStep | None = None
         self.pending: PendingGroups | None = None
         self.leads = False
 
@@ -284,15 +284,18 @@ class PackedImpl(AttentionImpl[PackedMetadata]):  # type: ignore[misc]
         if self.packed.device.type != "cpu":
             self.packed.flash = flash_for(self.head_size, self.rules.softcap > 0)
             self.packed.find_kernels(preferred_page(self.packed.scheme))  # raises before memory is allocated
-        unit = group_tokens(self.packed.scheme)
         self.digest = digest_of(self.options, self.head_size, act_dtype, self.kinds)
-        named = f"{layers[name].attn_backend.get_name()}-{self.digest}"
-        step, room = self.packed.step, rows_bytes(self.packed.sink, self.head_size)
-        codes = self.packed.layout(step).page_bytes // step
+        layers[name].attn_backend = self._backend(self.packed, layers[name].attn_backend.get_name())
+
+    def _backend(self, packed: EngineLayer, name: str) -> type[PackedBackend]:
+        """Return the backend of layers whose tokens take as many bytes as this one's; the first layer keeps them."""
+        unit, room = group_tokens(packed.scheme), rows_bytes(packed.sink, self.head_size)
+        codes = packed.layout(packed.step).page_bytes // packed.step
         backends = next(iter(self._impls().values())).backends  # an engine's own, as two may differ in block size
         if (codes, room, unit) not in backends:
+            named = f"{name}-{self.digest}"
             backends[codes, room, unit] = backend_for(named, codes, room, unit, self.config.cache_config)
-        layers[name].attn_backend = backends[codes, room, unit]
+        return backends[codes, room, unit]
 
     def _check_biases(self) -> None:
         """Check the preset against the model's key biases and decide means, once, when the first layer is bound."""
@@ -333,11 +336,11 @@ class PackedImpl(AttentionImpl[PackedMetadata]):  # type: ignore[misc]
         packed = self._packed()
         key, value = key[:count], value[:count]
         m = metadata_of(layer)
-        slots = self.slots
-        assert slots is not None
+        shared = self.shared
+        assert shared is not None
         if self.leads:
-            slots.positions = None
-        where = slots.positions_of(count, m) if packed.mean is not None else None
+            shared.positions = None
+        where = shared.positions_of(count, m) if packed.mean is not None else None
         if packed.unserved:
             packed.write(key, value, kv_cache, slot_mapping, None if where is None else where[0])
             return
@@ -427,29 +430,29 @@ class PackedImpl(AttentionImpl[PackedMetadata]):  # type: ignore[misc]
             out[first:last] = attend(q[first:last], cache, m.table[row], length, self.rules, own)
 
     def _decode(self, packed: EngineLayer, q: Tensor, kv_cache: Tensor, m: PackedMetadata) -> Tensor:
-        slots, n = self.slots, m.decodes
-        assert slots is not None
+        shared, n = self.shared, m.decodes
+        assert shared is not None
         space = self._workspace(packed, q, kv_cache, m)
         if m.several is not None and m.totals is not None:
             table = m.table[: m.totals.shape[0]]
             return packed.decode(q, kv_cache, table, m.totals, self.rules, Live(), space, m.several)
         seq_lens, window = m.seq_lens[:n], self.rules.window
         if self.leads:
-            slots.see(seq_lens, packed.sink, window)
-        live = slots.live(n, packed.sink, window)
+            shared.see(seq_lens, packed.sink, window)
+        live = shared.live(n, packed.sink, window)
         return packed.decode(q, kv_cache, m.tables[:n], seq_lens, self.rules, live, space)
 
     def _workspace(self, packed: EngineLayer, q: Tensor, kv_cache: Tensor, m: PackedMetadata) -> Tensor | None:
         """Memory for decode steps that a graph captures; a CPU's kernels have their own."""
         if not q.is_cuda:
             return None
-        slots = self.slots
-        assert slots is not None
-        if slots.workspace is None:  # the first call is a profiling run, outside of any graph
-            columns, most = m.table.shape[1], max(slots.most, m.decodes)
+        shared = self.shared
+        assert shared is not None
+        if shared.workspace is None:  # the first call is a profiling run, outside of any graph
+            columns, most = m.table.shape[1], max(shared.most, m.decodes)
             size = packed.workspace_bytes(most, self.num_heads, kv_cache, columns, self.rules)
-            if (queries := slots.queries) > 1 and packed.takes_several(self.rules):
+            if (queries := shared.queries) > 1 and packed.takes_several(self.rules):
                 most, heads = -(-most // queries), self.num_heads * queries
                 size = max(size, packed.workspace_bytes(most, heads, kv_cache, columns, self.rules))
-            slots.workspace = torch.empty(-(-size // 4), dtype=torch.float32, device=q.device)
-        return slots.workspace
+            shared.workspace = torch.empty(-(-size // 4), dtype=torch.float32, device=q.device)
+        return shared.workspace

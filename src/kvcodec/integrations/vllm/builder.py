@@ -16,7 +16,7 @@ from kvcodec.integrations.vllm.ahead import compile_ahead
 from kvcodec.integrations.vllm.groups import GroupedLayer
 from kvcodec.integrations.vllm.identity import claim
 from kvcodec.integrations.vllm.layer import EngineLayer, Several
-from kvcodec.integrations.vllm.metadata import Expanded, PackedMetadata, Prompts, Slots, longest_sequence
+from kvcodec.integrations.vllm.metadata import Expanded, PackedMetadata, Prompts, SharedStep, longest_sequence
 from kvcodec.integrations.vllm.pending import PendingGroups
 from kvcodec.integrations.vllm.servable import page_refusal
 from kvcodec.kernels.prompts import Chunk, Chunks, Room, Sight, gathered
@@ -72,11 +72,13 @@ class PackedBuilder(AttentionMetadataBuilder[PackedMetadata]):  # type: ignore[m
             )
         tokens = max(scheduler.max_num_batched_tokens, vllm_config.compilation_config.max_cudagraph_capture_size or 0)
         self.first: EngineLayer = impls[0].packed
-        slots = self.slots = Slots(tokens, max(scheduler.max_num_seqs, tokens if self.fused else 1), device)
-        slots.most, slots.queries = scheduler.max_num_seqs * self.most_queries, self.most_queries
+        shared = self.shared = SharedStep(tokens, max(scheduler.max_num_seqs, tokens if self.fused else 1), device)
+        shared.most, shared.queries = scheduler.max_num_seqs * self.most_queries, self.most_queries
         for impl in impls:
-            impl.slots, impl.leads = slots, impl is impls[0]
-        self.pending = self._pending_of([impl.packed for impl in impls], kv_cache_spec.block_size, slots.start.shape[0])
+            impl.shared, impl.leads = shared, impl is impls[0]
+        self.pending = self._pending_of(
+            [impl.packed for impl in impls], kv_cache_spec.block_size, shared.start.shape[0]
+        )
         for impl in impls:
             impl.pending = self.pending
 
@@ -140,7 +142,7 @@ class PackedBuilder(AttentionMetadataBuilder[PackedMetadata]):  # type: ignore[m
             return PackedMetadata(rows, chunks, c.block_table_tensor, c.seq_lens, c.block_table_tensor, prompts)
         if self.expanded is None:
             # the first batch is one of a profiling run: graphs that are captured later find these addresses
-            wide = max(self.slots.most, self.vllm_config.compilation_config.max_cudagraph_capture_size or 0)
+            wide = max(self.shared.most, self.vllm_config.compilation_config.max_cudagraph_capture_size or 0)
             self.expanded = Expanded(wide, c.block_table_tensor.shape[1], self.device)
         longest = self.vllm_config.model_config.max_model_len
         self.expanded.put(c, rows, decodes, longest)

@@ -104,10 +104,11 @@ class Expanded:
             self.tables[:queries] = c.block_table_tensor[:rows][row]
 
 
-class Slots:
-    """Where a step's tokens are stored, and what each request sees: computed once per layer group.
+class SharedStep:
+    """What layers that share blocks compute once in a step: positions, what each request sees; and their workspace.
 
-    The tensors keep their addresses, because captured graphs hold them.
+    The first of them computes it (``PackedImpl.leads``). The tensors keep their addresses, because captured graphs hold
+    them.
 
     Parameters
     ----------
