@@ -45,6 +45,9 @@ def test_generate_shows_bytes_and_text_for_each_spec(
     run: Run, smollm2: LoadedModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(kvcodec_lab.models, "load", lambda name: smollm2)  # loaded once for many tests
+    generate = smollm2.model.generate
+    fewer = {"max_new_tokens": 6}  # each takes all layers of the model
+    monkeypatch.setattr(smollm2.model, "generate", lambda **given: generate(**given | fewer))
     text = run("02_generate.py", "dense", "saw-int4")
     bits = {m[1]: float(m[2]) for m in re.finditer(r"^(\S+): \d+ bytes, ([\d.]+) bits", text, re.M)}
     assert list(bits) == ["dense", "saw-int4"]

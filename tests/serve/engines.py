@@ -70,9 +70,12 @@ def engine(folder: Path, kvcodec: dict[str, Any] | None = None, **options: Any) 
     from vllm import LLM
     from vllm.distributed import cleanup_dist_env_and_memory
     from vllm.distributed.kv_transfer import ensure_kv_transfer_shutdown
+    from vllm.model_executor.models import registry
     from vllm.triton_utils import dispatcher
 
     _pass_over_llvmlite(dispatcher)
+    # a model's class that vLLM has not met yet is looked at here; the process that it starts for it imports all again
+    registry._run_in_subprocess = lambda look: look()
     given = {
         "dtype": "float32",
         "enforce_eager": True,
