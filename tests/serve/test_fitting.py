@@ -1,15 +1,17 @@
 """A server that fits constants at its first start, and finds them at the next one."""
 
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
+from safetensors.torch import load_file, save_file
 
 from kvcodec.errors import FitError, FormatError, UnsupportedError
 from kvcodec.integrations.vllm import fitting
 from kvcodec_lab.cli import main
 from tests.serve.biased import Biased, library
-from tests.serve.engines import WORDS, engine, generate, layers, prompts
+from tests.serve.engines import engine, generate, layers, prompts
 from tests.serve.test_parallel import by_two
 
 pytestmark = pytest.mark.nightly
@@ -90,9 +92,12 @@ def test_processes_with_two_files_do_not_start(biased: Biased, tmp_path: Path, m
         served(biased.folder, {"preset": "ghost-3", "params": str(tmp_path / "fitted")})
 
 
-def test_a_file_of_another_models_weights_is_refused(biased: Biased, saved: Any, tmp_path: Path) -> None:
+def test_a_file_of_another_models_weights_is_refused(biased: Biased, tmp_path: Path) -> None:
     """Of the same shape."""
     biased.fitted("ghost-3", tmp_path / "fitted")
-    other = saved("qwen2", vocab_size=WORDS)
-    with pytest.raises(FormatError, match=r"fitted was fitted to biased, whose .* is not that of .*; run kvcodec fit"):
-        served(other.folder, {"preset": "ghost-3", "params": str(tmp_path / "fitted")})
+    other = tmp_path / "other"
+    shutil.copytree(biased.folder, other)
+    weights = load_file(other / "model.safetensors")
+    save_file({name: 1.1 * weight for name, weight in weights.items()}, other / "model.safetensors", {"format": "pt"})
+    with pytest.raises(FormatError, match=r"fitted was fitted to biased, whose .* is not that of .*other; run kvcodec"):
+        served(other, {"preset": "ghost-3", "params": str(tmp_path / "fitted")})
