@@ -141,21 +141,21 @@ def test_attention_is_as_exact_as_float32(spec: str, dim: int, monkeypatch: pyte
     except (UnsupportedError, ShapeError):
         pytest.skip("not at this head_dim")
     unit = page.page_tokens
+    k, v = draw(2, 2, heads, 5 * unit, dim)
+    columns = 5
+    store = PageStore(page, 2, heads, CPU, columns * unit)
+    store.pages.random_(0, 256, generator=torch.Generator().manual_seed(2))
+    order = torch.randperm(10, generator=torch.Generator().manual_seed(3)).int().view(2, columns)
+    store.table = order
+    sides, decoded = [], []
+    for role, codec, x in (("key", key, k), ("value", value, v)):
+        site = Site(0, role, heads, dim)
+        params = codec.fit(site, x)
+        store.write(role, 0, codec.encode(codec.to_code(x, params), params))
+        sides.append(constants_for(read.key if role == "key" else read.value, params, heads, dim))
+        decoded.append(codec.from_code(codec.decode(store.read(role, 0, 5 * unit), params), params))
     for group, lengths in ((1, (unit, 3)), (3, (2 * unit + 1, 0)), (4, (unit - 1, 7)), (6, (5 * unit - 3, unit + 17))):
-        k, v = draw(2, 2, heads, 5 * unit, dim, seed=group)
         q = draw(2, heads * group, 1, dim, seed=group + 1)
-        columns = 5
-        store = PageStore(page, 2, heads, CPU, columns * unit)
-        store.pages.random_(0, 256, generator=torch.Generator().manual_seed(2))
-        order = torch.randperm(10, generator=torch.Generator().manual_seed(3)).int().view(2, columns)
-        store.table = order
-        sides, decoded = [], []
-        for role, codec, x in (("key", key, k), ("value", value, v)):
-            site = Site(0, role, heads, dim)
-            params = codec.fit(site, x)
-            store.write(role, 0, codec.encode(codec.to_code(x, params), params))
-            sides.append(constants_for(read.key if role == "key" else read.value, params, heads, dim))
-            decoded.append(codec.from_code(codec.decode(store.read(role, 0, 5 * unit), params), params))
         pieces = [[Piece(n, 0, 0)] for n in lengths]
         results = []
         for variant in ABLE:
