@@ -35,7 +35,7 @@ def run(
 ):
     """Run Python with ``source`` (and ``extra``) before everything installed; return its standard output, or error."""
     paths = [str(p) for p in (source, extra) if p is not None]
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "PYTHONDONTWRITEBYTECODE": "1"}
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
     done = subprocess.run(
         [sys.executable, *command],
         capture_output=True,
