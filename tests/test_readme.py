@@ -405,6 +405,8 @@ def test_others_with_the_courtesies_of_ghost_stand_by_bits_and_scale(tmp_path: P
         "| `x-3:sink=4` | 3.25 | 0.3333 | 0.1667 |",
         "| `x-4:sink=4` | 4.25 | 0.2500 | – |",
     ]
+    beside = ghost.alike_table(tmp_path, [("ghost-3", 3.03, 0.0667, 24.67, "")]).splitlines()
+    assert beside[-1] == "| `ghost-3` | 3.03 | – | 0.0667 |"
 
 
 def write_run(folder: Path, scores: dict[str, dict[str, float]], task: str = "kl", **more: Any) -> None:

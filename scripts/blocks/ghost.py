@@ -98,12 +98,19 @@ def ghost_block(root: Path) -> str:
         f"\nThree windows of 2,048 tokens of WikiText-2; bits of every byte held, with the four dense first tokens. Of "
         f"the others: the preset of least KL with at most {MORE_BITS:g} bits more. Fitted: constants of `kvcodec fit` "
         f"on another text, or on what the model draws itself; the other rows take them from the prompt. "
-        f"{least_sentence(values)}{alike_table(root)}"
+        f"{least_sentence(values)}{alike_table(root, [r for r in told if r[0] in BESIDE])}"
     )
 
 
-def alike_table(root: Path) -> str:
-    """Other methods with the first tokens, means and searched scale of ours; nothing where none was measured."""
+def alike_table(root: Path, own: Sequence[tuple[str, float, float, float, str]] = ()) -> str:
+    """Other methods with the first tokens, means and searched scale of ours, and ours; nothing where none was measured.
+
+    Parameters
+    ----------
+    root : Path
+    own : sequence
+        Rows of ours on the same model: spec, bits, KL, perplexity, a note.
+    """
     if not (root / ALIKE).is_file():
         return ""
     found: dict[str, dict[bool, dict[str, Any]]] = {}
@@ -116,11 +123,12 @@ def alike_table(root: Path) -> str:
         kls = [f"{rows[searched]['kl']:.4f}" if searched in rows else DASH for searched in (False, True)]
         some = next(iter(rows.values()))
         lines.append([f"`{spec}`", f"{some['effective_bits']:.2f}", *kls])
-    heads = [f"others on {some['model']}", "bits", "KL", f"KL with `{SEARCHED}`"]
+    lines += [[f"`{spec}`{note}", f"{bits:.2f}", DASH, f"{kl:.4f}"] for spec, bits, kl, _, note in own]
+    heads = [f"on {some['model']}", "bits", "KL", f"KL with `{SEARCHED}`"]
     return (
         "\n\nOthers with what `ghost` has and a published method may have as well: four dense first tokens, some with "
         "keys without their mean (`mean=pre`), and of several scales the one of least squared error "
-        f"(`{SEARCHED}`), in the same bytes:\n\n{markdown(heads, lines)}"
+        f"(`{SEARCHED}`), in the same bytes. Then `ghost`, which does all of it:\n\n{markdown(heads, lines)}"
     )
 
 
