@@ -110,6 +110,11 @@ class Codec(ABC):
         return False
 
     @property
+    def needs_gradients(self) -> bool:
+        """Whether ``kvcodec fit`` runs the model backwards too, for ``calibrate_with``."""
+        return False
+
+    @property
     def query_error(self) -> float:
         """Largest relative error of a component of ``query_to_code``; 0: none.
 
@@ -168,6 +173,19 @@ class Codec(ABC):
             The layer's queries, model basis (after RoPE); query head i belongs to KV head ``i // (HQ // H)``.
         """
         return self.fit(site, sample if self.needs_sample else None)
+
+    def calibrate_with(self, site: Site, sample: Tensor, queries: Tensor, gradients: Tensor) -> Params:
+        """Return what ``calibrate`` does, knowing what an error of each number costs; by default that is left aside.
+
+        Parameters
+        ----------
+        site : Site
+        sample, queries
+            As of ``calibrate``.
+        gradients : Tensor ``[B, H, N, D]``
+            Of the model's loss by the sample, with labels drawn from the model's own distribution; in any unit.
+        """
+        return self.calibrate(site, sample, queries)
 
     def settle(self, fitted: Sequence[Params]) -> list[Params]:
         """Decide across layers: called once with the constants that ``calibrate`` gave every layer, in order."""

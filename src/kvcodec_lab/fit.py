@@ -6,7 +6,10 @@
    them; at most ``max_tokens`` per layer are kept, evenly spaced.
 3. With ``mean=pre`` or ``post`` the mean of each head's keys is taken, over all tokens but the first ``SKIPPED`` of a
    window, whose keys are unlike all others; ``mean=auto`` is decided as ``cache_for`` does. Codecs see keys without it.
-4. ``codec.calibrate(site, sample, queries)`` gives each site's constants, with the site that ``cache_for`` makes.
+4. ``codec.calibrate(site, sample, queries)`` gives each site's constants, with the site that ``cache_for`` makes. Where
+   a codec asks for it, ``calibrate_with`` has the gradients of the loss by keys and values too, for labels that are
+   drawn from the model's own distribution: the diagonal of their second moments is what errors cost (the Fisher
+   information). A model that cannot be run backwards is fitted without them; the file's name of the text says so.
 5. ``codec.settle`` decides across the layers of a role.
 """
 
@@ -22,13 +25,14 @@ from torch import Tensor
 from kvcodec.cache.site import MEAN, MeanRemoval
 from kvcodec.checks import check_tensor
 from kvcodec.codec import ROLES, Codec, Params, Role, Site, storage_dtype
-from kvcodec.errors import FitError, ModelError
+from kvcodec.errors import FitError, KVError, ModelError
 from kvcodec.files.params import FittedParams, sites_to_fit
 from kvcodec.integrations.transformers.watching import watched
 from kvcodec.progress import Progress
 from kvcodec.registry import get
 from kvcodec.scheme import KVScheme
 from kvcodec_lab import samples
+from kvcodec_lab.backward import NoGradientsError, from_embeddings, gradients
 from kvcodec_lab.eval.perplexity import WINDOW_TOKENS, check_window, split_windows, tokenize
 from kvcodec_lab.models import LoadedModel
 
@@ -47,6 +51,8 @@ class LayerSample:
     queries : list of Tensor ``[1, HQ, n, D]``
     key, value : list of Tensor ``[1, H, n, D]``
         Empty where that role has nothing to fit.
+    key_gradient, value_gradient : list of Tensor ``[1, H, n, D]``
+        Of the loss, bfloat16; empty where no codec asks for them.
     places : list of Tensor int64 ``[n]``
         Positions of the tokens in their window.
     """
@@ -55,6 +61,8 @@ class LayerSample:
     queries: list[Tensor] = field(default_factory=list)
     key: list[Tensor] = field(default_factory=list)
     value: list[Tensor] = field(default_factory=list)
+    key_gradient: list[Tensor] = field(default_factory=list)
+    value_gradient: list[Tensor] = field(default_factory=list)
     places: list[Tensor] = field(default_factory=list)
 
     @property
@@ -174,7 +182,15 @@ def fit_model(
     else:
         parts = split_windows(tokenize(model.tokenizer, text, windows * size), windows, size)
         read = text.encode()
-    found = capture(model.model, parts, sites, max_tokens=max_tokens, progress=shown)
+    found, why = None, ""
+    try:
+        found = capture(model.model, parts, sites, max_tokens=max_tokens, seed=seed, progress=shown)
+    except NoGradientsError as error:
+        why = str(error)  # and what the run held is let go
+    if found is None:
+        shown.say(f"fitting without gradients: {why}")
+        text_name = f"{text_name}, without gradients"
+        found = capture(model.model, parts, sites, max_tokens=max_tokens, backward=False, progress=shown)
     tokens = min(sample.tokens for sample in found.values())
     fitted, seeded = _fit_sites(sites, found, means, seed, model.model.device, shown)
     return FittedParams(
@@ -197,6 +213,8 @@ def capture(
     sites: Sequence[tuple[int, Role, Codec]],
     *,
     max_tokens: int = MAX_TOKENS,
+    seed: int = 0,
+    backward: bool = True,
     progress: Progress | None = None,
 ) -> dict[int, LayerSample]:
     """Record what calibration needs, layer by layer, on the CPU.
@@ -209,12 +227,18 @@ def capture(
         Which layers and roles, and whose ``held_dtype`` they are rounded to.
     max_tokens : int
         Tokens kept per layer: evenly spaced in each window.
+    seed : int
+        Of the labels.
+    backward : bool
+        Whether codecs that ask for gradients get them.
     progress : Progress, optional
 
     Raises
     ------
     FitError
         NaN, Inf or out-of-range keys or values, with the position; or a layer that was not seen.
+    NoGradientsError
+        The model cannot be run backwards, or not within the memory.
     UnsupportedError
         If the model's attention cannot be recorded.
     """
@@ -225,6 +249,8 @@ def capture(
     share = max(max_tokens // len(windows), 1)
     samples: dict[int, LayerSample] = {}
     passed: set[int] = set()  # layers of the current window
+    alive: list[tuple[int, Role, Tensor]] = []  # its keys and values, by which gradients are taken
+    backward = backward and any(codec.needs_gradients for _, _, codec in sites)
 
     def seen(
         module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, options: dict[str, Any]
@@ -246,13 +272,30 @@ def capture(
                 except ValueError as error:
                     raise FitError(str(error)) from error
                 getattr(sample, role).append(_kept(x, share, wanted[layer][role].held_dtype(x.dtype)))
+                if backward and wanted[layer][role].needs_gradients:
+                    alive.append((layer, role, x))
 
-    # the logits of a window are larger than all that is recorded
-    less = {"logits_to_keep": 1} if "logits_to_keep" in inspect.signature(model.forward).parameters else {}
-    with watched(model, seen), torch.no_grad():
-        for window in windows:
+    def run(window: Tensor) -> None:
+        # the logits of a window are larger than all that is recorded
+        less = {"logits_to_keep": 1} if "logits_to_keep" in inspect.signature(model.forward).parameters else {}
+        model(input_ids=window.to(model.device)[None], use_cache=False, **less)
+
+    def run_backward(number: int, window: Tensor) -> None:
+        try:
+            logits = model(input_ids=window.to(model.device)[None], use_cache=False).logits
+            found = gradients(logits, [x for _, _, x in alive], seed + number)
+        except KVError:
+            raise
+        except (RuntimeError, NotImplementedError) as error:  # of autograd, or of memory
+            raise NoGradientsError(f"{type(model).__name__} could not be run backwards ({error}).") from error
+        for (layer, role, _), x in zip(alive, found, strict=True):
+            getattr(samples[layer], f"{role}_gradient").append(_kept(x, share, torch.bfloat16))
+
+    with watched(model, seen), from_embeddings(model) if backward else torch.no_grad():
+        for number, window in enumerate(windows):
             passed.clear()
-            model(input_ids=window.to(model.device)[None], use_cache=False, **less)
+            alive.clear()
+            run_backward(number, window) if backward else run(window)
     if missing := sorted(set(wanted) - set(samples)):
         raise FitError(
             f"{type(model).__name__}: the attention of layer {missing[0]} was not seen; it cannot be fitted."
@@ -305,7 +348,11 @@ def _fit_sites(
         if codec.needs_sample or codec.needs_queries:
             codecs[role] = codec.for_dtype(sample.dtype)
             site = _WatchedSite(layer, role, x.shape[1], x.shape[3], seed, device, drawn=drawn)
-            fitted[role][layer] = codecs[role].calibrate(site, x, queries)
+            if slopes := getattr(sample, f"{role}_gradient"):
+                given = torch.cat(slopes, 2).to(device)
+                fitted[role][layer] = codecs[role].calibrate_with(site, x, queries, given)
+            else:
+                fitted[role][layer] = codecs[role].calibrate(site, x, queries)
         if last[layer] == done:
             del samples[layer]
     layers: dict[int, dict[Role, Params]] = {layer: {} for layer, _, _ in sites}

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 import kvcodec
 from kvcodec.codec import Site, roundtrip
+from kvcodec.codecs import ghost
 from kvcodec.codecs.ghost import (
     CUBIC,
     ERRORS,
@@ -435,6 +436,60 @@ def test_scaling_a_pair_of_keys_and_its_queries_alike_changes_no_code_of_the_klt
     assert lost[1] == pytest.approx(lost[0], rel=0.02)
 
 
+@pytest.mark.parametrize("role", ["key", "value"])
+def test_gradients_weigh_the_tokens_of_the_klt_by_definition(role):
+    x, gradient = mixed(300, 64, 1).double() + 0.5, normal(1, 2, 300, 64, seed=2).double()
+    gradient[:, :, ::3] *= 30
+    gradient[:, 1, 5] *= 1e4  # beyond the upper limit
+    paired = role == "key"
+    mean, variance, kept = ghost.usual(x, paired=paired)
+    for head in range(2):
+        cost = (gradient[0, head] ** 2 * variance[0, head]).sum(-1)
+        share = cost / (cost * kept[0, head, :, 0]).sum() * kept[0, head].sum()
+        weight = kept[0, head, :, 0] * share.clamp(1e-3, 100).sqrt()
+        found = ghost.token_weights(gradient, variance, kept)[0, head, :, 0]
+        torch.testing.assert_close(found, weight)
+        assert float(share.max()) > 100 or head == 0
+    seen = {}
+
+    def bases(self, site, mean, rows, weight, queries):
+        seen.update(mean=mean, rows=rows, weight=weight)
+        return {}
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Ghost, "_bases", bases)
+        Ghost(3, "klt").calibrate_with(site(role), x.float(), x.float(), gradient)
+    own = torch.zeros_like(mean) if paired else (x * seen["weight"]).sum(2) / seen["weight"].sum(2)
+    torch.testing.assert_close(seen["mean"], own, rtol=1e-5, atol=1e-5)
+
+
+def test_gradients_that_tell_no_token_from_another_change_nothing():
+    x, q, even = mixed(300, 64, 1), mixed(300, 64, 2), torch.ones(1, 2, 300, 64)
+    for role in ("key", "value"):
+        for codec in (Ghost(3, "klt"), Ghost(3)):
+            plain, told = codec.calibrate(site(role), x, q), codec.calibrate_with(site(role), x, q, even)
+            assert all(torch.equal(plain[name], told[name]) for name in plain)
+            none = codec.calibrate_with(site(role), x, q, even * 0)
+            assert all(torch.equal(plain[name], none[name]) for name in plain)
+
+
+def test_a_basis_suits_the_tokens_on_which_the_loss_depends():
+    """Two kinds of tokens with bases of their own, and a loss that depends on one kind."""
+    turn, codec = torch.linalg.qr(normal(64, 64, seed=5)).Q, Ghost(3, "klt")
+    one, other = mixed(1000, 64, 1), mixed(1000, 64, 2) @ turn
+    kinds = torch.cat([one[:, :, :600], other[:, :, :600]], 2)
+    gradients = torch.ones_like(kinds)
+    gradients[:, :, 600:] *= 1e-2
+
+    def error(params, part):
+        return float((roundtrip(codec, part, params) - part)[:, :, 600:].square().mean())
+
+    plain = codec.calibrate(site("value"), kinds, kinds)
+    told = codec.calibrate_with(site("value"), kinds, kinds, gradients)
+    assert error(told, one) < 0.9 * error(plain, one)
+    assert error(told, other) > error(plain, other)
+
+
 # -- what it is good for -----------------------------------------------------------------------------------------------
 
 
@@ -498,5 +553,7 @@ def test_what_does_not_exist_is_refused():
         Ghost(3).fit(site())
     with pytest.raises(FitError, match=r"got keys or values \(1, 2, 0, 64\) for head_dim=64; .* longer text"):
         Ghost(3).calibrate(site(), normal(1, 2, 0, 64), normal(1, 2, 9, 64))
+    with pytest.raises(FitError, match=r"got gradients \(1, 2, 8, 64\) for keys or values \(1, 2, 9, 64\)"):
+        Ghost(3, "klt").calibrate_with(site(), *(normal(1, 2, 9, 64),) * 2, normal(1, 2, 8, 64))
     with pytest.raises(FitError, match=r"got queries \(1, 2, 9, 128\) for head_dim=64"):
         Ghost(3).calibrate(site(), normal(1, 2, 9, 64), normal(1, 2, 9, 128))

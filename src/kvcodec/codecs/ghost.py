@@ -54,6 +54,10 @@ of the mean of S_cc H_cc in units 1 / S_cc, so that scaling a channel changes no
 
     H^(1/2) S H^(1/2) = U L U^T;  y = L^(-1/2) U^T H^(1/2) k       variance 1, cost L in place of v f
 
+With gradients g of the model's loss by the keys (values), which `kvcodec fit` takes with labels drawn from the model
+itself, a token counts in S and m by the root of sum_c v_c g_c^2 over its mean, cut to 0.001 to 100: the basis suits
+tokens on which the loss depends.
+
 Its product takes numbers of 15 bits, of which a tensor core's sums are exact: of a token, multiples of 2^-15 of the
 power of two above its largest channel; of the matrix, whose columns have length 1, multiples of 2^-15. What they leave
 out is far below a model's 16 bits, and the inverse is that of the rounded matrix.
@@ -136,6 +140,8 @@ TRIM = 6.0
 ROUNDS = 2
 SHRINK, RIDGE = 0.5, 0.1
 """Of the KLT: how far moments are moved to their diagonals, and the least share of a channel in the cost."""
+LIMITS = 1e-3, 100.0
+"""Of the KLT: least and largest cost of a token over the usual one, as ``token_weights`` counts it."""
 KLT_VERSION = 2
 """Layout version of transform=klt: a token and the matrix have 15 bits in their product."""
 SMALLEST = 2.0**-24
@@ -197,6 +203,30 @@ def usual(x: Tensor, *, paired: bool) -> tuple[Tensor, Tensor, Tensor]:
         if turn < ROUNDS:
             kept = (sum_by_halves(squares / variance) <= TRIM * x.shape[-1]).double()
     return mean.squeeze(2), variance.squeeze(2), used
+
+
+def token_weights(gradients: Tensor, variance: Tensor, kept: Tensor) -> Tensor:
+    """How much a token counts in a covariance: the root of what errors as large as its channels would cost.
+
+    That cost is r = sum v g^2 over the channels, g the gradient of the loss, over its mean; limited to 0.001 to 100.
+    The root, since a gradient is of this text and these labels, and trusted less.
+
+    Parameters
+    ----------
+    gradients : Tensor ``[1, H, N, D]``
+    variance : Tensor float64 ``[1, H, D]``
+        v of the channels.
+    kept : Tensor float64 ``[1, H, N, 1]``
+        Tokens that count: 1, others 0.
+
+    Returns
+    -------
+    Tensor float64 ``[1, H, N, 1]``
+    """
+    cost = sum_by_halves(gradients.double().square() * variance.unsqueeze(2))
+    usual_cost = sum_by_halves(cost * kept, 2) / sum_by_halves(kept, 2).clamp_min(1)
+    share = torch.where(usual_cost > 0, cost / usual_cost, 1.0)
+    return kept * share.clamp(*LIMITS).sqrt()
 
 
 def over_pairs(x: Tensor) -> Tensor:
@@ -341,6 +371,11 @@ class Ghost(Codec):
         return self.transform == "klt"
 
     @property
+    def needs_gradients(self) -> bool:
+        """They say which tokens' channels a basis should suit."""
+        return self.transform == "klt"
+
+    @property
     def without_mean(self) -> bool:
         """The ghost term is part of the method."""
         return True
@@ -416,15 +451,42 @@ class Ghost(Codec):
             If there is no sample or query, or their head_dim is not the site's.
         """
         check_fitted("ghost", site, {"keys or values": sample, "queries": queries})
-        rows = sample.transpose(0, 1).flatten(1, 2)[None]
-        mean, variance, kept = usual(rows, paired=site.role == "key")
+        rows, mean, variance, kept = self._usual(site, sample)
         if self.transform == "klt":
-            return self._bases(site, mean, (rows.double() - mean.unsqueeze(2)) * kept, kept.sum(2), queries)
+            return self._bases(site, mean, rows, kept, queries)
         asked = torch.ones_like(variance)
         if site.role == "key":
             own = queries.transpose(0, 1).unflatten(0, (site.num_heads, -1)).flatten(1, 3).unsqueeze(0)  # [1, H, n, D]
             asked = query_cost(channel_squares(own) / own.shape[2])
         return self._constants(site, mean, variance, asked)
+
+    def calibrate_with(self, site: Site, sample: Tensor, queries: Tensor, gradients: Tensor) -> Params:
+        """As ``calibrate``; for a basis, tokens count by ``token_weights`` in the covariance and the values' mean.
+
+        Raises
+        ------
+        FitError
+            As ``calibrate``, or gradients of another shape than the sample's.
+        """
+        if self.transform != "klt":
+            return self.calibrate(site, sample, queries)
+        check_fitted("ghost", site, {"keys or values": sample, "queries": queries, "gradients": gradients})
+        if gradients.shape != sample.shape:
+            raise FitError(
+                f"ghost: got gradients {tuple(gradients.shape)} for keys or values {tuple(sample.shape)}; pass those "
+                f"of each number."
+            )
+        rows, mean, variance, kept = self._usual(site, sample)
+        weight = token_weights(gradients.transpose(0, 1).flatten(1, 2)[None], variance, kept)
+        if site.role == "value":
+            mean = sum_by_halves(rows.double() * weight, 2).squeeze(2) / sum_by_halves(weight, 2).squeeze(2)
+        return self._bases(site, mean, rows, weight, queries)
+
+    @staticmethod
+    def _usual(site: Site, sample: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Tokens of all sequences ``[1, H, N, D]``, and ``usual`` of them."""
+        rows = sample.transpose(0, 1).flatten(1, 2)[None]
+        return rows, *usual(rows, paired=site.role == "key")
 
     def _constants(self, site: Site, mean: Tensor, variance: Tensor, asked: Tensor) -> Params:
         """Constants of means m, variances v and costs f, ``[B, H, D]`` each."""
@@ -437,9 +499,10 @@ class Ghost(Codec):
             params["centre"] = (mean / size).gather(-1, order).float()
         return self._with_widths(site, params, ranked.values, widths, places)
 
-    def _bases(self, site: Site, mean: Tensor, rows: Tensor, count: Tensor, queries: Tensor) -> Params:
-        """Constants of the KLT, from rows without their mean ``[1, H, N, D]``, ``count`` of which are not zeroed."""
-        covariance = (rows.mT @ rows / count.unsqueeze(-1))[0].cpu()  # the CPU's eigenvectors, whatever the device
+    def _bases(self, site: Site, mean: Tensor, rows: Tensor, weight: Tensor, queries: Tensor) -> Params:
+        """Constants of the KLT, from tokens ``[1, H, N, D]`` and how much each counts ``[1, H, N, 1]``."""
+        own = rows.double() - mean.unsqueeze(2)
+        covariance = ((own * weight).mT @ own / weight.sum(2).unsqueeze(-1))[0].cpu()  # the CPU's eigenvectors
         asked = torch.eye(site.head_dim, dtype=torch.float64).expand_as(covariance)
         if site.role == "key":
             own = queries.transpose(0, 1).unflatten(0, (site.num_heads, -1)).flatten(1, 3).double().cpu()

@@ -10,6 +10,8 @@ from kvcodec.errors import FitError, ModelError, ShapeError, SpecError, Unsuppor
 from kvcodec.files.params import sites_to_fit
 from kvcodec.integrations.transformers.argument import passing
 from kvcodec.integrations.transformers.identity import load_params
+from kvcodec.integrations.transformers.watching import watched
+from kvcodec.progress import Progress
 from kvcodec_lab import fit as module
 from kvcodec_lab.eval import fidelity, perplexity
 from kvcodec_lab.fit import about, about_text, capture, fit_model
@@ -97,6 +99,71 @@ def test_keys_that_no_cache_takes_are_refused_with_their_layer():
         model.model.layers[1].self_attn.k_proj.weight.mul_(1e6)
     with pytest.raises(FitError, match=r"keys of layer 1\[batch=0, .* is above 65504"):
         capture(model, windows_of(), sites_to_fit(kvcodec.get("innerq-base"), LAYERS))
+
+
+# -- gradients ---------------------------------------------------------------------------------------------------------
+
+KLT = "ghost-3:transform=klt"
+
+
+def test_gradients_are_those_of_a_loss_with_labels_of_the_model(model):
+    """By autograd's own cross-entropy, through keys and values that take another way into attention."""
+    window = windows_of(1)[0]
+    found = capture(model.model, [window], sites_to_fit(kvcodec.get(KLT), LAYERS), seed=3)
+    seen = {}
+
+    def record(module, query, key, value, mask, options):
+        key.retain_grad()
+        value.retain_grad()
+        seen[module.layer_idx] = key, value
+
+    model.model.zero_grad()
+    with watched(model.model, record):
+        logits = model.model(window[None], use_cache=False).logits[0]
+    drawn = torch.Generator().manual_seed(3)
+    labels = torch.multinomial(logits.detach().softmax(-1), 1, generator=drawn)[:, 0]
+    torch.nn.functional.cross_entropy(logits, labels, reduction="sum").backward()
+    model.model.zero_grad()
+    assert list(seen) == list(LAYERS)
+    for layer, (key, value) in seen.items():
+        for own, x in ((found[layer].key_gradient, key), (found[layer].value_gradient, value)):
+            assert own[0].dtype == torch.bfloat16
+            torch.testing.assert_close(own[0].float(), x.grad, rtol=1e-2, atol=1e-6)
+
+
+def test_gradients_are_kept_at_the_places_of_their_tokens_and_only_where_asked_for(model):
+    sites = sites_to_fit(kvcodec.get(KLT), LAYERS)
+    whole, some = capture(model.model, windows_of(), sites), capture(model.model, windows_of(), sites, max_tokens=20)
+    for part in range(2):
+        kept = whole[1].places[part][some[1].places[part]]
+        assert torch.equal(some[1].key_gradient[part], whole[1].key_gradient[part][:, :, kept])
+    assert not torch.equal(whole[1].key_gradient[0], whole[1].key_gradient[1])
+    plain = capture(model.model, windows_of(), sites_to_fit(kvcodec.get("ghost-3"), LAYERS))
+    assert plain[1].key_gradient == plain[1].value_gradient == []
+
+
+def test_a_frozen_model_has_the_same_gradients_and_none_is_left_in_its_weights(model):
+    frozen = tiny_loaded()
+    frozen.model.requires_grad_(False)
+    sites = sites_to_fit(kvcodec.get(KLT), LAYERS)
+    one, other = (capture(m.model, windows_of(1), sites) for m in (model, frozen))
+    assert torch.equal(one[1].value_gradient[0], other[1].value_gradient[0])
+    assert all(p.grad is None for p in model.model.parameters())
+
+
+def test_a_model_that_cannot_be_run_backwards_is_fitted_without_gradients(model, monkeypatch, capsys):
+    plain = fit_model(model, KLT, TEXT, text_name="mine", **SMALL)
+    monkeypatch.setattr(torch.autograd, "grad", lambda *_: (_ for _ in ()).throw(RuntimeError("no derivative")))
+    without = fit_model(model, KLT, TEXT, text_name="mine", progress=Progress(), **SMALL)
+    told = capsys.readouterr().err
+    assert "fitting without gradients: LlamaForCausalLM could not be run backwards (no derivative)." in told
+    assert (plain.text_name, without.text_name) == ("mine", "mine, without gradients")
+    assert not torch.equal(plain[1]["value"]["matrix"], without[1]["value"]["matrix"])
+    codec = kvcodec.get(KLT).value
+    sample = capture(model.model, windows_of(), sites_to_fit(kvcodec.get(KLT), LAYERS), backward=False)[1]
+    site = Site(1, "value", 2, 64, 0)
+    expected = codec.calibrate(site, torch.cat(sample.value, 2), torch.cat(sample.queries, 2))
+    assert all(torch.equal(without[1]["value"][name], x) for name, x in expected.items())
 
 
 # -- what codecs make of it --------------------------------------------------------------------------------------------

@@ -1,0 +1,68 @@
+"""Run a model backwards: gradients of its loss by its keys and values, for labels drawn from its own distribution.
+
+Their second moments are the Fisher information: what a small error of a key or value costs, in the mean, of the model's
+certainty about the next token. No text has to be right for it.
+"""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kvcodec.errors import FitError
+
+PIECE = 256
+"""Tokens whose distribution over the vocabulary is held in float32 at a time."""
+
+
+class NoGradientsError(FitError):
+    """A model cannot be run backwards, or not within the memory."""
+
+
+@contextmanager
+def from_embeddings(model: Any) -> Iterator[None]:
+    """Record what follows from the embeddings of the tokens, whatever weights are frozen or quantized.
+
+    Parameters
+    ----------
+    model : PreTrainedModel
+    """
+
+    def leaf(module: Any, given: Any, out: Tensor) -> Tensor:
+        return out.detach().requires_grad_()
+
+    hook = model.get_input_embeddings().register_forward_hook(leaf)
+    try:
+        with torch.enable_grad():
+            yield
+    finally:
+        hook.remove()
+
+
+@torch.no_grad()
+def gradients(logits: Tensor, of: Sequence[Tensor], seed: int) -> tuple[Tensor, ...]:
+    """Gradients of the summed cross-entropy of labels that are drawn from the logits themselves.
+
+    Parameters
+    ----------
+    logits : Tensor ``[1, n, V]``
+        Made within ``from_embeddings``.
+    of : sequence of Tensor
+        What the logits depend on.
+    seed : int
+        Of the labels.
+
+    Returns
+    -------
+    tuple of Tensor
+        Shapes and dtypes of ``of``.
+    """
+    generator = torch.Generator(logits.device).manual_seed(seed)
+    slope = torch.empty_like(logits)  # of the loss by the logits: the distribution, less 1 at the label
+    for own, out in zip(logits[0].split(PIECE), slope[0].split(PIECE), strict=True):
+        chances = own.float().softmax(-1)
+        label = torch.multinomial(chances, 1, generator=generator)
+        out.copy_(chances.scatter_add_(1, label, -torch.ones_like(label, dtype=chances.dtype)))
+    return torch.autograd.grad(logits, of, slope)
