@@ -6,6 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import kvcodec
+from kvcodec.codec import Codec
 from kvcodec.codecs.group_int import GroupInt
 from kvcodec.codecs.outliers import Med
 from kvcodec.codecs.saw_int4 import SawInt4
@@ -366,7 +367,7 @@ def test_keys_and_values_of_two_kernels_go_to_cuda():
 
 
 def test_a_codec_of_another_package_is_not_taken_for_ours():
-    class Stranger(SawInt4.__base__):
+    class Stranger(Codec):
         layout = encode = decode = GroupInt.layout
 
     scheme = kvcodec.KVScheme(key=Stranger(), value=Stranger())
