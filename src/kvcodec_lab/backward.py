@@ -18,7 +18,7 @@ PIECE = 256
 
 
 class NoGradientsError(FitError):
-    """A model cannot be run backwards, or not within the memory."""
+    """A model cannot be run backwards, not within the memory, or not in its dtype."""
 
 
 @contextmanager
@@ -42,13 +42,13 @@ def from_embeddings(model: Any) -> Iterator[None]:
 
 
 @torch.no_grad()
-def gradients(logits: Tensor, of: Sequence[Tensor], seed: int) -> tuple[Tensor, ...]:
-    """Gradients of the summed cross-entropy of labels that are drawn from the logits themselves.
+def gradients(out: Any, of: Sequence[Tensor], seed: int) -> tuple[Tensor, ...]:
+    """Gradients of the summed cross-entropy of labels that are drawn from the model's own distribution.
 
     Parameters
     ----------
-    logits : Tensor ``[1, n, V]``
-        Made within ``from_embeddings``.
+    out : ModelOutput
+        Of one sequence, made within ``from_embeddings``; its logits ``[1, n, V]`` are used.
     of : sequence of Tensor
         What the logits depend on.
     seed : int
@@ -58,11 +58,22 @@ def gradients(logits: Tensor, of: Sequence[Tensor], seed: int) -> tuple[Tensor, 
     -------
     tuple of Tensor
         Shapes and dtypes of ``of``.
+
+    Raises
+    ------
+    NoGradientsError
+        There are no logits, or gradients that are not finite.
     """
+    logits = getattr(out, "logits", None)
+    if logits is None:
+        raise NoGradientsError("the model returns no logits, so it has no loss.")
     generator = torch.Generator(logits.device).manual_seed(seed)
     slope = torch.empty_like(logits)  # of the loss by the logits: the distribution, less 1 at the label
     for own, out in zip(logits[0].split(PIECE), slope[0].split(PIECE), strict=True):
         chances = own.float().softmax(-1)
         label = torch.multinomial(chances, 1, generator=generator)
         out.copy_(chances.scatter_add_(1, label, -torch.ones_like(label, dtype=chances.dtype)))
-    return torch.autograd.grad(logits, of, slope)
+    found = torch.autograd.grad(logits, of, slope)
+    if not all(bool(x.isfinite().all()) for x in found):
+        raise NoGradientsError(f"gradients in {str(logits.dtype).removeprefix('torch.')} are not finite; try bfloat16.")
+    return found

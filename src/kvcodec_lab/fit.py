@@ -8,8 +8,8 @@
    window, whose keys are unlike all others; ``mean=auto`` is decided as ``cache_for`` does. Codecs see keys without it.
 4. ``codec.calibrate(site, sample, queries)`` gives each site's constants, with the site that ``cache_for`` makes. Where
    a codec asks for it, ``calibrate_with`` has the gradients of the loss by keys and values too, for labels that are
-   drawn from the model's own distribution: the diagonal of their second moments is what errors cost (the Fisher
-   information). A model that cannot be run backwards is fitted without them; the file's name of the text says so.
+   drawn from the model's own distribution. A model that cannot be run backwards is fitted without them, and the file
+   says so beside the text's name.
 5. ``codec.settle`` decides across the layers of a role.
 """
 
@@ -189,7 +189,7 @@ def fit_model(
         why = str(error)  # and what the run held is let go
     if found is None:
         shown.say(f"fitting without gradients: {why}")
-        text_name = f"{text_name}, without gradients"
+        text_name = f"{text_name or 'a text'}, without gradients"
         found = capture(model.model, parts, sites, max_tokens=max_tokens, backward=False, progress=shown)
     tokens = min(sample.tokens for sample in found.values())
     fitted, seeded = _fit_sites(sites, found, means, seed, model.model.device, shown)
@@ -275,15 +275,16 @@ def capture(
                 if backward and wanted[layer][role].needs_gradients:
                     alive.append((layer, role, x))
 
-    def run(window: Tensor) -> None:
-        # the logits of a window are larger than all that is recorded
-        less = {"logits_to_keep": 1} if "logits_to_keep" in inspect.signature(model.forward).parameters else {}
-        model(input_ids=window.to(model.device)[None], use_cache=False, **less)
+    # the logits of a window are larger than all that is recorded
+    less = not backward and "logits_to_keep" in inspect.signature(model.forward).parameters
+
+    def run(window: Tensor) -> Any:
+        fewest = {"logits_to_keep": 1} if less else {}
+        return model(input_ids=window.to(model.device)[None], use_cache=False, **fewest)
 
     def run_backward(number: int, window: Tensor) -> None:
         try:
-            logits = model(input_ids=window.to(model.device)[None], use_cache=False).logits
-            found = gradients(logits, [x for _, _, x in alive], seed + number)
+            found = gradients(run(window), [x for _, _, x in alive], seed + number)
         except KVError:
             raise
         except (RuntimeError, NotImplementedError) as error:  # of autograd, or of memory
@@ -295,7 +296,10 @@ def capture(
         for number, window in enumerate(windows):
             passed.clear()
             alive.clear()
-            run_backward(number, window) if backward else run(window)
+            if backward:
+                run_backward(number, window)
+            else:
+                run(window)
     if missing := sorted(set(wanted) - set(samples)):
         raise FitError(
             f"{type(model).__name__}: the attention of layer {missing[0]} was not seen; it cannot be fitted."

@@ -166,6 +166,15 @@ def test_a_model_that_cannot_be_run_backwards_is_fitted_without_gradients(model,
     assert all(torch.equal(without[1]["value"][name], x) for name, x in expected.items())
 
 
+def test_gradients_that_are_not_finite_and_models_without_a_loss_are_said(model, monkeypatch, capsys):
+    own = torch.autograd.grad
+    monkeypatch.setattr(torch.autograd, "grad", lambda *given: (*own(*given)[:-1], torch.tensor(float("inf"))))
+    assert fit_model(model, KLT, TEXT, progress=Progress(), **SMALL).text_name == "a text, without gradients"
+    assert "fitting without gradients: gradients in float32 are not finite; try bfloat16." in capsys.readouterr().err
+    with pytest.raises(FitError, match="the model returns no logits"):
+        capture(model.model.model, windows_of(1), sites_to_fit(kvcodec.get(KLT), LAYERS))
+
+
 # -- what codecs make of it --------------------------------------------------------------------------------------------
 
 
