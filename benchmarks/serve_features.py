@@ -17,7 +17,12 @@ another order: the same function, other sums (``order``). A row has mean differe
 prompts' tokens (``prompt``) and of the generated ones up to where tokens part (``steps``), and how much less likely
 than the best the other's token was there, at most (``behind``); the same of the model in another order, and of the
 preset and 16 bit (``packing``). The feature may do ``TIMES`` what the order does, or as many times as it does with
-16-bit pages (``dense``): tensor parallelism does 3 times as much there, where no code can move.
+vLLM's own cache, where no page of ours is read (``none``), and the same for each prompt of ``LONG`` tokens and more, so
+that what is wrong in one request is not averaged away. With 16-bit pages (``dense``) no code can move.
+
+That the rule finds what is wrong is shown by two engines with a fault each, which must not pass: within a prompt of 700
+tokens one of its blocks in one of the eight layers is overwritten with its next one (``page``), or one KV head of it is
+(``head``).
 
 Rows go to DIR/checks.jsonl, answers to DIR/answers, logs to DIR/logs. On a CPU ``two`` takes two processes, and
 ``offload`` the connector with copies made by the processor.
@@ -53,6 +58,10 @@ NEAR = 8
 COUNTED = re.compile("prefix_cache|spec_decode_num_(draft|accepted)_tokens")
 TIMES, LEAST = 2.0, 1e-4
 """Log-probabilities may be apart by so many times what another order of sums does, and by that much in any case."""
+LONG, UNEVEN = 100, 2.0
+"""Prompts that are judged alone as well, and by how many times more one may be apart than all together."""
+FAULTS, SPOILT = ("page", "head"), 3
+"""Runs with a fault, and the layer that has it."""
 LIMIT = 240
 """Seconds of an engine on a GPU."""
 
@@ -101,6 +110,8 @@ def runs_of(part: str, on_gpu: bool, scratch: Path) -> dict[str, dict[str, Any]]
         return {
             "one": {},
             "order": {},
+            "page": {},
+            "head": {},
             "tp2": {"tensor_parallel_size": 2, "disable_custom_all_reduce": True},
             **pipeline,
         }
@@ -110,6 +121,8 @@ def runs_of(part: str, on_gpu: bool, scratch: Path) -> dict[str, dict[str, Any]]
         return {
             "one": {},
             "order": {},
+            "page": {},
+            "head": {},
             **{
                 method: {"speculative_config": {"method": method, "model": str(scratch / name), **drafts}}
                 for method, name in kinds.items()
@@ -132,15 +145,19 @@ def child(job: dict[str, Any]) -> None:
     options = {
         "dtype": "float32", "max_model_len": 2048, "max_num_seqs": 16, "max_num_batched_tokens": 512,
         "block_size": BLOCK, "kv_cache_memory_bytes": 1 << 27, "seed": 0, "skip_tokenizer_init": True,
-        "disable_log_stats": False, "enable_prefix_caching": True, "additional_config": {"kvcodec": job["given"]},
-        **job["options"],
+        "disable_log_stats": False, "enable_prefix_caching": True, **job["options"],
     }  # fmt: skip
+    if job["given"]:
+        options["additional_config"] = {"kvcodec": job["given"]}
     if job["on_gpu"]:
         graphs = {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY", "cudagraph_capture_sizes": [1, 2, 4, 8, 16]}
-        options |= {"attention_backend": "CUSTOM", "gpu_memory_utilization": 0.2, "compilation_config": graphs}
+        options |= {"gpu_memory_utilization": 0.06, "compilation_config": graphs}
+        options |= {"attention_backend": "CUSTOM"} if job["given"] else {}
     else:
         options |= {"enforce_eager": True}
     llm = LLM(model=job["model"], **options)
+    if job["run"] in FAULTS:
+        plant(llm, job["run"])
     generator = torch.Generator().manual_seed(1)
     asked = [
         {"prompt_token_ids": torch.randint(3, WORDS, (n,), generator=generator).tolist()}
@@ -159,6 +176,27 @@ def child(job: dict[str, Any]) -> None:
         turns = {"together": said([asked])}
     counts = {m.name: m.value for m in llm.get_metrics() if COUNTED.search(m.name) and hasattr(m, "value")}
     Path(job["to"]).write_text(json.dumps({"turns": turns, "counts": counts}))
+
+
+def plant(llm: Any, kind: str) -> None:
+    """Let a block of a layer, or one of its KV heads, hold what the request's next block does.
+
+    The request is the first one whose prompt has four whole blocks in the cache and goes on; its later tokens read it.
+    """
+    layers = llm.llm_engine.vllm_config.compilation_config.static_forward_context
+    impl = [layer.impl for layer in layers.values() if getattr(layer, "impl", None) is not None][SPOILT]
+    heads, blocks, forward = slice(None) if kind == "page" else slice(0, 1), [], impl.forward
+
+    def spoilt(layer: Any, query: Any, key: Any, value: Any, cache: Any, metadata: Any, *more: Any, **named: Any) -> Any:
+        found = forward(layer, query, key, value, cache, metadata, *more, **named)
+        if metadata is not None and not blocks:
+            rows = [row for row, _, _, length in metadata.chunks if length >= 4 * BLOCK]
+            blocks.extend(metadata.table[rows[0], 2:4].tolist() if rows else ())
+        if blocks:
+            cache[blocks[0], heads] = cache[blocks[1], heads]
+        return found
+
+    impl.forward = spoilt
 
 
 def answer(out: Any) -> dict[str, Any]:
@@ -210,15 +248,32 @@ def apart(found: list[dict[str, Any]], want: list[dict[str, Any]]) -> dict[str, 
     return {"prompt": sum(prompt) / len(prompt), "steps": sum(steps) / max(1, len(steps)), "behind": max(behind)}
 
 
-def judged(found: dict[str, float], order: dict[str, float], plain: float = 0.0) -> bool:
-    """Whether what is apart is rounding; ``plain``: as many times what the order does may be apart in any case."""
-    return all(found[key] <= max(TIMES, plain) * order[key] + LEAST for key in ("prompt", "steps"))
+def judged(
+    found: list[dict[str, Any]], order: list[dict[str, Any]], want: list[dict[str, Any]], plain: float = 0.0
+) -> bool:
+    """Whether what is apart is rounding.
+
+    Parameters
+    ----------
+    found, order, want : list of answers
+        With the feature, of the model in another order, and without either.
+    plain : float
+        As many times what the order does may be apart in any case.
+    """
+    most = max(TIMES, plain)
+    own, other = apart(found, want), apart(order, want)
+    together = all(own[key] <= most * other[key] + LEAST for key in ("prompt", "steps"))
+    return together and all(
+        apart([a], [c])["prompt"] <= UNEVEN * most * max(apart([b], [c])["prompt"], other["prompt"]) + LEAST
+        for a, b, c in zip(found, order, want, strict=True)
+        if len(c["prompt"]) >= LONG
+    )
 
 
 def plain_of(read: dict[str, Any], part: str, run: str) -> float:
-    """How many times what the order does a feature does with 16-bit pages; 0 where that was not run."""
+    """How many times what the order does a feature does with vLLM's own cache; 0 where that was not run."""
     one, order, feature = (
-        read.get(f"{part}-dense-{x}", {}).get("turns", {}).get("together") for x in ("one", "order", run)
+        read.get(f"{part}-none-{x}", {}).get("turns", {}).get("together") for x in ("one", "order", run)
     )
     if not (one and order and feature):
         return 0.0
@@ -264,12 +319,12 @@ def main() -> int:
             env["VLLM_CPU_OMP_THREADS_BIND"] = "0|1" if "two" in args.parts else "nobind"
         jobs = {}
         for part in args.parts:
-            more = {} if part == "offload" else {"dense": {"preset": "dense"}}
+            more = {} if part == "offload" else {"dense": {"preset": "dense"}, "none": {}}
             for name, given in (presets | more).items():
                 if args.presets and name not in args.presets:
                     continue
                 for run_name, options in runs_of(part, on_gpu, scratch).items():
-                    if args.runs and run_name not in args.runs:
+                    if (args.runs and run_name not in args.runs) or (name == "none" and run_name in FAULTS):
                         continue
                     label = f"{part}-{name}-{run_name}"
                     model, to = scratch / MODELS.get(run_name, "model"), args.out / "answers" / f"{label}.json"
@@ -309,7 +364,11 @@ def main() -> int:
                 more["apart"] = apart(found["together"], one)
                 more |= {"order": apart(other, one)} if other else {}
                 more |= {"packing": apart(one, wide)} if wide else {}
-                bad |= other is None or not judged(more["apart"], more["order"], plain_of(read, part, job["run"]))
+                plain = plain_of(read, part, job["run"])
+                if other and preset != "none" and job["run"] != "order":
+                    more["plain"], more["judged"] = plain, judged(found["together"], other, one, plain)
+                    bad |= more["judged"] is (job["run"] in FAULTS)
+                bad |= other is None
             recorder.add(*row, flat(share), **more)
     return int(bad)
 
