@@ -286,7 +286,7 @@ class Worker:
                      load="steps", sizes={"sequences": count, "tokens": s.tokens}, server=self.about)  # fmt: skip
 
     def first(self) -> None:
-        """The first token of a lone prompt that nothing is known of, ten times for each length; then where time goes."""
+        """The first token of a lone prompt that nothing is known of, ten times for each length; what takes the time."""
         from kvcodec_lab.serve.metrics import quantiles
 
         for tokens in self.scale.lone:

@@ -187,7 +187,9 @@ def plant(llm: Any, kind: str) -> None:
     impl = [layer.impl for layer in layers.values() if getattr(layer, "impl", None) is not None][SPOILT]
     heads, blocks, forward = slice(None) if kind == "page" else slice(0, 1), [], impl.forward
 
-    def spoilt(layer: Any, query: Any, key: Any, value: Any, cache: Any, metadata: Any, *more: Any, **named: Any) -> Any:
+    def spoilt(
+        layer: Any, query: Any, key: Any, value: Any, cache: Any, metadata: Any, *more: Any, **named: Any
+    ) -> Any:
         found = forward(layer, query, key, value, cache, metadata, *more, **named)
         if metadata is not None and not blocks:
             rows = [row for row, _, _, length in metadata.chunks if length >= 4 * BLOCK]

@@ -2,9 +2,9 @@
 
     python benchmarks/serve_stock.py --model FOLDER --out DIR [--servers saw-int4,ghost-3:fit] [--cli]
 
-vLLM finds the plugin by its entry point: install both, and leave ``src`` off PYTHONPATH. FOLDER holds a small model with
-a tokenizer that has a chat template. Servers run side by side, with vLLM's own options but for the memory that they
-share; ``bf16`` has none of ours. ``ghost-3:file`` reads the constants that ``kvcodec fit`` writes first;
+vLLM finds the plugin by its entry point: install both, and leave ``src`` off PYTHONPATH. FOLDER holds a small model
+with a tokenizer that has a chat template. Servers run side by side, with vLLM's own options but for the memory that
+they share; ``bf16`` has none of ours. ``ghost-3:file`` reads the constants that ``kvcodec fit`` writes first;
 ``ghost-3:fit`` is a first start with ``"params": "fit"`` and ``ghost-3:again`` the second one, begun when the first
 answers. Of each server DIR/checks.jsonl has a row with
 
