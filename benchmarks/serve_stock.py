@@ -299,7 +299,9 @@ def main() -> int:
             say(f"{name}: answers after {ready:.1f} s")
             found = asked_of(server, text)
             say(f"{name}: all was asked; loss {found['loss']:.4f}")
-            return {"ready_s": ready, "said": server.said(), "command": " ".join(server.command[1:]), **found}
+            found |= {"ready_s": ready, "said": server.said(), "command": " ".join(server.command[1:])}
+            server.log.with_suffix(".json").write_text(json.dumps(found))
+            return found
         except Exception as error:
             tail = server.log.read_text(errors="replace")[-3000:] if server else ""
             say(f"{name}: failed: {type(error).__name__}: {error}")
@@ -308,6 +310,13 @@ def main() -> int:
             if server is not None:
                 server.stop()
 
+    def end(*given: Any) -> None:
+        for server in running:  # each has a process group of its own
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(server.process.pid, signal.SIGKILL)
+        os._exit(1)
+
+    signal.signal(signal.SIGTERM, end)
     begun = time.monotonic()
     try:
         with concurrent.futures.ThreadPoolExecutor(len(given)) as pool:
