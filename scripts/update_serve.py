@@ -6,6 +6,7 @@ and ``<!-- serve nvidia-h200:end -->``, the drawings, of one of them, in docs/im
 """
 
 import argparse
+import math
 import re
 import sys
 from pathlib import Path
@@ -41,11 +42,13 @@ COMPARED = {
         "furthest behind",
         "order",
         "batch",
+        "bytes of the library",
     ],
     "heads": [
         "preset",
         "drafts by",
         "same tokens",
+        "bytes of the library",
         "drafted",
         "accepted",
         "steps",
@@ -55,6 +58,8 @@ COMPARED = {
     ],
 }
 """Headings of the tables of features."""
+NAMES = {"none": "vLLM's own cache", "page": "fault: a page", "head": "fault: a page's head, one layer"}
+"""Of rows' presets and runs that are not called what they are."""
 CELL = 160
 """Characters of a reason that a table shows; the rows have all of it."""
 
@@ -117,16 +122,19 @@ def features(root: Path) -> str:
     found: dict[str, list[list[str]]] = {part: [] for part in COMPARED}
     for row in rows:
         part, _, run = row["shape"].partition("_")
-        line, counts = [f"`{row['spec']}`", run, f"{row['values']['p50']:.1%}"], row["counts"]
+        line = [NAMES.get(row["spec"], f"`{row['spec']}`"), NAMES.get(run, run), f"{row['values']['p50']:.1%}"]
+        counts, own = row["counts"], [p["bytes_equal"] for p in row.get("pages") or ()]
+        held = "–" if not own else "all" if min(own) == 1 else f"{math.floor(min(own) * 1e6) / 1e4}%"
         if part == "offload":
             line.append(f"{counts['vllm:external_prefix_cache_hits']:,.0f}")
         elif run == "order":
             continue
         elif part == "two":
             line += measured(row, "prompt", "apart", "order", "alone", "packing")
-            line += measured(row, "behind", "apart", "order", "alone")
+            line += [*measured(row, "behind", "apart", "order", "alone"), held]
         else:
-            line += [f"{counts[f'vllm:spec_decode_num_{kind}_tokens']:,.0f}" for kind in ("draft", "accepted")]
+            drafts = [counts.get(f"vllm:spec_decode_num_{kind}_tokens") for kind in ("draft", "accepted")]
+            line += [held, *("–" if x is None else f"{x:,.0f}" for x in drafts)]
             line += [*measured(row, "steps", "apart", "order"), *measured(row, "behind", "apart", "order")]
         found[part].append(line)
     shown = []
