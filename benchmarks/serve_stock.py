@@ -1,12 +1,11 @@
 """OpenAI servers of an installed vLLM with the installed plugin, over HTTP, on real weights.
 
-    python benchmarks/serve_stock.py --model FOLDER --out DIR [--servers saw-int4,ghost-3:fit] [--cli]
+    python benchmarks/serve_stock.py --model FOLDER --out DIR [--params FILE] [--servers saw-int4,kivi-2] [--cli]
 
 vLLM finds the plugin by its entry point: install both, and leave ``src`` off PYTHONPATH. FOLDER holds a small model
 with a tokenizer that has a chat template. Servers run side by side, with vLLM's own options but for the memory that
-they share; ``bf16`` has none of ours. ``ghost-3:file`` reads the constants that ``kvcodec fit`` writes first;
-``ghost-3:fit`` is a first start with ``"params": "fit"`` and ``ghost-3:again`` the second one, begun when the first
-answers. Of each server DIR/checks.jsonl has a row with
+they share; ``bf16`` has none of ours. ``ghost-3`` reads the constants of ``--params``, a file of ``kvcodec fit``
+(``serve_fit.py`` is about servers that fit). Of each server DIR/checks.jsonl has a row with
 
 - what the log says of the plugin, and the seconds until it answered;
 - three greedy answers to each of four prompts: the second and the third find the prompt in the prefix cache. The third
@@ -16,8 +15,6 @@ answers. Of each server DIR/checks.jsonl has a row with
 - the loss of a real text in nats a token (``echo`` with log-probabilities), which must be the library's through
   ``cache_for(prefill="decoded")`` up to ``NEAR``; with groups of tokens, whose own group a server reads in 16 bit,
   between that and the uncompressed model's.
-
-Answers of ``ghost-3:again`` must be those of ``ghost-3:fit``, those of ``ghost-3:file`` too if the two files are equal.
 """
 
 import argparse
@@ -42,9 +39,7 @@ PRESETS: dict[str, dict[str, Any]] = {
     "bf16": {},
     "saw-int4": {"preset": "saw-int4"},
     "kivi-2": {"preset": "kivi-2", "window": 0},
-    "ghost-3:file": {"preset": "ghost-3"},
-    "ghost-3:fit": {"preset": "ghost-3", "params": "fit"},
-    "ghost-3:again": {"preset": "ghost-3", "params": "fit"},
+    "ghost-3": {"preset": "ghost-3"},
 }
 """Servers, and the plugin's options."""
 SLICES = ((0, 1500), (4000, 2500), (9000, 4000), (16000, 6000))
@@ -77,7 +72,7 @@ class Server:
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             self.port = free.getsockname()[1]
-        self.name, self.log, self.begun = name, out / "logs" / f"{name.replace(':', '-')}.log", time.monotonic()
+        self.name, self.log, self.begun = name, out / "logs" / f"{name}.log", time.monotonic()
         program = ["vllm.entrypoints.cli.main", "serve", str(model)] if cli else [
             "vllm.entrypoints.openai.api_server", "--model", str(model)]  # fmt: skip
         self.command = [sys.executable, "-m", *program, "--served-model-name", "model", "--host", "127.0.0.1",
@@ -222,6 +217,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", type=lambda x: Path(x).resolve(), required=True)
     parser.add_argument("--out", type=lambda x: Path(x).resolve(), required=True, help="folder for rows and logs")
+    parser.add_argument("--params", type=lambda x: Path(x).resolve(), help="what kvcodec fit wrote, for ghost-3")
     parser.add_argument("--servers", type=lambda x: x.split(","), default=list(PRESETS))
     parser.add_argument("--cli", action="store_true", help="start them by `vllm serve`, not by the module that it runs")
     parser.add_argument("--arguments", type=str.split, default=[], help="more of vLLM's, for all servers")
@@ -230,6 +226,10 @@ def main() -> int:
     args = parser.parse_args()
     if unknown := set(args.servers) - set(PRESETS):
         parser.error(f"no server {', '.join(sorted(unknown))}; there are {', '.join(PRESETS)}")
+    if "ghost-3" in args.servers and args.params is None:
+        parser.error(
+            "ghost-3 needs --params, a file that kvcodec fit wrote for the model, or leave it out of --servers"
+        )
     import torch
 
     from kvcodec_lab.bench.record import Recorder
@@ -251,9 +251,7 @@ def main() -> int:
         print("no installed package has the plugin's entry point: install kvcodec")
         return 1
     recorder = Recorder(args.out / "checks.jsonl", common, lambda line: None)
-    env = os.environ | {
-        "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "XDG_CACHE_HOME": str(args.out / "cache")
-    }  # fmt: skip
+    env = os.environ | {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"}
     if on_gpu:
         common_arguments = ["--gpu-memory-utilization", "0.1", "--kv-cache-memory-bytes", "1000000000"]
     else:
@@ -261,44 +259,22 @@ def main() -> int:
         env |= {"VLLM_CPU_OMP_THREADS_BIND": "nobind"}
     common_arguments += ["--max-model-len", str(MOST), "--max-num-seqs", "64", *args.arguments]
     given = {name: dict(PRESETS[name]) for name in args.servers}
-    file = args.out / "ghost-3.safetensors"
-    kept = args.out / "cache" / "kvcodec" / "params"
-    answering = {name: threading.Event() for name in PRESETS}
-    lock, running, answers, bad = threading.Lock(), [], [], []
+    if "ghost-3" in given:
+        given["ghost-3"]["params"] = str(args.params)
+    lock, running, bad = threading.Lock(), [], []
 
     def say(line: str) -> None:
         print(f"[{time.monotonic() - begun:4.0f} s] {line}", flush=True)
 
-    def fit() -> None:
-        command = [sys.executable, "-m", "kvcodec", "fit", str(args.model), "ghost-3", "-o", str(file), "--device",
-                   device, "--dtype", dtype]  # fmt: skip
-        start = time.monotonic()
-        with (args.out / "logs" / "fit.log").open("w") as log:
-            subprocess.run(command, env=env, stdout=log, stderr=subprocess.STDOUT, check=True, timeout=args.seconds)
-        say(f"kvcodec fit: {time.monotonic() - start:.1f} s")
-        recorder.add("ghost-3", None, "fit_s", "s", "command", flat(time.monotonic() - start), n=1)
-
     def serve(name: str) -> dict[str, Any]:
         server = None
         try:
-            if name == "ghost-3:file":
-                fit()
-                given[name]["params"] = str(file)
-            if name == "ghost-3:again":
-                answering["ghost-3:fit"].wait(args.seconds)
-                if "ghost-3:fit" not in answers:
-                    raise RuntimeError("the first start did not come up")
             backend = ["--attention-backend", "CUSTOM"] if on_gpu else []
             own = [*backend, "--additional-config", json.dumps({"kvcodec": given[name]})] if given[name] else []
-            # what is compiled for one server is kept apart from the others', which start at the same time
-            compiled = args.out / "cache" / ("vllm-" + name.replace(":again", ":fit").replace(":", "-"))
-            more = {"VLLM_CACHE_ROOT": str(compiled)}
-            server = Server(name, args.model, args.out, [*common_arguments, *own], env | more, args.cli)
+            server = Server(name, args.model, args.out, [*common_arguments, *own], env, args.cli)
             with lock:
                 running.append(server)
             ready = server.wait(args.seconds)
-            answers.append(name)
-            answering[name].set()
             say(f"{name}: answers after {ready:.1f} s")
             found = asked_of(server, text)
             say(f"{name}: all was asked; loss {found['loss']:.4f}")
@@ -310,7 +286,6 @@ def main() -> int:
             say(f"{name}: failed: {type(error).__name__}: {error}")
             return {"failed": f"{type(error).__name__}: {error}", "tail": tail}
         finally:
-            answering[name].set()  # nobody waits for one that ended
             if server is not None:
                 server.stop()
 
@@ -324,38 +299,23 @@ def main() -> int:
     begun = time.monotonic()
     try:
         with concurrent.futures.ThreadPoolExecutor(len(given)) as pool:
-            found = dict(zip(given, pool.map(serve, given), strict=True))
+            served = {name: pool.submit(serve, name) for name in given}
+            known = losses(args.model, text, given, device, dtype)  # while they start
+            say(f"the library: { {name: round(x, 4) for name, x in known.items()} }")
+            found = {name: one.result() for name, one in served.items()}
     finally:
         for server in running:
             server.stop()
-    if kept.is_dir():
-        for name in ("ghost-3:fit", "ghost-3:again"):
-            if name in given:
-                given[name]["params"] = str(next(kept.glob("*.safetensors"), file))
-    known = losses(args.model, text, {n: given[n] for n in given if "failed" not in found[n]}, device, dtype)
-    say(f"the library: { {name: round(x, 4) for name, x in known.items()} }")
     for name, one in found.items():
-        shape = name.partition(":")[2] or "stock"
         if "failed" in one:
-            recorder.add(PRESETS[name].get("preset", name), None, "loss", "nats", shape, None,
+            recorder.add(name, None, "loss", "nats", "stock", None,
                          status=f"failed: {one['failed']}", said=one["tail"][-1500:])  # fmt: skip
             bad.append(f"{name}: {one['failed']}")
             continue
         one["library_loss"] = known[name]
         wrong = faults(name, one, known[PLAIN])
-        if name == "ghost-3:again":
-            first = found.get("ghost-3:fit", {}).get("texts")
-            one["as_first_start"] = one["texts"] == first
-            wrong += ["the second start answers otherwise"] * (not one["as_first_start"])
-            wrong += ["the second start fitted again"] * (not any("were fitted before" in x for x in one["said"]))
-        if name == "ghost-3:file" and "ghost-3:fit" in given and "failed" not in found["ghost-3:fit"]:
-            one["files_equal"] = file.read_bytes() == Path(given["ghost-3:fit"]["params"]).read_bytes()
-            one["as_fit_at_the_start"] = one["texts"] == found["ghost-3:fit"]["texts"]
-            wrong += ["answers differ with equal files"] * (one["files_equal"] and not one["as_fit_at_the_start"])
-        if fitted := next((x for x in one["said"] if "fitted in" in x), ""):
-            one["fit_s"] = float(re.findall(r"fitted in (\S+) s", fitted)[0])
         bad += [f"{name}: {text}" for text in wrong]
-        recorder.add(PRESETS[name].get("preset", name), None, "loss", "nats", shape, flat(one.pop("loss")), n=1,
+        recorder.add(name, None, "loss", "nats", "stock", flat(one.pop("loss")), n=1,
                      faults=wrong, **one)  # fmt: skip
         print(name, json.dumps({k: v for k, v in one.items() if k not in ("texts", "command")}), flush=True)
     say(f"{len(bad)} faults: {'; '.join(bad) or 'none'}")

@@ -1,8 +1,8 @@
 """Write the measured tables and drawings of docs/serve-results.md from benchmarks/results/nvidia-*/serve*.json.
 
 ``--check`` only compares: 1 if something would change. A GPU's block lies between ``<!-- serve nvidia-h200:start -->``
-and ``<!-- serve nvidia-h200:end -->``, the drawings, of one of them, in docs/img; ``serve features`` is what
-``benchmarks/serve_features.py`` compared.
+and ``<!-- serve nvidia-h200:end -->``, the drawings, of one of them, in docs/img; ``serve features`` and
+``serve features-cpu`` are what ``benchmarks/serve_features.py`` compared.
 """
 
 import argparse
@@ -20,7 +20,9 @@ from kvcodec_lab.serve.tables import Grid, charts, tables
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = {gpu: Path("benchmarks/results", gpu, "serve.json") for gpu in ("nvidia-h200", "nvidia-h100")}
 DRAWN_GPU = "nvidia-h200"
-FEATURES = Path("benchmarks/results/nvidia-h100/serve_features.json")
+FEATURES = {"features": Path("benchmarks/results/nvidia-h100/serve_features.json"),
+            "features-cpu": Path("benchmarks/results/cpu/serve_features.json")}  # fmt: skip
+"""Of blocks of the page."""
 PAGE = Path("docs/serve-results.md")
 DRAWN = {"steps-": "serve-steps.svg", "throughput-clients-i1024": "serve-throughput-1k.svg",
          "throughput-clients-i4096": "serve-throughput-4k.svg", "tpot-clients-i4096": "serve-tpot-4k.svg",
@@ -108,9 +110,9 @@ def block(root: Path, gpu: str) -> str:
     return "\n\n".join([head, *map(markdown, grids), *shown])
 
 
-def features(root: Path) -> str:
+def features(path: Path) -> str:
     """The tables of answers with a feature beside those without."""
-    rows = read_rows([root / FEATURES])
+    rows = read_rows([path])
     order = {
         (row["spec"], row["shape"].partition("_")[0]): row["apart"] for row in rows if row["shape"].endswith("_order")
     }
@@ -148,7 +150,7 @@ def features(root: Path) -> str:
 
 def made(root: Path, name: str) -> str:
     """What stands in a block of the page."""
-    return features(root) if name == "features" else block(root, name)
+    return features(root / FEATURES[name]) if name in FEATURES else block(root, name)
 
 
 def main() -> int:
