@@ -4,8 +4,9 @@
 
 vLLM finds the plugin by its entry point: install both, and leave ``src`` off PYTHONPATH. FOLDER holds a small model
 with a tokenizer that has a chat template. Servers run side by side, with vLLM's own options but for the memory that
-they share; ``bf16`` has none of ours. ``ghost-3`` reads the constants of ``--params``, a file of ``kvcodec fit``
-(``serve_fit.py`` is about servers that fit). Of each server DIR/checks.jsonl has a row with
+they share; ``bf16`` has none of ours. ``ghost-3`` reads the constants of ``--params``, a file of ``kvcodec fit``. A
+server alone is up in about a minute on 16 processors, three side by side in more than two. Of each server
+DIR/checks.jsonl has a row with
 
 - what the log says of the plugin, and the seconds until it answered;
 - three greedy answers to each of four prompts: the second and the third find the prompt in the prefix cache. The third
