@@ -34,6 +34,8 @@ class Config(NamedTuple):
         Teams of a CTA: above 1 they share its look-up tables, and each takes one sequence and head after another.
     halvings : int
         How often the room of look-up tables is halved, on GPUs with less shared memory: they have fewer copies.
+    tight : int
+        1: what only the start of a piece needs lies where the ring's later stages will be.
     """
 
     tile: int
@@ -43,6 +45,7 @@ class Config(NamedTuple):
     splits: int
     teams: int = 1
     halvings: int = 0
+    tight: int = 0
 
     @property
     def resident_warps(self) -> int:
@@ -92,13 +95,15 @@ def shared_bytes(spec: DecodeSpec, config: Config, dense: bool = False, heads: i
     """
     spec = spec.halved(config.halvings)
     tables = align(align(spec.key.shared) + align(spec.value.shared), 128)
-    rows = 4 * (4 if spec.head_dim > 256 else heads if config.teams > 1 else 8)
+    few = spec.head_dim > 256
+    rows = 4 * (4 if few else heads if config.teams > 1 or config.tight else 8)
     query = align(rows * (_row_floats(spec.key.queries * spec.head_dim) + 1), 128)
     stage = config.warps * align(spec.tile_bytes(config.tile), 128)
     later = (config.stages - 1) * stage
+    kept, start = team_bytes(spec.pairs, config.tile, heads, config.warps, config.tight)
     # of teams that share tables, later stages take the query's place
-    team = stage + (max(query, later) if shares_tables(spec, config) else query + later)
-    team += team_bytes(spec.pairs, config.tile, heads, config.warps)
+    over = config.tight or shares_tables(spec, config)
+    team = stage + (max(query + start, later) if over else query + later) + kept
     team += config.warps * max(spec.key.scratch, spec.value.scratch)
     team += align(spec.key.by_head) + align(spec.value.by_head)
     merge = align(config.warps * rows * (_row_floats(spec.head_dim) + 2), 128)
