@@ -22,7 +22,7 @@ from kvcodec.errors import ShapeError, UnsupportedError
 from kvcodec.kernels.arguments import DecodeArgs
 from kvcodec.kernels.build import Kernel, Program, load
 from kvcodec.kernels.constants import Constants
-from kvcodec.kernels.launch import Config, config_for, machine, shared_bytes, shares_tables
+from kvcodec.kernels.launch import Config, asked_bytes, config_for, machine, shared_bytes, shares_tables
 from kvcodec.kernels.mean import KeyMean, checked
 from kvcodec.kernels.spec import DecodeSpec, align, definitions, includes
 
@@ -149,7 +149,7 @@ def _plan(
     decode, combine = load(source, ("kv_decode", "kv_combine"), device, spec.name)
     if early:  # more than half: the next kernel's CTAs, launched early, do not gather on the first idle multiprocessors
         shared = min(max(shared, there.shared_sm // 2), there.shared_block)
-    return Plan(config, decode, combine, shared, early)
+    return Plan(config, decode, combine, asked_bytes(shared, device), early)
 
 
 def _apart(spec: DecodeSpec, units: int, device: torch.device) -> bool:
