@@ -79,6 +79,10 @@ SHORT = 1 << 17
 """Bytes of shared memory of a block: GPUs of 99 KB have less."""
 FEW_BYTES = 40960
 """Bytes under way on a multiprocessor, with eight warps, below which more warps hide memory's latency."""
+MOST_TERM = 512
+"""Pairs of channels of the term of the keys' mean, times query heads, whose numbers twelve warps have no registers for:
+``ghost-2`` at 1 x 64k, 7 query heads to a KV head, takes 43.7 us with twelve and 31.5 with eight (an H100).
+"""
 
 
 def shares_tables(spec: DecodeSpec, config: Config) -> bool:
@@ -200,7 +204,7 @@ def _config(
     counted = heads if machine.shared_block < SHORT else 8  # where more fits, choices were measured with eight's room
     fitting = [c for c in candidates(spec, stages, halvings, tight) if _fits(spec, c, machine, dense, counted)]
     if 10 * units <= machine.sms:
-        short = 16 * spec.tile_bytes(32) < FEW_BYTES
+        short = 16 * spec.tile_bytes(32) < FEW_BYTES and spec.pairs * heads < MOST_TERM
         least, tile = (12, 16) if longest <= 16 else (12 if short else 8, 32)
         fitting.sort(key=lambda c: (max(0, least - c.warps * c.resident), abs(c.tile - tile), c.resident, c.warps))
     else:
