@@ -71,9 +71,9 @@ TEAM_TOKENS = 4096
 WARPS = 8
 """Of a multiprocessor that hide memory's latency; where fewer fit, tables are smaller or have fewer copies."""
 LESS_WARPS = 4
-"""Of tables of a head, as ghost's, on GPUs of 99 KB, rather than the fewest copies, where a look-up takes four turns. Under
-100 KB on an H100, ``ghost-4`` at 32 x 32k: 5, 6, 7, 8 warps 664, 563, 489, 439 us, two teams of 4 421, with the fewest
-copies 8 or 12 warps 737 to 752; at 1 x 64k 5, 6, 7 warps 47, 43, 42 us, 51 with the fewest copies.
+"""Of tables of a head, as ghost's, on GPUs of 99 KB: rather than the fewest copies, where a look-up takes four turns.
+Under 100 KB on an H100, ``ghost-4`` at 32 x 32k: 5, 6, 7, 8 warps 664, 563, 489, 439 us, two teams of 4 421, with the
+fewest copies 8 or 12 warps 737 to 752; at 1 x 64k 5, 6, 7 warps 47, 43, 42 us, 51 with the fewest copies.
 """
 SHORT = 1 << 17
 """Bytes of shared memory of a block: GPUs of 99 KB have less."""

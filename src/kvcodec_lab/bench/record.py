@@ -138,7 +138,7 @@ class Recorder:
 
 
 def key_of(row: Mapping[str, Any]) -> tuple[Any, ...]:
-    """Key of a row: spec, metric, shape, the shared memory that the GPU is told to have, and for rivals backend and form.
+    """Key of a row: spec, metric, shape, the shared memory that the GPU was told to have; of rivals backend and form.
 
     Ratios name backend and form of the fastest rival of their run; these are not part of the key.
     """

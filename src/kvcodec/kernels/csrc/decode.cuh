@@ -98,8 +98,8 @@ template <class Decoder, class V, int D, int WARPS, bool CAP, bool BF16, int HEA
 // P tokens to a page, T to a tile; CAP: scores have a soft cap. DENSE: -1, or there are dense tokens, fp16 (even) or
 // bf16, summed apart (0, 1) or, where values are not rotated, among the codes (2, 3), whose channels may have factors
 // (4, 5). HEADS: 8, or 4 where no more query heads share a KV head. WARPS: of a team; TEAMS: of a CTA. PAIRS: keys are
-// held without their mean, which this many pairs of channels have (mean.cuh); 0: with it. TIGHT: what only the start of a
-// piece needs lies where later stages will be
+// held without their mean, which this many pairs of channels have (mean.cuh); 0: with it. TIGHT: what only the start of
+// a piece needs lies where later stages will be
 template <class KEYS, class V, int D, int P, int T, int WARPS, int STAGES, bool CAP = false, int DENSE = -1,
           int HEADS = 8, int TEAMS = 1, int PAIRS = 0, bool TIGHT = false>
 struct Decoder {
@@ -115,8 +115,8 @@ struct Decoder {
   KV_CONST int ROWS = TEAMS == 1 && !is_wide(D) && !TIGHT ? 8 : HEADS;  // rows that fit
   KV_CONST int QUERY = (ROWS * (row_floats(query_channels<K, D>()) + 1) * 4 + 127) / 128 * 128;
   KV_CONST int SCRATCH = scratch_bytes<K>(0) > scratch_bytes<V>(0) ? scratch_bytes<K>(0) : scratch_bytes<V>(0);
-  // The ring, stage by stage of all warps. Teams that share tables, and what is TIGHT, have their query (TIGHT: and what
-  // the mean's term begins with) where its last stages will be: SOONER stages are fetched before it has been taken.
+  // The ring, stage by stage of all warps. Teams that share tables have their query where its last stages will be, and
+  // TIGHT ones what the mean's term begins with: SOONER stages are fetched before these have been taken.
   KV_CONST bool BRIEF = TEAMS > 1 && TABLES > 0, LATER = BRIEF || TIGHT;
   KV_CONST int STAGE = WARPS * TILE, ALL = STAGES * STAGE, START = QUERY + Mean::START;
   KV_CONST int RING = !LATER ? QUERY + ALL : STAGE + START > ALL ? STAGE + START : ALL;

@@ -65,8 +65,8 @@ struct MeanTable {
   }
 };
 
-// The term of a warp's tiles of T tokens, for HEADS query heads (query.cuh) of a team of WARPS warps. TIGHT: what is
-// needed until `take` alone has a place of its own, START bytes, which is free then.
+// The term of a warp's tiles of T tokens, for HEADS query heads (query.cuh) of a team of WARPS warps. TIGHT: what is not
+// needed after `take` has a place of its own, START bytes, that others may then use.
 template <int D, int PAIRS, int HEADS, int T, int WARPS, bool TIGHT = false> struct MeanTerm {
   KV_CONST int N = HEADS / 4, SUBS = T / 16, BLOCKS = PAIRS / 16;
   KV_CONST int ANGLE = 8 * PAIRS;          // bytes of cos and sin of all pairs
@@ -78,12 +78,15 @@ template <int D, int PAIRS, int HEADS, int T, int WARPS, bool TIGHT = false> str
   KV_CONST bool ALL_HELD = TIGHT && BLOCKS > 16 / HEADS;
   KV_CONST int HELD = ALL_HELD || BLOCKS < 16 / HEADS ? BLOCKS : 16 / HEADS;
   KV_CONST int WAITING = (BLOCKS - HELD) * COLUMNS * 512;
-  KV_CONST int OWN = (TIGHT ? 0 : ANGLE) + WAITING;  // of a warp, with cos and sin of its start
-  KV_CONST int TABLE = ALL_HELD ? 1024 * BLOCKS : 0;
-  KV_CONST int STEPS = SCALES + SUBS * ANGLE + TABLE;
-  // of a team
-  KV_CONST int SHARED = ((TIGHT ? 0 : HEADS * ROW) + STEPS + WARPS * OWN + 127) / 128 * 128;
+  // A team's `shared`: A and B of its heads, scales, angles of steps, the table's rows if they are there, and of each warp
+  // cos and sin of its start and what waits. TIGHT: `start` has A and B, and cos and sin of the warps' starts.
+  KV_CONST int OWN = (TIGHT ? 0 : ANGLE) + WAITING, TABLE = ALL_HELD ? 1024 * BLOCKS : 0;
+  KV_CONST int KEPT = TIGHT ? 0 : HEADS * ROW, STEPS = SCALES + SUBS * ANGLE + TABLE;
+  KV_CONST int SHARED = (KEPT + STEPS + WARPS * OWN + 127) / 128 * 128;
   KV_CONST int START = TIGHT ? (HEADS * ROW + WARPS * ANGLE + 127) / 128 * 128 : 0;
+  // behind `start`, which is `shared` if not TIGHT, the warps' starts and how far they are apart
+  KV_CONST int STARTS = HEADS * ROW + (TIGHT ? 0 : STEPS), STEP = TIGHT ? ANGLE : OWN;
+  KV_CONST int WAIT = KEPT + STEPS - TABLE + (TIGHT ? 0 : ANGLE);  // what waits, or the rows
   KV_CONST int REAL = PAIRS < D / 2 ? PAIRS : D / 2;  // pairs behind them repeat the last one and count nothing
   static_assert(PAIRS % 16 == 0, "whole products");
 
@@ -97,14 +100,9 @@ template <int D, int PAIRS, int HEADS, int T, int WARPS, bool TIGHT = false> str
   const uint8_t* at;
   uint8_t* waiting;  // ALL_HELD: the lane's part of the table's rows
 
-  // Where the team has scales, angles of steps and what waits, and where, at `start`, A and B of its heads and cos and sin
-  // of its warps' starts; not TIGHT: `start` is `shared`.
-  KV_CONST int KEPT = TIGHT ? 0 : HEADS * ROW;
-  KV_CONST int ANGLES = HEADS * ROW + (TIGHT ? 0 : STEPS), STEP = TIGHT ? ANGLE : OWN;  // the latter, a warp's
-  KV_CONST int WAIT = KEPT + STEPS - TABLE + (TIGHT ? 0 : ANGLE);
-
   // A and B of the team's heads, scaled by a power of two
-  KV_DEV static void stage(uint8_t* shared, uint8_t* start, const DecodeArgs& a, int b, int h, int first_head, int live, int warp) {
+  KV_DEV static void stage(uint8_t* shared, uint8_t* start, const DecodeArgs& a, int b, int h, int first_head, int live,
+                           int warp) {
     const int lane = thread() % 32;
     const MeanTable table(a.mean, h, PAIRS);
     const float* mean = a.mean.mean + b * a.mean.batch + (int64_t)h * D;
@@ -175,7 +173,7 @@ template <int D, int PAIRS, int HEADS, int T, int WARPS, bool TIGHT = false> str
         for (int k = 0; k < 2; ++k) table.turn(tokens, 2 * couple + k, c[k], s[k]);
       };
       turn(a.mean.placed[b] + token);
-      *(Words4*)(start + ANGLES + warp * STEP + 16 * place(couple)) = words(c, s);
+      *(Words4*)(start + STARTS + warp * STEP + 16 * place(couple)) = words(c, s);
       KV_NO_UNROLL
       for (int sub = warp; sub < SUBS; sub += WARPS) {
         turn(sub ? 16 * sub : T * WARPS);
@@ -210,7 +208,7 @@ template <int D, int PAIRS, int HEADS, int T, int WARPS, bool TIGHT = false> str
     const int lane = thread() % 32, g = lane / 4, j = lane % 4, own = 2 * j + (HEADS == 4 ? g % 2 : 0);
     at = shared + KEPT + 16 * own;
     const uint8_t* query = start + g * HEADS / 8 * ROW + 16 * own;
-    uint8_t* const mine = start + ANGLES + warp * STEP;
+    uint8_t* const mine = start + STARTS + warp * STEP;
     waiting = shared + WAIT + warp * OWN + 16 * lane;
     KV_UNROLL
     for (int m = 0; m < BLOCKS; ++m) {
