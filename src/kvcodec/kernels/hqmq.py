@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from kvcodec.codec import ROLES, Codec, Params, Role
+from kvcodec.codec import Codec, Params, Role
 from kvcodec.codecs.hqmq import Hqmq
 from kvcodec.errors import UnsupportedError
 from kvcodec.kernels.cpu.spec import CpuEncoder, CpuReader
@@ -49,7 +49,6 @@ def reader(codec: Codec, head_dim: int, role: Role) -> Reader:
         "read_hqmq.cuh",
         shared=shared_bytes(codec, role)[0],
         fewer=shared_bytes(codec, role)[1:],
-        beside=beside(codec, role),
         tables=lambda params: read_tables(params, crossed(codec, role)),
         both=read_type(codec, head_dim, role),
         # least shared memory of the readers of keys and values together
@@ -138,17 +137,6 @@ def shared_bytes(codec: Hqmq, role: Role) -> tuple[int, ...]:
     held = 16 - codec.code_bits + quarter  # bits below a row's place in a word of 16 bits: ``FROM``
     least = 1 << held - 3 if _is_word(codec) else 4 if quarter else 1
     return copied_bytes(6 * codec.s if quarter else 12 * codec.s, TABLE_BUDGET, least)
-
-
-def beside(codec: Hqmq, role: Role) -> tuple[int, ...]:
-    """Bytes of fewer copies, beside those of the other role: the room of both is halved in turn, first the values'.
-
-    >>> [beside(Hqmq(48, 4), role) for role in ROLES]
-    [(73728, 36864, 36864, 18432, 18432, 4608), (36864, 36864, 18432, 18432, 4608, 4608)]
-    """
-    own, later = shared_bytes(codec, role), int(role == "value")
-    steps = 2 * max(len(shared_bytes(codec, x)) for x in ROLES) - 2
-    return tuple(own[min((n + later) // 2, len(own) - 1)] for n in range(1, steps + 1))
 
 
 def read_tables(params: Params, crossed: bool) -> Tensor:

@@ -45,8 +45,6 @@ class Reader:
         Bytes of look-up tables in shared memory, the struct's ``TABLE``.
     fewer : tuple of int
         ``shared`` with half of the room for copies of the tables, with a quarter and so on (``KV_HALVINGS``).
-    beside : tuple of int
-        ``fewer`` when one codec holds keys and values, if it is not the same.
     tables : callable, optional
         Params -> uint8 ``[H or 1, bytes]`` on their device: what the struct's ``fill`` reads. ``[B or 1, H, bytes]`` of
         an ORDERED struct (tile.cuh).
@@ -102,7 +100,6 @@ class Reader:
     block: int = 1
     shared: int = 0
     fewer: tuple[int, ...] = ()
-    beside: tuple[int, ...] = ()
     tables: Callable[[Params], Tensor] | None = field(default=None, repr=False, compare=False)
     computes: bool = False
     factor: str | Callable[[Params], Tensor] = ""
@@ -390,9 +387,9 @@ def _decode_spec(
     k: Reader, v: Reader, key: Codec, value: Codec, head_dim: int, page_tokens: int, pairs: int
 ) -> DecodeSpec:
     if key == value:
-        k, v = (replace(x, type=x.both or x.type, fewer=x.beside or x.fewer, beside=()) for x in (k, v))
+        k, v = replace(k, type=k.both or k.type), replace(v, type=v.both or v.type)
     else:
-        k, v = (replace(x, reach=0, beside=()) for x in (k, v))
+        k, v = replace(k, reach=0), replace(v, reach=0)
     if v.lends and k.lends == v.lends:
         v = _borrowing(v)
     step = math.lcm(16, k.block, v.block)

@@ -185,9 +185,9 @@ template <int BEHIND> KV_DEV Words2 load_table2(const uint8_t* table, uint32_t a
 #endif
 
 // LEAST: what a reader needs
-KV_CONSTEXPR int table_copies(int entries, int room, int least = 1, int halvings = KV_HALVINGS) {
+KV_CONSTEXPR int table_copies(int entries, int room, int least = 1) {
   int n = 16;
-  while (n > least && entries * 8 * n > room >> halvings) n /= 2;
+  while (n > least && entries * 8 * n > room >> KV_HALVINGS) n /= 2;
   return n == 2 && least == 1 ? 1 : n;  // two copies would save only one pass in twenty
 }
 
@@ -195,9 +195,8 @@ KV_CONSTEXPR int table_copies(int entries, int room, int least = 1, int halvings
 // reads in one pass when its lanes access 16 different pairs of banks, so each lane has a copy, hence banks, of its
 // own, or shares it with few. BESIDE tables of one size may be interleaved: entry i at i * COPIES * BESIDE. AHEAD:
 // loads that a thread which fills them has under way.
-template <int ENTRIES, int BUDGET, int BESIDE = 1, int AHEAD = 4, int LEAST = 1, int HALVINGS = KV_HALVINGS>
-struct Table8 {
-  KV_CONST int COPIES = table_copies(ENTRIES, BUDGET, LEAST, HALVINGS);
+template <int ENTRIES, int BUDGET, int BESIDE = 1, int AHEAD = 4, int LEAST = 1> struct Table8 {
+  KV_CONST int COPIES = table_copies(ENTRIES, BUDGET, LEAST);
   KV_CONST int BYTES = ENTRIES * 8 * COPIES;
   KV_CONST int STRIDE = 8 * COPIES * BESIDE;  // bytes from entry to entry
   KV_FUNCTION int bit_of(int stride) { return stride == 1 ? 0 : 1 + bit_of(stride / 2); }

@@ -38,13 +38,9 @@ template <int D, int S, int R, bool CROSS = false, Place BESIDE = ALONE, bool BO
   // Rows whose low bits are a byte: keys' and values' tables are interleaved, so that rows are 256 bytes apart
   // and one prmt sets an address together, of copy, low byte and high bit.
   KV_CONST bool BYTES = !Fields::UNITS && Fields::LOW == 8;
-  KV_CONST bool INTERLEAVED = BYTES && BESIDE != ALONE && table_copies(ENTRIES, ROOM, 1, (KV_HALVINGS + 1) / 2) == 16;
-  // of both roles the room is halved in turn, first the values'
-  KV_CONST int HALVINGS = BESIDE == KEYS ? KV_HALVINGS / 2 : BESIDE == VALUES ? (KV_HALVINGS + 1) / 2 : KV_HALVINGS;
-  using Codebook = Table8<ENTRIES, ROOM, INTERLEAVED ? 2 : 1, 6, LEAST, HALVINGS>;
-  // what follows may be less than is reached
-  KV_CONST bool SHORT = (!Fields::UNITS && CROSSED && Codebook::COPIES < 8) ||
-                        (BESIDE == KEYS && KV_HALVINGS % 2 == 1 && !INTERLEAVED);
+  KV_CONST bool INTERLEAVED = BYTES && BESIDE != ALONE && table_copies(ENTRIES, ROOM) == 16;
+  using Codebook = Table8<ENTRIES, ROOM, INTERLEAVED ? 2 : 1, 6, LEAST>;
+  KV_CONST bool SHORT = !Fields::UNITS && CROSSED && Codebook::COPIES < 8;  // what follows may be less than is reached
   KV_CONST Place PLACE = (BYTES && !INTERLEAVED) || SHORT ? ALONE : BESIDE;
 
   KV_CONST int BLOCK = 1;
