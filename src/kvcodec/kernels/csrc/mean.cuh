@@ -65,8 +65,8 @@ struct MeanTable {
   }
 };
 
-// The term of a warp's tiles of T tokens, for HEADS query heads (query.cuh) of a team of WARPS warps. TIGHT: what is not
-// needed after `take` has a place of its own, START bytes, that others may then use.
+// The term of a warp's tiles of T tokens, for HEADS query heads (query.cuh) of a team of WARPS warps. TIGHT: what is
+// not needed after `take` has a place of its own, START bytes, that others may then use.
 template <int D, int PAIRS, int HEADS, int T, int WARPS, bool TIGHT = false> struct MeanTerm {
   KV_CONST int N = HEADS / 4, SUBS = T / 16, BLOCKS = PAIRS / 16;
   KV_CONST int ANGLE = 8 * PAIRS;          // bytes of cos and sin of all pairs
@@ -78,8 +78,8 @@ template <int D, int PAIRS, int HEADS, int T, int WARPS, bool TIGHT = false> str
   KV_CONST bool ALL_HELD = TIGHT && BLOCKS > 16 / HEADS;
   KV_CONST int HELD = ALL_HELD || BLOCKS < 16 / HEADS ? BLOCKS : 16 / HEADS;
   KV_CONST int WAITING = (BLOCKS - HELD) * COLUMNS * 512;
-  // A team's `shared`: A and B of its heads, scales, angles of steps, the table's rows if they are there, and of each warp
-  // cos and sin of its start and what waits. TIGHT: `start` has A and B, and cos and sin of the warps' starts.
+  // A team's `shared`: A and B of its heads, scales, angles of steps, the table's rows if they are there, and of each
+  // warp cos and sin of its start and what waits. TIGHT: `start` has A and B, and cos and sin of the warps' starts.
   KV_CONST int OWN = (TIGHT ? 0 : ANGLE) + WAITING, TABLE = ALL_HELD ? 1024 * BLOCKS : 0;
   KV_CONST int KEPT = TIGHT ? 0 : HEADS * ROW, STEPS = SCALES + SUBS * ANGLE + TABLE;
   KV_CONST int SHARED = (KEPT + STEPS + WARPS * OWN + 127) / 128 * 128;
