@@ -409,11 +409,14 @@ def test_others_with_the_courtesies_of_ghost_stand_by_bits_and_scale(tmp_path: P
     assert beside[-1] == "| `ghost-3` | 3.03 | – | 0.0667 |"
 
 
-def write_run(folder: Path, scores: dict[str, dict[str, float]], task: str = "kl", **more: Any) -> None:
+def write_run(
+    folder: Path, scores: dict[str, dict[str, float]], task: str = "kl", params: Any = None, **more: Any
+) -> None:
     """A published run: KL of each window, or whether a number was found, of each spec."""
     metric, text = ("kl", "lower") if task == "kl" else ("recall", "higher")
     about = {"format": "kvcodec-eval", "version": 1, "model": {"name": folder.parents[1].name}, "seed": 0}
     about |= {"versions": {}, "settings": {"prefill": "decoded", **more}, "specs": list(scores), "bits": {}}
+    about |= {"params": params or {}}
     own = {"items": 2, "window_tokens": 2048, "lengths": [4096]}
     about["tasks"] = {task: {**own, "metrics": {metric: {"better": text, "text": "", "of": "", "exp": False}}}}
     none = dict.fromkeys(next(iter(scores.values())), 0.0 if task == "kl" else 1.0)
@@ -436,7 +439,13 @@ def test_presets_on_other_texts_are_compared_window_by_window(tmp_path: Path) ->
     write_run(folder / "novel" / "plain", {spec: {"c": 0.2, "d": 0.2} for spec in code})
     loud = {spec: {item: 1.5 * x for item, x in of.items()} for spec, of in code.items()}
     write_run(folder / "code" / "stressed", loud, stress={"factor": 64.0, "pairs": 1})
-    write_run(folder / "code" / "fitted", {"ghost-3:transform=klt": {"a": 0.05, "b": 0.2}})
+    klt = "ghost-3:transform=klt"
+    params = {klt: {"text": "emma.txt"}}
+    write_run(folder / "code" / "fitted", {klt: {"a": 0.05, "b": 0.2}, "ghost-3": {"a": 0.1, "b": 0.1}}, params=params)
+    write_run(folder / "novel" / "fitted", {klt: {"c": 0.1}, "ghost-3": {"c": 0.4}}, params=params)
+    assert "gradients" not in ghost.ghost_fresh_block(tmp_path)
+    for text, of in (("code", {"a": 0.06, "b": 0.2}), ("novel", {"c": 0.1})):
+        write_run(folder / text / "fitted-without-gradients", {klt: of}, params=params)
     found = {"ghost-3": {"x": 1.0, "y": 1.0}, "ghost-4": {"x": 1.0, "y": 0.0}}
     write_run(folder / "needle-4k" / "plain", found, task="needle")
     told = ghost.ghost_fresh_block(tmp_path)
@@ -447,7 +456,13 @@ def test_presets_on_other_texts_are_compared_window_by_window(tmp_path: Path) ->
     assert next(line for line in told.splitlines() if line.startswith("| `ghost-3`")).count("–") == 1
     assert "4 windows of 2,048 tokens" in told
     assert "64:1) on the same windows the KL of `ghost-3` is 0.3000, 1.50 times as much; `ghost-4` 0.0300" in told
-    assert "of these windows, KL: `ghost-3:transform=klt` 0.1250, `ghost-3` from the prompt 0.2000 (difference" in told
+    fitted = told[told.index("| tiny, fitted |") :].splitlines()
+    cells = fitted[2].strip("| ").split(" | ")
+    assert cells[:4] == ["`ghost-3:transform=klt`", "0.1250", "0.1000", "0.1167"]
+    assert (cells[4].split()[0], cells[5].split()[0]) == ("-0.0833", "-0.0033")
+    cells = fitted[3].strip("| ").split(" | ")
+    assert (cells[0], cells[3], cells[4].split()[0], cells[5]) == ("`ghost-3`", "0.2000", "+0.0000", "–")
+    assert "another novel (`emma.txt`), on 3 of these windows" in told
     assert "Of 2 numbers hidden in 4,096 tokens of a novel, one each, `ghost-3` finds 2 and `ghost-4` 1" in told
     assert "uncompressed model 2." in told
 

@@ -53,18 +53,18 @@ def test_a_stale_file_is_seen(tmp_path: Path) -> None:
 
 
 def test_gpus_with_100_kb_of_shared_memory_take_at_most_a_third_longer() -> None:
-    """Every preset with kernels, many long sequences and one; ``ghost-4`` at one by what is chosen since its row."""
+    """Every preset with kernels, many long sequences and one; some of the former by a sweep."""
     folder = ROOT / "benchmarks/results/shared-memory-h100"
     times: dict[tuple[str, str], dict[int, float]] = {}
     for row in read_rows([folder / "decode.json"]):
         if row["metric"] == "decode_us_cold":
             limit = row.get("shared_memory_kb", 228)
             times.setdefault((row["spec"], row["shape"]), {})[limit] = row["values"]["p50"]
+    for row in json.loads((folder / "copies_b32_32k.json").read_text()):
+        if row["limit_kb"]:
+            assert 100 not in times[row["spec"], row["shape"]]
+            times[row["spec"], row["shape"]][100] = row["decode_us_cold"]
     ratios = {which: both[100] / both[228] for which, both in times.items()}
     presets = {p for p in kvcodec.presets() if kvcodec.describe(p)["kernels"]["decode"] == "cuda"} - {"dense"}
     assert ratios.keys() == {(p, shape) for p in presets for shape in ("b32_32k", "llm64k")}
-    assert {which for which, ratio in ratios.items() if ratio > 1.35} == {("ghost-4", "llm64k")}
-    sweep = json.loads((folder / "ghost-4_1x64k.json").read_text())
-    free = next(row["decode_us_cold"] for row in sweep if row["limit_kb"] is None)
-    chosen = next(row["decode_us_cold"] for row in sweep if row["config"] == [16, 4, 2, 1, 32, 1, 1])
-    assert chosen / free < 1.35
+    assert {which: ratio for which, ratio in ratios.items() if ratio > 1.35} == {}

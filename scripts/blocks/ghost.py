@@ -58,7 +58,9 @@ SPEED_WITH_TERM = Path("benchmarks/results/nvidia-h100")
 FRESH, PLAIN, STRESSED, NEEDLE = Path("benchmarks/results/fresh"), "plain", "stressed", "needle-4k"
 """Published runs MODEL/TEXT/plain and /stressed of texts of `benchmarks/fresh_texts.py`, and MODEL/NEEDLE/plain."""
 FITTED_RUN = "fitted"
-"""MODEL/TEXT/fitted: constants of `kvcodec fit` on another text, on windows of the plain run."""
+WITHOUT_GRADIENTS = "fitted-without-gradients"
+"""MODEL/TEXT/fitted: constants of `kvcodec fit` on another text, on windows of the plain run; and of the same fit of a
+KLT in which tokens count alike."""
 BESIDE = ("ghost-3", "ghost-4")
 """What the others are compared with there."""
 
@@ -271,9 +273,10 @@ def ghost_fresh_block(root: Path) -> str:
         texts = sorted(path.parent.name for path in folder.glob(f"*/{PLAIN}") if path.parent.name != NEEDLE)
         runs = [published(folder / text / PLAIN) for text in texts]
         parts.append(_fresh_table(texts, runs))
-        places = [folder / text / FITTED_RUN for text in texts]
-        if both := [(one, published(path)) for one, path in zip(runs, places, strict=True) if path.is_dir()]:
-            parts.append(_fitted_sentence(both))
+        fitted, without = ([folder / text / name for text in texts] for name in (FITTED_RUN, WITHOUT_GRADIENTS))
+        if all(path.is_dir() for path in fitted):
+            others = [published(path) for path in without if path.is_dir()]
+            parts.append(_fitted_table(texts, runs, [published(path) for path in fitted], others))
         if stressed := [published(path) for text in texts if (path := folder / text / STRESSED).is_dir()]:
             parts.append(_stressed_sentence(runs, stressed))
         if (folder / NEEDLE).is_dir():
@@ -309,24 +312,51 @@ def _fresh_table(texts: Sequence[str], runs: Sequence[Run]) -> str:
     )
 
 
-def _fitted_sentence(both: Sequence[tuple[Run, Run]]) -> str:
-    """KL with constants of a file, and paired with the same number of bits from the prompt, on the windows of both."""
+def _fitted_table(texts: Sequence[str], plain: Sequence[Run], fitted: Sequence[Run], without: Sequence[Run]) -> str:
+    """KL with constants of a file, and paired with those of the prompt and with a fit without gradients.
+
+    Parameters
+    ----------
+    texts : sequence of str
+    plain, fitted : sequence of Run
+        For each text.
+    without : sequence of Run
+        The fit without gradients; for each text, or empty.
+    """
+    names = {"fitted": fitted, "without gradients": without}
     merged = []
-    for plain, fitted in both:
-        lines = [line for line in fitted.lines if line["spec"] != UNCOMPRESSED]
-        about = plain.about | {"specs": [*plain.about["specs"], *fitted.about["specs"]]}
-        items = {line["item"] for line in lines}
-        merged.append(replace(plain, about=about, lines=[*(x for x in plain.lines if x["item"] in items), *lines]))
-    told = []
-    for spec in both[0][1].about["specs"]:
+    for number, run in enumerate(plain):
+        lines = [line for line in run.lines if line["spec"] != UNCOMPRESSED]
+        specs = list(run.about["specs"])
+        for name, runs in names.items():
+            for own in runs[number : number + 1]:
+                specs += [f"{spec}, {name}" for spec in own.about["specs"]]
+                kept = (line for line in own.lines if line["spec"] != UNCOMPRESSED)
+                lines += [line | {"spec": f"{line['spec']}, {name}"} for line in kept]
+        merged.append(replace(run, about=run.about | {"specs": specs}, lines=lines))
+
+    def beside(runs: Sequence[Run], spec: str, other: str) -> Row | None:
+        found = (r for r in against(runs, f"{spec}, fitted") if r["metric"] == "kl" and r["other"] == other)
+        return next(found, None)
+
+    lines = []
+    windows = 0
+    for spec in fitted[0].about["specs"]:
         name = spec.split(":")[0]
-        row = next(r for r in against(merged, spec) if r["metric"] == "kl" and r["other"] == name)
-        told.append(
-            f"`{spec}` {row['value']:.4f}, `{name}` from the prompt {row['other_value']:.4f} "
-            f"(difference {row['difference']:+.4f} [{row['low']:+.4f}, {row['high']:+.4f}])"
-        )
-    count = len({line["item"] for run in merged for line in run.lines if line["task"] == "kl"})
-    return f"With constants of `kvcodec fit` on another novel, on {count} of these windows, KL: {'; '.join(told)}."
+        each, whole = [beside([one], spec, name) for one in merged], beside(merged, spec, name)
+        assert whole is not None
+        windows = whole["items"]
+        cells = [f"`{spec}`", *(f"{row['value']:.4f}" if row else DASH for row in each), f"{whole['value']:.4f}"]
+        for row in (whole, beside(merged, spec, f"{spec}, without gradients")):
+            cells += [DASH] if row is None else [f"{row['difference']:+.4f} [{row['low']:+.4f}, {row['high']:+.4f}]"]
+        lines.append(cells if without else cells[:-1])
+    novel = next(iter(fitted[0].about["params"].values()))["text"]
+    heads = [f"{fitted[0].about['model']['name']}, fitted", *(f"KL, {text}" for text in texts), "KL, all"]
+    heads += ["less from the prompt", *(["less a fit without gradients"] if without else [])]
+    return (
+        f"{markdown(heads, lines)}\n\nConstants of `kvcodec fit` on another novel (`{novel}`), on {windows} of these "
+        f"windows; the last columns are the KL less that of other constants on the same windows."
+    )
 
 
 def _stressed_sentence(plain: Sequence[Run], stressed: Sequence[Run]) -> str:

@@ -160,6 +160,32 @@ def test_every_reader_gets_the_mean_back_on_a_gpu(spec: str, dim: int, few: int)
         check_reader(spec, dim, means, torch.device("cuda"), config)
 
 
+@pytest.mark.parametrize(
+    ("group", "config"),
+    [
+        (7, launch.Config(16, 2, 2, 1, 1, 1, 1, 1)),
+        (3, launch.Config(16, 3, 2, 1, 1, 2, 1, 1)),
+        (7, launch.Config(32, 2, 1, 1, 1, 1, 2, 1)),
+    ],
+)
+def test_what_only_the_start_needs_may_lie_in_the_ring(
+    group: int,
+    config: launch.Config,
+    machine: dict[str, Any],
+) -> None:
+    """With many tiles, dense tokens among the codes and, of teams, several pieces each: the same numbers."""
+    lens = [75, 133, 0, 40]
+    layer = layer_of("ghost-4", 128, lens, replace(NEAR, first=(100_000, 3, 0, 77)), CPU)
+    generator = torch.Generator().manual_seed(8)
+    q = torch.randn(len(lens), 2 * group, 1, 128, generator=generator)
+    dense = {name: torch.randn(len(lens), 2, 4, 128, generator=generator).half() for name in ("dense_k", "dense_v")}
+    for more in ({}, dense):
+        got, tight = (layer.attend(q, lens, config=c, **more) for c in (config._replace(tight=0), config))
+        assert all(map(torch.equal, got, tight))
+    want, _ = reference(q, layer.whole, layer.values, None, lens, [0] * len(lens), None, 0.0)
+    torch.testing.assert_close(layer.attend(q, lens, config=config)[0].double(), want, rtol=0, atol=8e-3)
+
+
 def check_large_means(group: int, dim: int, last: int, device: torch.device) -> None:
     """Means as Qwen2.5's: the error of a score is a third of that of a cache in bf16."""
     batch, tokens = 24, 64

@@ -22,7 +22,7 @@ from kvcodec.errors import ShapeError, UnsupportedError
 from kvcodec.kernels.arguments import DecodeArgs
 from kvcodec.kernels.build import Kernel, Program, load
 from kvcodec.kernels.constants import Constants
-from kvcodec.kernels.launch import Config, config_for, machine, shared_bytes, shares_tables
+from kvcodec.kernels.launch import Config, asked_bytes, config_for, machine, shared_bytes, shares_tables
 from kvcodec.kernels.mean import KeyMean, checked
 from kvcodec.kernels.spec import DecodeSpec, align, definitions, includes
 
@@ -53,7 +53,7 @@ def program(
     several : bool
         Whether sequences have several query tokens.
     """
-    pairs = f", {spec.pairs}" if spec.pairs else ""
+    pairs = f", {spec.pairs}" if spec.pairs or config.tight else ""
     dense_mode = dense + 2 * spec.joins * (1 + spec.value.multiplies) if dense >= 0 else dense
     combine = f"kv::combine<{spec.head_dim}, {COMBINE_WARPS}{', true' if spec.value.matrix else ''}>"
     threads, tile = config.teams * config.warps * 32, align(spec.tile_bytes(config.tile), 128)
@@ -65,7 +65,7 @@ def program(
             *includes(spec.key, spec.value),
             f"using Decode = kv::Decoder<{spec.key.type}, {spec.value.type}, {spec.head_dim}, {spec.page_tokens}, "
             f"{config.tile}, {config.warps}, {config.stages}, {'true' if cap else 'false'}, {dense_mode}, {heads}, "
-            f"{config.teams}{pairs}>;",
+            f"{config.teams}{pairs}{', true' if config.tight else ''}>;",
             f'static_assert(Decode::TILE == {tile}, "planes as the codec lays them out (plane_bytes?)");',
             f"static_assert(Decode::SHARED == {shared_bytes(spec, config, dense >= 0, heads)}, "
             '"shared memory as the host counts it (Reader.shared is TABLE?)");',
@@ -149,7 +149,7 @@ def _plan(
     decode, combine = load(source, ("kv_decode", "kv_combine"), device, spec.name)
     if early:  # more than half: the next kernel's CTAs, launched early, do not gather on the first idle multiprocessors
         shared = min(max(shared, there.shared_sm // 2), there.shared_block)
-    return Plan(config, decode, combine, shared, early)
+    return Plan(config, decode, combine, asked_bytes(shared, device), early)
 
 
 def _apart(spec: DecodeSpec, units: int, device: torch.device) -> bool:

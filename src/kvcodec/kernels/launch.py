@@ -34,6 +34,8 @@ class Config(NamedTuple):
         Teams of a CTA: above 1 they share its look-up tables, and each takes one sequence and head after another.
     halvings : int
         How often the room of look-up tables is halved, on GPUs with less shared memory: they have fewer copies.
+    tight : int
+        1: what only the start of a piece needs lies where the ring's later stages will be.
     """
 
     tile: int
@@ -43,6 +45,7 @@ class Config(NamedTuple):
     splits: int
     teams: int = 1
     halvings: int = 0
+    tight: int = 0
 
     @property
     def resident_warps(self) -> int:
@@ -68,12 +71,18 @@ TEAM_TOKENS = 4096
 WARPS = 8
 """Of a multiprocessor that hide memory's latency; where fewer fit, tables are smaller or have fewer copies."""
 LESS_WARPS = 4
-"""Of many sequences on GPUs of 99 KB: where fewer copies of tables would make room for ``WARPS``, four warps that look
-up in twice as many take 3 to 11 % less time (32 x 32k under 100 KB, an H100), with ``ghost-4`` 44 %. With tables of a
-head, as ghost's, of few sequences as well: 1 x 64k 52 to 48 us.
+"""Of tables of a head, as ghost's, on GPUs of 99 KB: rather than the fewest copies, where a look-up takes four turns.
+Under 100 KB on an H100, ``ghost-4`` at 32 x 32k: 5, 6, 7, 8 warps 664, 563, 489, 439 us, two teams of 4 421, with the
+fewest copies 8 or 12 warps 737 to 752; at 1 x 64k 5, 6, 7 warps 47, 43, 42 us, 51 with the fewest copies.
 """
+SHORT = 1 << 17
+"""Bytes of shared memory of a block: GPUs of 99 KB have less."""
 FEW_BYTES = 40960
 """Bytes under way on a multiprocessor, with eight warps, below which more warps hide memory's latency."""
+MOST_TERM = 512
+"""Pairs of channels of the term of the keys' mean, times query heads, whose numbers twelve warps have no registers for:
+``ghost-2`` at 1 x 64k, 7 query heads to a KV head, takes 43.7 us with twelve and 31.5 with eight (an H100).
+"""
 
 
 def shares_tables(spec: DecodeSpec, config: Config) -> bool:
@@ -92,35 +101,38 @@ def shared_bytes(spec: DecodeSpec, config: Config, dense: bool = False, heads: i
     """
     spec = spec.halved(config.halvings)
     tables = align(align(spec.key.shared) + align(spec.value.shared), 128)
-    rows = 4 * (4 if spec.head_dim > 256 else heads if config.teams > 1 else 8)
+    most = 4 if spec.head_dim > 256 else 8
+    rows = 4 * (heads if config.teams > 1 or config.tight else most)
     query = align(rows * (_row_floats(spec.key.queries * spec.head_dim) + 1), 128)
     stage = config.warps * align(spec.tile_bytes(config.tile), 128)
     later = (config.stages - 1) * stage
+    kept, start = team_bytes(spec.pairs, config.tile, heads, config.warps, config.tight)
     # of teams that share tables, later stages take the query's place
-    team = stage + (max(query, later) if shares_tables(spec, config) else query + later)
-    team += team_bytes(spec.pairs, config.tile, heads, config.warps)
+    over = config.tight or shares_tables(spec, config)
+    team = stage + (max(query + start, later) if over else query + later) + kept
     team += config.warps * max(spec.key.scratch, spec.value.scratch)
     team += align(spec.key.by_head) + align(spec.value.by_head)
     merge = align(config.warps * rows * (_row_floats(spec.head_dim) + 2), 128)
     need = tables + config.teams * max(team, merge) if config.teams > 1 else max(tables + team, merge)
     if dense and not spec.joins:  # tiles of 16 tokens, one for a warp
-        need = max(need, align(rows * (_row_floats(spec.head_dim) + 1), 128) + config.warps * 64 * spec.head_dim)
+        need = max(need, align(4 * most * (_row_floats(spec.head_dim) + 1), 128) + config.warps * 64 * spec.head_dim)
     return max(need, spec.key.reach, spec.value.reach)
 
 
-def candidates(spec: DecodeSpec, stages: int = 2, halvings: int = 0) -> list[Config]:
+def candidates(spec: DecodeSpec, stages: int = 2, halvings: int = 0, tight: int = 0) -> list[Config]:
     """Return launch constants worth trying, without regard to the machine."""
     least = 32 if spec.blocked else 16
     tiles = [t for t in (64, 32, 16) if spec.page_tokens % t == 0 and t >= least]
     # warps, resident CTAs; wide heads take all registers of eight warps
     usual = [(4, 2), (6, 2), (8, 1), (11, 1), (12, 1), (16, 1), (4, 1), (2, 1)]
     shapes = usual if spec.head_dim <= 256 else [(4, 2), (8, 1), (6, 1), (4, 1), (2, 1)]
-    return [Config(tile, warps, stages, resident, 1, halvings=halvings) for tile in tiles for warps, resident in shapes]
+    shapes += [(7, 1), (5, 1)] if tight else []
+    return [Config(tile, n, stages, resident, 1, 1, halvings, tight) for tile in tiles for n, resident in shapes]
 
 
-def _pairs_of_teams(spec: DecodeSpec, halvings: int) -> list[Config]:
+def _pairs_of_teams(spec: DecodeSpec, halvings: int, tight: int) -> list[Config]:
     """As ``candidates``: two teams that share look-up tables, which would leave no room for two CTAs."""
-    return [Config(tile, 4, 2, 1, 1, 2, halvings=halvings) for tile in (64, 32, 16) if spec.page_tokens % tile == 0]
+    return [Config(tile, 4, 2, 1, 1, 2, halvings, tight) for tile in (64, 32, 16) if spec.page_tokens % tile == 0]
 
 
 def _fits(spec: DecodeSpec, config: Config, machine: Machine, dense: bool = False, heads: int = 8) -> bool:
@@ -153,14 +165,15 @@ def config_for(
         No choice fits the machine's shared memory.
     """
     # tables in all copies, then in fewer; at last a ring of one tile
-    tries = [(2, n) for n in range(spec.halvings + 1)] + [(1, spec.halvings)]
+    short = int(machine.shared_block < SHORT and spec.key.by_head > 0)
+    last = spec.halvings
+    tries = [(2, 0, 0), *((2, n, short) for n in range(1 - short, last + 1)), (1, last, short)]
     fitting = []
     for which in tries:
         if (config := _config(spec, units, capacity, machine, dense, heads, *which)) is None:
             continue
-        short = machine.shared_block < 1 << 17 and spec.head_dim <= 256 and which[1] < spec.halvings
-        less = short and (10 * units > machine.sms or spec.key.by_head > 0)
-        if config.resident_warps >= min(_least_warps(spec, machine), LESS_WARPS if less else WARPS):
+        enough = LESS_WARPS if config.tight and config.halvings >= last - 1 else WARPS
+        if config.resident_warps >= min(_least_warps(spec, machine), enough):
             return config
         fitting.append(config)
     if fitting:
@@ -177,9 +190,10 @@ def _least_warps(spec: DecodeSpec, machine: Machine) -> int:
 
 
 def _config(
-    spec: DecodeSpec, units: int, capacity: int, machine: Machine, dense: bool, heads: int, stages: int, halvings: int
-) -> Config | None:
-    """As ``config_for`` with so many stages, and so many copies of tables; None: nothing fits."""
+    spec: DecodeSpec, units: int, capacity: int, machine: Machine, dense: bool, heads: int, stages: int, halvings: int,
+    tight: int,
+) -> Config | None:  # fmt: skip
+    """As ``config_for`` with so many stages, so many copies of tables, and ``tight`` or not; None: nothing fits."""
     # Measured on an H200. Eight warps a multiprocessor, or as many as fit, hide memory's latency, twelve where look-ups
     # are slow. Few sequences: one CTA a multiprocessor leaves the fewest partials to merge, and tiles of 32 tokens the
     # shortest last round. Many: long tiles cost the fewest instructions, two CTAs, or two teams that share tables too
@@ -187,15 +201,16 @@ def _config(
     longest = min(spec.key.tile, spec.value.tile)
     if shared_out := None if dense or stages < 2 else _teams(spec, units, capacity, machine, heads, halvings):
         return shared_out
-    fitting = [c for c in candidates(spec, stages, halvings) if _fits(spec, c, machine, dense)]
+    counted = heads if machine.shared_block < SHORT else 8  # where more fits, choices were measured with eight's room
+    fitting = [c for c in candidates(spec, stages, halvings, tight) if _fits(spec, c, machine, dense, counted)]
     if 10 * units <= machine.sms:
-        short = 16 * spec.tile_bytes(32) < FEW_BYTES
+        short = 16 * spec.tile_bytes(32) < FEW_BYTES and spec.pairs * heads < MOST_TERM
         least, tile = (12, 16) if longest <= 16 else (12 if short else 8, 32)
         fitting.sort(key=lambda c: (max(0, least - c.warps * c.resident), abs(c.tile - tile), c.resident, c.warps))
     else:
         fitting = [c for c in fitting if c.tile <= longest] or fitting
-        if spec.key.by_head and not dense and stages > 1 and machine.shared_block >= H200.shared_block:
-            fitting += [c for c in _pairs_of_teams(spec, halvings) if _fits(spec, c, machine, heads=heads)]
+        if spec.key.by_head and not dense and stages > 1 and (tight or machine.shared_block >= H200.shared_block):
+            fitting += [c for c in _pairs_of_teams(spec, halvings, tight) if _fits(spec, c, machine, heads=heads)]
 
         def order(c: Config) -> tuple[int, ...]:
             ends = c.resident * c.teams  # that overlap
@@ -306,10 +321,23 @@ _limits = [1 << 30]
 def limited(kilobytes: int) -> Iterator[None]:
     """Take GPUs for ones of so much shared memory a multiprocessor: to time programs for GPUs that are not there.
 
-    What was chosen before stays; ``decode._plan`` and ``history._plan`` remember it.
+    What was chosen before stays; ``decode._plan`` and ``history._plan`` remember it. Decode attention is then launched
+    with ``asked_bytes``.
     """
     _limits.append(kilobytes * 1024)
     try:
         yield
     finally:
         _limits.pop()
+
+
+def asked_bytes(shared: int, device: torch.device) -> int:
+    """Return the shared memory to launch blocks with that need ``shared`` bytes.
+
+    Under ``limited`` it is more: no more of them share a multiprocessor than would on the GPU it is taken for.
+    """
+    there, here = machine(device), _machine(device)
+    if there == here:
+        return shared
+    most = there.shared_sm // (shared + 1024)
+    return max(shared, align(here.shared_sm // (most + 1) - 1023, 128))

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from kvcodec.errors import ShapeError, UnsupportedError
+from kvcodec.kernels.spec import align
 
 ROWS, BITS, DIGITS = 16, 7, 3
 """Tokens of the table's rows, and the digits of a position: ``kv::MEAN_ROWS``, ``TURN_BITS``, ``TURN_DIGITS``."""
@@ -140,13 +141,18 @@ def _table(
     return torch.cat([x.flatten().view(torch.uint8) for x in parts])[None].to(device)
 
 
-def team_bytes(pairs: int, tile: int, heads: int, warps: int) -> int:
-    """Bytes of shared memory of a team of warps for the term, in tiles of ``tile``: ``kv::MeanTerm::SHARED``."""
+def team_bytes(pairs: int, tile: int, heads: int, warps: int, tight: int = 0) -> tuple[int, int]:
+    """Bytes of shared memory of a team of warps for the term, in tiles of ``tile``: throughout, and of those that
+    ``tight`` programs need at the start alone (``kv::MeanTerm``'s ``SHARED`` and ``START``).
+    """
     if not pairs:
-        return 0
+        return 0, 0
     angle = 8 * pairs
-    waiting = max(0, pairs // BLOCK - 16 // heads) * heads // 4 * 512
-    return -(-(heads * (angle + 16) + 128 + tile // ROWS * angle + warps * (angle + waiting)) // 128) * 128
+    blocks = max(0, pairs // BLOCK - 16 // heads)  # for which there are no registers
+    start, kept = heads * (angle + 16) + warps * angle, 128 + tile // ROWS * angle
+    if tight:
+        return align(kept + 64 * pairs * (blocks > 0), 128), align(start, 128)
+    return align(start + kept + warps * blocks * heads // 4 * 512, 128), 0
 
 
 def checked(name: str, pairs: int, mean: KeyMean | None, placed: Tensor | None, batch: int, heads: int) -> None:

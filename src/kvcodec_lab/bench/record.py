@@ -138,12 +138,12 @@ class Recorder:
 
 
 def key_of(row: Mapping[str, Any]) -> tuple[Any, ...]:
-    """Key of a row: spec, metric, shape, and for rivals backend and form.
+    """Key of a row: spec, metric, shape, the shared memory that the GPU was told to have; of rivals backend and form.
 
     Ratios name backend and form of the fastest rival of their run; these are not part of the key.
     """
     more = () if str(row.get("metric")).startswith("speedup_") else ("backend", "form")
-    return tuple(row.get(k) for k in ("spec", "metric", "shape", *more))
+    return tuple(row.get(k) for k in ("spec", "metric", "shape", "shared_memory_kb", *more))
 
 
 def newest(rows: Sequence[Row]) -> list[Row]:

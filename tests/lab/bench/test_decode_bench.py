@@ -260,6 +260,8 @@ def test_the_newest_measured_row_counts():
     refused = {**base, "values": None, "status": "failed", "run": "2026-01-03"}
     assert newest([new, old, refused]) == newest([refused, old, new]) == [new]
     assert newest([refused]) == [refused]
+    small = {**old, "shared_memory_kb": 100}  # on a GPU that was told of less memory
+    assert newest([new, small]) == [new, small]
 
 
 def test_a_ratio_is_one_whatever_it_is_over_and_each_rival_is_one():

@@ -98,9 +98,10 @@ template <class Decoder, class V, int D, int WARPS, bool CAP, bool BF16, int HEA
 // P tokens to a page, T to a tile; CAP: scores have a soft cap. DENSE: -1, or there are dense tokens, fp16 (even) or
 // bf16, summed apart (0, 1) or, where values are not rotated, among the codes (2, 3), whose channels may have factors
 // (4, 5). HEADS: 8, or 4 where no more query heads share a KV head. WARPS: of a team; TEAMS: of a CTA. PAIRS: keys are
-// held without their mean, which this many pairs of channels have (mean.cuh); 0: with it
+// held without their mean, which this many pairs of channels have (mean.cuh); 0: with it. TIGHT: what only the start of
+// a piece needs lies where later stages will be
 template <class KEYS, class V, int D, int P, int T, int WARPS, int STAGES, bool CAP = false, int DENSE = -1,
-          int HEADS = 8, int TEAMS = 1, int PAIRS = 0>
+          int HEADS = 8, int TEAMS = 1, int PAIRS = 0, bool TIGHT = false>
 struct Decoder {
   using K = typename KeysOf<KEYS, HEADS>::Reader;
   using Sum = Sums<V, HEADS>;
@@ -109,17 +110,17 @@ struct Decoder {
   KV_CONST bool HAS_TEAMS = TEAMS > 1;
   // multiples of 128: copies that straddle lines of shared memory are a sixth slower
   KV_CONST int TILE = (page_bytes<K, V>(T) + 127) / 128 * 128;
-  using Mean = MeanTerm<D, PAIRS, HEADS, T, WARPS>;
+  using Mean = MeanTerm<D, PAIRS, HEADS, T, WARPS, TIGHT>;
   KV_CONST int TABLES = (align16(K::TABLE) + align16(V::TABLE) + 127) / 128 * 128;
-  KV_CONST int ROWS = TEAMS == 1 && !is_wide(D) ? 8 : HEADS;  // rows that fit
+  KV_CONST int ROWS = TEAMS == 1 && !is_wide(D) && !TIGHT ? 8 : HEADS;  // rows that fit
   KV_CONST int QUERY = (ROWS * (row_floats(query_channels<K, D>()) + 1) * 4 + 127) / 128 * 128;
   KV_CONST int SCRATCH = scratch_bytes<K>(0) > scratch_bytes<V>(0) ? scratch_bytes<K>(0) : scratch_bytes<V>(0);
-  // the ring, stage by stage of all warps. Teams that share tables have their query where its last stages will be:
-  // SOONER stages are fetched before it has been taken.
-  KV_CONST bool BRIEF = TEAMS > 1 && TABLES > 0;
-  KV_CONST int STAGE = WARPS * TILE, ALL = STAGES * STAGE;
-  KV_CONST int RING = !BRIEF ? QUERY + ALL : STAGE + QUERY > ALL ? STAGE + QUERY : ALL;
-  KV_CONST int SOONER = BRIEF && RING - QUERY < ALL ? (RING - QUERY) / STAGE : STAGES;
+  // The ring, stage by stage of all warps. Teams that share tables have their query where its last stages will be, and
+  // TIGHT ones what the mean's term begins with: SOONER stages are fetched before these have been taken.
+  KV_CONST bool BRIEF = TEAMS > 1 && TABLES > 0, LATER = BRIEF || TIGHT;
+  KV_CONST int STAGE = WARPS * TILE, ALL = STAGES * STAGE, START = QUERY + Mean::START;
+  KV_CONST int RING = !LATER ? QUERY + ALL : STAGE + START > ALL ? STAGE + START : ALL;
+  KV_CONST int SOONER = LATER && RING - START < ALL ? (RING - START) / STAGE : STAGES;
   using Own = OwnTables<K, V>;
   KV_CONST int TEAM = RING + Mean::SHARED + WARPS * SCRATCH + Own::BYTES;
   // the warps' results, which overwrite everything else; those of a team, in its own memory
@@ -348,9 +349,10 @@ struct Decoder {
     ask_early(a, h, b, warp, lane);
     uint8_t* k_table = shared;
     uint8_t* v_table = shared + align16(K::TABLE);
-    float* query = (float*)(own + (BRIEF ? RING - QUERY : 0));
-    uint8_t* ring = own + (BRIEF ? 0 : QUERY) + warp * TILE;
+    float* query = (float*)(own + (LATER ? RING - START : 0));
+    uint8_t* ring = own + (LATER ? 0 : QUERY) + warp * TILE;
     uint8_t* means = own + RING;
+    uint8_t* starts = TIGHT ? means - Mean::START : means;
     uint8_t* scratch = means + Mean::SHARED + warp * SCRATCH;
     uint8_t* own_tables = means + Mean::SHARED + WARPS * SCRATCH;
     KV_UNROLL
@@ -404,15 +406,15 @@ struct Decoder {
     Mean mean;
     if constexpr (PAIRS > 0) {
       if (codes) {
-        Mean::stage(means, a, b, h, first_head, live_heads, warp);
-        Mean::start_turning(means, a, b, h, (from + warp) * T, warp);
-        mean.hold(a.mean.table + h * a.mean.table_head);
+        Mean::stage(means, starts, a, b, h, first_head, live_heads, warp);
+        Mean::start_turning(means, starts, a, b, h, (from + warp) * T, warp);
+        mean.hold(means, a.mean.table + h * a.mean.table_head, warp);
       }
     }
     Query<K, D, HEADS> q;
     sync();  // for the tables as well
     if (codes) take_query<K, D>(q, query, own_tables, a);
-    if constexpr (PAIRS > 0) mean.take(means, warp);
+    if constexpr (PAIRS > 0) mean.take(means, starts, warp);
 
     State st;
     Total::start(st, split * WARPS + warp);

@@ -65,33 +65,44 @@ struct MeanTable {
   }
 };
 
-// The term of a warp's tiles of T tokens, for HEADS query heads (query.cuh) of a team of WARPS warps.
-template <int D, int PAIRS, int HEADS, int T, int WARPS> struct MeanTerm {
+// The term of a warp's tiles of T tokens, for HEADS query heads (query.cuh) of a team of WARPS warps. TIGHT: what is
+// not needed after `take` has a place of its own, START bytes, that others may then use.
+template <int D, int PAIRS, int HEADS, int T, int WARPS, bool TIGHT = false> struct MeanTerm {
   KV_CONST int N = HEADS / 4, SUBS = T / 16, BLOCKS = PAIRS / 16;
   KV_CONST int ANGLE = 8 * PAIRS;          // bytes of cos and sin of all pairs
   KV_CONST int ROW = ANGLE + 16;           // of a head's A and B; heads g and g + 1 in different banks
   KV_CONST int SCALES = 128;               // of what makes terms scores, 16 for each part and parity of heads
   KV_CONST int COLUMNS = HEADS / 4;        // products of a block of pairs: two of four heads have a column each
-  // Blocks whose A' and B' a lane holds in registers; the others' wait in shared memory.
-  KV_CONST int HELD = BLOCKS < 16 / HEADS ? BLOCKS : 16 / HEADS;
+  // Blocks whose A' and B' a lane holds in registers; the others' wait in shared memory. TIGHT: all, and what they take
+  // the registers of, the table's rows, is in shared memory, once for all warps.
+  KV_CONST bool ALL_HELD = TIGHT && BLOCKS > 16 / HEADS;
+  KV_CONST int HELD = ALL_HELD || BLOCKS < 16 / HEADS ? BLOCKS : 16 / HEADS;
   KV_CONST int WAITING = (BLOCKS - HELD) * COLUMNS * 512;
-  KV_CONST int OWN = ANGLE + WAITING;  // of a warp, with cos and sin of its start
-  // of a team
-  KV_CONST int SHARED = (HEADS * ROW + SCALES + SUBS * ANGLE + WARPS * OWN + 127) / 128 * 128;
+  // A team's `shared`: A and B of its heads, scales, angles of steps, the table's rows if they are there, and of each
+  // warp cos and sin of its start and what waits. TIGHT: `start` has A and B, and cos and sin of the warps' starts.
+  KV_CONST int OWN = (TIGHT ? 0 : ANGLE) + WAITING, TABLE = ALL_HELD ? 1024 * BLOCKS : 0;
+  KV_CONST int KEPT = TIGHT ? 0 : HEADS * ROW, STEPS = SCALES + SUBS * ANGLE + TABLE;
+  KV_CONST int SHARED = (KEPT + STEPS + WARPS * OWN + 127) / 128 * 128;
+  KV_CONST int START = TIGHT ? (HEADS * ROW + WARPS * ANGLE + 127) / 128 * 128 : 0;
+  // behind `start`, which is `shared` if not TIGHT, the warps' starts and how far they are apart
+  KV_CONST int STARTS = HEADS * ROW + (TIGHT ? 0 : STEPS), STEP = TIGHT ? ANGLE : OWN;
+  KV_CONST int WAIT = KEPT + STEPS - TABLE + (TIGHT ? 0 : ANGLE);  // what waits, or the rows
   KV_CONST int REAL = PAIRS < D / 2 ? PAIRS : D / 2;  // pairs behind them repeat the last one and count nothing
   static_assert(PAIRS % 16 == 0, "whole products");
 
   // A couple is two neighbouring pairs. Of a block of 16 pairs, part j has the couples j and j + 4; query columns
   // (query.cuh) meet both of them, or of four heads the even columns the first and the odd columns the second.
-  uint32_t rows[2][BLOCKS][4];  // A operands of the tensor core: of two tokens or of two couples, cos less 1, then sin
+  uint32_t rows[2][ALL_HELD ? 1 : BLOCKS][4];  // A operands of the tensor core: of two tokens or of two couples, cos
+                                               // less 1, then sin
   float held[HELD][COLUMNS][4];  // A' and B' of the lane's couples at the tile's start
   // Where a lane finds the scales of its heads; behind them cos and sin of a step to the next tile, and, less 1 and in
   // fp16, of those within a tile.
   const uint8_t* at;
-  uint8_t* waiting;
+  uint8_t* waiting;  // ALL_HELD: the lane's part of the table's rows
 
   // A and B of the team's heads, scaled by a power of two
-  KV_DEV static void stage(uint8_t* shared, const DecodeArgs& a, int b, int h, int first_head, int live, int warp) {
+  KV_DEV static void stage(uint8_t* shared, uint8_t* start, const DecodeArgs& a, int b, int h, int first_head, int live,
+                           int warp) {
     const int lane = thread() % 32;
     const MeanTable table(a.mean, h, PAIRS);
     const float* mean = a.mean.mean + b * a.mean.batch + (int64_t)h * D;
@@ -137,10 +148,10 @@ template <int D, int PAIRS, int HEADS, int T, int WARPS> struct MeanTerm {
         const int couple = lane + 32 * i;
         if (2 * couple < PAIRS) {
           const float u[2] = {x[i][0] * down, x[i][1] * down}, v[2] = {y[i][0] * down, y[i][1] * down};
-          *(Words4*)(shared + n * ROW + 16 * place(couple)) = words(u, v);
+          *(Words4*)(start + n * ROW + 16 * place(couple)) = words(u, v);
         }
       }
-      if (lane < 8 / HEADS) *(float*)(shared + HEADS * ROW + 16 * lane + 32 * (n / N) + 4 * (n % N)) = up * a.scale2;
+      if (lane < 8 / HEADS) *(float*)(shared + KEPT + 16 * lane + 32 * (n / N) + 4 * (n % N)) = up * a.scale2;
     }
   }
   // number of a couple in shared memory: by blocks and parts
@@ -150,9 +161,10 @@ template <int D, int PAIRS, int HEADS, int T, int WARPS> struct MeanTerm {
   }
 
   // the angles of the team's steps, and of the start of the warp's first tile
-  KV_DEV static void start_turning(uint8_t* shared, const DecodeArgs& a, int b, int h, int token, int warp) {
+  KV_DEV static void start_turning(uint8_t* shared, uint8_t* start, const DecodeArgs& a, int b, int h, int token,
+                                   int warp) {
     const MeanTable table(a.mean, h, PAIRS);
-    uint8_t* angles = shared + HEADS * ROW + SCALES;
+    uint8_t* angles = shared + KEPT + SCALES;
     KV_NO_UNROLL
     for (int couple = thread() % 32; 2 * couple < PAIRS; couple += 32) {
       float c[2], s[2];
@@ -161,7 +173,7 @@ template <int D, int PAIRS, int HEADS, int T, int WARPS> struct MeanTerm {
         for (int k = 0; k < 2; ++k) table.turn(tokens, 2 * couple + k, c[k], s[k]);
       };
       turn(a.mean.placed[b] + token);
-      *(Words4*)(angles + SUBS * ANGLE + warp * OWN + 16 * place(couple)) = words(c, s);
+      *(Words4*)(start + STARTS + warp * STEP + 16 * place(couple)) = words(c, s);
       KV_NO_UNROLL
       for (int sub = warp; sub < SUBS; sub += WARPS) {
         turn(sub ? 16 * sub : T * WARPS);
@@ -173,7 +185,7 @@ template <int D, int PAIRS, int HEADS, int T, int WARPS> struct MeanTerm {
   }
 
   // the lane's part of the table's rows
-  KV_DEV void hold(const uint8_t* table) {
+  KV_DEV void hold(uint8_t* shared, const uint8_t* table, int warp) {
     const int lane = thread() % 32, g = lane / 4, j = lane % 4;
     const uint32_t* words = (const uint32_t*)table + 2 * (g * (PAIRS / 2) + j);
     KV_UNROLL
@@ -182,17 +194,22 @@ template <int D, int PAIRS, int HEADS, int T, int WARPS> struct MeanTerm {
       for (int m = 0; m < BLOCKS; ++m) {
         const int at = HEADS == 8 ? 8 * m + 4 * k : 4 * k * PAIRS + 8 * m;  // 4 PAIRS words: 8 tokens further
         const uint32_t *x = words + 2 * at, *y = x + (HEADS == 8 ? 8 * PAIRS : 8);  // words: as operands, not pairs
-        rows[k][m][0] = x[0], rows[k][m][1] = y[0], rows[k][m][2] = x[1], rows[k][m][3] = y[1];
+        if constexpr (ALL_HELD) {
+          if ((k * BLOCKS + m) % WARPS == warp)
+            *(Words4*)(shared + WAIT + 16 * lane + 512 * (k * BLOCKS + m)) = Words4{x[0], y[0], x[1], y[1]};
+        } else {
+          rows[k][m][0] = x[0], rows[k][m][1] = y[0], rows[k][m][2] = x[1], rows[k][m][3] = y[1];
+        }
       }
     }
   }
   // after a synchronisation
-  KV_DEV void take(uint8_t* shared, int warp) {
+  KV_DEV void take(uint8_t* shared, uint8_t* start, int warp) {
     const int lane = thread() % 32, g = lane / 4, j = lane % 4, own = 2 * j + (HEADS == 4 ? g % 2 : 0);
-    at = shared + HEADS * ROW + 16 * own;
-    const uint8_t* query = shared + g * HEADS / 8 * ROW + 16 * own;
-    uint8_t* const mine = shared + HEADS * ROW + SCALES + SUBS * ANGLE + warp * OWN;
-    waiting = mine + ANGLE + 16 * lane;
+    at = shared + KEPT + 16 * own;
+    const uint8_t* query = start + g * HEADS / 8 * ROW + 16 * own;
+    uint8_t* const mine = start + STARTS + warp * STEP;
+    waiting = shared + WAIT + warp * OWN + 16 * lane;
     KV_UNROLL
     for (int m = 0; m < BLOCKS; ++m) {
       KV_UNROLL
@@ -235,6 +252,10 @@ template <int D, int PAIRS, int HEADS, int T, int WARPS> struct MeanTerm {
       *(Words4*)(waiting + ((m - HELD) * COLUMNS + i) * 512) =
           Words4{float_bits(x[0]), float_bits(x[1]), float_bits(x[2]), float_bits(x[3])};
     }
+  }
+  KV_DEV void load_row(uint32_t (&x)[4], int k, int m) const {
+    const Words4 w = *(const Words4*)(waiting + 512 * (k * BLOCKS + m));
+    x[0] = w.a, x[1] = w.b, x[2] = w.c, x[3] = w.d;
   }
   KV_DEV static void floats(float (&x)[4], const uint8_t* from) {
     const Words4 w = *(const Words4*)from;
@@ -289,7 +310,9 @@ template <int D, int PAIRS, int HEADS, int T, int WARPS> struct MeanTerm {
         }
         KV_UNROLL
         for (int k = 0; k < 2; ++k) {
-          const uint32_t(&a)[4] = rows[k][m];
+          uint32_t apart[4];
+          if constexpr (ALL_HELD) load_row(apart, k, m);
+          const uint32_t* a = ALL_HELD ? apart : rows[k][ALL_HELD ? 0 : m];
           mma(d[HEADS == 8 ? 0 : k], a[0], a[1], a[2], a[3], b[HEADS == 8 ? k : 0][0], b[HEADS == 8 ? k : 0][1]);
         }
       }
@@ -305,8 +328,8 @@ template <int D, int PAIRS, int HEADS, int T, int WARPS> struct MeanTerm {
   KV_CONST uint32_t ONES = 0x3c003c00u;
 };
 
-template <int D, int HEADS, int T, int WARPS> struct MeanTerm<D, 0, HEADS, T, WARPS> {
-  KV_CONST int SHARED = 0;
+template <int D, int HEADS, int T, int WARPS, bool TIGHT> struct MeanTerm<D, 0, HEADS, T, WARPS, TIGHT> {
+  KV_CONST int SHARED = 0, START = 0;
 };
 
 }  // namespace kv
