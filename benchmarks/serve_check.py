@@ -17,19 +17,27 @@ from kvcodec.integrations.vllm.groups import GroupedLayer
 from kvcodec.integrations.vllm.layer import EngineLayer
 
 
+def served_layers(engine: Any) -> list[Any]:
+    """Layers of an engine, or of one of its workers, that packed pages serve."""
+    layers = engine.vllm_config.compilation_config.static_forward_context
+    return [layer for layer in layers.values() if getattr(getattr(layer, "impl", None), "packed", None)]
+
+
 class Recorder:
     """Keeps what one layer's attention is called with, on the CPU, as long as it is entered.
 
     Parameters
     ----------
     engine
-        vLLM's.
+        vLLM's, or one of its workers.
+    index : int, optional
+        Of the layers served from packed pages in this process; default: the one in the middle.
     """
 
-    def __init__(self, engine: Any) -> None:
-        layers = engine.vllm_config.compilation_config.static_forward_context
-        served = [layer for layer in layers.values() if getattr(getattr(layer, "impl", None), "packed", None)]
-        self.layer = served[len(served) // 2] if served else None
+    def __init__(self, engine: Any, index: int | None = None) -> None:
+        served = served_layers(engine)
+        at = len(served) // 2 if index is None else index
+        self.layer = served[at] if served else None
         self.calls: list[dict[str, Any]] = []
 
     def __enter__(self) -> "Recorder":

@@ -286,17 +286,37 @@ class Worker:
                      load="steps", sizes={"sequences": count, "tokens": s.tokens}, server=self.about)  # fmt: skip
 
     def first(self) -> None:
-        """The first token of a lone prompt that nothing is known of, ten times for each length."""
+        """The first token of a lone prompt that nothing is known of, ten times for each length; what takes the time."""
         from kvcodec_lab.serve.metrics import quantiles
 
         for tokens in self.scale.lone:
             seconds = []
-            for ids in self.prompts(f"first {tokens}", [tokens] * 13):
+            *timed, for_kernels, for_host = self.prompts(f"first {tokens}", [tokens] * 15)
+            for ids in timed:
                 begin = time.perf_counter()
                 self.ask([ids], 1)
                 seconds.append(time.perf_counter() - begin)
             found = quantiles(seconds[3:], 1e3)  # the first ones choose kernels
-            self.row("first_ms", "ms", f"n1_i{tokens}", found, n=len(seconds) - 3, server=self.about)
+            with self.profiler() as profiler:
+                self.ask([for_kernels], 1)
+                self.synchronize()
+            kernels = self.kernels(profiler, 1)
+            self.row("first_ms", "ms", f"n1_i{tokens}", found, n=len(seconds) - 3, server=self.about,
+                     busy_ms=sum(k["us"] for k in kernels) / 1e3, launches=sum(k["calls"] for k in kernels),
+                     kernels=kernels[:12], host=self.host(for_host))  # fmt: skip
+
+    def host(self, ids: list[int]) -> list[dict[str, Any]]:
+        """Python's functions of a lone prompt, those of most time of their own first; the profiler adds to all."""
+        import cProfile
+        import pstats
+
+        profiler = cProfile.Profile()
+        profiler.runcall(self.ask, [ids], 1)
+        found = []
+        for (file, _, name), (_, calls, own, whole, _) in pstats.Stats(profiler).stats.items():  # type: ignore[attr-defined]
+            where = "/".join(Path(file).parts[-2:])
+            found.append({"function": f"{where}:{name}", "calls": calls, "own_ms": own * 1e3, "ms": whole * 1e3})
+        return sorted(found, key=lambda f: -f["own_ms"])[:25]
 
     def drafts(self) -> None:
         """Tokens a second of many sequences with drafts by n-grams, how many drafts were accepted, and kernels."""

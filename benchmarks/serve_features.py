@@ -11,13 +11,23 @@ Parts, for a preset, one with groups of tokens and a recipe:
 - ``two``: tensor and pipeline parallelism of 2, also with 16-bit pages (``dense``);
 - ``heads``: a draft model, EAGLE and EAGLE 3, all of random weights, so that nearly every draft is rejected.
 
-The last two sum in another order than one engine without them, and rounding moves codes, so their tokens may part. How
-far that takes log-probabilities is measured by a third engine, of the same model with the channels of its MLPs in
-another order: the same function, other sums (``order``). A row has mean differences of log-probabilities, of the
-prompts' tokens (``prompt``) and of the generated ones up to where tokens part (``steps``), and how much less likely
-than the best the other's token was there, at most (``behind``); the same of the model in another order, and of the
-preset and 16 bit (``packing``). The feature may do ``TIMES`` what the order does, or as many times as it does with
-16-bit pages (``dense``): tensor parallelism does 3 times as much there, where no code can move.
+In each process of an engine and each of its layers (``two``, ``heads``) new prompts' pages are compared with what the
+library encodes from the same keys and values, with constants by its heads' numbers, and attention with the reference
+over these bytes (``serve_check.py``): no sum of another order is in that. ``bytes_equal`` is the least share of a
+layer, ``error`` the largest relative error; they must be ``BYTES`` and ``ERROR``.
+
+Answers are compared too. The last two parts sum in another order than one engine without them, and rounding moves
+codes, so their tokens may part. How far that takes log-probabilities is measured by a third engine, of the same model
+with the channels of its MLPs in another order: the same function, other sums (``order``). A row has mean differences
+of log-probabilities, of the prompts' tokens (``prompt``) and of the generated ones up to where tokens part
+(``steps``), and how much less likely than the best the other's token was there, at most (``behind``); the same of the
+model in another order, and of the preset and 16 bit (``packing``). The feature may do ``TIMES`` what the order does,
+or as many times as it does with vLLM's own cache, where none of our pages is read (``none``). With 16-bit pages
+(``dense``) no code moves.
+
+What these rules find is shown by two engines with a fault each: within a prompt of 700 tokens one of its blocks is
+overwritten with its next one, in every layer (``page``), which both rules must find, or one KV head of it in one layer
+(``head``), which moves log-probabilities less than rounding does: only the comparison of bytes must find that.
 
 Rows go to DIR/checks.jsonl, answers to DIR/answers, logs to DIR/logs. On a CPU ``two`` takes two processes, and
 ``offload`` the connector with copies made by the processor.
@@ -53,6 +63,14 @@ NEAR = 8
 COUNTED = re.compile("prefix_cache|spec_decode_num_(draft|accepted)_tokens")
 TIMES, LEAST = 2.0, 1e-4
 """Log-probabilities may be apart by so many times what another order of sums does, and by that much in any case."""
+BYTES, ERROR = 1 - 1e-5, 5e-3
+"""Share of a layer's bytes that must be the library's, and how far its attention may be from the reference."""
+CHECKED = (90, 300, 700)
+"""Tokens of the prompts whose pages are compared."""
+FAULTS = ("page", "head")
+"""Runs with a fault."""
+SPOILT = 3
+"""Layer of a fault in one layer."""
 LIMIT = 240
 """Seconds of an engine on a GPU."""
 
@@ -101,6 +119,8 @@ def runs_of(part: str, on_gpu: bool, scratch: Path) -> dict[str, dict[str, Any]]
         return {
             "one": {},
             "order": {},
+            "page": {},
+            "head": {},
             "tp2": {"tensor_parallel_size": 2, "disable_custom_all_reduce": True},
             **pipeline,
         }
@@ -110,6 +130,8 @@ def runs_of(part: str, on_gpu: bool, scratch: Path) -> dict[str, dict[str, Any]]
         return {
             "one": {},
             "order": {},
+            "page": {},
+            "head": {},
             **{
                 method: {"speculative_config": {"method": method, "model": str(scratch / name), **drafts}}
                 for method, name in kinds.items()
@@ -132,15 +154,21 @@ def child(job: dict[str, Any]) -> None:
     options = {
         "dtype": "float32", "max_model_len": 2048, "max_num_seqs": 16, "max_num_batched_tokens": 512,
         "block_size": BLOCK, "kv_cache_memory_bytes": 1 << 27, "seed": 0, "skip_tokenizer_init": True,
-        "disable_log_stats": False, "enable_prefix_caching": True, "additional_config": {"kvcodec": job["given"]},
-        **job["options"],
+        "disable_log_stats": False, "enable_prefix_caching": True, **job["options"],
     }  # fmt: skip
+    if job["given"]:
+        options |= {
+            "additional_config": {"kvcodec": job["given"]},
+            "worker_extension_cls": f"{Path(__file__).stem}.Probe",
+        }
     if job["on_gpu"]:
         graphs = {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY", "cudagraph_capture_sizes": [1, 2, 4, 8, 16]}
-        options |= {"attention_backend": "CUSTOM", "gpu_memory_utilization": 0.2, "compilation_config": graphs}
+        options |= {"gpu_memory_utilization": 0.06, "compilation_config": graphs}
+        options |= {"attention_backend": "CUSTOM"} if job["given"] else {}
     else:
         options |= {"enforce_eager": True}
     llm = LLM(model=job["model"], **options)
+    blocks = plant(llm, job["run"]) if job["run"] in FAULTS else []
     generator = torch.Generator().manual_seed(1)
     asked = [
         {"prompt_token_ids": torch.randint(3, WORDS, (n,), generator=generator).tolist()}
@@ -158,7 +186,65 @@ def child(job: dict[str, Any]) -> None:
     else:
         turns = {"together": said([asked])}
     counts = {m.name: m.value for m in llm.get_metrics() if COUNTED.search(m.name) and hasattr(m, "value")}
-    Path(job["to"]).write_text(json.dumps({"turns": turns, "counts": counts}))
+    pages = []
+    if job["given"] and job["part"] != "offload":
+        blocks.clear()
+        llm.collective_rpc("features_record")
+        one = SamplingParams(temperature=0, max_tokens=1, ignore_eos=True, detokenize=False)
+        new = [torch.randint(3, WORDS, (n,), generator=generator).tolist() for n in CHECKED]
+        llm.generate([{"prompt_token_ids": ids} for ids in new], one, use_tqdm=False)
+        pages = llm.collective_rpc("features_compare")
+    Path(job["to"]).write_text(json.dumps({"turns": turns, "counts": counts, "pages": pages}))
+
+
+def plant(llm: Any, kind: str) -> list[int]:
+    """Let a block of a request hold what its next block does, in every layer, or one KV head of one layer.
+
+    The request is the first one whose prompt has four whole blocks in the cache; its later tokens read it. Returns the
+    numbers of the blocks, which another request's take the place of once they are cleared.
+    """
+    layers = llm.llm_engine.vllm_config.compilation_config.static_forward_context
+    impls = [layer.impl for layer in layers.values() if getattr(layer, "impl", None) is not None]
+    blocks: list[int] = []
+
+    def spoilt(forward: Any, heads: slice) -> Any:
+        def call(layer: Any, q: Any, k: Any, v: Any, cache: Any, metadata: Any, *more: Any, **named: Any) -> Any:
+            found = forward(layer, q, k, v, cache, metadata, *more, **named)
+            if metadata is not None and not blocks:
+                rows = [row for row, _, _, length in metadata.chunks if length >= 4 * BLOCK]
+                blocks.extend(metadata.table[rows[0], 2:4].tolist() if rows else ())
+            if blocks:
+                cache[blocks[0], heads] = cache[blocks[1], heads]
+            return found
+
+        return call
+
+    for impl in impls if kind == "page" else impls[SPOILT : SPOILT + 1]:
+        impl.forward = spoilt(impl.forward, slice(None) if kind == "page" else slice(0, 1))
+    return blocks
+
+
+class Probe:
+    """What is called inside the workers (``worker_extension_cls``)."""
+
+    def features_record(self) -> None:
+        from serve_check import Recorder, served_layers
+
+        own = min(LAYERS, len(served_layers(self)))  # the layers of what drafts come behind them
+        self.recorders = [Recorder(self, i).__enter__() for i in range(own)]
+
+    def features_compare(self) -> dict[str, float]:
+        """The worst of this process's layers."""
+        from serve_check import compare
+
+        found = []
+        for recorder in self.recorders:
+            recorder.__exit__()
+            found.append(compare(recorder))
+        return {
+            "layers": len(found), **{n: min(f[n] for f in found) for n in ("requests", "bytes", "bytes_equal")},
+            "error": max(f[name] for f in found for name in ("prompt_error", "step_error")),
+        }  # fmt: skip
 
 
 def answer(out: Any) -> dict[str, Any]:
@@ -215,10 +301,17 @@ def judged(found: dict[str, float], order: dict[str, float], plain: float = 0.0)
     return all(found[key] <= max(TIMES, plain) * order[key] + LEAST for key in ("prompt", "steps"))
 
 
+def own_pages(pages: list[dict[str, float]]) -> bool:
+    """Whether all processes hold the library's bytes and attend over them."""
+    return bool(pages) and all(
+        p["requests"] == len(CHECKED) and p["bytes_equal"] >= BYTES and p["error"] <= ERROR for p in pages
+    )
+
+
 def plain_of(read: dict[str, Any], part: str, run: str) -> float:
-    """How many times what the order does a feature does with 16-bit pages; 0 where that was not run."""
+    """How many times what the order does a feature does with vLLM's own cache; 0 where that was not run."""
     one, order, feature = (
-        read.get(f"{part}-dense-{x}", {}).get("turns", {}).get("together") for x in ("one", "order", run)
+        read.get(f"{part}-none-{x}", {}).get("turns", {}).get("together") for x in ("one", "order", run)
     )
     if not (one and order and feature):
         return 0.0
@@ -254,7 +347,7 @@ def main() -> int:
         scratch = Path(folder)
         models_in(scratch)
         presets = presets_in(scratch)
-        path = [plugin_in(scratch), ROOT / "src", ROOT, os.environ.get("PYTHONPATH", "")]
+        path = [plugin_in(scratch), ROOT / "src", ROOT, ROOT / "benchmarks", os.environ.get("PYTHONPATH", "")]
         env = os.environ | {
             "PYTHONPATH": os.pathsep.join(map(str, filter(None, path))), "VLLM_PLUGINS": "kvcodec",
             "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "NCCL_NVLS_ENABLE": "0",
@@ -264,12 +357,12 @@ def main() -> int:
             env["VLLM_CPU_OMP_THREADS_BIND"] = "0|1" if "two" in args.parts else "nobind"
         jobs = {}
         for part in args.parts:
-            more = {} if part == "offload" else {"dense": {"preset": "dense"}}
+            more = {} if part == "offload" else {"dense": {"preset": "dense"}, "none": {}}
             for name, given in (presets | more).items():
                 if args.presets and name not in args.presets:
                     continue
                 for run_name, options in runs_of(part, on_gpu, scratch).items():
-                    if args.runs and run_name not in args.runs:
+                    if (args.runs and run_name not in args.runs) or (name == "none" and run_name in FAULTS):
                         continue
                     label = f"{part}-{name}-{run_name}"
                     model, to = scratch / MODELS.get(run_name, "model"), args.out / "answers" / f"{label}.json"
@@ -309,7 +402,14 @@ def main() -> int:
                 more["apart"] = apart(found["together"], one)
                 more |= {"order": apart(other, one)} if other else {}
                 more |= {"packing": apart(one, wide)} if wide else {}
-                bad |= other is None or not judged(more["apart"], more["order"], plain_of(read, part, job["run"]))
+                if preset != "none" and job["run"] != "order":
+                    more["pages"], more["plain"] = read[label]["pages"], plain_of(read, part, job["run"])
+                    more["same_pages"] = own_pages(more["pages"])
+                    more["rounding"] = other is not None and judged(more["apart"], more["order"], more["plain"])
+                    if job["run"] in FAULTS:
+                        bad |= more["same_pages"] or (more["rounding"] and job["run"] == "page")
+                    else:
+                        bad |= not (more["same_pages"] and more["rounding"])
             recorder.add(*row, flat(share), **more)
     return int(bad)
 

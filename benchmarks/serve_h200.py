@@ -12,7 +12,8 @@ GPUs work through one list. Parts, always in this order:
 - ``smoke``: a small model, several engines at once on a GPU, each variant eager and with CUDA graphs; DIR/smoke.json
   says how many tokens agree, whether a layer's blocks have the library's bytes and how far its attention is from the
   reference (``serve_check.py``), and what failed;
-- ``first``: the first token of a lone prompt of 512, 1,024 and 4,096 tokens;
+- ``first``: the first token of a lone prompt of 512, 1,024 and 4,096 tokens, and what it takes: kernels, and functions
+  of the host;
 - ``steps``: tokens that the cache holds; seconds of 32 cold prompts of 8,192 tokens; time per decode step of 1, 8, 32
   sequences, their prompts found in the prefix cache;
 - ``drafts``: tokens a second of 32 sequences with 3 drafts each by n-grams, and how many drafts were accepted;

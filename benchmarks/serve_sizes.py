@@ -19,7 +19,7 @@ LOADED = ("bf16", "saw-int4", "fp8")
 PARTS = ("smoke", "first", "steps", "drafts", "throughput", "clients", "sessions", "offload", "sweep", "timeline")
 LOADS = ("throughput", "clients", "sessions", "offload", "sweep")
 SECONDS = {
-    "smoke": 200, "first": 60, "steps": 150, "drafts": 160, "throughput": 330, "sessions": 330, "sweep": 300,
+    "smoke": 200, "first": 100, "steps": 150, "drafts": 160, "throughput": 330, "sessions": 330, "sweep": 300,
     "clients": 200, "offload": 150,
     "timeline": 120,
 }  # fmt: skip

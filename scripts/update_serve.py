@@ -1,11 +1,12 @@
 """Write the measured tables and drawings of docs/serve-results.md from benchmarks/results/nvidia-*/serve*.json.
 
 ``--check`` only compares: 1 if something would change. A GPU's block lies between ``<!-- serve nvidia-h200:start -->``
-and ``<!-- serve nvidia-h200:end -->``, the drawings, of one of them, in docs/img; ``serve features`` is what
-``benchmarks/serve_features.py`` compared.
+and ``<!-- serve nvidia-h200:end -->``, the drawings, of one of them, in docs/img; ``serve features`` and
+``serve features-cpu`` are what ``benchmarks/serve_features.py`` compared.
 """
 
 import argparse
+import math
 import re
 import sys
 from pathlib import Path
@@ -19,7 +20,9 @@ from kvcodec_lab.serve.tables import Grid, charts, tables
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = {gpu: Path("benchmarks/results", gpu, "serve.json") for gpu in ("nvidia-h200", "nvidia-h100")}
 DRAWN_GPU = "nvidia-h200"
-FEATURES = Path("benchmarks/results/nvidia-h100/serve_features.json")
+FEATURES = {"features": Path("benchmarks/results/nvidia-h100/serve_features.json"),
+            "features-cpu": Path("benchmarks/results/cpu/serve_features.json")}  # fmt: skip
+"""Of blocks of the page."""
 PAGE = Path("docs/serve-results.md")
 DRAWN = {"steps-": "serve-steps.svg", "throughput-clients-i1024": "serve-throughput-1k.svg",
          "throughput-clients-i4096": "serve-throughput-4k.svg", "tpot-clients-i4096": "serve-tpot-4k.svg",
@@ -41,11 +44,13 @@ COMPARED = {
         "furthest behind",
         "order",
         "batch",
+        "bytes of the library",
     ],
     "heads": [
         "preset",
         "drafts by",
         "same tokens",
+        "bytes of the library",
         "drafted",
         "accepted",
         "steps",
@@ -55,6 +60,8 @@ COMPARED = {
     ],
 }
 """Headings of the tables of features."""
+NAMES = {"none": "vLLM's own cache", "page": "fault: a page", "head": "fault: a page's head, one layer"}
+"""Of rows' presets and runs that are not called what they are."""
 CELL = 160
 """Characters of a reason that a table shows; the rows have all of it."""
 
@@ -103,9 +110,9 @@ def block(root: Path, gpu: str) -> str:
     return "\n\n".join([head, *map(markdown, grids), *shown])
 
 
-def features(root: Path) -> str:
+def features(path: Path) -> str:
     """The tables of answers with a feature beside those without."""
-    rows = read_rows([root / FEATURES])
+    rows = read_rows([path])
     order = {
         (row["spec"], row["shape"].partition("_")[0]): row["apart"] for row in rows if row["shape"].endswith("_order")
     }
@@ -117,16 +124,19 @@ def features(root: Path) -> str:
     found: dict[str, list[list[str]]] = {part: [] for part in COMPARED}
     for row in rows:
         part, _, run = row["shape"].partition("_")
-        line, counts = [f"`{row['spec']}`", run, f"{row['values']['p50']:.1%}"], row["counts"]
+        line = [NAMES.get(row["spec"], f"`{row['spec']}`"), NAMES.get(run, run), f"{row['values']['p50']:.1%}"]
+        counts, own = row["counts"], [p["bytes_equal"] for p in row.get("pages") or ()]
+        held = "–" if not own else "all" if min(own) == 1 else f"{math.floor(min(own) * 1e6) / 1e4}%"
         if part == "offload":
             line.append(f"{counts['vllm:external_prefix_cache_hits']:,.0f}")
         elif run == "order":
             continue
         elif part == "two":
             line += measured(row, "prompt", "apart", "order", "alone", "packing")
-            line += measured(row, "behind", "apart", "order", "alone")
+            line += [*measured(row, "behind", "apart", "order", "alone"), held]
         else:
-            line += [f"{counts[f'vllm:spec_decode_num_{kind}_tokens']:,.0f}" for kind in ("draft", "accepted")]
+            drafts = [counts.get(f"vllm:spec_decode_num_{kind}_tokens") for kind in ("draft", "accepted")]
+            line += [held, *("–" if x is None else f"{x:,.0f}" for x in drafts)]
             line += [*measured(row, "steps", "apart", "order"), *measured(row, "behind", "apart", "order")]
         found[part].append(line)
     shown = []
@@ -140,7 +150,7 @@ def features(root: Path) -> str:
 
 def made(root: Path, name: str) -> str:
     """What stands in a block of the page."""
-    return features(root) if name == "features" else block(root, name)
+    return features(root / FEATURES[name]) if name in FEATURES else block(root, name)
 
 
 def main() -> int:
