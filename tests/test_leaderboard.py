@@ -5,6 +5,7 @@ import json
 import re
 import sys
 from collections import defaultdict
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,16 @@ from kvcodec_lab.eval.scoring import UNCOMPRESSED
 from kvcodec_lab.eval.stats import summarize
 from kvcodec_lab.eval.store import ITEMS, RESULTS, RUN, Store, read_run
 from kvcodec_lab.eval.tasks import get_task
-from kvcodec_lab.report.pages.leaderboard import pair_plots, pairs, points, prediction, read_runs, sentences, tables
+from kvcodec_lab.report.pages.leaderboard import (
+    pair_plots,
+    pairs,
+    plots,
+    points,
+    prediction,
+    read_runs,
+    sentences,
+    tables,
+)
 from tests.lab.eval.test_store import ABOUT
 
 ROOT = Path(__file__).parents[1]
@@ -264,6 +274,16 @@ def test_the_figure_has_a_panel_for_each_run(root: Path, tmp_path: Path) -> None
     assert both.startswith(b"\x89PNG")
     width = [int.from_bytes(data[16:20], "big") for data in (both, alone)]
     assert width[0] == 2 * width[1]
+
+
+def test_other_presets_on_the_same_windows_share_a_panel(root: Path) -> None:
+    plain = read_runs(root / script.RUNS)[quality.BOARD_RUNS[0]]
+    own = [replace(row, spec="ghost-3") for row in plain.rows if row.spec == "fp8"]
+    more = replace(plain, about=plain.about | {"settings": {"prefill": "decoded", "mean": "auto"}}, rows=own)
+    (panel,) = plots({"a": plain, "b": more})
+    assert panel.title == "tiny, plain; ghost-3: plain, mean=auto"
+    assert [p.spec for p in panel.points] == ["fp8", "saw-int4", "int-4", "ghost-3"]
+    assert [panel.title for panel in plots({"a": plain, "b": plain})] == ["tiny, plain"] * 2
 
 
 # -- one model for another ---------------------------------------------------------------------------------------------

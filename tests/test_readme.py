@@ -446,6 +446,8 @@ def test_presets_on_other_texts_are_compared_window_by_window(tmp_path: Path) ->
     assert "gradients" not in ghost.ghost_fresh_block(tmp_path)
     for text, of in (("code", {"a": 0.06, "b": 0.2}), ("novel", {"c": 0.1})):
         write_run(folder / text / "fitted-without-gradients", {klt: of}, params=params)
+    for kind, kl in (("fitted", 0.2), ("fitted-without-gradients", 0.2)):
+        write_run(folder / "begin" / kind, {klt: {"e": kl}}, params=params)
     found = {"ghost-3": {"x": 1.0, "y": 1.0}, "ghost-4": {"x": 1.0, "y": 0.0}}
     write_run(folder / "needle-4k" / "plain", found, task="needle")
     told = ghost.ghost_fresh_block(tmp_path)
@@ -463,6 +465,10 @@ def test_presets_on_other_texts_are_compared_window_by_window(tmp_path: Path) ->
     cells = fitted[3].strip("| ").split(" | ")
     assert (cells[0], cells[3], cells[4].split()[0], cells[5]) == ("`ghost-3`", "0.2000", "+0.0000", "–")
     assert "another novel (`emma.txt`), on 3 of these windows" in told
+    paired = told[told.index("KL with gradients") :].splitlines()[2].strip("| ").split(" | ")
+    assert paired[:3] == ["`ghost-3:transform=klt`", "0.1375", "0.1400"]
+    assert (paired[3].split()[0], paired[4:]) == ("-1.8", ["–"] * 3)
+    assert "On all 4 windows that have both" in told
     assert "Of 2 numbers hidden in 4,096 tokens of a novel, one each, `ghost-3` finds 2 and `ghost-4` 1" in told
     assert "uncompressed model 2." in told
 

@@ -60,7 +60,7 @@ FRESH, PLAIN, STRESSED, NEEDLE = Path("benchmarks/results/fresh"), "plain", "str
 FITTED_RUN = "fitted"
 WITHOUT_GRADIENTS = "fitted-without-gradients"
 """MODEL/TEXT/fitted: constants of `kvcodec fit` on another text, on windows of the plain run; and of the same fit of a
-KLT in which tokens count alike."""
+KLT in which tokens count alike, which MODEL/wikitext-begin has without a plain run."""
 BESIDE = ("ghost-3", "ghost-4")
 """What the others are compared with there."""
 
@@ -277,6 +277,8 @@ def ghost_fresh_block(root: Path) -> str:
         if all(path.is_dir() for path in fitted):
             others = [published(path) for path in without if path.is_dir()]
             parts.append(_fitted_table(texts, runs, [published(path) for path in fitted], others))
+        if both := [(path.with_name(FITTED_RUN), path) for path in sorted(folder.glob(f"*/{WITHOUT_GRADIENTS}"))]:
+            parts.append(_gradients_table([(published(own), published(path)) for own, path in both]))
         if stressed := [published(path) for text in texts if (path := folder / text / STRESSED).is_dir()]:
             parts.append(_stressed_sentence(runs, stressed))
         if (folder / NEEDLE).is_dir():
@@ -312,6 +314,18 @@ def _fresh_table(texts: Sequence[str], runs: Sequence[Run]) -> str:
     )
 
 
+def _together(runs: Mapping[str, Run]) -> Run:
+    """Runs on the same text as one; the specs of each are followed by what it is called, and nothing for ``""``."""
+    specs, lines = [], []
+    for name, run in runs.items():
+        end = f", {name}" if name else ""
+        specs += [f"{spec}{end}" for spec in run.about["specs"]]
+        kept = (line for line in run.lines if line["spec"] != UNCOMPRESSED)
+        lines += [line | {"spec": f"{line['spec']}{end}"} for line in kept]
+    first = next(iter(runs.values()))
+    return replace(first, about=first.about | {"specs": specs}, lines=lines)
+
+
 def _fitted_table(texts: Sequence[str], plain: Sequence[Run], fitted: Sequence[Run], without: Sequence[Run]) -> str:
     """KL with constants of a file, and paired with those of the prompt and with a fit without gradients.
 
@@ -326,14 +340,8 @@ def _fitted_table(texts: Sequence[str], plain: Sequence[Run], fitted: Sequence[R
     names = {"fitted": fitted, "without gradients": without}
     merged = []
     for number, run in enumerate(plain):
-        lines = [line for line in run.lines if line["spec"] != UNCOMPRESSED]
-        specs = list(run.about["specs"])
-        for name, runs in names.items():
-            for own in runs[number : number + 1]:
-                specs += [f"{spec}, {name}" for spec in own.about["specs"]]
-                kept = (line for line in own.lines if line["spec"] != UNCOMPRESSED)
-                lines += [line | {"spec": f"{line['spec']}, {name}"} for line in kept]
-        merged.append(replace(run, about=run.about | {"specs": specs}, lines=lines))
+        more = {name: runs[number] for name, runs in names.items() if runs[number : number + 1]}
+        merged.append(_together({"": run, **more}))
 
     def beside(runs: Sequence[Run], spec: str, other: str) -> Row | None:
         found = (r for r in against(runs, f"{spec}, fitted") if r["metric"] == "kl" and r["other"] == other)
@@ -356,6 +364,29 @@ def _fitted_table(texts: Sequence[str], plain: Sequence[Run], fitted: Sequence[R
     return (
         f"{markdown(heads, lines)}\n\nConstants of `kvcodec fit` on another novel (`{novel}`), on {windows} of these "
         f"windows; the last columns are the KL less that of other constants on the same windows."
+    )
+
+
+def _gradients_table(pairs: Sequence[tuple[Run, Run]]) -> str:
+    """KL and perplexity of a fit with gradients beside those of one without, on all windows of both."""
+    runs = [_together({"with": own, "without": other}) for own, other in pairs]
+    lines, windows = [], 0
+    for spec in pairs[0][1].about["specs"]:
+        rows = {r["metric"]: r for r in against(runs, f"{spec}, with") if r["other"] == f"{spec}, without"}
+        cells = [f"`{spec}`"]
+        for metric, digits in (("kl", 4), ("perplexity", 2)):
+            if (row := rows.get(metric)) is None:
+                cells += [DASH] * 3
+                continue
+            change, low, high = (f"{100 * row[key] / row['other_value']:+.1f}" for key in ("difference", "low", "high"))
+            cells += [f"{row[key]:.{digits}f}" for key in ("value", "other_value")] + [f"{change} % [{low}, {high}]"]
+            windows = row["items"]
+        lines.append(cells)
+    heads = [f"{pairs[0][0].about['model']['name']}, fitted"]
+    heads += [head for name in ("KL", "perplexity") for head in (f"{name} with gradients", "without", "change")]
+    return (
+        f"{markdown(heads, lines)}\n\nOn all {windows} windows that have both, those of the beginning of WikiText-2 "
+        f"included; intervals of the paired differences."
     )
 
 

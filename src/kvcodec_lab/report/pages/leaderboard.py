@@ -30,6 +30,8 @@ from kvcodec_lab.report.words import (
 BUDGET = 4.5
 """Bits of the first sentence."""
 NAIVE = "int-4"
+FEW = 3
+"""Presets that two runs must have in common to be compared."""
 
 Runs = Mapping[str, Results]
 
@@ -172,10 +174,22 @@ def points(results: Results) -> list[Point]:
 
 
 def plots(runs: Runs) -> list[Plot]:
-    """KL over true bits, a panel for each run that has it."""
-    held = {f"{model_name(results)}, {kind(results)}": points(results) for results in runs.values()}
+    """KL over true bits, a panel for each run that has it.
+
+    A run of other presets on the same windows of the same model, with the same stress, is drawn in the same panel.
+    """
+    held: dict[tuple[object, ...], tuple[str, list[Point]]] = {}
+    for name, results in runs.items():
+        found, about = points(results), mapping(mapping(results.about.get("tasks")).get("kl"))
+        windows = tuple(about.get(key) for key in ("text_sha256", "window_tokens", "items"))
+        key = (model_name(results), stress_text(results), *windows)
+        title, before = held.get(key, ("", []))
+        if before and found and not {p.spec for p in before} & {p.spec for p in found}:
+            held[key] = f"{title}; {listed([p.spec for p in found])}: {kind(results)}", before + found
+        else:
+            held[(*key, name) if before else key] = named(results), found
     y = Axis(METRICS["kl"], "log")
-    return [Plot(title, BITS, y, found, names="all", size=(8.0, 6.4)) for title, found in held.items() if found]
+    return [Plot(title, BITS, y, found, names="all", size=(8.0, 6.4)) for title, found in held.values() if found]
 
 
 # -- one model for another ---------------------------------------------------------------------------------------------
@@ -231,12 +245,12 @@ def _windows(results: Results) -> str:
 
 
 def pair_plots(runs: Runs) -> list[Plot]:
-    """KL on one run over KL on another, a panel for each of ``pairs`` with a preset in common."""
+    """KL on one run over KL on another, a panel for each of ``pairs`` with at least ``FEW`` presets in common."""
     plots = []
     for a, b in pairs(runs):
         across = {p.spec: p.y for p in points(a)}
         found = [Point(p.spec, across[p.spec], p.y, p.low, p.high) for p in points(b) if p.spec in across]
-        if not found:
+        if len(found) < FEW:
             continue
         ends = [v for p in found for v in (p.x, p.y)]
         equal = Curve("equal", [(min(ends), min(ends)), (max(ends), max(ends))], BOUND)
