@@ -268,7 +268,7 @@ def capture(
         for role, x in zip(ROLES, (key, value), strict=True):
             if role in wanted[layer]:
                 try:
-                    check_tensor(f"{role}s of layer {layer}", x)
+                    check_tensor(f"{role}s of layer {layer}", x.detach())
                 except ValueError as error:
                     raise FitError(str(error)) from error
                 getattr(sample, role).append(_kept(x, share, wanted[layer][role].held_dtype(x.dtype)))
