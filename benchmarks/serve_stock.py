@@ -6,7 +6,7 @@ vLLM finds the plugin by its entry point: install both, and leave ``src`` off PY
 with a tokenizer that has a chat template. Servers run side by side, with vLLM's own options but for the memory that
 they share; ``bf16`` has none of ours. ``ghost-3`` reads the constants of ``--params``, a file of ``kvcodec fit``;
 ``ghost-3:fit`` makes them at its first start (``fitted_s``) and finds them when this program is run again. Start
-few side by side: seven servers and two fits were not up after two minutes on 16 processors. Of each server
+few side by side: five servers and two fits were not up after two minutes on 16 processors. Of each server
 DIR/checks.jsonl has a row with
 
 - what the log says of the plugin, and the seconds until it answered;

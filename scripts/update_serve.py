@@ -35,7 +35,7 @@ COMPARED = {
     "offload": ["preset", "connector", "same tokens", "tokens loaded"],
     "two": [
         "preset",
-        "GPUs",
+        "run",
         "same tokens",
         "prompt",
         "order",

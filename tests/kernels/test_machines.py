@@ -148,6 +148,21 @@ def test_as_many_blocks_share_a_multiprocessor_as_on_the_smaller_gpu(shared: int
     assert asked <= launch.H200.shared_block
 
 
+@pytest.mark.parametrize(("heads", "warps"), [(4, 12), (8, 8)])
+def test_few_sequences_have_as_many_warps_as_the_term_has_registers_for(heads: int, warps: int) -> None:
+    scheme = kvcodec.get("ghost-2")
+    pair = decode_spec(scheme.key, scheme.value, 128, scheme.page_layout(128).page_tokens, 64)
+    assert launch.config_for(pair, 4, 65536, launch.H200, heads=heads).resident_warps == warps
+
+
+def test_on_99_kb_the_heads_that_there_are_take_room() -> None:
+    """Two blocks of four warps fit beside the term of four heads, not of eight."""
+    scheme = kvcodec.get("saw-int4")
+    pair = decode_spec(scheme.key, scheme.value, 128, scheme.page_layout(128).page_tokens, 64)
+    residents = [launch.config_for(pair, 512, 65536, SMALL["99 KB"], heads=heads).resident for heads in (4, 8)]
+    assert residents == [2, 1]
+
+
 @pytest.mark.parametrize(
     ("preset", "arch"), [("ghost-4", 120), *(pytest.param(*x, marks=pytest.mark.wide) for x in TERMS)]
 )
