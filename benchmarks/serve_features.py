@@ -22,8 +22,8 @@ with the channels of its MLPs in another order: the same function, other sums (`
 of log-probabilities, of the prompts' tokens (``prompt``) and of the generated ones up to where tokens part
 (``steps``), and how much less likely than the best the other's token was there, at most (``behind``); the same of the
 model in another order, and of the preset and 16 bit (``packing``). The feature may do ``TIMES`` what the order does,
-or as many times as it does with vLLM's own cache, where none of our pages is read (``none``). With 16-bit pages
-(``dense``) no code moves.
+or ``MORE`` than as many times as it does with vLLM's own cache, where none of our pages is read (``none``). With
+16-bit pages (``dense``) no code moves.
 
 What these rules find is shown by two engines with a fault each: within a prompt of 700 tokens one of its blocks is
 overwritten with its next one, in every layer (``page``), which both rules must find, or one KV head of it in one layer
@@ -61,8 +61,9 @@ MODELS = {"order": "order"}
 NEAR = 8
 """Likeliest tokens of a step whose log-probabilities are kept."""
 COUNTED = re.compile("prefix_cache|spec_decode_num_(draft|accepted)_tokens")
-TIMES, LEAST = 2.0, 1e-4
-"""Log-probabilities may be apart by so many times what another order of sums does, and by that much in any case."""
+TIMES, MORE, LEAST = 2.0, 1.5, 1e-4
+"""Log-probabilities may be apart by so many times what another order of sums does, or by so many times the times that
+they are with vLLM's own cache (each measured once, on 24 tokens of 8 prompts), and by that much in any case."""
 BYTES, ERROR = 1 - 1e-5, 5e-3
 """Share of a layer's bytes that must be the library's, and how far its attention may be from the reference."""
 CHECKED = (90, 300, 700)
@@ -297,8 +298,8 @@ def apart(found: list[dict[str, Any]], want: list[dict[str, Any]]) -> dict[str, 
 
 
 def judged(found: dict[str, float], order: dict[str, float], plain: float = 0.0) -> bool:
-    """Whether what is apart is rounding; ``plain``: as many times what the order does may be apart in any case."""
-    return all(found[key] <= max(TIMES, plain) * order[key] + LEAST for key in ("prompt", "steps"))
+    """Whether what is apart is rounding; ``plain``: how many times what the order does it is with vLLM's own cache."""
+    return all(found[key] <= max(TIMES, MORE * plain) * order[key] + LEAST for key in ("prompt", "steps"))
 
 
 def own_pages(pages: list[dict[str, float]]) -> bool:

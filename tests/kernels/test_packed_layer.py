@@ -10,7 +10,7 @@ import kvcodec
 from kvcodec.attention import attend
 from kvcodec.cache.host import LayerCache
 from kvcodec.cache.site import LayerSite, MeanRemoval
-from kvcodec.codec import ROLES, Params, Role, Site
+from kvcodec.codec import ROLES, Dense, Params, Role, Site
 from kvcodec.errors import ShapeError
 from kvcodec.integrations.vllm import layer as served
 from kvcodec.integrations.vllm.layer import EngineLayer, Live, Rules, Several
@@ -18,6 +18,7 @@ from kvcodec.kernels.cuda_engine import CudaEngine
 from kvcodec.kernels.flash import Ragged, ragged_attention
 from kvcodec.kernels.prompts import Chunks, Room, Sight, gathered
 from kvcodec.ops.rope import Rotary
+from kvcodec.scheme import KVScheme
 from tests.integrations.test_serving import BLOCK, CPU, DIM, HEADS, ROW, RULES, TOKENS, made, pool, rows, slots
 
 SPECS = ("int-8", "turboquant-4", "hqmq-s24_r3", "octopus-3:window=0", "ultra-tq", "ultraquant")
@@ -49,6 +50,22 @@ def test_kernels_write_the_codecs_bytes_into_any_slots(spec: str, emulated: dict
     assert torch.equal(cache, filled(layer, 30))
     layer.encode(k[30:31], v[30:31], cache, slots(30, 31))
     assert torch.equal(cache, filled(layer, 31))
+
+
+@pytest.mark.parametrize("spec", ["saw-int4", "fp8", "dense", "int-8:sink=3", "bfloat16 beside int-8"])
+def test_float32_tokens_are_encoded_as_caches_hold_them(spec: str, emulated: dict[str, Any]) -> None:
+    """Rounded to 16 bit first, as the codecs' and the library's: bytes do not depend on who writes."""
+    if spec == "bfloat16 beside int-8":
+        scheme = KVScheme(Dense("bfloat16"), kvcodec.get("int-8").value)
+        layer = EngineLayer(scheme, layer=3, heads=HEADS, head_dim=DIM, dtype=torch.float32, device=CPU)
+    else:
+        layer = made(spec, dtype=torch.float32)
+    k, v = torch.randn(2, TOKENS, HEADS, DIM, generator=torch.Generator().manual_seed(5))
+    k[3, 1, 7], v[9, 0, 2] = 65519.0, 65520.0  # one of them rounds to an fp16
+    found, want = pool(layer), pool(layer)
+    layer.write(k, v, want, slots(0, TOKENS))
+    layer.encode(k, v, found, slots(0, TOKENS))
+    assert torch.equal(found, want)
 
 
 @pytest.mark.parametrize("spec", SPECS + SUNK)

@@ -438,6 +438,8 @@ class EngineLayer:
         """
         less = None if self.mean is None else self._turned(self._needed(positions))
         if self.engine(cache.shape[2]).by_slot:
+            if keys.dtype == torch.float32:
+                keys, values = self._rounded(keys, values)
             self.pool(cache).writer.write(keys, values, slots, less)
             return
         # each token is passed as a sequence of one page, because an engine gives slots, not sequences
@@ -448,6 +450,15 @@ class EngineLayer:
         page, place = torch.where(stored, slots // tokens, 0), torch.where(stored, slots % tokens, tokens)
         where = None if positions is None else positions.transpose(0, 1)
         self._encode(new, cache, page[:, None].int(), place.int(), where, less)
+
+    def _rounded(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+        """Float32 tokens as caches hold them, in one dtype; what exceeds fp16 stays refused."""
+        held = [self.roles[role].codec.held_dtype(keys.dtype) for role in ROLES]
+        key, value = (
+            x.to(dtype).masked_fill(~(x.abs() <= FP16_MAX), torch.inf)
+            for dtype, x in zip(held, (keys, values), strict=True)
+        )
+        return (key, value) if held[0] == held[1] else (key.float(), value.float())
 
     def _encode(
         self,
