@@ -1,5 +1,6 @@
 """Windows of tokens that a model draws by itself: what constants are fitted on where there is no text."""
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -18,7 +19,8 @@ def own_windows(
     """Draw windows beside each other, of all tokens by the model's own probabilities.
 
     Each begins with the token that begins texts, else the one that ends them, else any. Where a text ends inside a
-    window, the next one follows.
+    window, the next one follows. On a GPU the model's step is replayed as a CUDA graph where it can be captured;
+    ``progress`` says which way it goes.
 
     Parameters
     ----------
@@ -37,24 +39,84 @@ def own_windows(
     FitError
         The model's logits are NaN or Inf.
     """
-    from transformers import DynamicCache
-
-    from kvcodec.integrations.transformers.argument import passing  # needs transformers
-
     shown, generator = progress or Progress(False), torch.Generator().manual_seed(seed)
     config = model.config.get_text_config()
     ids = torch.full((windows, window_tokens), -1)
     ids[:, 0] = _first(config, windows, generator)
-    cache = DynamicCache(config=model.config)
     with torch.no_grad():
+        step, way = _step(model, windows, window_tokens)
         for n in range(1, window_tokens):
-            shown.bar("drawing tokens", n, window_tokens, f"{windows} windows")
-            last = ids[:, n - 1 : n].to(model.device)
-            logits = model(input_ids=last, **passing(model, cache), use_cache=True).logits[:, -1].float().cpu()
+            shown.bar("drawing tokens", n, window_tokens, f"{windows} windows, {way}")
+            logits = step(ids[:, n - 1 : n].to(model.device)).float().cpu()
             if not bool(logits.isfinite().all()):
                 raise FitError(f"the model's logits are not finite after {n} tokens of its own; pass --text FILE.")
             ids[:, n] = torch.multinomial(logits.softmax(-1), 1, generator=generator)[:, 0]
     return list(ids)
+
+
+def _step(model: Any, windows: int, tokens: int) -> tuple[Callable[[Tensor], Tensor], str]:
+    """What takes the last token of each window ``[windows, 1]`` and gives its logits ``[windows, V]``, and by what."""
+    from transformers import DynamicCache
+
+    from kvcodec.integrations.transformers.argument import passing  # needs transformers
+
+    if model.device.type == "cuda":
+        try:
+            if (captured := _captured(model, windows, tokens)) is not None:
+                return captured, "by a CUDA graph"
+            why = "its cache or its layers allow no CUDA graph"
+        except RuntimeError as error:
+            why = f"its step cannot be captured: {str(error).splitlines()[0]}"
+    else:
+        why = f"on {model.device.type}"
+    cache = DynamicCache(config=model.config)
+    return lambda ids: model(input_ids=ids, **passing(model, cache), use_cache=True).logits[:, -1], f"eager, {why}"
+
+
+def _captured(model: Any, windows: int, tokens: int) -> Callable[[Tensor], Tensor] | None:
+    """The step as a CUDA graph over a cache of fixed size; None for models that need the host in between.
+
+    The logits returned are overwritten by the next step.
+    """
+    from transformers import StaticCache
+    from transformers.cache_utils import StaticLayer
+
+    from kvcodec.integrations.transformers.argument import passing
+
+    cache = StaticCache(config=model.config, max_cache_len=tokens)
+    # other layers, such as those of sliding windows, count their tokens on the host
+    if not getattr(model, "_can_compile_fullgraph", False) or any(type(x) is not StaticLayer for x in cache.layers):
+        return None
+    last = torch.zeros(windows, 1, dtype=torch.int64, device=model.device)
+
+    def run() -> Tensor:
+        logits: Tensor = model(input_ids=last, **passing(model, cache), use_cache=True).logits[:, -1]
+        return logits
+
+    with torch.cuda.device_of(last):
+        replay, logits = _graph(run)
+    cache.reset()
+
+    def step(ids: Tensor) -> Tensor:
+        last.copy_(ids)
+        replay()
+        return logits
+
+    return step
+
+
+def _graph(run: Callable[[], Tensor]) -> tuple[Callable[[], None], Tensor]:
+    """Capture a function; what repeats it, and its output."""
+    side, current = torch.cuda.Stream(), torch.cuda.current_stream()
+    side.wait_stream(current)
+    with torch.cuda.stream(side):  # libraries make their workspaces at the first calls
+        for _ in range(2):
+            run()
+    current.wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        logits = run()
+    return graph.replay, logits
 
 
 def _first(config: Any, windows: int, generator: torch.Generator) -> Tensor:

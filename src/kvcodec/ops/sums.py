@@ -8,7 +8,9 @@ import torch
 from torch import Tensor
 
 CHUNK = 1 << 15
-"""Elements encoded at once: float64 temporaries of 256 KB each."""
+"""Elements encoded at once on a CPU: float64 temporaries of 256 KB each."""
+GPU_CHUNK = 1 << 22
+"""And on other devices, where a call takes as long however few elements it has: temporaries of 32 MB."""
 
 
 def sum_by_halves(x: Tensor, dim: int = -1) -> Tensor:
@@ -31,6 +33,10 @@ def row_norm(x: Tensor) -> Tensor:
     return sum_by_halves(x * x).sqrt()
 
 
-def token_chunks(x: Tensor, elements: int = CHUNK) -> tuple[Tensor, ...]:
-    """Cut ``x [B, H, N, D]`` along N into pieces of about ``elements`` elements; one, empty, when N is 0."""
+def token_chunks(x: Tensor, elements: int | None = None) -> tuple[Tensor, ...]:
+    """Cut ``x [B, H, N, D]`` along N into pieces of about ``elements`` elements; one, empty, when N is 0.
+
+    By default the size goes by the device; pass it where a result depends on the pieces.
+    """
+    elements = elements or (CHUNK if x.device.type == "cpu" else GPU_CHUNK)
     return x.split(max(1, elements // max(1, x.shape[0] * x.shape[1] * x.shape[3])), 2)

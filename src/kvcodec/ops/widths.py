@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from kvcodec.ops.lloyd_max import midpoints
-from kvcodec.ops.sums import sum_by_halves, token_chunks
+from kvcodec.ops.sums import CHUNK, sum_by_halves, token_chunks
 
 
 def allot(weights: Tensor, errors: Sequence[float], total: int) -> Tensor:
@@ -44,7 +44,7 @@ def allot(weights: Tensor, errors: Sequence[float], total: int) -> Tensor:
 
 def channel_squares(x: Tensor) -> Tensor:
     """Sum of the squares of each channel over tokens, in one order on every machine: float64 ``[B, H, D]``."""
-    parts = [sum_by_halves(part.double().square(), 2) for part in token_chunks(x)]
+    parts = [sum_by_halves(part.double().square(), 2) for part in token_chunks(x, CHUNK)]
     return sum_by_halves(torch.cat(parts, 2), 2).squeeze(2)
 
 

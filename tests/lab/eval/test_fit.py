@@ -13,6 +13,7 @@ from kvcodec.integrations.transformers.identity import load_params
 from kvcodec.integrations.transformers.watching import watched
 from kvcodec.progress import Progress
 from kvcodec_lab import fit as module
+from kvcodec_lab import samples
 from kvcodec_lab.eval import fidelity, perplexity
 from kvcodec_lab.fit import about, about_text, capture, fit_model
 from kvcodec_lab.models import LoadedModel, load_text
@@ -328,6 +329,49 @@ def test_windows_are_drawn_by_the_models_own_probabilities():
         whole = model(input_ids=torch.stack(later)).logits.log_softmax(-1)
     own = whole[:, :-1].gather(-1, torch.stack(later)[:, 1:, None]).mean()
     assert own > whole[:, :-1].mean() + 3
+
+
+def repeated(run):
+    """In place of a CUDA graph: what repeats the function, into the memory of its first output."""
+    run()
+    out = run()
+    return lambda: out.copy_(run()), out
+
+
+@pytest.mark.parametrize("tokens", [2, 24])
+def test_a_captured_step_draws_the_same_windows(tokens, monkeypatch):
+    model = tiny_llama()
+    wanted = own_windows(model, 3, tokens, seed=2)
+    monkeypatch.setattr(samples, "_graph", repeated)
+    monkeypatch.setattr(samples, "_step", lambda *given: (samples._captured(*given), ""))
+    assert torch.equal(torch.stack(own_windows(model, 3, tokens, seed=2)), torch.stack(wanted))
+
+
+def test_steps_that_need_the_host_are_not_captured(monkeypatch):
+    monkeypatch.setattr(samples, "_graph", repeated)
+    model = tiny_llama()
+    assert samples._captured(model, 1, 8) is not None
+    model._can_compile_fullgraph = False  # its forward looks at numbers
+    assert samples._captured(model, 1, 8) is None
+    model = tiny_llama()
+    model.config.layer_types = ["sliding_attention"] * model.config.num_hidden_layers
+    model.config.sliding_window = 4
+    assert samples._captured(model, 1, 8) is None
+
+
+@pytest.mark.gpu
+def test_windows_are_drawn_by_a_cuda_graph(capfd):
+    model = tiny_llama().to("cuda")
+    drawn = own_windows(model, 4, 200, seed=1, progress=Progress())
+    assert "4 windows, by a CUDA graph" in capfd.readouterr().err
+    ids = torch.stack(drawn)
+    assert torch.equal(ids, torch.stack(own_windows(model, 4, 200, seed=1)))
+    with torch.no_grad():
+        whole = model(input_ids=ids.to("cuda")).logits.log_softmax(-1).cpu()
+    # as likely as what the model draws by itself: the mean over tokens is the entropy's, up to its standard error
+    found = whole[:, :-1].gather(-1, ids[:, 1:, None])[..., 0]
+    entropy = -(whole.exp() * whole).sum(-1)[:, :-1]
+    assert abs(float((found + entropy).mean())) < 4 * float((found + entropy).std()) / found.numel() ** 0.5
 
 
 def test_a_fit_without_a_text_is_of_the_models_own_samples(model):
