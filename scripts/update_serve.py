@@ -2,7 +2,8 @@
 
 ``--check`` only compares: 1 if something would change. A GPU's block lies between ``<!-- serve nvidia-h200:start -->``
 and ``<!-- serve nvidia-h200:end -->``, the drawings, of one of them, in docs/img; ``serve features`` and
-``serve features-cpu`` are what ``benchmarks/serve_features.py`` compared.
+``serve features-cpu`` are what ``benchmarks/serve_features.py`` compared, ``serve stock`` what
+``benchmarks/serve_stock.py`` asked of servers.
 """
 
 import argparse
@@ -20,9 +21,10 @@ from kvcodec_lab.serve.tables import Grid, charts, tables
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = {gpu: Path("benchmarks/results", gpu, "serve.json") for gpu in ("nvidia-h200", "nvidia-h100")}
 DRAWN_GPU = "nvidia-h200"
-FEATURES = {"features": Path("benchmarks/results/nvidia-h100/serve_features.json"),
-            "features-cpu": Path("benchmarks/results/cpu/serve_features.json")}  # fmt: skip
-"""Of blocks of the page."""
+CHECKED = {"features": Path("benchmarks/results/nvidia-h100/serve_features.json"),
+           "features-cpu": Path("benchmarks/results/cpu/serve_features.json"),
+           "stock": Path("benchmarks/results/nvidia-h100/serve_stock.json")}  # fmt: skip
+"""Of blocks of the page that are no times."""
 PAGE = Path("docs/serve-results.md")
 DRAWN = {"steps-": "serve-steps.svg", "throughput-clients-i1024": "serve-throughput-1k.svg",
          "throughput-clients-i4096": "serve-throughput-4k.svg", "tpot-clients-i4096": "serve-tpot-4k.svg",
@@ -148,9 +150,25 @@ def features(path: Path) -> str:
     return "\n\n".join(shown)
 
 
+def stock(path: Path) -> str:
+    """The table of servers of a stock install; a server that fits its constants has a row for each start."""
+    lines = []
+    for row in read_rows([path]):
+        hits, asked = row["hit_tokens"][1]
+        seconds = row.get("fitted_s", 0.0)
+        start = ", the next start" if row["shape"] == "stock_again" else ", the first start" if seconds else ""
+        fitted = f"{seconds:.0f}" if seconds else "–"
+        lines.append([f"`{row['spec']}`{start}", f"{row['ready_s']:.0f}", fitted, f"{hits:,.0f} of {asked:,.0f}",
+                      f"{row['values']['p50']:.3f}", f"{row['library_loss']:.3f}"])  # fmt: skip
+    headings = ["preset", "s until it answers", "s of the fit", "tokens in the prefix cache", "loss", "the library's"]
+    return report_tables.markdown(headings, lines)
+
+
 def made(root: Path, name: str) -> str:
     """What stands in a block of the page."""
-    return features(root / FEATURES[name]) if name in FEATURES else block(root, name)
+    if name not in CHECKED:
+        return block(root, name)
+    return stock(root / CHECKED[name]) if name == "stock" else features(root / CHECKED[name])
 
 
 def main() -> int:

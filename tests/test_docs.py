@@ -168,6 +168,28 @@ def test_what_the_docs_say_of_first_tokens_and_drafts_is_what_was_measured() -> 
             assert line in table, line
 
 
+def test_what_the_docs_say_of_two_gpus_is_what_was_measured() -> None:
+    text = " ".join((ROOT / "docs/serve-results.md").read_text().split())
+    rows = json.loads((ROOT / "benchmarks/results/nvidia-h100/serve_features.json").read_text())
+    found = {(row["spec"], row["shape"]): row for row in rows}
+    pages = [page for (_, shape), row in found.items() if shape.split("_")[1] not in ("page", "head")
+             for page in row.get("pages", ())]  # fmt: skip
+    assert len(pages) == 4 * (2 + 2) + 6  # processes of four presets, and those of drafts
+    assert all(page["bytes_equal"] == 1 for page in pages)
+    assert f"within {100 * max(page['error'] for page in pages):.2f} % of the reference" in text
+
+    def times(spec: str, run: str) -> float:
+        return found[spec, f"two_{run}"]["apart"]["prompt"] / found[spec, "two_order"]["apart"]["prompt"]
+
+    packed, wrong = ([times(spec, run) for spec in ("saw-int4", "kivi-2", "recipe")] for run in ("tp2", "page"))
+    for told in (
+        f"does {times('dense', 'tp2'):.1f} times what that order does with 16-bit pages",
+        f"{times('none', 'tp2'):.1f} times with vLLM's own cache, and {min(packed):.1f} to {max(packed):.1f} times",
+        f"wrong in every layer does {min(wrong):.0f} to {max(wrong):.0f} times as much",
+    ):
+        assert told in text, told
+
+
 def test_what_the_docs_say_a_lone_prompt_takes_is_what_was_measured() -> None:
     text = " ".join((ROOT / "docs/serve-results.md").read_text().split())
     rows = json.loads((ROOT / "benchmarks/results/nvidia-h100/serve_lone.json").read_text())

@@ -1,7 +1,7 @@
 """Windows of tokens that a model draws by itself: what constants are fitted on where there is no text."""
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -32,7 +32,8 @@ def own_windows(
     Returns
     -------
     list of Tensor int64 ``[window_tokens]``
-        On the CPU; the same for the same seed on the same machine.
+        On the CPU; the same for the same seed on the same machine if the model runs on a CPU. A GPU's attention may sum
+        in another order each time, and a token that is drawn otherwise changes all after it.
 
     Raises
     ------
@@ -94,19 +95,26 @@ def _captured(model: Any, windows: int, tokens: int) -> Callable[[Tensor], Tenso
         return logits
 
     with torch.cuda.device_of(last):
-        replay, logits = _graph(run)
+        captured = _graph(run)
     cache.reset()
 
     def step(ids: Tensor) -> Tensor:
         last.copy_(ids)
-        replay()
-        return logits
+        captured.replay()
+        return captured.out
 
     return step
 
 
-def _graph(run: Callable[[], Tensor]) -> tuple[Callable[[], None], Tensor]:
-    """Capture a function; what repeats it, and its output."""
+class _Captured(NamedTuple):
+    """A CUDA graph: what replays it, its output, and the function whose memory it reads and writes."""
+
+    replay: Callable[[], object]
+    out: Tensor
+    run: Callable[[], Tensor]
+
+
+def _graph(run: Callable[[], Tensor]) -> _Captured:
     side, current = torch.cuda.Stream(), torch.cuda.current_stream()
     side.wait_stream(current)
     with torch.cuda.stream(side):  # libraries make their workspaces at the first calls
@@ -115,8 +123,8 @@ def _graph(run: Callable[[], Tensor]) -> tuple[Callable[[], None], Tensor]:
     current.wait_stream(side)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        logits = run()
-    return graph.replay, logits
+        out = run()
+    return _Captured(graph.replay, out, run)
 
 
 def _first(config: Any, windows: int, generator: torch.Generator) -> Tensor:

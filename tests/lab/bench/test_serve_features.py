@@ -42,14 +42,14 @@ def test_a_feature_may_do_twice_what_an_order_of_sums_does(prompt, steps, fine, 
     assert program.judged({"prompt": prompt, "steps": steps}, {"prompt": 1.0, "steps": 1.0}) is fine
 
 
-def test_a_feature_may_do_what_it_does_with_the_engines_own_cache(program):
+def test_a_feature_may_do_half_more_than_it_does_with_the_engines_own_cache(program):
     one, order, two = (answer([7], [[[7, -0.5]]], (-1.0, x)) for x in (-2.0, -2.1, -2.3))
     runs = {"one": one, "order": order, "tp2": two}
     read = {f"two-none-{name}": {"turns": {"together": [x]}} for name, x in runs.items()}
     assert program.plain_of(read, "two", "tp2") == pytest.approx(3.0)
     assert program.plain_of(read, "two", "pp2") == 0
-    assert program.judged({"prompt": 2.9, "steps": 2.9}, {"prompt": 1.0, "steps": 1.0}, 3.0)
-    assert not program.judged({"prompt": 3.1, "steps": 0.0}, {"prompt": 1.0, "steps": 1.0}, 3.0)
+    assert program.judged({"prompt": 4.4, "steps": 4.4}, {"prompt": 1.0, "steps": 1.0}, 3.0)  # 1.5 times as many
+    assert not program.judged({"prompt": 4.6, "steps": 0.0}, {"prompt": 1.0, "steps": 1.0}, 3.0)
 
 
 @pytest.mark.parametrize("wrong", [{}, {"requests": 2}, {"bytes_equal": 0.9999}, {"error": 0.01}, None])
