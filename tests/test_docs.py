@@ -168,6 +168,26 @@ def test_what_the_docs_say_of_first_tokens_and_drafts_is_what_was_measured() -> 
             assert line in table, line
 
 
+def test_what_the_docs_say_of_ghosts_retrieval_is_what_was_measured() -> None:
+    text, found = " ".join((ROOT / "docs/ghost.md").read_text().split()), {}
+    for run in ("smollm2-135m", "smollm2-135m-auto"):
+        rows = json.loads((ROOT / f"benchmarks/results/eval/{run}/results.json").read_text())["rows"]
+        for row in rows:
+            if row["metric"] == "recall" and row["group"] is None:
+                found[row["task"], row["spec"]] = round(row["value"] * row["items"])
+                assert row["items"] == 30
+
+    def of(task: str, *specs: str) -> list[int]:
+        return [found[task, spec] for spec in specs]
+
+    assert of("needle", "ghost-3", "ghost-4", "(uncompressed)") == [30, 30, 30]
+    needles = of("needle", "saw-int4", "turboquant-4", "turboquant-3", "ghost-2")
+    assert "`saw-int4` {}, `turboquant-4` {}, `turboquant-3` {}, `ghost-2` {}.".format(*needles) in text
+    whole, four, kivi, three, saw = of("kv_retrieval", "(uncompressed)", "ghost-4", "kivi-4", "ghost-3", "saw-int4")
+    assert three == saw
+    assert f"finds {whole}, `ghost-4` {four}, `kivi-4` {kivi} at 5.59 bits, `ghost-3` and `saw-int4` {three}:" in text
+
+
 def test_what_the_docs_say_of_two_gpus_is_what_was_measured() -> None:
     text = " ".join((ROOT / "docs/serve-results.md").read_text().split())
     rows = json.loads((ROOT / "benchmarks/results/nvidia-h100/serve_features.json").read_text())
