@@ -345,3 +345,9 @@ def test_a_failed_write_leaves_the_old_file(fitted, saved, monkeypatch):
         fitted[SPECS[0]].save(saved)
     assert saved.read_bytes() == before
     assert [p.name for p in saved.parent.iterdir()] == [saved.name]
+
+
+@pytest.mark.parametrize(("params", "said"), [(3, "int"), ([], "list"), ({0: [1.0]}, "dict")], ids=["3", "[]", "lists"])
+def test_params_that_are_no_constants_of_layers(params, said, model):
+    with pytest.raises(FitError, match=rf"params are {said}: expected the path of a file of `kvcodec fit`"):
+        kvcodec.cache_for(model.model, "ghost-3", params=params)

@@ -71,7 +71,7 @@ def _check_device(device: str) -> None:
     try:
         torch.empty(0, device=device)
     except (RuntimeError, AssertionError) as error:
-        reason = str(error).splitlines()[0]
+        reason = str(error).splitlines()[0].split(". ")[0]
         raise ModelError(
             f"device {device!r} cannot be used here ({reason}); pass cpu, or a GPU that torch sees."
         ) from error

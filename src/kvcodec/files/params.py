@@ -297,6 +297,11 @@ def check_given(name: str, layers: Sequence[int], given: LayerParams) -> None:
     ------
     FitError
     """
+    if not isinstance(given, Mapping) or not all(isinstance(roles, Mapping) for roles in given.values()):
+        raise FitError(
+            f"params are {type(given).__name__}: expected the path of a file of `kvcodec fit`, what load_params read "
+            f"from it, or {{layer: {{'key': Params, 'value': Params}}}}."
+        )
     if unknown := [layer for layer, roles in given.items() if roles and layer not in layers]:
         raise FitError(
             f"params hold constants of layers {unknown}; {name} caches keys and values in layers {list(layers)}, "

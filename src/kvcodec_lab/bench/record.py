@@ -32,7 +32,7 @@ def usable_device(bench: str, device: str) -> torch.device:
     try:
         return torch.empty(0, device=device).device
     except (RuntimeError, AssertionError) as error:
-        reason = str(error).splitlines()[0]
+        reason = str(error).splitlines()[0].split(". ")[0]
         raise UnsupportedError(
             f"{bench}: device {device!r} cannot be used here ({reason}); try device='cpu'."
         ) from error

@@ -419,7 +419,7 @@ def _given(params: LayerParams | str | Path | None, model_or_config: Any, scheme
         return load_params(params, model_or_config, scheme, seed=seed)
     if isinstance(params, FittedParams):
         check_params(params, model_or_config, scheme, seed=seed)
-    return params or {}
+    return {} if params is None else params
 
 
 def _give_mean(path: str | Path, loaded: LayerCache, fresh: LayerCache) -> None:
