@@ -47,7 +47,7 @@ def own_windows(
     with torch.no_grad():
         step, way = _step(model, windows, window_tokens)
         for n in range(1, window_tokens):
-            shown.bar("drawing tokens", n, window_tokens, f"{windows} windows, {way}")
+            shown.bar("drawing tokens", n, window_tokens, f"{windows} windows{way}")
             logits = step(ids[:, n - 1 : n].to(model.device)).float().cpu()
             if not bool(logits.isfinite().all()):
                 raise FitError(f"the model's logits are not finite after {n} tokens of its own; pass --text FILE.")
@@ -61,17 +61,16 @@ def _step(model: Any, windows: int, tokens: int) -> tuple[Callable[[Tensor], Ten
 
     from kvcodec.integrations.transformers.argument import passing  # needs transformers
 
+    way = ""
     if model.device.type == "cuda":
         try:
             if (captured := _captured(model, windows, tokens)) is not None:
-                return captured, "by a CUDA graph"
-            why = "its cache or its layers allow no CUDA graph"
-        except RuntimeError as error:
-            why = f"its step cannot be captured: {str(error).splitlines()[0]}"
-    else:
-        why = f"on {model.device.type}"
+                return captured, ", by a CUDA graph"
+            way = ", eager: its layers or their cache need the host"
+        except Exception as error:
+            way = f", eager: no CUDA graph ({type(error).__name__}: {str(error).partition(chr(10))[0]})"
     cache = DynamicCache(config=model.config)
-    return lambda ids: model(input_ids=ids, **passing(model, cache), use_cache=True).logits[:, -1], f"eager, {why}"
+    return lambda ids: model(input_ids=ids, **passing(model, cache), use_cache=True).logits[:, -1], way
 
 
 def _captured(model: Any, windows: int, tokens: int) -> Callable[[Tensor], Tensor] | None:
@@ -84,9 +83,10 @@ def _captured(model: Any, windows: int, tokens: int) -> Callable[[Tensor], Tenso
 
     from kvcodec.integrations.transformers.argument import passing
 
+    if not getattr(model, "_can_compile_fullgraph", False):
+        return None
     cache = StaticCache(config=model.config, max_cache_len=tokens)
-    # other layers, such as those of sliding windows, count their tokens on the host
-    if not getattr(model, "_can_compile_fullgraph", False) or any(type(x) is not StaticLayer for x in cache.layers):
+    if any(type(layer) is not StaticLayer for layer in cache.layers):  # a sliding window's counts on the host
         return None
     last = torch.zeros(windows, 1, dtype=torch.int64, device=model.device)
 

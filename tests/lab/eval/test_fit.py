@@ -1,5 +1,7 @@
 """``kvcodec fit``: what is recorded, what codecs are given, and what is refused before the model runs."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from transformers import DynamicCache
@@ -357,6 +359,16 @@ def test_steps_that_need_the_host_are_not_captured(monkeypatch):
     model.config.layer_types = ["sliding_attention"] * model.config.num_hidden_layers
     model.config.sliding_window = 4
     assert samples._captured(model, 1, 8) is None
+
+
+def test_a_step_that_cannot_be_captured_is_eager_and_says_why(monkeypatch):
+    def fails(*given):
+        raise KeyError("linear_attention")
+
+    monkeypatch.setattr(samples, "_captured", fails)
+    model = SimpleNamespace(device=torch.device("cuda"), config=tiny_llama().config)
+    assert samples._step(model, 1, 8)[1] == ", eager: no CUDA graph (KeyError: 'linear_attention')"
+    assert samples._step(tiny_llama(), 1, 8)[1] == ""
 
 
 @pytest.mark.gpu
