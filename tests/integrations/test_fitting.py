@@ -86,7 +86,9 @@ def test_the_file_that_was_made_is_read_as_any_other(tmp_path: Path) -> None:
     assert (found.to_fit, found.params.sha256, same.params.sha256) == ("", file.sha256, file.sha256)
 
 
-def test_the_name_has_weights_preset_and_seed(folder: Path, tmp_path: Path) -> None:
+def test_the_name_has_weights_preset_seed_and_version(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     fit = fitting.fit_of(config_of(folder), options())
     file = fit.file()
     assert file.parent == tmp_path / "cache" / "kvcodec" / "params"
@@ -94,6 +96,9 @@ def test_the_name_has_weights_preset_and_seed(folder: Path, tmp_path: Path) -> N
     names = {file, *(fitting.fit_of(config_of(folder), o).file() for o in (options("ghost-4"), options(seed=1)))}
     assert len(names) == 3
     assert fit.file() == file
+    with monkeypatch.context() as later:
+        later.setattr(fitting.version, "__version__", "9.9")  # may fit other constants
+        assert fit.file() not in names
     changed = weights()
     changed[WEIGHT][32] += 0.01  # a row in the middle
     assert fitting.fit_of(config_of(folder_of(folder, changed)), options()).file() not in names

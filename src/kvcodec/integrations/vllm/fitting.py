@@ -23,6 +23,7 @@ from typing import Any
 
 import torch
 
+from kvcodec import version
 from kvcodec.errors import FitError, FormatError, ModelError
 from kvcodec.files.checkpoint import digest_of, other_weights, weight_files
 from kvcodec.files.folder import cache_dir
@@ -67,9 +68,9 @@ class Fit:
     dtype: str
 
     def file(self) -> Path:
-        """Where the constants are kept: the name has preset, seed, model, and a digest of weights and codecs."""
+        """Where the constants are kept; the digest in the name is of weights, codecs, seed and kvcodec's version."""
         scheme = json.loads(replace(get(self.spec), spec="").to_json())
-        given = json.dumps([digest_of(self.folder), scheme, self.seed], sort_keys=True)
+        given = json.dumps([digest_of(self.folder), scheme, self.seed, version.__version__], sort_keys=True)
         words = (self.spec, f"seed{self.seed}", Path(self.model).name)
         short = (re.sub(r"[^\w.=-]+", "-", word)[-60:] for word in words)
         return (
