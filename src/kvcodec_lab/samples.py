@@ -1,13 +1,15 @@
 """Windows of tokens that a model draws by itself: what constants are fitted on where there is no text."""
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from kvcodec.errors import FitError
 from kvcodec.progress import Progress
+from kvcodec_lab.bench.timing import WARM_UP_CALLS, capture
 
 WINDOW_TOKENS = 1024
 """Of a window: some 4,000 tokens give the constants of ``ghost`` as a novel does."""
@@ -73,11 +75,24 @@ def _step(model: Any, windows: int, tokens: int) -> tuple[Callable[[Tensor], Ten
     return lambda ids: model(input_ids=ids, **passing(model, cache), use_cache=True).logits[:, -1], way
 
 
-def _captured(model: Any, windows: int, tokens: int) -> Callable[[Tensor], Tensor] | None:
-    """The step as a CUDA graph over a cache of fixed size; None for models that need the host in between.
+@dataclass
+class _Captured:
+    """The step as a CUDA graph, which reads and writes the memory of the other three."""
 
-    The logits returned are overwritten by the next step.
-    """
+    graph: Any
+    last: Tensor
+    logits: list[Tensor]
+    cache: Any
+
+    def __call__(self, ids: Tensor) -> Tensor:
+        """Replay it; the next call overwrites the logits."""
+        self.last.copy_(ids)
+        self.graph.replay()
+        return self.logits[0]
+
+
+def _captured(model: Any, windows: int, tokens: int) -> _Captured | None:
+    """Capture the step over a cache of fixed size; None for models that need the host in between."""
     from transformers import StaticCache
     from transformers.cache_utils import StaticLayer
 
@@ -85,46 +100,19 @@ def _captured(model: Any, windows: int, tokens: int) -> Callable[[Tensor], Tenso
 
     if not getattr(model, "_can_compile_fullgraph", False):
         return None
-    cache = StaticCache(config=model.config, max_cache_len=tokens)
+    cache = StaticCache(config=model.config, max_cache_len=max(tokens, WARM_UP_CALLS))
     if any(type(layer) is not StaticLayer for layer in cache.layers):  # a sliding window's counts on the host
         return None
     last = torch.zeros(windows, 1, dtype=torch.int64, device=model.device)
+    logits: list[Tensor] = []
 
-    def run() -> Tensor:
-        logits: Tensor = model(input_ids=last, **passing(model, cache), use_cache=True).logits[:, -1]
-        return logits
+    def run() -> None:
+        logits[:] = [model(input_ids=last, **passing(model, cache), use_cache=True).logits[:, -1]]
 
     with torch.cuda.device_of(last):
-        captured = _graph(run)
+        graph = capture(run)
     cache.reset()
-
-    def step(ids: Tensor) -> Tensor:
-        last.copy_(ids)
-        captured.replay()
-        return captured.out
-
-    return step
-
-
-class _Captured(NamedTuple):
-    """A CUDA graph: what replays it, its output, and the function whose memory it reads and writes."""
-
-    replay: Callable[[], object]
-    out: Tensor
-    run: Callable[[], Tensor]
-
-
-def _graph(run: Callable[[], Tensor]) -> _Captured:
-    side, current = torch.cuda.Stream(), torch.cuda.current_stream()
-    side.wait_stream(current)
-    with torch.cuda.stream(side):  # libraries make their workspaces at the first calls
-        for _ in range(2):
-            run()
-    current.wait_stream(side)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        out = run()
-    return _Captured(graph.replay, out, run)
+    return _Captured(graph, last, logits, cache)
 
 
 def _first(config: Any, windows: int, generator: torch.Generator) -> Tensor:

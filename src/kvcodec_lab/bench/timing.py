@@ -16,6 +16,8 @@ import torch
 from kvcodec_lab.bench.record import spread
 
 FLUSH_BYTES = 512 << 20
+WARM_UP_CALLS = 3
+"""Before a call is captured: libraries make their workspaces at the first ones."""
 
 
 def synchronize(device: torch.device) -> None:
@@ -29,7 +31,7 @@ def capture(call: Callable[[], object], calls: int = 1) -> torch.cuda.CUDAGraph:
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
-        for _ in range(3):
+        for _ in range(WARM_UP_CALLS):
             call()
     torch.cuda.current_stream().wait_stream(stream)
     torch.cuda.synchronize()
