@@ -14,14 +14,7 @@ from kvcodec.codecs.hqmq import Hqmq
 from kvcodec.errors import ShapeError, SpecError
 from kvcodec.ops.bitpack import unpack
 from kvcodec.ops.quaternion import nearest_entry
-
-
-def gauss(*shape, seed=0):
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).half().float()
-
-
-def fitted(codec, dim=128, heads=1):
-    return codec.fit(Site(0, "key", heads, dim))
+from tests.codecs.draws import fitted, normal_fp16
 
 
 @lru_cache
@@ -65,14 +58,14 @@ def test_bytes_of_the_preset():
 
 def test_products_beat_sums_at_equal_rate():
     """K = 48 has as many sums as S = 96 has products."""
-    x = gauss(1, 4, 128, 128)
+    x = normal_fp16(1, 4, 128, 128)
     found = [float((x - roundtrip(c, x, fitted(c, heads=4))).square().sum()) for c in (Hqmq(96, 4), Additive(48, 4))]
     assert 1.02 < found[1] / found[0] < 1.3
 
 
 @pytest.mark.parametrize("reading", ["normalised", "raw"])
 def test_codes_are_the_best_of_all_sums(reading):
-    codec, x = Additive(24, 3, reading), gauss(1, 2, 40, 64)
+    codec, x = Additive(24, 3, reading), normal_fp16(1, 2, 40, 64)
     params = fitted(codec, 64, 2)
     codes = unpack(codec.encode(x, params)["codes"], 10, 16).long()
     for head in range(2):
@@ -89,7 +82,7 @@ def test_codes_are_the_best_of_all_sums(reading):
 
 
 def test_greedy_takes_one_codeword_after_the_other():
-    codec, x = Additive(24, 3, "greedy"), gauss(1, 1, 40, 64)
+    codec, x = Additive(24, 3, "greedy"), normal_fp16(1, 1, 40, 64)
     params = fitted(codec, 64)
     codes = unpack(codec.encode(x, params)["codes"], 10, 16).long().flatten()
     first, second = (params[name][0, 0].double() for name in ("first", "second"))
@@ -101,7 +94,7 @@ def test_greedy_takes_one_codeword_after_the_other():
 
 @pytest.mark.parametrize("reading", ["normalised", "raw", "greedy"])
 def test_the_table_in_fp16_is_exact_and_tokens_do_not_depend_on_their_company(reading):
-    codec, x = Additive(24, 3, reading), gauss(2, 2, 7, 64)
+    codec, x = Additive(24, 3, reading), normal_fp16(2, 2, 7, 64)
     params = fitted(codec, 64, 2)
     table = params["codebook"].double()
     assert torch.equal((table * 2**10).round() / 2**10, table)
@@ -131,7 +124,7 @@ def test_codes_radii_and_scale_by_definition(k, reading, r, seed, power, kind, c
     exact = torch.nn.functional.normalize(sums, dim=1) if reading == "normalised" else sums
     assert float((table - exact).abs().max()) < (2**-10 if reading == "normalised" else 1e-12)
 
-    x = gauss(1, 1, 6, 32, seed=seed)
+    x = normal_fp16(1, 1, 6, 32, seed=seed)
     if kind == "outlier":
         x[..., 4:8] *= 90
     elif kind == "on codewords":
@@ -185,14 +178,14 @@ def test_ties_take_the_lowest_entry():
 
 @pytest.mark.parametrize("dim", [3, 45])
 def test_a_head_dim_that_four_does_not_divide_is_padded(dim):
-    codec, x = Additive(48, 6), gauss(1, 2, 8, dim)
+    codec, x = Additive(48, 6), normal_fp16(1, 2, 8, dim)
     y = roundtrip(codec, x, fitted(codec, dim, 2))
     assert y.shape == x.shape
     assert float((x - y).square().sum() / x.square().sum()) < 0.05
 
 
 def test_zero_chunks_have_code_zero():
-    codec, x = Additive(24, 3, "raw"), gauss(1, 1, 1, 64)
+    codec, x = Additive(24, 3, "raw"), normal_fp16(1, 1, 1, 64)
     x[..., 8:16] = 0
     payload = codec.encode(x, fitted(codec, 64))
     assert unpack(payload["codes"], 10, 16)[0, 0, 0, 2:4].tolist() == [0, 0]

@@ -12,17 +12,13 @@ from kvcodec.codec import roundtrip
 from kvcodec.codecs import e8
 from kvcodec.codecs.e8 import E8, points
 from kvcodec.codecs.turboquant import TurboQuant
+from tests.codecs.draws import fitted, normal, relative_mse
 
 from .definitions import MARGIN, by_definition, key_batches, sylvester
 
 
-def normal(*shape, seed=0):
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
-
-
 def error(codec, x):
-    y = roundtrip(codec, x, codec.fit(kvcodec.Site(0, "key", x.shape[1], x.shape[-1])))
-    return float((y - x).square().sum() / x.square().sum())
+    return relative_mse(x, roundtrip(codec, x, fitted(codec, x.shape[-1], x.shape[1])))
 
 
 def by_counting() -> np.ndarray:
@@ -95,9 +91,9 @@ def test_the_search_is_taken_by_a_third_of_normal_vectors(monkeypatch):
     assert sum(seen) / (512 * 16) == pytest.approx(0.33, abs=0.03)
 
 
-def nexusquant(x: torch.Tensor, levels: int = 4) -> torch.Tensor:
+def nexusquant(x: torch.Tensor) -> torch.Tensor:
     """NexusQuant 0.6.3, ``quantize_perhead``, in units of max |x| / 2: whole numbers of even sum, or any halves."""
-    z = x.double() / (x.double().abs().amax(-1, keepdim=True) / (levels / 2))
+    z = x.double() / (x.double().abs().amax(-1, keepdim=True) / 2)
     z = z.unflatten(-1, (-1, 8))
     whole = z.round()
     off = z - whole
@@ -106,7 +102,7 @@ def nexusquant(x: torch.Tensor, levels: int = 4) -> torch.Tensor:
     whole = torch.where(odd, whole + other, whole)
     half = (z - 0.5).round() + 0.5
     nearer = ((z - half) ** 2).sum(-1, keepdim=True) < ((z - whole) ** 2).sum(-1, keepdim=True)
-    return torch.where(nearer, half, whole).clamp(-levels / 2, levels / 2).flatten(-2)
+    return torch.where(nearer, half, whole).clamp(-2, 2).flatten(-2)
 
 
 def test_nexusquants_points_need_18_bits_and_are_farther_from_normal_values():

@@ -34,15 +34,12 @@ from kvcodec.integrations.transformers.cache import cache_for
 from kvcodec.ops.lloyd_max import distortion, lloyd_max
 from kvcodec_lab.eval.perplexity import split_windows, tokenize
 from kvcodec_lab.fit import fit_model
+from tests.codecs.draws import normal, score_mse, turned_pairs
 from tests.lab.eval.tiny import TEXT, tiny_loaded, tiny_tokenizer
 
 from .definitions import by_definition, smallest
 
 ALL_BITS = (2, 2.5, 3, 3.5, 4, 4.5, 5)
-
-
-def normal(*shape, seed=0):
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
 
 def uneven(heads, tokens, dim, *, batch=1, seed=0):
@@ -228,12 +225,8 @@ def test_turning_pairs_as_later_positions_do_changes_no_constant_of_keys():
     keys, queries = uneven(2, 200, 64, seed=1).double(), uneven(6, 200, 64, seed=2).double()
     angle = normal(32, seed=3).double()
 
-    def turned(x):
-        a, b = x[..., :32], x[..., 32:]
-        return torch.cat([a * angle.cos() - b * angle.sin(), b * angle.cos() + a * angle.sin()], -1)
-
     early = Ghost(3).calibrate(site(), keys, queries)
-    late = Ghost(3).calibrate(site(), turned(keys), turned(queries))
+    late = Ghost(3).calibrate(site(), turned_pairs(keys, angle), turned_pairs(queries, angle))
     assert torch.equal(early["widths"], late["widths"])
     torch.testing.assert_close(early["factor"], late["factor"])
 
@@ -498,16 +491,12 @@ def test_scores_lose_a_quarter_of_what_more_bits_lose_on_uneven_pairs(bits):
     keys, queries = uneven(2, 400, 128, seed=1), uneven(2, 100, 128, seed=1)
     codec, plain = Ghost(bits), TurboQuant(bits)
 
-    def loss(codec, params):
-        return float((queries @ (roundtrip(codec, keys, params) - keys).mT).square().mean())
-
-    fitted = loss(codec, codec.calibrate(site(dim=128), keys, queries))
-    assert fitted < loss(plain, plain.fit(site(dim=128))) / 4
+    fitted = score_mse(codec, codec.calibrate(site(dim=128), keys, queries), keys, queries)
+    assert fitted < score_mse(plain, plain.fit(site(dim=128)), keys, queries) / 4
     # queries that are loud where keys are not: their fit asks for other bits than the keys alone
     queries = queries.roll(32, -1)
-    assert loss(codec, codec.calibrate(site(dim=128), keys, queries)) < 0.8 * loss(
-        codec, codec.fit(site(dim=128), keys)
-    )
+    by_queries, by_keys = codec.calibrate(site(dim=128), keys, queries), codec.fit(site(dim=128), keys)
+    assert score_mse(codec, by_queries, keys, queries) < 0.8 * score_mse(codec, by_keys, keys, queries)
 
 
 def test_the_searched_scale_saves_what_one_loud_channel_would_cost():

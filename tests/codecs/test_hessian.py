@@ -10,25 +10,22 @@ from kvcodec.codecs.innerq import InnerQ
 from kvcodec.codecs.saw_int4 import SawInt4
 from kvcodec.errors import FitError, SpecError
 from kvcodec.ops.hadamard import block_hadamard
+from tests.codecs.draws import normal
 from tests.codecs.filled import check_filled_and_saved
 
 HEAD_DIMS = (64, 80, 96, 128, 192, 256)
 
 
-def gauss(*shape: int, seed: int = 0) -> torch.Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
-
-
 def anisotropic(*shape: int, seed: int = 0) -> torch.Tensor:
     """Queries whose second moment has decaying eigenvalues in a random basis."""
     dim = shape[-1]
-    basis = torch.linalg.qr(gauss(dim, dim, seed=seed + 1)).Q
-    return (gauss(*shape, seed=seed) * torch.logspace(1, -2, dim)) @ basis.T
+    basis = torch.linalg.qr(normal(dim, dim, seed=seed + 1)).Q
+    return (normal(*shape, seed=seed) * torch.logspace(1, -2, dim)) @ basis.T
 
 
 def fitted(codec: HessianRotated, dim: int, heads: int = 2, seed: int = 0):
     return codec.calibrate(
-        Site(0, "key", heads, dim), gauss(1, heads, 8, dim), anisotropic(2, 2 * heads, 300, dim, seed=seed)
+        Site(0, "key", heads, dim), normal(1, heads, 8, dim), anisotropic(2, 2 * heads, 300, dim, seed=seed)
     )
 
 
@@ -65,26 +62,26 @@ def test_damping_moves_eigenvalues_and_not_the_rotation():
 def test_scores_stay_and_vectors_come_back(inner, dim):
     codec = HessianRotated(inner)
     params = fitted(codec, dim)
-    k, q = gauss(2, 2, 40, dim, seed=5), gauss(2, 2, 5, dim, seed=6)
+    k, q = normal(2, 2, 40, dim, seed=5), normal(2, 2, 5, dim, seed=6)
     code = codec.to_code(k, params)
     assert float((codec.from_code(code, params) - k).abs().max()) < 1e-5
     scores = codec.query_to_code(q, params) @ code.mT
     torch.testing.assert_close(scores, q @ k.mT, rtol=1e-4, atol=1e-4)
     # outputs of values: probabilities mix in the code basis, R is undone once
-    weights = gauss(2, 2, 3, 40, seed=7).softmax(-1)
+    weights = normal(2, 2, 3, 40, seed=7).softmax(-1)
     torch.testing.assert_close(codec.from_code(weights @ code, params), weights @ k, rtol=1e-5, atol=1e-5)
 
 
 def test_the_code_basis_is_hadamard_first_then_the_rotation_of_unrotated_queries():
     queries = anisotropic(1, 4, 300, 64)
     codec = HessianRotated(SawInt4())
-    params = codec.calibrate(Site(0, "key", 2, 64), gauss(1, 2, 8, 64), queries)
-    expected = block_hadamard(gauss(1, 2, 9, 64), 64).double() @ hessian_rotation(second_moment(queries))
-    torch.testing.assert_close(codec.to_code(gauss(1, 2, 9, 64), params), expected.float(), rtol=0, atol=2e-6)
+    params = codec.calibrate(Site(0, "key", 2, 64), normal(1, 2, 8, 64), queries)
+    expected = block_hadamard(normal(1, 2, 9, 64), 64).double() @ hessian_rotation(second_moment(queries))
+    torch.testing.assert_close(codec.to_code(normal(1, 2, 9, 64), params), expected.float(), rtol=0, atol=2e-6)
 
 
 def test_a_rotation_of_rotated_queries_cancels_the_hadamard():
-    queries, k = anisotropic(1, 4, 300, 64), gauss(1, 2, 9, 64).double()
+    queries, k = anisotropic(1, 4, 300, 64), normal(1, 2, 9, 64).double()
     alone = k @ hessian_rotation(second_moment(queries))
     wrong = hessian_rotation(second_moment(block_hadamard(queries, 64)))
     composed = block_hadamard(k, 64).double() @ wrong
@@ -95,7 +92,7 @@ def test_a_rotation_of_rotated_queries_cancels_the_hadamard():
 def test_the_score_error_falls_against_plain_int4(block):
     # one loud channel makes every step wide; the queries' eigenvectors mix it with the others
     queries = anisotropic(1, 4, 1000, 128)
-    k = gauss(1, 2, 2000, 128, seed=3)
+    k = normal(1, 2, 2000, 128, seed=3)
     k[..., 17] += 30.0
     moment = second_moment(queries)
 
@@ -112,7 +109,7 @@ def test_the_score_error_falls_against_plain_int4(block):
 def test_a_token_alone_gives_the_bits_of_a_prefill(dim):
     codec = HessianRotated(SawInt4())
     params = fitted(codec, dim)
-    x = gauss(3, 2, 65, dim).half().float()
+    x = normal(3, 2, 65, dim).half().float()
     x[0, 0, 3] *= 1e3
     x[1, :, 7, 2] = 65504.0
     code = codec.to_code(x, params)
@@ -126,11 +123,11 @@ def test_a_token_alone_gives_the_bits_of_a_prefill(dim):
 
 def test_constants_of_the_inner_codec_lie_under_their_own_name():
     codec = HessianRotated(InnerQ(3, norm=True))
-    sample, queries = gauss(1, 2, 50, 64) * 3, anisotropic(1, 4, 50, 64)
+    sample, queries = normal(1, 2, 50, 64) * 3, anisotropic(1, 4, 50, 64)
     params = codec.calibrate(Site(0, "key", 2, 64), sample, queries)
     assert {n: tuple(p.shape) for n, p in params.items()} == {"rotation": (1, 1, 64, 64), "inner.norm": (1, 2, 64)}
     # a basis that is not orthogonal has another dual
-    q, k = gauss(1, 2, 4, 64, seed=1), gauss(1, 2, 9, 64, seed=2)
+    q, k = normal(1, 2, 4, 64, seed=1), normal(1, 2, 9, 64, seed=2)
     scores = codec.query_to_code(q, params) @ codec.to_code(k, params).mT
     torch.testing.assert_close(scores, q @ k.mT, rtol=1e-4, atol=1e-4)
     assert codec.needs_sample
@@ -141,22 +138,22 @@ def test_constants_of_the_inner_codec_lie_under_their_own_name():
 def test_calibration_is_reproducible_and_the_same_for_keys_and_values():
     queries = anisotropic(1, 4, 100, 64)
     codec = HessianRotated(SawInt4())
-    found = [codec.calibrate(Site(3, role, 2, 64), gauss(1, 2, 9, 64), queries) for role in ("key", "value")]
+    found = [codec.calibrate(Site(3, role, 2, 64), normal(1, 2, 9, 64), queries) for role in ("key", "value")]
     assert torch.equal(found[0]["rotation"], found[1]["rotation"])
 
 
 SPECS = ("saw-int4:hessian=true", "saw-int4:rotate=kv,hessian=true", "saw-int4:rotate=none,hessian=true")
 
 
-def params_of(scheme, dim: int = 64):
-    k, v, q = gauss(1, 2, 80, dim, seed=20), gauss(1, 2, 80, dim, seed=21), anisotropic(1, 4, 80, dim)
-    return {r: scheme.codec(r).calibrate(Site(0, r, 2, dim), x, q) for r, x in (("key", k), ("value", v))}
+def params_of(scheme):
+    k, v, q = normal(1, 2, 80, 64, seed=20), normal(1, 2, 80, 64, seed=21), anisotropic(1, 4, 80, 64)
+    return {r: scheme.codec(r).calibrate(Site(0, r, 2, 64), x, q) for r, x in (("key", k), ("value", v))}
 
 
 @pytest.mark.parametrize("spec", SPECS)
 def test_a_cache_filled_token_by_token_is_the_prefilled_one_and_can_be_saved(spec, tmp_path):
     scheme = kvcodec.get(spec)
-    k, v = gauss(2, 2, 70, 64, seed=1).half(), gauss(2, 2, 70, 64, seed=2).half()
+    k, v = normal(2, 2, 70, 64, seed=1).half(), normal(2, 2, 70, 64, seed=2).half()
     check_filled_and_saved(scheme, params_of(scheme), k, v, tmp_path)
 
 
@@ -164,8 +161,8 @@ def test_a_cache_filled_token_by_token_is_the_prefilled_one_and_can_be_saved(spe
 def test_attention_over_the_packed_cache_is_that_of_the_decoded_one(spec):
     scheme = kvcodec.get(spec)
     cache = kvcodec.LayerCache(scheme, params=params_of(scheme))
-    cache.append(gauss(2, 2, 70, 64, seed=1), gauss(2, 2, 70, 64, seed=2))
-    q = gauss(2, 4, 1, 64, seed=3)
+    cache.append(normal(2, 2, 70, 64, seed=1), normal(2, 2, 70, 64, seed=2))
+    q = normal(2, 4, 1, 64, seed=3)
     k, v = (x.repeat_interleave(2, 1) for x in cache.decode())
     expected = torch.nn.functional.scaled_dot_product_attention(q, k, v)
     torch.testing.assert_close(cache.attend(q), expected, rtol=1e-3, atol=1e-3)
@@ -185,14 +182,14 @@ def test_bytes_are_those_of_the_inner_codec():
 def test_what_cannot_be_fitted_says_how_to():
     codec, site = HessianRotated(SawInt4()), Site(0, "key", 2, 64)
     with pytest.raises(FitError, match='kvcodec fit MODEL "saw-int4:hessian=true" --text FILE -o PARAMS'):
-        kvcodec.compress("saw-int4:hessian=true", gauss(1, 2, 9, 64), gauss(1, 2, 9, 64))
+        kvcodec.compress("saw-int4:hessian=true", normal(1, 2, 9, 64), normal(1, 2, 9, 64))
     with pytest.raises(FitError, match="pass params"):
-        kvcodec.LayerCache(kvcodec.get("saw-int4:hessian=true")).append(gauss(1, 2, 9, 64), gauss(1, 2, 9, 64))
+        kvcodec.LayerCache(kvcodec.get("saw-int4:hessian=true")).append(normal(1, 2, 9, 64), normal(1, 2, 9, 64))
     with pytest.raises(FitError, match=r"got queries \(1, 4, 0, 64\) for head_dim=64; .* longer text"):
-        codec.calibrate(site, gauss(1, 2, 9, 64), gauss(1, 4, 0, 64))
+        codec.calibrate(site, normal(1, 2, 9, 64), normal(1, 4, 0, 64))
     with pytest.raises(FitError, match=r"got queries \(1, 4, 9, 128\) for head_dim=64"):
-        codec.calibrate(site, gauss(1, 2, 9, 64), gauss(1, 4, 9, 128))
+        codec.calibrate(site, normal(1, 2, 9, 64), normal(1, 4, 9, 128))
     with pytest.raises(FitError, match="the queries of layer 0 are not finite"):
-        codec.calibrate(site, gauss(1, 2, 9, 64), gauss(1, 4, 9, 64) * float("inf"))
+        codec.calibrate(site, normal(1, 2, 9, 64), normal(1, 4, 9, 64) * float("inf"))
     with pytest.raises(SpecError, match=r"HessianRotated: inner='saw-int4' is not a codec; pass one"):
         HessianRotated("saw-int4")  # type: ignore[arg-type]

@@ -17,25 +17,14 @@ from kvcodec.errors import ShapeError, SpecError
 from kvcodec.ops.bitpack import unpack
 from kvcodec.ops.quaternion import nearest_product, products, random_units
 from kvcodec.ops.radix import unpack_digits
-
-
-def gauss(*shape, seed=0):
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).half().float()
-
-
-def fitted(codec, dim=128, heads=1):
-    return codec.fit(Site(0, "key", heads, dim))
-
-
-def error(x, y):
-    return float((x - y).square().sum() / x.square().sum())
+from tests.codecs.draws import fitted, normal_fp16, relative_mse
 
 
 @lru_cache
 def relative_error(s, r, **options):
     """Mean over four heads, so over four codebook seeds."""
-    codec, x = Hqmq(s, r, **options), gauss(1, 4, 256, 128)
-    return error(x, roundtrip(codec, x, fitted(codec, heads=4)))
+    codec, x = Hqmq(s, r, **options), normal_fp16(1, 4, 256, 128)
+    return relative_mse(x, roundtrip(codec, x, fitted(codec, heads=4)))
 
 
 @pytest.mark.parametrize(
@@ -111,7 +100,7 @@ def test_relative_error_of_gaussian_tokens(s, r, expected):
 
 def test_radix_decodes_to_the_same_values_and_int8_nearly():
     for s in (24, 48, 96, 192):
-        x = gauss(2, 2, 8, 80, seed=s)
+        x = normal_fp16(2, 2, 8, 80, seed=s)
         ceil, radix, int8 = Hqmq(s, 4), Hqmq(s, 4, packing="radix"), Hqmq(s, 4, codebook="int8")
         params = fitted(ceil, 80, 2)
         assert torch.equal(roundtrip(ceil, x, params), roundtrip(radix, x, params))
@@ -124,7 +113,7 @@ def test_radix_decodes_to_the_same_values_and_int8_nearly():
 
 @pytest.mark.parametrize("s", [24, 48, 96, 192])
 def test_codes_are_the_search_over_the_decode_table(s):
-    codec, x = Hqmq(s, 4), gauss(1, 2, 60, 64, seed=3)
+    codec, x = Hqmq(s, 4), normal_fp16(1, 2, 60, 64, seed=3)
     params = fitted(codec, 64, 2)
     codes = codec.unpack(codec.encode(x, params), 16)[0].long()
     for head in range(2):
@@ -163,7 +152,7 @@ def test_codes_radii_and_scale_by_definition(s, r, seed, power, kind, crowd):
     codec, site = Hqmq(s, r), Site(0, "key", 1, 32, seed)
     params = codec.fit(site)
     table = torch.tensor([hamilton(p, q) for q in params["secondary"][0, 0].tolist() for p in HURWITZ]).double()
-    x = gauss(1, 1, 6, 32, seed=seed)
+    x = normal_fp16(1, 1, 6, 32, seed=seed)
     if kind == "outlier":
         x[..., 4:8] *= 90
     elif kind == "on codewords":
@@ -205,7 +194,7 @@ def test_the_lowest_bit_of_a_code_is_a_sign(codebook):
 
 def test_radix_splits_the_code_into_a_digit_and_low_bits():
     codec, plain = Hqmq(48, 3, packing="radix"), Hqmq(48, 3)
-    x = gauss(1, 1, 8, 128)
+    x = normal_fp16(1, 1, 8, 128)
     params = fitted(codec)
     payload = codec.encode(x, params)
     codes = unpack_digits(payload["digits"], 128) * 128 + unpack(payload["low"], 7, 128)
@@ -218,7 +207,7 @@ def test_radix_splits_the_code_into_a_digit_and_low_bits():
 @pytest.mark.parametrize("dim", [64, 80])
 def test_the_order_of_bits_by_head_dim(s, r, dim):
     """Plain streams of version 2 where 8 does not divide the number of chunks, and the same integers everywhere."""
-    codec, x = Hqmq(s, r), gauss(1, 1, 5, 64)
+    codec, x = Hqmq(s, r), normal_fp16(1, 1, 5, 64)
     payload = codec.encode(torch.nn.functional.pad(x, (0, dim - 64)), fitted(codec, dim))
     assert codec.layout(dim).version == (5 if dim == 64 else 4)
     found = codec.unpack(payload, dim // 4)
@@ -230,7 +219,7 @@ def test_the_order_of_bits_by_head_dim(s, r, dim):
 
 
 def test_a_chunk_of_16_bits_is_one_unit():
-    codec, x = Hqmq(96, 4), gauss(1, 1, 3, 128)
+    codec, x = Hqmq(96, 4), normal_fp16(1, 1, 3, 128)
     payload = codec.encode(x, fitted(codec))
     assert list(payload) == ["codes", "scale"]
     codes, radius = (integers[0, 0].long() for integers in codec.unpack(payload, 32))
@@ -239,7 +228,7 @@ def test_a_chunk_of_16_bits_is_one_unit():
 
 
 def test_zero_chunks_have_code_zero_and_radius_zero():
-    codec, x = Hqmq(24, 3), gauss(1, 1, 1, 64)
+    codec, x = Hqmq(24, 3), normal_fp16(1, 1, 1, 64)
     x[..., 8:16] = 0
     payload = codec.encode(x, fitted(codec, 64))
     for integers in codec.unpack(payload, 16):
@@ -250,10 +239,10 @@ def test_zero_chunks_have_code_zero_and_radius_zero():
 @pytest.mark.parametrize("dim", [1, 3, 45, 66])
 @pytest.mark.parametrize("packing", ["ceil", "radix"])
 def test_a_head_dim_that_four_does_not_divide_is_padded(dim, packing):
-    codec, x = Hqmq(96, 6, packing=packing), gauss(1, 2, 8, dim)
+    codec, x = Hqmq(96, 6, packing=packing), normal_fp16(1, 2, 8, dim)
     y = roundtrip(codec, x, fitted(codec, dim, 2))
     assert y.shape == x.shape
-    assert error(x, y) < 0.03
+    assert relative_mse(x, y) < 0.03
 
 
 def test_codebooks_differ_by_head_layer_role_and_seed_and_repeat():

@@ -14,12 +14,9 @@ from kvcodec.errors import ShapeError, SpecError
 from kvcodec.ops.bitpack import unpack
 from kvcodec.ops.interleaved import deinterleave, interleave
 from tests.codecs.cuda_refusal import cuda_refusal
+from tests.codecs.draws import normal_fp16
 
 HEAD_DIMS = (64, 80, 96, 128, 192, 256)
-
-
-def gauss(*shape: int, seed: int = 0) -> torch.Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).half().float()
 
 
 def there_and_back(codec: GroupInt, x: torch.Tensor) -> torch.Tensor:
@@ -47,13 +44,13 @@ def relative_mse(codec: GroupInt, x: torch.Tensor) -> float:
     ],
 )
 def test_relative_mse_on_gaussian_tokens(bits, group, symmetric, expected):
-    x = gauss(1, 1, 2048, 128)
+    x = normal_fp16(1, 1, 2048, 128)
     assert relative_mse(GroupInt(bits, group, "channels", symmetric), x) == pytest.approx(expected, rel=0.015)
 
 
 @pytest.mark.parametrize("along", ["channels", "tokens"])
 def test_groups_along_either_axis_cost_the_same_error_on_gaussian_data(along):
-    assert relative_mse(GroupInt(2, 32, along), gauss(1, 2, 1024, 128)) == pytest.approx(0.1544, rel=0.015)
+    assert relative_mse(GroupInt(2, 32, along), normal_fp16(1, 2, 1024, 128)) == pytest.approx(0.1544, rel=0.015)
 
 
 @pytest.mark.parametrize("symmetric", [False, True], ids=["asymmetric", "symmetric"])
@@ -62,7 +59,7 @@ def test_groups_along_either_axis_cost_the_same_error_on_gaussian_data(along):
 @pytest.mark.parametrize("head_dim", HEAD_DIMS)
 def test_every_element_comes_back_within_half_a_step(head_dim, bits, along, symmetric):
     codec = GroupInt(bits, 32, along, symmetric)
-    x = gauss(2, 2, 64, head_dim)
+    x = normal_fp16(2, 2, 64, head_dim)
     payload = codec.encode(x, {})
     step = payload["scale"].float()
     step = step.repeat_interleave(32, 2) if along == "tokens" else step.repeat_interleave(32, -1)[..., :head_dim]
@@ -85,7 +82,7 @@ def test_symmetric_codes_are_offset_binary_and_never_zero():
     x = torch.tensor([-3.0, 3.0, 0.0, 1.0, -1.0, 2.0, -2.0, 0.4]).view(1, 1, 1, 8)
     payload = GroupInt(3, 0, symmetric=True).encode(x, {})
     assert unpack(payload["codes"], 3, 8).flatten().tolist() == [1, 7, 4, 5, 3, 6, 2, 4]
-    many = GroupInt(3, 32, symmetric=True).encode(gauss(1, 1, 512, 128), {})
+    many = GroupInt(3, 32, symmetric=True).encode(normal_fp16(1, 1, 512, 128), {})
     assert deinterleave(many["codes"], 3).unique().tolist() == [1, 2, 3, 4, 5, 6, 7]
 
 
@@ -100,7 +97,7 @@ def test_a_constant_group_comes_back_exactly(along, value):
 @pytest.mark.parametrize("bits", [2, 3, 4, 8])
 def test_the_whole_fp16_range_in_one_group_stays_within_fp16(bits, symmetric):
     # max - min = 131008 is no fp16 number, and 65504 / 3 rounded up would decode to 65520, infinity in fp16
-    x = gauss(1, 1, 64, 128).sign() * 65504
+    x = normal_fp16(1, 1, 64, 128).sign() * 65504
     y = there_and_back(GroupInt(bits, 32, symmetric=symmetric), x)
     assert y.half().isfinite().all()
     assert (y - x).abs().max() <= 65504 * 2**-9
@@ -109,7 +106,7 @@ def test_the_whole_fp16_range_in_one_group_stays_within_fp16(bits, symmetric):
 @pytest.mark.parametrize("magnitude", [1e-7, 1e-6, 1e-5, 1e-4])
 @pytest.mark.parametrize("bits", [2, 4, 8])
 def test_steps_that_fp16_cannot_hold_lose_at_most_what_fp16_loses(bits, magnitude):
-    x = (gauss(1, 1, 64, 128) * magnitude).half().float()
+    x = (normal_fp16(1, 1, 64, 128) * magnitude).half().float()
     payload = GroupInt(bits, 32).encode(x, {})
     assert (payload["scale"] > 0).all()
     error = (GroupInt(bits, 32).decode(payload, {}) - x).abs().max()
@@ -125,7 +122,7 @@ def test_a_range_inside_the_spacing_of_fp16_subnormals_is_exact():
 @pytest.mark.parametrize("bits", [2, 3, 4, 8])
 @pytest.mark.parametrize("head_dim", HEAD_DIMS)
 def test_bits_are_the_bytes_of_the_groups_that_are_there(head_dim, bits):
-    keys = gauss(1, 2, 32, head_dim)
+    keys = normal_fp16(1, 2, 32, head_dim)
     for group, scales in ((0, 1), (32, -(-head_dim // 32))):
         held = kvcodec.compress(f"int-{bits}:group={group}" if group else f"int-{bits}", keys, keys)
         assert held.effective_bits == pytest.approx(bits + 32 * scales / head_dim)
@@ -141,7 +138,7 @@ def test_bits_at_head_dim_128():
 
 def test_a_short_last_group_has_a_scale_of_its_own():
     # 80 channels in groups of 32: the last 16 are tiny and must not share the step of their neighbours
-    x = gauss(1, 1, 8, 80)
+    x = normal_fp16(1, 1, 8, 80)
     x[..., :64] *= 100
     x[..., 64:] *= 0.01
     last = x[..., 64:]
@@ -166,7 +163,7 @@ def test_blocks_of_tokens_are_packed_token_by_token():
 @pytest.mark.parametrize("head_dim", HEAD_DIMS)
 def test_interleaved_rows_hold_what_their_groups_hold_one_by_one(head_dim, bits, symmetric):
     """Each group of 32 as a row of its own, which nothing interleaves, has the same codes and scales."""
-    codec, x = GroupInt(bits, 32, symmetric=symmetric), gauss(1, 2, 30, head_dim, seed=bits)
+    codec, x = GroupInt(bits, 32, symmetric=symmetric), normal_fp16(1, 2, 30, head_dim, seed=bits)
     x[..., :16] *= 8
     payload = codec.encode(x, {})
     filled = torch.cat([x, x[..., -1:].expand(1, 2, 30, -head_dim % 32)], -1)
@@ -187,7 +184,7 @@ def test_interleaved_rows_hold_what_their_groups_hold_one_by_one(head_dim, bits,
 @pytest.mark.parametrize("codec", [GroupInt(2, 0), GroupInt(3, 64), GroupInt(2, 16), GroupInt(2, 32, "tokens")])
 def test_other_groups_are_not_interleaved(codec):
     assert codec.layout(128).version == 1
-    x = gauss(1, 1, 32, 128)
+    x = normal_fp16(1, 1, 32, 128)
     payload = codec.encode(x, {})
     axis, width = (2, 32) if codec.along == "tokens" else (3, codec.group or 128)
     scale, zero = (payload[name].float().repeat_interleave(width, axis) for name in ("scale", "zero"))
@@ -203,7 +200,7 @@ def test_the_version_of_interleaved_codes_goes_through_outliers():
 
 
 def test_one_outlier_channel_takes_the_resolution_of_its_token_not_of_its_neighbours():
-    x = gauss(1, 1, 64, 128)
+    x = normal_fp16(1, 1, 64, 128)
     x[0, 0, 7, 5] = 1e4
     y = there_and_back(GroupInt(8, 0), x)
     rest = [t for t in range(64) if t != 7]
@@ -256,7 +253,7 @@ def groups_of(codec: GroupInt, tokens: int, dim: int):
 def test_codes_and_scales_by_definition(bits, grouping, symmetric, kind, power, seed):
     """int and KIVI: every level of a group's grid is tried; only codes within 1e-6 of the best may differ."""
     codec = GroupInt(bits, grouping[1], grouping[0], symmetric)
-    x = gauss(1, 1, 16, 24, seed=seed)
+    x = normal_fp16(1, 1, 16, 24, seed=seed)
     if kind == "one-sided":
         x += 30
     elif kind == "outlier":
@@ -267,7 +264,7 @@ def test_codes_and_scales_by_definition(bits, grouping, symmetric, kind, power, 
         x = (x * 2).round()
     x = (x * 2.0**power).clamp(-65504, 65504).half().float()
     if kind == "subnormal":
-        x = (gauss(1, 1, 16, 24, seed=seed) * 3).round() * 2.0**-24
+        x = (normal_fp16(1, 1, 16, 24, seed=seed) * 3).round() * 2.0**-24
     elif kind == "extreme":
         x = torch.where(x > 0, 65504.0, -65504.0)
     payload = codec.encode(x, {})
@@ -317,7 +314,7 @@ def test_outliers_of_the_recipe_are_med_around_the_integers():
 
 @pytest.mark.parametrize(("spec", "expected"), [("int-4:symmetric=true", 0.0135), ("int-4", 0.0098)])
 def test_a_long_chunk_costs_the_others_nothing_with_med3(spec, expected):
-    x = gauss(1, 2, 512, 128)
+    x = normal_fp16(1, 2, 512, 128)
     x[..., 20:24] *= 100
     x = x.half().float()
     bulk = torch.ones(128, dtype=torch.bool)

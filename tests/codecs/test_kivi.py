@@ -12,17 +12,14 @@ from kvcodec.codecs.turboquant import TurboQuant, coordinate_centroids
 from kvcodec.errors import FormatError, SpecError
 from kvcodec.files.caches import load_layers, save_layers
 from kvcodec.scheme import page_layout
+from tests.codecs.draws import normal
 
 HEAD_DIMS = (64, 80, 96, 128, 192, 256)
 
 
-def gauss(*shape: int, seed: int = 0) -> torch.Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
-
-
 def encoded_counts(spec: str, prefill: int, steps: int) -> list[tuple[int, int]]:
     """Encoded keys and values after the prefill and after each decode step."""
-    k, v = gauss(2, 1, 1, prefill + steps, 64).half()
+    k, v = normal(2, 1, 1, prefill + steps, 64).half()
     cache = LayerCache(kvcodec.get(spec))
     cache.append(k[:, :, :prefill], v[:, :, :prefill])
     counts = []
@@ -54,7 +51,7 @@ def test_the_window_never_falls_short_whatever_the_prefill(spec, prefill):
 
 
 def test_the_sink_variant_keeps_the_first_32_tokens_exactly():
-    k, v = gauss(2, 1, 2, 300, 128).half()
+    k, v = normal(2, 1, 2, 300, 128).half()
     keys, values = kvcodec.compress("kivi-sink-2", k, v).decode()
     for x, y in ((k, keys), (v, values)):
         assert torch.equal(y[:, :, :32], x[:, :, :32].float())
@@ -64,7 +61,7 @@ def test_the_sink_variant_keeps_the_first_32_tokens_exactly():
 
 def test_groups_of_keys_start_behind_the_sink():
     # tokens 32..63 are one group: making token 40 huge in a channel spoils that channel there and nowhere else
-    k = gauss(1, 1, 256, 64).half()
+    k = normal(1, 1, 256, 64).half()
     loud = k.clone()
     loud[0, 0, 40, 3] = 1000
     quiet = kvcodec.compress("kivi-sink-2", k, k).decode()[0]
@@ -78,7 +75,7 @@ def test_groups_of_keys_start_behind_the_sink():
 @pytest.mark.parametrize(("spec", "bits"), [("kivi-2", 2), ("kivi-4", 4), ("kivi-sink-2", 2)])
 @pytest.mark.parametrize("head_dim", HEAD_DIMS)
 def test_bits_count_every_group_that_is_held(head_dim, spec, bits):
-    x = gauss(1, 2, 320, head_dim)
+    x = normal(1, 2, 320, head_dim)
     held = kvcodec.compress(kvcodec.get(spec).without_windows(), x, x)
     value_scales = -(-head_dim // 32)
     assert sum(b for p, b in held.nbytes.items() if p.startswith("key")) * 8 / x.numel() == bits + 1
@@ -94,7 +91,7 @@ def test_two_bits_cost_three_at_head_dim_128():
 
 
 def test_an_outlier_channel_of_the_keys_costs_its_neighbours_nothing_along_tokens():
-    k = gauss(1, 1, 1024, 128)
+    k = normal(1, 1, 1024, 128)
     k[..., 17] += 30
     rest = [c for c in range(128) if c != 17]
 
@@ -110,7 +107,7 @@ def test_an_outlier_channel_of_the_keys_costs_its_neighbours_nothing_along_token
 
 @pytest.mark.parametrize(("bits", "expected"), [(2, 0.1544), (4, 0.00612)])
 def test_relative_mse_on_gaussian_keys_and_values(bits, expected):
-    k, v = gauss(2, 1, 2, 1024, 128)
+    k, v = normal(2, 1, 2, 1024, 128)
     keys, values = kvcodec.fake_quant(f"kivi-{bits}", k, v)
     for x, y in ((k, keys), (v, values)):
         assert float((y - x).square().sum() / x.square().sum()) == pytest.approx(expected, rel=0.015)
@@ -119,12 +116,12 @@ def test_relative_mse_on_gaussian_keys_and_values(bits, expected):
 @pytest.mark.parametrize(("head_dim", "interleaved"), [(64, False), (96, False), (128, True), (256, True)])
 def test_a_cache_saved_before_values_were_interleaved_is_refused_where_they_are_now(tmp_path, head_dim, interleaved):
     cache = LayerCache(kvcodec.get("kivi-2"))
-    cache.append(*gauss(2, 1, 2, 200, head_dim).half())
+    cache.append(*normal(2, 1, 2, 200, head_dim).half())
     with pytest.MonkeyPatch.context() as before:
         before.setattr(GroupInt, "interleaves", lambda codec, dim: False)
         page_layout.cache_clear()
         old = LayerCache(kvcodec.get("kivi-2"))
-        old.append(*gauss(2, 1, 2, 200, head_dim).half())
+        old.append(*normal(2, 1, 2, 200, head_dim).half())
         keys, values = old.decode()
         save_layers(tmp_path / "old", [old], {})
     page_layout.cache_clear()
@@ -183,7 +180,7 @@ def turboquant_by_definition(x: np.ndarray, bits: int, signs: np.ndarray) -> np.
 @pytest.mark.parametrize("spec", LONG)
 def test_long_groups_agree_with_an_encoder_written_from_the_definition(spec: str, head_dim: int):
     bits, group = LONG[spec]
-    k, v = gauss(2, 1, 2, 256, head_dim, seed=3).half().float()
+    k, v = normal(2, 1, 2, 256, head_dim, seed=3).half().float()
     k[..., 5] = (k[..., 5] * 30 + 100).half().float()
     held = kvcodec.compress(kvcodec.get(spec).without_windows(), k, v, layer=2, seed=7)
     keys, values = held.decode()
@@ -202,7 +199,7 @@ def test_long_groups_agree_with_an_encoder_written_from_the_definition(spec: str
 @pytest.mark.parametrize("spec", LONG)
 def test_bits_of_long_groups_are_their_bytes(head_dim: int, spec: str):
     bits, group = LONG[spec]
-    x = gauss(1, 2, 256, head_dim)
+    x = normal(1, 2, 256, head_dim)
     held = kvcodec.compress(kvcodec.get(spec).without_windows(), x, x)
     assert sum(b for p, b in held.nbytes.items() if p.startswith("key")) * 8 / x.numel() == bits + 32 / group
     over = 16 / head_dim if "tq" in spec else 32 * -(-head_dim // group) / head_dim
@@ -229,7 +226,7 @@ def test_pages_hold_whole_groups():
 
 
 def test_keys_in_long_groups_with_turboquant_values_beat_turboquant_where_channels_differ():
-    k, v = gauss(2, 1, 2, 512, 128)
+    k, v = normal(2, 1, 2, 512, 128)
     k = k * 2.0 ** torch.linspace(-3, 3, 128)  # every channel of another size, as keys of models have
     ours, theirs = kvcodec.fake_quant("kivi-tq-4", k, v), kvcodec.fake_quant("turboquant-4", k, v)
 

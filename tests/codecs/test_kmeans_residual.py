@@ -16,26 +16,19 @@ from kvcodec.codecs.saw_int4 import SawInt4
 from kvcodec.errors import FitError, SpecError
 from kvcodec.files.caches import load_layers, save_layers
 from kvcodec.ops.kmeans import fit_centroids, nearest_centroid
+from tests.codecs.draws import normal, relative_mse
 from tests.codecs.filled import check_filled_and_saved
 
 SITE = Site(0, "key", 2, 64)
 
 
-def gauss(*shape: int, seed: int = 0) -> torch.Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
-
-
-def clustered(batch: int, heads: int, tokens: int, dim: int, *, clusters: int = 40, seed: int = 0) -> torch.Tensor:
-    """Keys around ``clusters`` far-apart points of each head, exact in fp16."""
+def clustered(batch: int, heads: int, tokens: int, dim: int, *, seed: int = 0) -> torch.Tensor:
+    """Keys around 40 far-apart points of each head, exact in fp16."""
     generator = torch.Generator().manual_seed(seed)
-    centres = 5 * torch.randn(heads, clusters, dim, generator=torch.Generator().manual_seed(99))
-    which = torch.randint(clusters, (batch, heads, tokens), generator=generator)
+    centres = 5 * torch.randn(heads, 40, dim, generator=torch.Generator().manual_seed(99))
+    which = torch.randint(40, (batch, heads, tokens), generator=generator)
     points = centres.expand(batch, -1, -1, -1).gather(2, which[..., None].expand(-1, -1, -1, dim))
     return (points + 0.5 * torch.randn(batch, heads, tokens, dim, generator=generator)).half().float()
-
-
-def relative_mse(x: torch.Tensor, y: torch.Tensor) -> float:
-    return float((y - x).square().sum() / x.square().sum())
 
 
 def distances(x: torch.Tensor, centroids: torch.Tensor) -> torch.Tensor:
@@ -52,8 +45,8 @@ def distances(x: torch.Tensor, centroids: torch.Tensor) -> torch.Tensor:
     offset=st.sampled_from((0.0, 30.0, 400.0)),
 )
 def test_assignments_are_those_of_brute_force(seed, dim, count, exponent, offset):
-    x = gauss(2, 2, 20, dim, seed=seed) * 2.0**exponent
-    centroids = gauss(1, 2, count, dim, seed=seed + 1) * 2.0**exponent
+    x = normal(2, 2, 20, dim, seed=seed) * 2.0**exponent
+    centroids = normal(1, 2, count, dim, seed=seed + 1) * 2.0**exponent
     x[..., 3] += offset  # a loud channel, as in Qwen's keys
     centroids[..., 3] += offset
     centroids = centroids.half()
@@ -71,22 +64,22 @@ def test_a_tie_goes_to_the_lowest_id():
 
 
 def test_assignment_is_cut_into_chunks_that_do_not_show(monkeypatch):
-    x, centroids = gauss(2, 2, 33, 64), gauss(1, 2, 17, 64, seed=1).half()
+    x, centroids = normal(2, 2, 33, 64), normal(1, 2, 17, 64, seed=1).half()
     whole = nearest_centroid(x, centroids)
     monkeypatch.setattr("kvcodec.ops.kmeans.SCORES", 1)
     assert torch.equal(nearest_centroid(x, centroids), whole)
 
 
 def test_centroids_of_sequences_are_their_own():
-    x = gauss(2, 2, 33, 64)
-    centroids = gauss(2, 2, 17, 64, seed=1).half()
+    x = normal(2, 2, 33, 64)
+    centroids = normal(2, 2, 17, 64, seed=1).half()
     both = nearest_centroid(x, centroids)
     for b in range(2):
         assert torch.equal(nearest_centroid(x[b : b + 1], centroids[b : b + 1]), both[b : b + 1])
 
 
 def test_one_cluster_is_the_mean_subtracted():
-    k = gauss(1, 2, 500, 64) + 8 * gauss(1, 2, 1, 64, seed=1)
+    k = normal(1, 2, 500, 64) + 8 * normal(1, 2, 1, 64, seed=1)
     codec = KMeansResidual(SawInt4(1), 1)
     params = codec.fit(SITE, k)
     mean = k.double().mean(2, keepdim=True).half()
@@ -99,7 +92,7 @@ def test_one_cluster_is_the_mean_subtracted():
 
 @pytest.mark.parametrize("channels", [1, 2, 4, 8])
 def test_mean_removal_undoes_constant_outlier_channels(channels):
-    k = gauss(1, 2, 4000, 128)
+    k = normal(1, 2, 4000, 128)
     k[..., torch.randperm(128, generator=torch.Generator().manual_seed(0))[:channels]] += 30.0
     codec = KMeansResidual(SawInt4(1), 1)
     error = roundtrip(codec, k, codec.fit(Site(0, "key", 2, 128), k)) - k
@@ -118,7 +111,7 @@ def test_error_falls_with_more_clusters_on_clustered_keys():
 
 
 def test_rotating_before_or_after_clustering_is_the_same():
-    x, centroids = gauss(1, 2, 200, 64), gauss(1, 2, 16, 64, seed=1).half()
+    x, centroids = normal(1, 2, 200, 64), normal(1, 2, 16, 64, seed=1).half()
     rotated = SawInt4().to_code(centroids.float(), {})
     assert torch.equal(nearest_centroid(SawInt4().to_code(x, {}), rotated), nearest_centroid(x, centroids))
 
@@ -147,7 +140,7 @@ def test_ids_are_little_endian():
 
 def test_slots_that_were_never_written_decode_to_something():
     codec = KMeansResidual(SawInt4(), 5)
-    params = codec.fit(SITE, gauss(1, 2, 20, 64))
+    params = codec.fit(SITE, normal(1, 2, 20, 64))
     fields = {f.name: torch.full((1, 2, 3, *f.shape), 255, dtype=torch.uint8) for f in codec.layout(64).fields}
     fields["scale_zero"] = torch.zeros(1, 2, 3, 2, dtype=torch.float16)
     assert torch.equal(codec.decode(fields, params), params["centroids"][:, :, 4:].float().expand(1, 2, 3, 64))
@@ -164,7 +157,7 @@ def inners():
 @pytest.mark.parametrize("inner", inners())
 def test_blocks_one_by_one_equal_all_at_once(inner, clusters):
     codec = KMeansResidual(inner, clusters)
-    params = codec.calibrate(SITE, clustered(2, 2, 200, 64), gauss(1, 4, 200, 64))
+    params = codec.calibrate(SITE, clustered(2, 2, 200, 64), normal(1, 4, 200, 64))
     g = codec.block_tokens
     x = clustered(2, 2, 5 * g, 64, seed=2)
     x[0, :, 1] = 0
@@ -194,11 +187,11 @@ def test_a_prefill_fits_each_sequence_and_a_text_fits_all_together():
     own = codec.fit(SITE, k)["centroids"]
     assert (own.shape, own.dtype) == ((2, 2, 6, 64), torch.float16)
     assert torch.equal(codec.fit(SITE, k[1:])["centroids"], own[1:])
-    assert codec.calibrate(SITE, k, gauss(1, 4, 9, 64))["centroids"].shape == (1, 2, 6, 64)
+    assert codec.calibrate(SITE, k, normal(1, 4, 9, 64))["centroids"].shape == (1, 2, 6, 64)
 
 
 def test_fitting_is_deterministic_and_seeded_by_the_site():
-    codec, k = KMeansResidual(SawInt4(), 12), gauss(1, 2, 200, 64)
+    codec, k = KMeansResidual(SawInt4(), 12), normal(1, 2, 200, 64)
     before = torch.get_rng_state()
     first = codec.fit(SITE, k)["centroids"]
     assert torch.equal(torch.get_rng_state(), before)
@@ -208,7 +201,7 @@ def test_fitting_is_deterministic_and_seeded_by_the_site():
 
 @pytest.mark.parametrize("distinct", [1, 3, 8])
 def test_fewer_distinct_points_than_clusters_are_all_centroids(distinct):
-    points = gauss(distinct, 64).half().float()
+    points = normal(distinct, 64).half().float()
     k = points[torch.arange(40) % distinct].expand(1, 2, -1, -1)
     codec = KMeansResidual(SawInt4(1), 8)
     params = codec.fit(SITE, k)
@@ -229,7 +222,7 @@ def test_points_too_close_to_tell_apart_fit_without_a_warning():
 def test_constants_nest_and_keys_and_values_have_their_own():
     scheme = kvcodec.get("saw-int4:rotate=kv,kmeans=4,hessian=true")
     assert scheme.key == KMeansResidual(HessianRotated(SawInt4()), 4)
-    q, k = gauss(1, 4, 90, 64), clustered(1, 2, 90, 64)
+    q, k = normal(1, 4, 90, 64), clustered(1, 2, 90, 64)
     params = {r: scheme.codec(r).calibrate(Site(0, r, 2, 64), k, q) for r in ("key", "value")}
     for found in params.values():
         shapes = {n: tuple(p.shape) for n, p in found.items()}
@@ -247,11 +240,11 @@ SPECS = ("saw-int4:kmeans=1", "saw-int4:rotate=kv,kmeans=9", "saw-int4:kmeans=30
 @pytest.mark.parametrize("spec", SPECS)
 def test_a_cache_filled_token_by_token_is_the_prefilled_one_and_can_be_saved(spec, tmp_path):
     scheme = kvcodec.get(spec)
-    sample, q = clustered(1, 2, 400, 64), gauss(1, 4, 90, 64)
+    sample, q = clustered(1, 2, 400, 64), normal(1, 4, 90, 64)
     params = {r: scheme.codec(r).calibrate(Site(0, r, 2, 64), sample, q) for r in ("key", "value")}
-    k, v = clustered(2, 2, 70, 64, seed=1).half(), gauss(2, 2, 70, 64).half()
+    k, v = clustered(2, 2, 70, 64, seed=1).half(), normal(2, 2, 70, 64).half()
     one = check_filled_and_saved(scheme, params, k, v, tmp_path)
-    query = gauss(2, 4, 1, 64, seed=3)
+    query = normal(2, 4, 1, 64, seed=3)
     dense_k, dense_v = (x.float().repeat_interleave(2, 1) for x in one.decode())
     expected = torch.nn.functional.scaled_dot_product_attention(query, dense_k, dense_v)
     torch.testing.assert_close(one.attend(query.half()).float(), expected, rtol=2e-2, atol=5e-3)
@@ -259,7 +252,7 @@ def test_a_cache_filled_token_by_token_is_the_prefilled_one_and_can_be_saved(spe
 
 def test_a_cache_fits_on_its_prefill_and_keeps_sequences_apart(tmp_path):
     scheme = kvcodec.get("saw-int4:kmeans=5")
-    k, v = clustered(2, 2, 40, 64).half(), gauss(2, 2, 40, 64).half()
+    k, v = clustered(2, 2, 40, 64).half(), normal(2, 2, 40, 64).half()
     cache = kvcodec.LayerCache(scheme)
     cache.append(k, v)
     cache.append(k[:, :, :3], v[:, :, :3])
@@ -292,15 +285,15 @@ def test_the_dtype_of_the_inner_codec_is_resolved():
 def test_what_cannot_be_fitted_says_how_to():
     codec = KMeansResidual(SawInt4(), 16)
     with pytest.raises(FitError, match=r"kmeans=16 needs at least 16 tokens to fit on, got 15; .*`kvcodec fit MODEL"):
-        codec.fit(SITE, gauss(1, 2, 15, 64))
+        codec.fit(SITE, normal(1, 2, 15, 64))
     with pytest.raises(FitError, match="kmeans=16 needs at least 16 tokens to fit on, got 1"):
-        kvcodec.LayerCache(kvcodec.get("saw-int4:kmeans=16")).append(gauss(1, 2, 1, 64), gauss(1, 2, 1, 64))
+        kvcodec.LayerCache(kvcodec.get("saw-int4:kmeans=16")).append(normal(1, 2, 1, 64), normal(1, 2, 1, 64))
     with pytest.raises(FitError, match=r"kmeans=16 needs sample vectors .* got none"):
         codec.fit(SITE)
     with pytest.raises(FitError, match="this rotation comes from a model's queries"):
-        KMeansResidual(HessianRotated(SawInt4()), 2).fit(SITE, gauss(1, 2, 15, 64))
+        KMeansResidual(HessianRotated(SawInt4()), 2).fit(SITE, normal(1, 2, 15, 64))
     # a text of several windows counts as a whole
-    assert codec.calibrate(SITE, gauss(2, 2, 8, 64), gauss(1, 4, 8, 64))["centroids"].shape[2] == 16
+    assert codec.calibrate(SITE, normal(2, 2, 8, 64), normal(1, 4, 8, 64))["centroids"].shape[2] == 16
 
 
 def test_a_missing_library_is_named_and_the_mean_needs_none(monkeypatch):
@@ -313,8 +306,8 @@ def test_a_missing_library_is_named_and_the_mean_needs_none(monkeypatch):
 
     monkeypatch.setattr(builtins, "__import__", without)
     with pytest.raises(FitError, match=r"k-means of 4 clusters needs scikit-learn.*install kvcodec\[fit\]"):
-        KMeansResidual(SawInt4(), 4).fit(SITE, gauss(1, 2, 15, 64))
-    assert KMeansResidual(SawInt4(), 1).fit(SITE, gauss(1, 2, 15, 64))
+        KMeansResidual(SawInt4(), 4).fit(SITE, normal(1, 2, 15, 64))
+    assert KMeansResidual(SawInt4(), 1).fit(SITE, normal(1, 2, 15, 64))
 
 
 @pytest.mark.parametrize("clusters", [0, -1, 65537, 2.0, True])

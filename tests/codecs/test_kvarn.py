@@ -13,14 +13,11 @@ from kvcodec.codec import roundtrip
 from kvcodec.codecs.group_int import GroupInt
 from kvcodec.codecs.kvarn import KVarN
 from kvcodec.ops.bitpack import unpack
+from tests.codecs.draws import normal
 
 from .definitions import MARGIN, by_definition, key_batches, sylvester
 
 SIDES = ("tokens", "channels")
-
-
-def normal(*shape, seed=0):
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
 
 def error(codec, x):

@@ -14,19 +14,11 @@ from kvcodec.codecs.octopus import Octopus, _Tables, octopus
 from kvcodec.errors import ShapeError, SpecError
 from kvcodec.ops.lloyd_max import block_norm_density, distortion, lloyd_max
 from kvcodec.ops.split_words import unpack_split
+from tests.codecs.draws import fitted, loud_channel_cost, unit_keys
 
 from .definitions import MARGIN, by_definition, key_batches, nearest, rotated_unit, smallest
 
 SPLIT = {2: (3, 1), 3: (4, 2), 4: (5, 3)}
-
-
-def keys(n, dim=128, seed=0, heads=1):
-    x = torch.randn(1, heads, n, dim, generator=torch.Generator().manual_seed(seed))
-    return x / x.pow(2).mean(-1, keepdim=True).sqrt()  # |k|^2 = D: MSE per coordinate without the spread of the norms
-
-
-def fitted(codec, dim=128, heads=1):
-    return codec.fit(Site(0, "key", heads, dim))
 
 
 def codes_of(codec, payload, dim=128):
@@ -37,7 +29,7 @@ def codes_of(codec, payload, dim=128):
 def error_of(split, rounding="local_3x3", dim=128):
     """MSE per coordinate and mean cosine."""
     codec = Octopus(*split, rounding, "fp32")
-    x = keys(8192 if dim < 256 else 4096, dim)  # spread over seeds: 0.1 % at b = 2, 0.25 % at b = 4
+    x = unit_keys(8192 if dim < 256 else 4096, dim)  # spread over seeds: 0.1 % at b = 2, 0.25 % at b = 4
     y = roundtrip(codec, x, fitted(codec, dim))
     cosine = torch.nn.functional.cosine_similarity(x, y, dim=-1)
     return float((x - y).pow(2).mean()), float(cosine.mean())
@@ -119,7 +111,7 @@ def test_table_5_the_printed_local_2x2_is_a_weak_set(bits, scalar, printed_2x2, 
 
 @pytest.mark.parametrize("direction_bits", [1, 2, 3, 4, 5], ids=lambda b: f"bdir{b}")
 def test_local_3x3_is_the_full_search(direction_bits):
-    x = keys(2560, heads=1, seed=4)  # 110,080 triplets
+    x = unit_keys(2560, heads=1, seed=4)  # 110,080 triplets
     local, full = (Octopus(direction_bits, 2, rounding) for rounding in ("local_3x3", "full"))
     params = fitted(local)
     y = local.to_code(x, params)
@@ -129,7 +121,7 @@ def test_local_3x3_is_the_full_search(direction_bits):
 @pytest.mark.parametrize("split", [(3, 1), (2, 3)], ids=str)
 def test_codes_minimise_the_triplet_error_over_all_codes(split):
     """Eq. 11 by brute force over the joint table, against Eq. 12's two steps."""
-    codec, x = Octopus(*split), keys(64)
+    codec, x = Octopus(*split), unit_keys(64)
     params = fitted(codec)
     y = codec.to_code(x, params)
     u = (y / y.norm(dim=-1, keepdim=True))[..., :126].reshape(-1, 1, 3).double()
@@ -197,7 +189,7 @@ def test_codes_are_those_of_the_definition(rounding, x, split):
 def test_nearly_all_choices_of_the_definition_are_clear(rounding):
     """Or the test above would compare nothing."""
     params = fitted(Octopus(4, 2))
-    assert codes_by_definition(keys(200), params, rounding)[2].double().mean() > 0.99
+    assert codes_by_definition(unit_keys(200), params, rounding)[2].double().mean() > 0.99
 
 
 @pytest.mark.parametrize(("rounding", "lowest"), [("full", 0), ("local_3x3", 7 * 16 + 7)])
@@ -214,7 +206,7 @@ def test_rounding_changes_the_encoder_only():
     assert len(layouts) == 1
     scalar, default = Octopus(4, 2, "scalar"), Octopus(4, 2)
     params = fitted(scalar)
-    payload = scalar.encode(keys(8), params)
+    payload = scalar.encode(unit_keys(8), params)
     assert torch.equal(scalar.decode(payload, params), default.decode(payload, params))
 
 
@@ -223,7 +215,7 @@ def test_score_factorises_over_triplets(dim):
     """Eq. 13: q . k^ = gamma sum_i rho_i (R q)_i . n_i, from the stored integers alone."""
     codec = Octopus(4, 2, norm="fp32")
     params = fitted(codec, dim)
-    k, q = keys(50, dim), keys(50, dim, seed=9)
+    k, q = unit_keys(50, dim), unit_keys(50, dim, seed=9)
     payload = codec.encode(codec.to_code(k, params), params)
     triplets = -(-dim // 3)
     code = codes_of(codec, payload, dim)
@@ -258,7 +250,7 @@ def test_score_factorises_over_triplets(dim):
 def test_bytes_of_a_key(spec, dim, nbytes):
     scheme = kvcodec.get(spec)
     assert scheme.key.layout(dim).block_bytes == nbytes
-    payload = scheme.key.encode(keys(3, dim), fitted(scheme.key, dim))
+    payload = scheme.key.encode(unit_keys(3, dim), fitted(scheme.key, dim))
     assert sum(field.nbytes for field in payload.values()) == 3 * nbytes
 
 
@@ -280,15 +272,7 @@ def test_the_true_rate_is_a_third_of_a_bit_above_b(bits):
 
 def test_a_loud_channel_costs_nothing():
     """The rotation's purpose: one channel 30 times the others'."""
-    codec, x = Octopus(5, 3), keys(2048)
-    loud = x.clone()
-    loud[..., 17] *= 30
-    params = fitted(codec)
-
-    def relative(v):
-        return float((roundtrip(codec, v, params) - v).pow(2).mean() / v.pow(2).mean())
-
-    assert relative(loud) < 1.3 * relative(x)
+    assert loud_channel_cost(Octopus(5, 3), unit_keys(2048)) < 1.3
 
 
 @pytest.mark.parametrize("dim", [64, 80, 256])
@@ -303,7 +287,7 @@ def test_norms_beyond_fp16_are_not_clamped(dim, norm):
 
 
 def test_zero_keys_are_exact_and_do_not_disturb_their_neighbours():
-    codec, x = Octopus(), keys(5)
+    codec, x = Octopus(), unit_keys(5)
     x[0, 0, 2] = 0
     params = fitted(codec)
     y = roundtrip(codec, x, params)
@@ -313,7 +297,7 @@ def test_zero_keys_are_exact_and_do_not_disturb_their_neighbours():
 
 def test_half_of_the_bits_of_a_norm_cost_nothing_visible():
     """Deviation 1: fp16 against fp32 norms."""
-    x = keys(4096)
+    x = unit_keys(4096)
     found = []
     for norm in ("fp16", "fp32"):
         codec = Octopus(5, 3, norm=norm)

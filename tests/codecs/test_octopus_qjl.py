@@ -1,41 +1,23 @@
 """Facts of OCTOPUS-QJL: Table 1's score errors, no bias, the residual's energy, its bits, the stage underneath."""
 
-from functools import lru_cache
-
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 import kvcodec
-from kvcodec.codec import Site, roundtrip
+from kvcodec.codec import roundtrip
 from kvcodec.codecs.group_int import GroupInt
 from kvcodec.codecs.octopus import Octopus
 from kvcodec.codecs.octopus_qjl import OctopusQJL, octopus_qjl
 from kvcodec.errors import ShapeError, SpecError
 from kvcodec.ops.bitpack import unpack
 from kvcodec.ops.split_words import unpack_split
+from tests.codecs.draws import fitted, normal, score_errors
 
 from .definitions import MARGIN, by_definition, key_batches, rotated_unit, sylvester
 
 SPLIT = {2: (3, 1), 3: (4, 2), 4: (5, 3)}
-
-
-def normal(*shape, seed=0):
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
-
-
-def fitted(codec, dim=128, heads=1, seed=0):
-    return codec.fit(Site(0, "key", heads, dim, seed))
-
-
-@lru_cache
-def score_errors(codec, heads=32):
-    """Mean |q.k - q.k^| and the slope of q.k^ - q.k over q.k; each head draws its own signs."""
-    k, q = normal(1, heads, 256, 128, seed=1), normal(1, heads, 64, 128, seed=2)
-    true = q @ k.transpose(2, 3)
-    error = q @ roundtrip(codec, k, fitted(codec, heads=heads)).transpose(2, 3) - true
-    return float(error.abs().mean()), float((error * true).sum() / true.square().sum())
 
 
 @pytest.mark.parametrize(
@@ -51,13 +33,13 @@ def score_errors(codec, heads=32):
 )
 def test_score_errors_of_table_1(rounding, bits, error):
     """Printed, for scalar: 2.015, 1.084, .565."""
-    assert score_errors(OctopusQJL(*SPLIT[bits], rounding, "fp32"))[0] == pytest.approx(error, rel=0.01)
+    assert score_errors(OctopusQJL(*SPLIT[bits], rounding, "fp32"), 32)[0] == pytest.approx(error, rel=0.01)
 
 
 @pytest.mark.parametrize(("bits", "short"), [(2, -0.0685), (3, -0.0203), (4, -0.0057)])
 def test_scores_are_not_short_and_those_of_the_stage_are(bits, short):
-    assert abs(score_errors(OctopusQJL(*SPLIT[bits], "scalar", "fp32"))[1]) < 0.003
-    assert score_errors(Octopus(*SPLIT[bits], "scalar", "fp32"))[1] == pytest.approx(short, rel=0.03, abs=4e-4)
+    assert abs(score_errors(OctopusQJL(*SPLIT[bits], "scalar", "fp32"), 32)[1]) < 0.003
+    assert score_errors(Octopus(*SPLIT[bits], "scalar", "fp32"), 32)[1] == pytest.approx(short, rel=0.03, abs=4e-4)
 
 
 @pytest.mark.parametrize("dim", [80, 128])
@@ -187,7 +169,7 @@ def test_bytes_of_a_key(spec, dim, nbytes, bits):
 def test_at_equal_bits_plain_octopus_has_the_smaller_error():
     sketched, plain = OctopusQJL(3, 1), Octopus(4, 2)
     assert plain.layout(128).effective_bits < sketched.layout(128).effective_bits
-    assert score_errors(plain)[0] < 0.75 * score_errors(sketched)[0]
+    assert score_errors(plain, 32)[0] < 0.75 * score_errors(sketched, 32)[0]
 
 
 def test_recipe_is_octopus_with_other_keys():

@@ -14,16 +14,17 @@ from kvcodec.ops.hadamard import block_hadamard
 from kvcodec_lab.fit import fit_model
 from tests.lab.eval.tiny import TEXT, tiny_loaded
 
-from .test_hessian import anisotropic, gauss
+from .draws import normal
+from .test_hessian import anisotropic
 
 
-def queries_of(heads, dim, tokens=300):
+def queries_of(heads, dim):
     """Two query heads to each KV head, every KV head with a basis of its own."""
-    return torch.cat([anisotropic(1, 2, tokens, dim, seed=10 * h) for h in range(heads)], 1)
+    return torch.cat([anisotropic(1, 2, 300, dim, seed=10 * h) for h in range(heads)], 1)
 
 
 def fitted(codec, dim=64, heads=2):
-    return codec.calibrate(Site(0, "key", heads, dim), gauss(1, heads, 8, dim), queries_of(heads, dim))
+    return codec.calibrate(Site(0, "key", heads, dim), normal(1, heads, 8, dim), queries_of(heads, dim))
 
 
 def test_each_kv_head_has_the_eigenvectors_of_its_own_queries():
@@ -37,7 +38,7 @@ def test_each_kv_head_has_the_eigenvectors_of_its_own_queries():
 
 
 def test_the_code_basis_is_the_eigenvectors_first_then_the_hadamard():
-    queries, k = queries_of(2, 64), gauss(1, 2, 9, 64)
+    queries, k = queries_of(2, 64), normal(1, 2, 9, 64)
     found = OscarRotated(SawInt4()).to_code(k, fitted(OscarRotated(SawInt4())))
     for head in range(2):
         rotation = hessian_rotation(second_moment(queries[:, 2 * head : 2 * head + 2]))
@@ -58,7 +59,7 @@ def test_behind_it_every_channel_weighs_the_same_in_the_scores():
 def test_scores_stay_and_a_token_alone_gives_the_bits_of_a_prefill(dim):
     codec = OscarRotated(SawInt4())
     params = fitted(codec, dim)
-    k, q = gauss(2, 2, 40, dim, seed=5).half().float(), gauss(2, 2, 5, dim, seed=6)
+    k, q = normal(2, 2, 40, dim, seed=5).half().float(), normal(2, 2, 5, dim, seed=6)
     k[0, 0, 3] *= 1e3
     code = codec.to_code(k, params)
     torch.testing.assert_close(codec.from_code(code, params), k, rtol=1e-5, atol=1e-3)
@@ -75,7 +76,7 @@ def test_a_fit_on_a_model_serves_a_cache_that_is_saved(tmp_path):
     assert list(params) == ["key"]
     heads, dim = params["key"]["rotation"].shape[1:3]
     one = kvcodec.LayerCache(kvcodec.get(spec), params=params)
-    k, v = gauss(1, heads, 20, dim, seed=1).half(), gauss(1, heads, 20, dim, seed=2).half()
+    k, v = normal(1, heads, 20, dim, seed=1).half(), normal(1, heads, 20, dim, seed=2).half()
     one.append(k, v)
     save_layers(tmp_path / "c.safetensors", [one], {})
     (loaded,), _ = load_layers(tmp_path / "c.safetensors")
@@ -91,6 +92,6 @@ def test_the_option_and_what_is_refused():
     with pytest.raises(SpecError, match="hessian=true and oscar=true are two bases of the same keys"):
         kvcodec.get("saw-int4:hessian=true,oscar=true")
     with pytest.raises(FitError, match=r"oscar: got queries \(1, 4, 0, 64\) for head_dim=64"):
-        OscarRotated(SawInt4()).calibrate(Site(0, "key", 2, 64), gauss(1, 2, 9, 64), gauss(1, 4, 0, 64))
+        OscarRotated(SawInt4()).calibrate(Site(0, "key", 2, 64), normal(1, 2, 9, 64), normal(1, 4, 0, 64))
     with pytest.raises(FitError, match="oscar: the queries of layer 0 are not finite"):
-        OscarRotated(SawInt4()).calibrate(Site(0, "key", 2, 64), gauss(1, 2, 9, 64), gauss(1, 4, 9, 64) * float("inf"))
+        OscarRotated(SawInt4()).calibrate(Site(0, "key", 2, 64), normal(1, 2, 9, 64), normal(1, 4, 9, 64) * torch.inf)

@@ -17,6 +17,7 @@ from kvcodec.codecs.wrapper import inside
 from kvcodec.errors import FitError, ShapeError, SpecError
 from kvcodec.files import caches as persist
 from kvcodec.ops.bitpack import unpack
+from tests.codecs.draws import normal_fp16, relative_mse
 
 INNERS = [
     Hqmq(24, 3),
@@ -31,16 +32,8 @@ INNERS = [
 around = pytest.mark.parametrize("inner", INNERS, ids=str)
 
 
-def gauss(*shape, seed=0):
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).half().float()
-
-
 def fitted(codec, x):
     return codec.fit(Site(0, "key", x.shape[1], x.shape[3]), x if codec.needs_sample else None)
-
-
-def error(x, y):
-    return float((x - y).square().sum() / x.square().sum())
 
 
 def flags_of(codec, payload, dim):
@@ -54,7 +47,7 @@ def flags_of(codec, payload, dim):
 
 def with_a_long_chunk(heads=16, tokens=64):
     """One chunk of 32 a hundred times longer than the others; and the same tokens without it."""
-    plain = gauss(1, heads, tokens, 128, seed=5)
+    plain = normal_fp16(1, heads, tokens, 128, seed=5)
     x = plain.clone()
     x[..., 20:24] *= 100
     bulk = torch.ones(128, dtype=torch.bool)
@@ -78,10 +71,11 @@ def test_the_bulk_is_as_good_as_without_outliers(inner, without, with_it):
     plain, x, bulk = with_a_long_chunk()
     med = Med(inner, 3, 1)
     lost, kept = roundtrip(inner, x, fitted(inner, x)), roundtrip(med, x, fitted(med, x))
-    assert error(x[..., bulk], lost[..., bulk]) == pytest.approx(without, rel=0.05)
-    assert error(x[..., bulk], kept[..., bulk]) == pytest.approx(with_it, rel=0.03)
+    assert relative_mse(x[..., bulk], lost[..., bulk]) == pytest.approx(without, rel=0.05)
+    assert relative_mse(x[..., bulk], kept[..., bulk]) == pytest.approx(with_it, rel=0.03)
     free = roundtrip(inner, plain, fitted(inner, plain))
-    assert error(x[..., bulk], kept[..., bulk]) == pytest.approx(error(plain[..., bulk], free[..., bulk]), rel=0.02)
+    wanted = relative_mse(plain[..., bulk], free[..., bulk])
+    assert relative_mse(x[..., bulk], kept[..., bulk]) == pytest.approx(wanted, rel=0.02)
     assert torch.equal(kept[..., ~bulk], x[..., ~bulk]), "held as they are"
 
 
@@ -101,7 +95,8 @@ def test_a_rotating_codec_gets_the_rest_in_its_own_basis():
     params = fitted(med, x)
     y = roundtrip(med, x, params)
     assert torch.equal(y[..., ~bulk], x[..., ~bulk])
-    assert error(x[..., bulk], y[..., bulk]) < 0.015 < 1 < error(x[..., bulk], roundtrip(plain, x, {})[..., bulk])
+    assert relative_mse(x[..., bulk], y[..., bulk]) < 0.015
+    assert relative_mse(x[..., bulk], roundtrip(plain, x, {})[..., bulk]) > 1
     assert torch.equal(med.query_to_code(x, params), x)
 
 
@@ -133,7 +128,7 @@ def test_zeros_stretch_the_range_of_a_one_sided_token():
     ids=str,
 )
 def test_bytes(codec, dim, nbytes):
-    layout, x = codec.layout(dim), gauss(2, 1, 2 * codec.block_tokens, dim)
+    layout, x = codec.layout(dim), normal_fp16(2, 1, 2 * codec.block_tokens, dim)
     assert layout.block_bytes == nbytes
     payload = codec.encode(x, fitted(codec, x))
     assert sum(t.nbytes for t in payload.values()) == 2 * 2 * nbytes
@@ -172,12 +167,12 @@ def by_definition(x, threshold, slots):
     seed=st.integers(0, 999),
 )
 def test_fields_by_definition(inner, dim, c, slots, seed):
-    codec, x = Med(inner, c, slots), gauss(1, 2, 8, dim, seed=seed)
+    codec, x = Med(inner, c, slots), normal_fp16(1, 2, 8, dim, seed=seed)
     generator = torch.Generator().manual_seed(seed)
     x *= torch.randint(1, 9, (1, 2, 8, dim // 4, 1), generator=generator).expand(-1, -1, -1, -1, 4).flatten(-2)
     x[:, :, 3] = 5.0  # ties
     x = x.half().float()
-    params = fitted(codec, gauss(1, 2, 200, dim, seed=seed + 1))
+    params = fitted(codec, normal_fp16(1, 2, 200, dim, seed=seed + 1))
     payload = codec.encode(codec.to_code(x, params), params)
     flags = flags_of(codec, payload, dim)
     rows = payload["outliers"].unflatten(-2, (codec.block_tokens, -1)).flatten(2, 3)
@@ -201,7 +196,7 @@ def test_fields_by_definition(inner, dim, c, slots, seed):
 
 
 def test_the_threshold_is_frozen_at_c_medians_of_each_sequence_and_head():
-    x = gauss(2, 2, 300, 64) * torch.tensor([1.0, 10.0]).view(1, 2, 1, 1)
+    x = normal_fp16(2, 2, 300, 64) * torch.tensor([1.0, 10.0]).view(1, 2, 1, 1)
     median = Med(GroupInt(4, 0), 3).fit(Site(0, "key", 2, 64), x)["threshold"]
     assert median.shape == (2, 2)
     for row in range(2):
@@ -212,7 +207,7 @@ def test_the_threshold_is_frozen_at_c_medians_of_each_sequence_and_head():
 
 
 def test_the_more_medians_the_fewer_outliers():
-    x = gauss(1, 1, 64, 128)
+    x = normal_fp16(1, 1, 64, 128)
     x[..., :4] *= 4
     found = []
     for c in (3, 4, 5):
@@ -222,8 +217,8 @@ def test_the_more_medians_the_fewer_outliers():
 
 
 def test_overflow_counts_what_found_no_place_and_it_is_quantized_not_clamped():
-    codec, x = Med(Hqmq(24, 6), 3, 2), gauss(1, 1, 4, 64, seed=6)
-    params = fitted(codec, gauss(1, 1, 256, 64))
+    codec, x = Med(Hqmq(24, 6), 3, 2), normal_fp16(1, 1, 4, 64, seed=6)
+    params = fitted(codec, normal_fp16(1, 1, 256, 64))
     x[0, 0, 0, [0, 20, 40, 60]] = torch.tensor([50.0, 90.0, 70.0, 60.0])  # chunks 0, 5, 10, 15
     x[0, 0, 1, 4] = 30.0
     x[0, 0, 2, :] = 25.0  # all alike and all outliers: the first two
@@ -235,7 +230,7 @@ def test_overflow_counts_what_found_no_place_and_it_is_quantized_not_clamped():
     assert missing.tolist() == [[[2, 0, 14, 0]]]
     y = codec.decode(payload, params)
     assert float(y[0, 0, 0, 60]) == pytest.approx(60, rel=0.1)
-    assert error(x[0, 0, 2], y[0, 0, 2]) < 0.05
+    assert relative_mse(x[0, 0, 2], y[0, 0, 2]) < 0.05
     enough = Med(codec.inner, 3, 2 + int(missing.max()))
     assert not enough.overflow(x, params).any()
     assert torch.equal(enough.decode(enough.encode(x, params), params)[0, 0, 0, 60:], x[0, 0, 0, 60:])
@@ -245,7 +240,7 @@ def test_overflow_counts_what_found_no_place_and_it_is_quantized_not_clamped():
 def test_a_sample_of_zeros_has_no_outliers(inner):
     codec = Med(inner)
     params = codec.fit(Site(0, "key", 1, 64), torch.zeros(1, 1, 8, 64))
-    x = gauss(1, 1, 8, 64)
+    x = normal_fp16(1, 1, 8, 64)
     assert bool(params["threshold"].isfinite().all())
     assert not codec.encode(codec.to_code(x, params), params)["flags"].any()
     assert not codec.overflow(x, params).any()
@@ -255,9 +250,9 @@ def test_a_sample_of_zeros_has_no_outliers(inner):
 # -- streaming -------------------------------------------------------------------------------------------------------
 
 
-def lumpy(*shape, seed=0):
+def lumpy(*shape):
     """Normal values, every third token with one long chunk, every fifth with four."""
-    x = gauss(*shape, seed=seed)
+    x = normal_fp16(*shape)
     x[..., ::3, 8:12] *= 40
     x[..., ::5, 16:32] *= 20
     return x.half().float()
@@ -267,7 +262,7 @@ def lumpy(*shape, seed=0):
 def test_blocks_one_by_one_equal_all_at_once_and_sequences_do_not_meet(inner):
     codec = Med(inner)
     g, x = codec.block_tokens, lumpy(2, 2, 6 * codec.block_tokens, 64)
-    params = fitted(codec, gauss(1, 2, 200, 64, seed=1))
+    params = fitted(codec, normal_fp16(1, 2, 200, 64, seed=1))
     whole = codec.encode(codec.to_code(x, params), params)
     assert flags_of(codec, whole, 64).any()
     for field in codec.layout(64).fields:
@@ -311,7 +306,7 @@ def test_a_cache_without_constants_fits_on_its_first_call():
     for at in range(30, 40):
         cache.append(k[:, :, at : at + 1], v[:, :, at : at + 1])
     assert torch.equal(cache.roles["key"].params["threshold"], frozen)
-    assert error(k.float(), cache.decode()[0].float()) < 0.01
+    assert relative_mse(k.float(), cache.decode()[0].float()) < 0.01
     swapped = cache.decode()[0].flip(0)
     cache.select(torch.tensor([1, 0]))
     assert torch.equal(cache.decode()[0], swapped)
@@ -330,7 +325,7 @@ def test_constants_of_each_sequence_move_with_it():
 
 
 def test_a_sequence_in_a_batch_gets_the_bytes_it_gets_alone():
-    k, v = ((gauss(3, 2, 40, 64, seed=s) ** 3).half() for s in (1, 2))  # outliers of every size
+    k, v = ((normal_fp16(3, 2, 40, 64, seed=s) ** 3).half() for s in (1, 2))  # outliers of every size
     k[1:] *= 20
     together, alone = (kvcodec.LayerCache(kvcodec.get("int-4:outliers=3")) for _ in range(2))
     together.append(k, v)
@@ -341,7 +336,7 @@ def test_a_sequence_in_a_batch_gets_the_bytes_it_gets_alone():
 def test_no_tokens_make_no_bytes():
     x = torch.zeros(1, 2, 0, 64)
     for codec in (Med(inner) for inner in INNERS):
-        params = fitted(codec, gauss(1, 2, 8, 64))
+        params = fitted(codec, normal_fp16(1, 2, 8, 64))
         payload = codec.encode(x, params)
         assert sum(t.nbytes for t in payload.values()) == 0
         assert codec.decode(payload, params).shape == x.shape
@@ -376,11 +371,11 @@ def test_the_inner_codec_is_fitted_calibrated_and_settled_on_the_rest():
             seen["settle"] = [list(params) for params in fitted]
             return [{"mark": params["mark"] + 1} for params in fitted]
 
-    codec, x, q = Med(Listening(4, 0)), lumpy(1, 1, 64, 64), gauss(1, 2, 64, 64)
+    codec, x, q = Med(Listening(4, 0)), lumpy(1, 1, 64, 64), normal_fp16(1, 2, 64, 64)
     site = Site(0, "key", 1, 64)
     plain = codec.fit(site, x)
     rest = x.masked_fill(flags_of(codec, codec.encode(x, plain), 64).repeat_interleave(4, -1), 0)
-    assert error(x, rest) > 0.5
+    assert relative_mse(x, rest) > 0.5
     assert torch.equal(seen["fit"], rest)
     params = codec.calibrate(site, x, q)
     assert codec.needs_queries

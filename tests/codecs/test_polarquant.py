@@ -8,28 +8,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import kvcodec
-from kvcodec.codec import Site, roundtrip
+from kvcodec.codec import roundtrip
 from kvcodec.codecs.polarquant import PolarQuant, angle_levels, polarquant, tree
 from kvcodec.errors import ShapeError, SpecError
 from kvcodec.ops.bitpack import unpack
+from tests.codecs.draws import fitted, normal, unit_keys
 
 from .definitions import by_definition, key_batches, nearest
 
 DIMS = (64, 80, 96, 128, 192, 256)
-
-
-def normal(*shape, seed=0):
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
-
-
-def unit_keys(n, dim=128, seed=0):
-    """|k|^2 = D, so that MSE per coordinate is free of the spread of the norms."""
-    x = normal(1, 1, n, dim, seed=seed)
-    return x / x.pow(2).mean(-1, keepdim=True).sqrt()
-
-
-def fitted(codec, dim=128, heads=1):
-    return codec.fit(Site(0, "key", heads, dim))
 
 
 def angles_of(y):

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import kvcodec
-from kvcodec.codec import FP16_MAX, Site, roundtrip
+from kvcodec.codec import FP16_MAX, Site
 from kvcodec.codecs.rope_pairs import ERRORS, STEP, RopePairs, normal_levels
 from kvcodec.codecs.turboquant import TurboQuant
 from kvcodec.errors import FitError, ShapeError, SpecError
@@ -18,14 +18,11 @@ from kvcodec.ops.lloyd_max import distortion
 from kvcodec.ops.widths import allot
 from kvcodec_lab.eval.perplexity import split_windows, tokenize
 from kvcodec_lab.fit import capture, fit_model
+from tests.codecs.draws import normal, score_mse, turned_pairs
 from tests.lab.eval.tiny import TEXT, tiny_loaded, tiny_tokenizer
 from tests.ops.test_widths import one_at_a_time
 
 from .definitions import by_definition, nearest
-
-
-def normal(*shape, seed=0):
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
 
 def uneven(heads, tokens, dim, *, batch=1, seed=0):
@@ -138,12 +135,8 @@ def test_turning_pairs_as_later_positions_do_changes_no_constant():
     keys[..., 32:] = 0  # as a pair of low frequency at the first positions
     angle = normal(32, seed=3).double()
 
-    def turned(x):
-        a, b = x[..., :32], x[..., 32:]
-        return torch.cat([a * angle.cos() - b * angle.sin(), b * angle.cos() + a * angle.sin()], -1)
-
     early = RopePairs(3).calibrate(site(), keys, queries)
-    late = RopePairs(3).calibrate(site(), turned(keys), turned(queries))
+    late = RopePairs(3).calibrate(site(), turned_pairs(keys, angle), turned_pairs(queries, angle))
     assert torch.equal(early["order"], late["order"])
     assert torch.equal(early["widths"], late["widths"])
     torch.testing.assert_close(early["scale"], late["scale"])
@@ -289,14 +282,12 @@ def test_scores_lose_a_quarter_of_what_equal_bits_lose_on_uneven_pairs(bits):
     keys, queries = uneven(2, 400, 128, seed=1), uneven(2, 100, 128, seed=1)
     codec, plain = RopePairs(bits), TurboQuant(bits)
 
-    def loss(codec, params):
-        return float((queries @ (roundtrip(codec, keys, params) - keys).mT).square().mean())
-
-    fitted = loss(codec, codec.calibrate(site(2, 128), keys, queries))
-    assert fitted < loss(plain, plain.fit(site(2, 128))) / 4
+    fitted = score_mse(codec, codec.calibrate(site(2, 128), keys, queries), keys, queries)
+    assert fitted < score_mse(plain, plain.fit(site(2, 128)), keys, queries) / 4
     # queries that are loud where keys are not: their fit asks for other bits than the keys alone
     queries = queries.roll(32, -1)
-    assert loss(codec, codec.calibrate(site(2, 128), keys, queries)) < 0.8 * loss(codec, codec.fit(site(2, 128), keys))
+    by_queries, by_keys = codec.calibrate(site(2, 128), keys, queries), codec.fit(site(2, 128), keys)
+    assert score_mse(codec, by_queries, keys, queries) < 0.8 * score_mse(codec, by_keys, keys, queries)
 
 
 def test_a_fit_on_a_model_is_saved_and_used(tmp_path):

@@ -11,20 +11,13 @@ from kvcodec.codecs.saw_int4 import SawInt4
 from kvcodec.errors import ShapeError, SpecError
 from kvcodec.ops.bitpack import unpack
 from tests.codecs.cuda_refusal import cuda_refusal
+from tests.codecs.draws import normal, relative_mse
 
 HEAD_DIMS = (64, 80, 96, 128, 192, 256)
 
 
-def gauss(*shape: int, seed: int = 0) -> torch.Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
-
-
-def relative_mse(x: torch.Tensor, y: torch.Tensor) -> float:
-    return float((y - x).square().sum() / x.square().sum())
-
-
 def test_rounding_the_zero_point_costs_one_and_a_half_percent_on_gaussian_tokens():
-    x = gauss(1, 1, 8192, 128)
+    x = normal(1, 1, 8192, 128)
     rounded, floating = (relative_mse(x, roundtrip(SawInt4(1, zero), x, {})) for zero in ("rounded", "float"))
     assert rounded == pytest.approx(0.010147, rel=0.006)
     assert floating == pytest.approx(0.009995, rel=0.006)
@@ -35,7 +28,7 @@ def test_rounding_the_zero_point_costs_one_and_a_half_percent_on_gaussian_tokens
 
 def rows_of_every_kind() -> torch.Tensor:
     """Gaussian, one-sided, far from zero, tiny, and with an outlier."""
-    x = gauss(1, 1, 600, 128)
+    x = normal(1, 1, 600, 128)
     x[:, :, 100:200] = x[:, :, 100:200].abs() + 3
     x[:, :, 200:300] = x[:, :, 200:300] * 0.01 - 50
     x[:, :, 300:400] *= 1e-3
@@ -92,7 +85,7 @@ def test_block_rotation_of_keys_with_outlier_channels(channels, expected):
 
 @pytest.mark.parametrize(("sign", "beyond"), [(1, lambda z: z.max() < 0), (-1, lambda z: z.min() > 15)])
 def test_zero_points_outside_the_codes_are_not_clipped(sign, beyond):
-    x = sign * (gauss(1, 1, 2048, 128).abs() + 3)
+    x = sign * (normal(1, 1, 2048, 128).abs() + 3)
     payload = SawInt4(1).encode(x, {})
     zero = payload["scale_zero"][..., 1].float()
     assert beyond(zero)
@@ -114,7 +107,7 @@ def test_a_constant_token_comes_back(zero, block, value):
 
 @pytest.mark.parametrize("head_dim", HEAD_DIMS)
 def test_bits_are_four_and_two_numbers_per_token(head_dim):
-    x = gauss(1, 2, 7, head_dim)
+    x = normal(1, 2, 7, head_dim)
     assert kvcodec.compress("saw-int4", x, x).effective_bits == pytest.approx(4 + 32 / head_dim)
 
 

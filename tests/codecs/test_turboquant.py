@@ -1,7 +1,5 @@
 """Facts of TurboQuant: exact distortions, Table 1 of OCTOPUS, unbiased QJL scores, and what the printed QJL did."""
 
-from functools import lru_cache
-
 import pytest
 import torch
 from hypothesis import given
@@ -13,6 +11,7 @@ from kvcodec.codecs.turboquant import TurboQuant, TurboQuantQJL, turboquant, tur
 from kvcodec.errors import ShapeError, SpecError
 from kvcodec.ops.bitpack import unpack
 from kvcodec.ops.lloyd_max import block_norm_density, distortion
+from tests.codecs.draws import fitted, loud_channel_cost, normal, score_errors, unit_keys
 
 from .definitions import MARGIN, by_definition, key_batches, nearest, rotated_unit, sylvester
 
@@ -21,30 +20,6 @@ EXACT = {
     128: {1: 0.360889, 2: 0.116000, 3: 0.033966, 4: 0.009315},
     256: {1: 0.362136, 2: 0.116740, 3: 0.034256, 4: 0.009408},
 }
-
-
-def normal(*shape, seed=0):
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
-
-
-def unit_keys(n, dim=128, seed=0, heads=1):
-    """|k|^2 = D, so that MSE per coordinate is free of the spread of the norms."""
-    x = normal(1, heads, n, dim, seed=seed)
-    return x / x.pow(2).mean(-1, keepdim=True).sqrt()
-
-
-def fitted(codec, dim=128, heads=1):
-    return codec.fit(Site(0, "key", heads, dim))
-
-
-@lru_cache
-def score_errors(codec, heads=16):
-    """Mean |q.k - q.k^| and the slope of q.k^ - q.k over q.k; each head draws its own signs."""
-    k, q = normal(1, heads, 256, 128, seed=1), normal(1, heads, 64, 128, seed=2)
-    back = roundtrip(codec, k, fitted(codec, heads=heads))
-    true = q @ k.transpose(2, 3)
-    error = q @ back.transpose(2, 3) - true
-    return float(error.abs().mean()), float((error * true).sum() / true.square().sum())
 
 
 @pytest.mark.parametrize(("dim", "bits"), [(dim, bits) for dim in EXACT for bits in EXACT[dim]])
@@ -80,25 +55,25 @@ def test_table_1_mse(bits, cosine, mse, ip):
     y = roundtrip(codec, x, fitted(codec, heads=4))
     assert float(torch.nn.functional.cosine_similarity(x, y, dim=-1).mean()) == pytest.approx(cosine, abs=2e-4)
     assert float((x - y).pow(2).mean()) == pytest.approx(mse, rel=0.01)
-    assert score_errors(codec)[0] == pytest.approx(ip, rel=0.01)
+    assert score_errors(codec, 16)[0] == pytest.approx(ip, rel=0.01)
 
 
 @pytest.mark.parametrize(("bits", "ip"), [(2, 4.056), (3, 2.293), (4, 1.235)])
 def test_score_error_of_a_correct_qjl(bits, ip):
-    assert score_errors(TurboQuantQJL(bits))[0] == pytest.approx(ip, rel=0.01)
+    assert score_errors(TurboQuantQJL(bits), 16)[0] == pytest.approx(ip, rel=0.01)
 
 
 @pytest.mark.parametrize(("bits", "ip"), [(2, 5.436), (3, 3.075), (4, 1.663)])
 def test_the_printed_qjl_carries_nothing_of_the_residual(bits, ip):
-    printed = score_errors(TurboQuantQJL(bits, variant="printed"))[0]
+    printed = score_errors(TurboQuantQJL(bits, variant="printed"), 16)[0]
     assert printed == pytest.approx(ip, rel=0.01)
-    assert printed == pytest.approx(1.006 * score_errors(TurboQuant(bits - 1))[0], rel=0.005)
+    assert printed == pytest.approx(1.006 * score_errors(TurboQuant(bits - 1), 16)[0], rel=0.005)
 
 
 @pytest.mark.parametrize("bits", [2, 3, 4])
 def test_qjl_scores_are_unbiased_and_mse_scores_are_not(bits):
-    assert abs(score_errors(TurboQuantQJL(bits))[1]) < 0.003
-    short = score_errors(TurboQuant(bits))[1]
+    assert abs(score_errors(TurboQuantQJL(bits), 16)[1]) < 0.003
+    short = score_errors(TurboQuant(bits), 16)[1]
     assert short == pytest.approx(-EXACT[128][bits], rel=0.03)
 
 
@@ -212,15 +187,7 @@ def test_signs_differ_by_head_and_stream():
 
 
 def test_a_loud_channel_costs_nothing():
-    codec, x = TurboQuant(4), normal(1, 1, 1024, 128)
-    loud = x.clone()
-    loud[..., 17] *= 30
-    params = fitted(codec)
-
-    def relative(v):
-        return float((roundtrip(codec, v, params) - v).pow(2).mean() / v.pow(2).mean())
-
-    assert relative(loud) < 1.3 * relative(x)
+    assert loud_channel_cost(TurboQuant(4), normal(1, 1, 1024, 128)) < 1.3
 
 
 @pytest.mark.parametrize("codec", [TurboQuant(4), TurboQuantQJL(3)], ids=["mse", "qjl"])

@@ -31,11 +31,11 @@ EVERY_RUN = ("saw-int4", "octopus-3", "hqmq-s24_r3")
 IDS = prompts(40, 7, 33)
 
 
-def generated(model: Any, spec: str, ids: list[int], new: int = NEW) -> list[int]:
+def generated(model: Any, spec: str, ids: list[int]) -> list[int]:
     """What the library's own cache generates, every query reading what is stored."""
     cache = kvcodec.cache_for(model, spec, prefill="decoded", probe=False)
     with torch.no_grad():
-        out = model.generate(torch.tensor([ids]), **passing(model, cache), max_new_tokens=new, do_sample=False)
+        out = model.generate(torch.tensor([ids]), **passing(model, cache), max_new_tokens=NEW, do_sample=False)
     return out[0, len(ids) :].tolist()
 
 

@@ -34,8 +34,8 @@ def model():
     return tiny_loaded()
 
 
-def windows_of(count=2, size=96):
-    return perplexity.split_windows(perplexity.tokenize(tiny_tokenizer(), TEXT, count * size), count, size)
+def windows_of(count=2):
+    return perplexity.split_windows(perplexity.tokenize(tiny_tokenizer(), TEXT, count * 96), count, 96)
 
 
 def cached(model, role, layer):

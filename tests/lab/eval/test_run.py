@@ -233,13 +233,13 @@ def test_fitted_constants_of_a_file_are_used_and_named(model, data, tmp_path):
 # -- going on ----------------------------------------------------------------------------------------------------------
 
 
-def interrupted_after(monkeypatch, count, error=KeyboardInterrupt):
+def interrupted_after(monkeypatch, count):
     """Stop the run when ``count`` items are finished."""
     add = store.Store.add
 
     def counting(self, line):
         if len(self.lines) == count:
-            raise error
+            raise KeyboardInterrupt
         add(self, line)
 
     monkeypatch.setattr(store.Store, "add", counting)

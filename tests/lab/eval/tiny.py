@@ -19,7 +19,7 @@ def tiny_tokenizer() -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(tokenizer_object=raw)
 
 
-def tiny_llama(positions: int = 512) -> LlamaForCausalLM:
+def tiny_llama() -> LlamaForCausalLM:
     torch.manual_seed(0)
     config = LlamaConfig(
         vocab_size=256,
@@ -29,7 +29,7 @@ def tiny_llama(positions: int = 512) -> LlamaForCausalLM:
         num_attention_heads=4,
         num_key_value_heads=2,
         head_dim=64,
-        max_position_embeddings=positions,
+        max_position_embeddings=512,
         initializer_range=0.3,  # as large as this, attention matters and compression shows
         bos_token_id=None,
         eos_token_id=None,

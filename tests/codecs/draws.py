@@ -1,0 +1,61 @@
+"""Random tensors and measures of error that the tests of several codecs share."""
+
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+from kvcodec.codec import Codec, Params, Site, roundtrip
+
+
+def normal(*shape: int, seed: int = 0) -> Tensor:
+    """Normal values, float32."""
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+def normal_fp16(*shape: int, seed: int = 0) -> Tensor:
+    """Normal values that fp16 holds exactly, float32."""
+    return normal(*shape, seed=seed).half().float()
+
+
+def unit_keys(n: int, dim: int = 128, heads: int = 1, seed: int = 0) -> Tensor:
+    """``[1, heads, n, dim]`` with |k|^2 = dim, so that MSE per coordinate is free of the spread of the norms."""
+    x = normal(1, heads, n, dim, seed=seed)
+    return x / x.pow(2).mean(-1, keepdim=True).sqrt()
+
+
+def fitted(codec: Codec, dim: int = 128, heads: int = 1, seed: int = 0) -> Params:
+    """Constants of a key codec that needs no sample."""
+    return codec.fit(Site(0, "key", heads, dim, seed))
+
+
+def relative_mse(x: Tensor, y: Tensor) -> float:
+    """|y - x|^2 / |x|^2."""
+    return float((y - x).square().sum() / x.square().sum())
+
+
+@lru_cache
+def score_errors(codec: Codec, heads: int) -> tuple[float, float]:
+    """Mean |q.k - q.k^| and the slope of q.k^ - q.k over q.k; each head draws its own signs."""
+    k, q = normal(1, heads, 256, 128, seed=1), normal(1, heads, 64, 128, seed=2)
+    true = q @ k.transpose(2, 3)
+    error = q @ roundtrip(codec, k, fitted(codec, heads=heads)).transpose(2, 3) - true
+    return float(error.abs().mean()), float((error * true).sum() / true.square().sum())
+
+
+def score_mse(codec: Codec, params: Params, keys: Tensor, queries: Tensor) -> float:
+    """Mean square of q.k^ - q.k."""
+    return float((queries @ (roundtrip(codec, keys, params) - keys).mT).square().mean())
+
+
+def loud_channel_cost(codec: Codec, x: Tensor) -> float:
+    """Relative MSE of ``x`` with channel 17 thirty times as large, over that of ``x``."""
+    params, loud = fitted(codec), x.clone()
+    loud[..., 17] *= 30
+    return relative_mse(loud, roundtrip(codec, loud, params)) / relative_mse(x, roundtrip(codec, x, params))
+
+
+def turned_pairs(x: Tensor, angle: Tensor) -> Tensor:
+    """Rotate channels (i, i + D / 2) of ``x [..., D]`` by ``angle [D / 2]``, as RoPE does."""
+    a, b = x.chunk(2, -1)
+    return torch.cat([a * angle.cos() - b * angle.sin(), b * angle.cos() + a * angle.sin()], -1)
