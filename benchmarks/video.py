@@ -56,8 +56,9 @@ NOISE = 0.02
 """Largest share of a training video's pixels that are wrong in what the model sees: it is to mend its mistakes."""
 
 
-def train(model: VideoModel, seconds: float, batch: int, device: torch.device, rate: float = 6e-4) -> dict[str, Any]:
+def train(model: VideoModel, seconds: float, batch: int, device: torch.device) -> dict[str, Any]:
     """Learn for so many seconds; the rate rises over 3 % of them and falls as a cosine."""
+    rate = 6e-4
     generator = torch.Generator(device).manual_seed(0)
     optimizer = torch.optim.AdamW(model.parameters(), rate, betas=(0.9, 0.95), weight_decay=0.05)
     mask, begun, steps, lost = frame_mask(FRAMES, TOKENS, WINDOW, device), time.monotonic(), 0, math.nan

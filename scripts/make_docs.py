@@ -177,16 +177,16 @@ def _method(spec: str) -> str:
         return ""
 
 
-def _worked(preset: str, head_dim: int = 128) -> str:
-    """One line of arithmetic from fields to bits."""
+def _worked(preset: str) -> str:
+    """A line of arithmetic for each role, from fields to bits, at a head_dim of 128."""
     scheme = kvcodec.get(preset)
     lines = []
     for role in ("key", "value"):
-        layout = scheme.codec(role).layout(head_dim)
+        layout = scheme.codec(role).layout(128)
         sum_ = " + ".join(f"{f.nbytes} ({f.name})" for f in layout.fields)
-        elements = f"({layout.block_tokens} x {head_dim})" if layout.block_tokens > 1 else str(head_dim)
+        elements = f"({layout.block_tokens} x 128)" if layout.block_tokens > 1 else "128"
         lines.append(
-            f"- `{preset}`, {role}s at D = {head_dim}: {sum_} = {layout.block_bytes} bytes; "
+            f"- `{preset}`, {role}s at D = 128: {sum_} = {layout.block_bytes} bytes; "
             f"{layout.block_bytes} x 8 / {elements} = **{layout.effective_bits:g} bits**"
         )
     return "\n".join(lines)

@@ -83,7 +83,7 @@ def quality_rows(root: Path) -> list[dict[str, Any]]:
     return list(rows.values())
 
 
-def judge_of(root: Path, run: str = JUDGE[0]) -> Results:
+def judge_of(root: Path, run: str) -> Results:
     """A run of the real model."""
     try:
         found = read_runs(root / BOARD).get(run)

@@ -32,10 +32,10 @@ PROTOCOL = (
 )
 
 
-def recommend(rows: Sequence[Mapping[str, Any]], tolerance: float = TOLERANCE) -> str:
+def recommend(rows: Sequence[Mapping[str, Any]]) -> str:
     """One sentence: which preset to take.
 
-    Of the presets whose perplexity is at most ``1 + tolerance`` times the uncompressed model's, the one with
+    Of the presets whose perplexity is at most ``1 + TOLERANCE`` times the uncompressed model's, the one with
     the fewest bits per element, sinks and windows included; on a tie the one with the smaller KL divergence. If
     there is none, the one with the smallest KL divergence, and the sentence says so. ``dense`` is never recommended;
     rows without a finite perplexity are ignored.
@@ -44,7 +44,7 @@ def recommend(rows: Sequence[Mapping[str, Any]], tolerance: float = TOLERANCE) -
     if not usable:
         return "No preset can be recommended: no compressed run gave a finite perplexity."
     base = float(usable[0]["uncompressed"]["perplexity"])
-    close = [r for r in usable if r["perplexity"] <= base * (1 + tolerance)]
+    close = [r for r in usable if r["perplexity"] <= base * (1 + TOLERANCE)]
     best = min(close, key=lambda r: (r["effective_bits"], r["kl"])) if close else min(usable, key=lambda r: r["kl"])
     figures = (
         f"{best['effective_bits']:.2f} bits per element instead of 16 ({best['ratio_to_16bit']:.1f}x smaller, "
@@ -53,11 +53,11 @@ def recommend(rows: Sequence[Mapping[str, Any]], tolerance: float = TOLERANCE) -
     )
     if close:
         return (
-            f"Take {best['spec']}: of the presets within {tolerance:.0%} of the uncompressed perplexity it holds the "
+            f"Take {best['spec']}: of the presets within {TOLERANCE:.0%} of the uncompressed perplexity it holds the "
             f"fewest bits, {figures}."
         )
     return (
-        f"Take {best['spec']} with care: no preset is within {tolerance:.0%} of the uncompressed perplexity on this "
+        f"Take {best['spec']} with care: no preset is within {TOLERANCE:.0%} of the uncompressed perplexity on this "
         f"model, and it comes closest, {figures}."
     )
 

@@ -227,8 +227,8 @@ def _config(
 def configs_for(
     spec: DecodeSpec,
     machine: Machine,
-    dense: bool = False,
-    heads: int = 8,
+    dense: bool,
+    heads: int,
     units: tuple[int, ...] = (),
     capacity: int = 0,
 ) -> list[Config]:

@@ -96,9 +96,9 @@ class Dense:
             return scaled_dot_product_attention(q, self.k, self.v).reshape(self.q.shape)
         return scaled_dot_product_attention(self.q, self.k, self.v, enable_gqa=s.group > 1)
 
-    def paged(self, page: int, heads_first: bool) -> tuple[Tensor, Tensor, Tensor]:
-        """Keys and values in pages ``[n, H, P, D]`` or ``[n, P, H, D]``, in random order, and the table ``[B, M]``."""
-        s = self.shape
+    def paged(self, heads_first: bool) -> tuple[Tensor, Tensor, Tensor]:
+        """K and V in pages ``[n, H, 16, D]`` or ``[n, 16, H, D]`` in random order, and the table ``[B, M]``."""
+        s, page = self.shape, 16
         columns = -(-s.tokens // page)
         generator = torch.Generator(self.q.device).manual_seed(1)
         order = torch.randperm(s.batch * columns, generator=generator, device=self.q.device)
@@ -156,7 +156,7 @@ def _flex(dense: Dense) -> Call:
 def _flashinfer(dense: Dense) -> Call:
     flashinfer: Any = importlib.import_module("flashinfer")
     s, device = dense.shape, dense.q.device
-    k, v, table = dense.paged(16, heads_first=True)
+    k, v, table = dense.paged(heads_first=True)
     columns = table.shape[1]
     work = torch.empty(256 << 20, dtype=torch.uint8, device=device)
     wrapper = flashinfer.BatchDecodeWithPagedKVCacheWrapper(work, "HND", use_tensor_cores=s.group > 1)
@@ -333,7 +333,7 @@ def vllm_flash3(dense: Dense, fp8: bool) -> Call:
     """FlashAttention-3 over 16-bit or fp8 pages of 16 tokens; fp8 queries as well, as its kernel asks."""
     attend = importlib.import_module("vllm.vllm_flash_attn").flash_attn_varlen_func
     s, device = dense.shape, dense.q.device
-    k, v, table = dense.paged(16, heads_first=False)
+    k, v, table = dense.paged(heads_first=False)
     q, scales = dense.q[:, :, 0], {}
     if fp8:
         q, k, v = (x.to(torch.float8_e4m3fn) for x in (q, k, v))

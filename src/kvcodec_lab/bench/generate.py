@@ -36,7 +36,7 @@ from kvcodec.integrations.transformers.argument import passing
 from kvcodec_lab.bench.gpu_lock import GpuLock
 from kvcodec_lab.bench.quantizer_rivals import quantizer_rivals
 from kvcodec_lab.bench.record import Deadline, DeviceLostError, Recorder, Row, device_lost, spread
-from kvcodec_lab.bench.timing import synchronize
+from kvcodec_lab.bench.timing import capture, synchronize
 from kvcodec_lab.eval.generation import FORMS, attention_backends
 
 WAYS = ("generate", "graph", "compiled")
@@ -360,16 +360,7 @@ def timed_graph(filler: Filler, make: Callable[[], Any], replays: int) -> dict[s
         token.copy_(out[:, -1].argmax(-1, keepdim=True))
         position.add_(1)
 
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        for _ in range(3):
-            step()
-    torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        step()
-    times = []
+    graph, times = capture(step), []
     for _ in range(replays):
         begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
         begin.record()

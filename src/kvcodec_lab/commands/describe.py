@@ -4,6 +4,7 @@ import argparse
 from typing import Any
 
 from kvcodec_lab.arguments import add_head_dim
+from kvcodec_lab.report.words import scalar_text
 from kvcodec_lab.result import Result
 
 
@@ -21,7 +22,7 @@ def run(args: argparse.Namespace) -> Result:
     lines = [f"{found['spec']}: {found['summary']}", f"source: {found['source']}", ""]
     for key, value in found.items():
         if key not in ("spec", "summary", "source") and not isinstance(value, dict | list):
-            lines.append(f"  {key:<20} {_scalar(value)}")
+            lines.append(f"  {key:<20} {scalar_text(value)}")
     lines.append(f"  {'kernels':<20} {', '.join(f'{k}: {by}' for k, by in found['kernels'].items())}")
     lines += ["", "options" if found["options"] else "no options"]
     for o in found["options"]:
@@ -34,10 +35,6 @@ def run(args: argparse.Namespace) -> Result:
     return Result(found, "\n".join(lines))
 
 
-def _scalar(value: Any) -> str:
-    return f"{value:.4g}" if isinstance(value, float) else str(value)
-
-
 def _option(value: Any) -> str:
     """As a spec takes it: true, false, none."""
-    return str(value).lower() if value is None or isinstance(value, bool) else _scalar(value)
+    return str(value).lower() if value is None or isinstance(value, bool) else scalar_text(value)

@@ -22,6 +22,7 @@ from kvcodec_lab.arguments import (
 )
 from kvcodec_lab.commands.compare import NEW_TOKENS, measure, read_constants
 from kvcodec_lab.report.tables import aligned
+from kvcodec_lab.report.words import scalar_text
 from kvcodec_lab.result import Result
 
 WINDOWS = 3
@@ -107,7 +108,7 @@ def _one(args: argparse.Namespace) -> Result:
     rows = measure(args, [args.spec])
     row = plain(rows[0])
     width = max(map(len, row))
-    lines = [f"{key:<{width}}  {_scalar(value)}" for key, value in row.items() if not isinstance(value, dict | list)]
+    lines = [f"{key:<{width}}  {scalar_text(x)}" for key, x in row.items() if not isinstance(x, dict | list)]
     return Result(rows, "\n".join([*lines, "", about(rows)]))
 
 
@@ -265,7 +266,3 @@ def _interval(row: Mapping[str, Any], value: str, low: str, high: str, sign: str
     if row.get(low) is None or row.get(high) is None:
         return text
     return f"{text} [{row[low]:{sign}.3g}, {row[high]:{sign}.3g}]"
-
-
-def _scalar(value: Any) -> str:
-    return f"{value:.4g}" if isinstance(value, float) else str(value)

@@ -29,9 +29,9 @@ def judge(results: Results) -> str:
     return next((task for task in JUDGES if task in results.tasks), results.tasks[0])
 
 
-def whole_rows(results: Results, task: str, metric: str | None = None) -> list[Row]:
-    """Rows of the compressed specs on a whole task, of its main metric or another."""
-    wanted = metric or results.metrics(task)[0]
+def whole_rows(results: Results, task: str) -> list[Row]:
+    """Rows of the compressed specs on a whole task, of its main metric."""
+    wanted = results.metrics(task)[0]
     found = [results.row(task, wanted, spec) for spec in results.specs]
     return [row for row in found if row is not None]
 

@@ -1,6 +1,6 @@
 """How numbers are written, and what each task measures and does not."""
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from kvcodec_lab.report.rows import UNCOMPRESSED
 
@@ -125,6 +125,15 @@ def bytes_text(n: float) -> str:
             break
         n /= 1000
     return f"{n:.0f} B" if unit == "B" else f"{n:.1f} {unit}"
+
+
+def scalar_text(value: Any) -> str:
+    """A float in four digits; anything else as it is.
+
+    >>> scalar_text(0.123456), scalar_text("int-4")
+    ('0.1235', 'int-4')
+    """
+    return f"{value:.4g}" if isinstance(value, float) else str(value)
 
 
 def small_text(x: float) -> str:

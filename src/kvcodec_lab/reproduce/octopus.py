@@ -143,16 +143,16 @@ def needle(quick: bool) -> Iterator[Claim]:
         yield Claim(f"TQ-QJL b=2 {variant}", "mass", "0.33", mass, 0.01, note, right, f"TQ-QJL, {variant}", 2)
 
 
-def needle_mass(codec: Codec | None, sets: int, dim: int = 128) -> float:
-    """Mean over sets of keys and over 512 needles in each; the same keys and queries for every codec."""
+def needle_mass(codec: Codec | None, sets: int) -> float:
+    """Mean over sets of 128-channel keys and 512 needles in each; the same keys and queries for every codec."""
     total = 0.0
     for seed in range(sets):
         generator = torch.Generator().manual_seed(seed)
-        k = torch.randn(1, 1, 2048, dim, generator=generator)
-        k = k * (dim**0.5 / k.norm(dim=-1, keepdim=True))
-        q = k[0, 0, :512] + 0.1 * torch.randn(512, dim, generator=generator)
-        k_hat = k if codec is None else roundtrip(codec, k, codec.fit(Site(0, "key", 1, dim, seed)))
-        mass = (q @ k_hat[0, 0].T / dim**0.5).softmax(-1).diagonal()
+        k = torch.randn(1, 1, 2048, 128, generator=generator)
+        k = k * (128**0.5 / k.norm(dim=-1, keepdim=True))
+        q = k[0, 0, :512] + 0.1 * torch.randn(512, 128, generator=generator)
+        k_hat = k if codec is None else roundtrip(codec, k, codec.fit(Site(0, "key", 1, 128, seed)))
+        mass = (q @ k_hat[0, 0].T / 128**0.5).softmax(-1).diagonal()
         total += float(mass.mean())
     return total / sets
 
@@ -390,10 +390,10 @@ def unit_mse(codec: Codec, keys: int, dim: int = 128) -> float:
     return float((roundtrip(codec, k, codec.fit(Site(0, "key", 1, dim, 1))) - k).square().mean())
 
 
-def scalar_mse(levels: int, dim: int = 128) -> float:
-    """Relative MSE of ``levels`` Lloyd-Max levels for every coordinate of a random direction; exact."""
-    density = block_norm_density(dim, 1)
-    return dim * distortion(density, lloyd_max(density, levels, -1.0, 1.0, symmetric=True), -1.0, 1.0)
+def scalar_mse(levels: int) -> float:
+    """Relative MSE of ``levels`` Lloyd-Max levels for every coordinate of a random direction in 128; exact."""
+    density = block_norm_density(128, 1)
+    return 128 * distortion(density, lloyd_max(density, levels, -1.0, 1.0, symmetric=True), -1.0, 1.0)
 
 
 def scalar_mse_at(bits: float) -> float:

@@ -121,8 +121,9 @@ class GroupLaw:
 
 
 @lru_cache(maxsize=8)
-def group_law(group: int, nodes: int = 2000, reach: float = 9.0) -> GroupLaw:
-    """Integrate over the law of the maximum of ``group`` normal magnitudes, by midpoints in float64."""
+def group_law(group: int) -> GroupLaw:
+    """Integrate over the law of the maximum of ``group`` normal magnitudes, to 9, by midpoints in float64."""
+    nodes, reach = 2000, 9.0
     m = (torch.arange(nodes, dtype=torch.float64) + 0.5) * (reach / nodes)
     t = (torch.arange(nodes, dtype=torch.float64) + 0.5) / nodes
     density = 2 * _phi(m)

@@ -207,7 +207,7 @@ def test_a_rival_that_breaks_the_device_is_left_out_by_the_next_process(monkeypa
 @pytest.mark.parametrize("heads_first", [True, False])
 def test_pages_for_libraries_hold_every_token(heads_first):
     dense = Dense(TINY, CPU)
-    k, v, table = dense.paged(16, heads_first)
+    k, v, table = dense.paged(heads_first)
     for pool, x in ((k, dense.k), (v, dense.v)):
         pages = pool[table.long()]  # [B, M, ...]
         pages = pages if heads_first else pages.transpose(2, 3)
