@@ -100,7 +100,7 @@ def worker(specs: Sequence[str], shapes: Sequence[Shape], end: float, compiling:
 
 
 def start(checkout: Path, more: list[str]) -> subprocess.Popen[str]:
-    """Start a checkout's own script, which knows its library, on that library."""
+    """Start the script of a checkout with the library of the same checkout."""
     command = [sys.executable, str(checkout / "benchmarks/beside.py"), *more]
     return subprocess.Popen(command, env=environment(checkout), stdout=subprocess.PIPE, text=True)
 

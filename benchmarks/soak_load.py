@@ -15,7 +15,7 @@ WIDTH = array("i").itemsize
 
 
 def pack(ids):
-    """Bytes of token ids; they join, compare and can be looked up as the ids would."""
+    """Token ids as bytes, which can be concatenated, compared and searched like the ids."""
     return array("i", ids).tobytes()
 
 

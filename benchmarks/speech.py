@@ -117,7 +117,7 @@ class Speaker:
         return torch.cat(found, 1)
 
     @torch.inference_mode()
-    def told(self, frames: Tensor, text: Tensor, cache: Any) -> Tensor:
+    def log_probabilities(self, frames: Tensor, text: Tensor, cache: Any) -> Tensor:
         """Log-probabilities of each next token, given ``text [B, n]``: ``[B, n, V]``."""
         tokens, found = torch.tensor([self.prompt]).expand(len(frames), -1), []
         for i in range(text.shape[1]):
@@ -126,7 +126,7 @@ class Speaker:
         return torch.stack(found, 1)
 
     def cache(self, spec: str) -> Any:
-        """An empty cache; where no kernels read it, tokens are decoded once and kept, for their time is not asked."""
+        """An empty cache; where no kernels read it, decoded tokens are kept, because time is not measured."""
         scheme = paper_scheme(spec, UNIT, GROUP) if part_of(spec)[1] else spec
         cache = kvcodec.cache_for(self.model, scheme, prefill="decoded", probe="off")
         for layer in cache.layer_caches:
@@ -200,7 +200,7 @@ def main() -> None:
             begun = time.process_time()
             cache = speaker.cache(spec)
             said = [] if given.kl else speaker.texts(speaker.listen(frames, cache))
-            told = speaker.told(frames, text, cache if given.kl else speaker.cache(spec))
+            told = speaker.log_probabilities(frames, text, cache if given.kl else speaker.cache(spec))
             own = len(cache.layers) // 2
             sizes = [layer["total_bytes"] for layer in cache.report()["layers"]]
             counts.self_bytes += sum(sizes[:own])

@@ -83,7 +83,7 @@ class Engine:
         self.held: dict[int, dict[str, Found]] = {}
 
     def tree(self, module: str) -> ast.Module | None:
-        """Return what a module's file says; None: there is none."""
+        """Return the parsed file of a module; None: there is none."""
         if module not in self.trees:
             path = module.replace(".", "/")
             text = self.read(f"{path}/__init__.py") or self.read(f"{path}.py")
@@ -167,8 +167,8 @@ def refused(ours: ast.FunctionDef, theirs: ast.FunctionDef) -> str:
     return "" if more else next((name for name in asked if name not in own), "")
 
 
-def told(engine: Engine, text: str, file: str) -> Iterator[str]:
-    """What is not there of that which a file of the plugin rests on."""
+def missing_names(engine: Engine, text: str, file: str) -> Iterator[str]:
+    """Names of vLLM that a file of the plugin uses and that this vLLM does not have."""
     tree = ast.parse(text)
     imported: dict[str, Found] = {}
     for node in ast.walk(tree):
@@ -224,13 +224,13 @@ def _attributes(engine: Engine, where: ast.FunctionDef, name: str, kind: Found, 
 
 
 def main(wheel: str) -> int:
-    """Print what is missing, and return how much that is."""
+    """Print the missing names, and return their number."""
     source = io.BufferedReader(Remote(wheel), 1 << 18) if wheel.startswith("http") else wheel.removeprefix("file://")
     with zipfile.ZipFile(source) as files:
         names = set(files.namelist())
         engine = Engine(cache(lambda path: files.read(path).decode() if path in names else None))
         sources = sorted(PLUGIN.glob("*.py"))
-        missing = sorted({line for file in sources for line in told(engine, file.read_text(), file.name)})
+        missing = sorted({line for file in sources for line in missing_names(engine, file.read_text(), file.name)})
     print(*missing, sep="\n", end="\n" * bool(missing))
     print(f"== {wheel.rsplit('/')[-1]}: {len(engine.trees)} modules read, {len(missing)} names are not there")
     return len(missing)

@@ -39,7 +39,7 @@ def script() -> ModuleType:
 def missing(script: ModuleType, file: str = "", old: str = "", new: str = "") -> list[str]:
     files = {name: text.replace(old, new) if name == file else text for name, text in ENGINE.items()}
     assert not file or files != ENGINE
-    return sorted(set(script.told(script.Engine(files.get), PLUGIN, "ours.py")))
+    return sorted(set(script.missing_names(script.Engine(files.get), PLUGIN, "ours.py")))
 
 
 def test_what_is_there_is_not_reported(script: ModuleType) -> None:

@@ -99,7 +99,7 @@ def cpu_sentence(root: Path) -> str:
 
 
 class Wish(NamedTuple):
-    """A row of the README's table: what is wanted, and which of the presets that hold it is taken."""
+    """A row of the README's table: a requirement, and how one of the presets that meet it is chosen."""
 
     text: str
     bits: float

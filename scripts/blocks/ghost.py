@@ -1,4 +1,4 @@
-"""docs/ghost.md: the own method.
+"""Blocks of docs/ghost.md, on the project's own method.
 
 ghost       beside the best of the others, from the run TODAY, ALL_RESULTS, ADDED and FITTED
 ghost-steps what each of its steps gains, from STEPS; STEPS_FIGURE shows it
@@ -66,7 +66,7 @@ BESIDE = ("ghost-3", "ghost-4")
 
 
 def ghost_block(root: Path) -> str:
-    """Each preset of the own method, and the one of least loss that other methods have at about its bits."""
+    """Each preset of Ghost, and the preset of any other method with the least loss at about its bits."""
     values, uncompressed = judged(root, TODAY)
     small = quality_rows(root)
 
@@ -187,7 +187,7 @@ def ghost_steps_block(root: Path) -> str:
 
 
 def ghost_rate_block(root: Path) -> str:
-    """Relative MSE of each preset of the own method, and of the best of others with hardly more bits, by source."""
+    """Relative MSE of each preset of Ghost, and of the best other preset with hardly more bits, by source."""
     try:
         rows = json.loads((root / REPRODUCED).read_text(encoding="utf-8"))["rate_distortion"]
     except (OSError, ValueError, KeyError) as error:
@@ -215,7 +215,7 @@ def ghost_rate_block(root: Path) -> str:
 
 
 def ghost_speed_block(root: Path) -> str:
-    """Decode attention of the own method beside saw-int4's, with and without the ghost term, on each GPU."""
+    """Decode attention of Ghost compared with saw-int4's, with and without the mean term, on each GPU."""
     found = (newest(read_rows(sorted((root / folder).glob(DECODE)))) for folder in (SPEED_WITH_TERM, SPEED))
     tables = [told for rows in found if (told := speed_table(rows))]
     return "\n\n".join(tables) or "Not measured yet: `kvcodec bench decode --device cuda` makes the rows."
@@ -266,7 +266,7 @@ def published(folder: Path) -> Run:
 
 
 def ghost_fresh_block(root: Path) -> str:
-    """For each model a table of every preset, and what stress and a needle do to the own method."""
+    """For each model a table of every preset, and Ghost under stress and on a needle test."""
     models = sorted(path for path in (root / FRESH).glob("*") if path.is_dir())
     parts = []
     for folder in models:
@@ -391,7 +391,7 @@ def _gradients_table(pairs: Sequence[tuple[Run, Run]]) -> str:
 
 
 def _stressed_sentence(plain: Sequence[Run], stressed: Sequence[Run]) -> str:
-    """KL of the own method under stress, beside the same windows without it."""
+    """KL of Ghost under stress, and of the same windows without it."""
     items = {line["item"] for run in stressed for line in run.lines}
     alike = [replace(run, lines=[line for line in run.lines if line["item"] in items]) for run in plain]
     usual, loud = _kl_rows(alike), _kl_rows(stressed)

@@ -198,9 +198,9 @@ class OutlierProbe:
         for one in noted:
             found, codec, mean = self.found[one.layer], one.cache.roles["key"].codec, one.cache.scheme.mean
             if found.broken and not (self.biases and self.biases.holds(one.layer, codec, mean)):
-                self._tell(found, one)
+                self._warn_or_refuse(found, one)
 
-    def _tell(self, found: KeyProbe, noted: _Noted) -> None:
+    def _warn_or_refuse(self, found: KeyProbe, noted: _Noted) -> None:
         if self.action == "refuse" and found.outlier_ratio >= OUTLIERS:
             self.found.clear()  # so that the next prefill is probed and refused as well
             self.undo()

@@ -133,7 +133,7 @@ def model_cache(spec: str, **options: Any) -> Any:
 def test_a_second_cache_costs_few_operations_and_no_look(
     spec: str, max_len: int | None, idle: None, at_once: None, waiting: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(OutlierProbe, "_tell", lambda *_: None)  # kernels that do nothing break on all keys
+    monkeypatch.setattr(OutlierProbe, "_warn_or_refuse", lambda *_: None)  # kernels that do nothing break on all keys
     k, v = rows(300)
     if max_len and (why := refusal(kvcodec.get(spec), DIM, CPU, static=True)):
         pytest.skip(why)
@@ -164,7 +164,7 @@ def test_constants_of_all_layers_are_fitted_by_one_launch(
     idle: None, waiting: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Before anything is encoded with them, and nothing of the prompt is kept for it behind."""
-    monkeypatch.setattr(OutlierProbe, "_tell", lambda *_: None)
+    monkeypatch.setattr(OutlierProbe, "_warn_or_refuse", lambda *_: None)
     monkeypatch.setattr(Rooms, "layers", LAYERS)  # as a model's cache counts them
     cache, grids = model_cache("ghost-3"), list[tuple[int, int]]()
     monkeypatch.setattr(Idle, "launch", lambda own, grid, *given, **more: grids.append((grid[2], *given[:1])))
@@ -181,7 +181,7 @@ def test_a_layer_of_a_second_cache_asks_once_for_its_constants(
     spec: str, idle: None, at_once: None, waiting: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """And launches what encodes; a later turn and a step ask for nothing, a step makes no tensor in any layer."""
-    monkeypatch.setattr(OutlierProbe, "_tell", lambda *_: None)
+    monkeypatch.setattr(OutlierProbe, "_warn_or_refuse", lambda *_: None)
     asked, launched = Counter[str](), Counter[str]()
     get, launch = Shared.get, Idle.launch
     monkeypatch.setattr(Shared, "get", lambda *given, **more: asked.update(["x"]) or get(*given, **more))
@@ -208,7 +208,7 @@ def test_many_queries_take_three_launches_beside_attention(
     spec: str, most: int, idle: None, waiting: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Unpacking; queries and dense tokens into the basis of the codes; outputs out of it. Few tensors are made."""
-    monkeypatch.setattr(OutlierProbe, "_tell", lambda *_: None)
+    monkeypatch.setattr(OutlierProbe, "_warn_or_refuse", lambda *_: None)
     monkeypatch.setattr(prefill, "score", lambda q, *_, **__: Partial(q, torch.empty(0)))
     cache, launched = model_cache(spec), Counter[str]()
     for tokens in (300, 128):
@@ -231,7 +231,7 @@ def test_constants_of_the_first_tokens_cost_few_operations(
     spec: str, idle: None, at_once: None, waiting: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A kernel fits ghost; layers share angles; the first layer alone looks at the positions."""
-    monkeypatch.setattr(OutlierProbe, "_tell", lambda *_: None)
+    monkeypatch.setattr(OutlierProbe, "_warn_or_refuse", lambda *_: None)
     monkeypatch.setattr(arrivals.Arrivals, "_refuse", lambda *_: None)  # nobody wrote the means
     model = tiny_model("llama-gqa", head_dim=DIM, num_hidden_layers=LAYERS)
     model.set_attn_implementation("kvcodec")
@@ -350,7 +350,7 @@ def test_layers_judged_together_are_judged_as_alone(
     spec: str, bias: float, machine: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With kernels and without them; some layers are of other keys."""
-    monkeypatch.setattr(OutlierProbe, "_tell", lambda *_: None)
+    monkeypatch.setattr(OutlierProbe, "_warn_or_refuse", lambda *_: None)
     scheme = kvcodec.get(spec)
     if scheme.key.needs_queries:
         scheme = replace(scheme, key=kvcodec.get("polarquant-4").key, spec="")
@@ -471,7 +471,7 @@ def test_a_fixed_cache_refuses_what_it_would_hold_dense(
     spec: str, place: int, value: float, machine: dict[str, Any], waiting: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """No kernel looks at these tokens, and the buffers in which they lie have empty places."""
-    monkeypatch.setattr(OutlierProbe, "_tell", lambda *_: None)
+    monkeypatch.setattr(OutlierProbe, "_warn_or_refuse", lambda *_: None)
     cache, (k, v) = model_cache(spec, max_len=256), rows(90)
     bad = k.clone()
     bad[0, 1, place, 9] = value
@@ -487,7 +487,7 @@ def test_a_fixed_cache_refuses_what_it_would_hold_dense(
 def test_a_later_turn_that_no_codec_holds_is_taken_back(
     spec: str, value: float, machine: dict[str, Any], waiting: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(OutlierProbe, "_tell", lambda *_: None)
+    monkeypatch.setattr(OutlierProbe, "_warn_or_refuse", lambda *_: None)
     cache, good = model_cache(spec), model_cache(spec)
     for one in (cache, good):
         turn(one, 100)
@@ -543,7 +543,7 @@ def test_tokens_that_fill_a_cache_wait_for_the_passs_end(
     spec: str, machine: dict[str, Any], waiting: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """And are the same bytes as without."""
-    monkeypatch.setattr(OutlierProbe, "_tell", lambda *_: None)
+    monkeypatch.setattr(OutlierProbe, "_warn_or_refuse", lambda *_: None)
     cache, (k, v) = model_cache(spec), rows(150)
     with Counted() as counted:
         for layer in range(LAYERS - 1):

@@ -80,14 +80,14 @@ def test_what_cannot_be_fitted_does_not_start(biased: Biased, cache: Path, monke
 def test_processes_with_two_files_do_not_start(biased: Biased, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from kvcodec.integrations.vllm import bind
 
-    own = bind._largest
+    own = bind._largest_on_any_process
 
     def beside_another(numbers: list[int]) -> list[int]:
         """As if another process had the number 1."""
         return own(numbers) if len(numbers) != 2 or numbers[0] != -numbers[1] else [max(numbers[0], 1), -1]
 
     biased.fitted("ghost-3", tmp_path / "fitted")
-    monkeypatch.setattr(bind, "_largest", beside_another)
+    monkeypatch.setattr(bind, "_largest_on_any_process", beside_another)
     with pytest.raises(UnsupportedError, match="fitted is not the same file on all hosts"):
         served(biased.folder, {"preset": "ghost-3", "params": str(tmp_path / "fitted")})
 

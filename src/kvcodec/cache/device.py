@@ -198,7 +198,7 @@ class DeviceCache(LayerCache):
         return {}
 
     def unflagged(self, keys: Tensor) -> list[Tensor] | None:
-        """Tensors of the cache that hold those of the tokens just appended at which no kernel has looked.
+        """Tensors that hold the tokens just appended which no kernel has checked for NaN, Inf and overflow.
 
         A kernel that encodes flags every number that codecs cannot hold. None: the caller has to look at all of them.
         """

@@ -105,7 +105,7 @@ class FrameCache:
 
     @property
     def phases(self) -> int:
-        """After how many frames, once the cache is full, the same memory is written and read again.
+        """Number of frames after which a full cache writes and reads the same memory again.
 
         1 where a frame fills whole pages.
 
@@ -149,10 +149,10 @@ class FrameCache:
         self.seen += n
         if (over := len(self) - self.frames) > 0:
             self.evict(over)
-        self._stay()
+        self._keep_addresses()
 
     def replace(self, keys: Tensor, values: Tensor, *, flag: Tensor | None = None) -> None:
-        """Put the newest frames anew: those of the last denoising pass, in place of noisier ones.
+        """Replace the newest frames, after a denoising pass, by less noisy ones.
 
         Parameters
         ----------
@@ -177,11 +177,11 @@ class FrameCache:
         self._check_flag(flag)
         self.cache.crop(len(self.cache) - n * self.tokens)
         self._add(keys, values, flag)
-        self._stay()
+        self._keep_addresses()
 
     @torch.no_grad()
     def turn(self, keys: Tensor) -> None:
-        """Put the sinks' keys anew, turned to other positions; their values stay.
+        """Replace the sinks' keys by the same keys rotated to other positions; their values stay.
 
         For positions that count within what is held: when a frame is evicted, the sinks come a frame nearer to all
         others. The model keeps their keys as they are before RoPE.
@@ -281,8 +281,8 @@ class FrameCache:
             self.cache.append(keys, values, flag=flag)
 
     @torch.no_grad()
-    def _stay(self) -> None:
-        """Put sink and window where they lay when they were as long as now."""
+    def _keep_addresses(self) -> None:
+        """Copy sink and window to the memory that they had when they were last of this length."""
         for role, state in self.cache.roles.items():
             for name in ("sink", "window"):
                 new = getattr(state, name)

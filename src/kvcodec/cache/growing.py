@@ -153,12 +153,12 @@ class GrowingCache(DeviceCache):
         self.length += n
 
     def expect(self, positions: Tensor | None, batch: int) -> None:
-        """Look now at what an append of these ``positions`` to the empty cache will look at, which synchronises."""
+        """Read now what an append of these ``positions`` to the empty cache would read, which synchronises."""
         if positions is not None and self.site.fit_tokens > 1:
             _ = SlotPositions.starting(positions, batch, self.scheme.sink).least
 
     def _place(self, keys: Tensor, positions: Tensor | None, *, now: bool) -> None:
-        """Follow the positions of new tokens; ``now``: with a look at them, which synchronises."""
+        """Record the positions of new tokens; ``now``: read them from the device, which synchronises."""
         n, sink = keys.shape[2], self.scheme.sink
         if positions is None:
             after = self.start + self.length

@@ -61,7 +61,7 @@ class Positions:
             self.runs.append((n, first))
 
     def extend(self, n: int) -> None:
-        """As ``append`` of n tokens that are known to go on where the last run ends: no look at them."""
+        """As ``append``, of n tokens that are known to continue the last run, so that their positions are not read."""
         self.runs[-1] = (self.runs[-1][0] + n, self.runs[-1][1])
 
     def of(self, first: int, last: int) -> Tensor:
@@ -128,7 +128,7 @@ def _call_of(positions: Tensor) -> _Call:
 
 
 def in_order(positions: Tensor) -> bool:
-    """As ``consecutive``; layers that share the tensor look once."""
+    """As ``consecutive``; computed once for all layers that share the tensor."""
     computed: dict[Any, Any] = getattr(positions, COMPUTED, {})
     if (known := computed.get("in order")) is None:
         known = computed["in order"] = not int(_call_of(positions).broken)
@@ -232,7 +232,7 @@ class SlotPositions:
 
     @cached_property
     def least(self) -> int:
-        """Smallest of ``placed``: one look for all layers that share this."""
+        """Smallest of ``placed``; read from the device once for all layers that share this."""
         return int(self.placed.min())
 
     def of(self, slot: int, count: int) -> Tensor:

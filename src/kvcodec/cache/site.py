@@ -48,7 +48,7 @@ class MeanRemoval:
 
     @cached_property
     def name(self) -> Hashable:
-        """Equal for equal means that are given, turned alike; looks at the numbers."""
+        """Equal for given means of equal numbers and rotation; reads the numbers."""
         given = None if self.given is None else (tuple(self.given.shape), tuple(self.given.flatten().tolist()))
         return self.kind, given, None if self.rotary is None else self.rotary.name
 

@@ -107,15 +107,15 @@ class StaticCache(DeviceCache):
         self.seq_lens, self.first, self.bad = zeros
         if self.holds_dense:
             self._allocate_dense(batch)
-        _stay(self.store.pages, self.store.table, self.seq_lens, self.first, self.bad)
+        _keep_addresses(self.store.pages, self.store.table, self.seq_lens, self.first, self.bad)
         if self.places_tokens:
             self.placed = torch.full_like(self.seq_lens, self.scheme.sink)
-            _stay(self.placed)
+            _keep_addresses(self.placed)
         if (mean := self.site.mean) is not None:
             turning, device = mean.turning, keys.device
             on_device = turning.frequencies.device == device
             self.turning = turning if on_device else replace(turning, frequencies=turning.frequencies.to(device))
-            _stay(self.turning.frequencies)
+            _keep_addresses(self.turning.frequencies)
         self._stay_constants()
 
     def _allocate_dense(self, batch: int) -> None:
@@ -128,7 +128,7 @@ class StaticCache(DeviceCache):
         self.dense_len = torch.zeros(batch, dtype=torch.int32, device=device)
         self.spare = torch.zeros(1, dtype=torch.int32, device=device)  # flag of an encode that may be dropped
         self.places = torch.arange(width, dtype=torch.int64, device=device)
-        _stay(*self.buffers.values(), self.dense_len, self.spare, self.places)
+        _keep_addresses(*self.buffers.values(), self.dense_len, self.spare, self.places)
 
     def _prepare(self) -> bool:
         assert self.engine is not None
@@ -145,7 +145,7 @@ class StaticCache(DeviceCache):
 
     def _stay_constants(self) -> None:
         assert self.engine is not None
-        _stay(*self.engine.tensors())
+        _keep_addresses(*self.engine.tensors())
 
     @without_autocast
     def append(
@@ -197,7 +197,7 @@ class StaticCache(DeviceCache):
         self.fresh, self.newest = False, None
 
     def _place(self, n: int, positions: Tensor | None, empty: bool) -> None:
-        """Take the positions of new tokens; several are looked at once for all layers, a single one by the device."""
+        """Record the positions of new tokens: several are checked once for all layers, a single one on the device."""
         assert self.placed is not None
         assert self.seq_lens is not None
         sink, device = self.scheme.sink, self.placed.device
@@ -406,7 +406,7 @@ class StaticCache(DeviceCache):
         yield from self.buffers.values()
 
 
-def _stay(*tensors: Tensor) -> None:
-    """Tell compiled graphs that these tensors keep their addresses."""
+def _keep_addresses(*tensors: Tensor) -> None:
+    """Mark tensors as static for torch.compile: compiled graphs rely on their addresses."""
     for tensor in tensors:
         torch._dynamo.mark_static_address(tensor)

@@ -1,4 +1,4 @@
-"""Rows of queries, dense keys and values, and outputs, into the basis of the codes or out of it.
+"""Change queries, dense keys and values, and outputs into the basis of the codes, or back to the model's.
 
 Unpacked keys and values stay in the basis of their codes (``history``), and what they meet is brought there: in one
 launch for several tensors, since a dozen small operations in every layer take the host longer than the GPU.
@@ -155,7 +155,7 @@ def into_codes(q: Tensor, key: Constants) -> Tensor:
 
 
 def queries_to_change(q: Tensor, key: Constants) -> tuple[Tensor, list[Part]]:
-    """As ``into_codes``, for who launches ``change_basis`` later: the result, and what fills it."""
+    """As ``into_codes``, for a caller that launches ``change_basis`` itself: the result, and the part that fills it."""
     if key.order == 1 and key.factor is None and q.dtype == torch.float16:
         return q, []
     part = _copied(q, key, MULTIPLY, torch.float16)

@@ -396,8 +396,8 @@ _LOADING = threading.Lock()
 
 
 @contextlib.contextmanager
-def _on(device: int) -> Iterator[None]:
-    """Make the device's context current, whatever this thread has used so far."""
+def _current_device(device: int) -> Iterator[None]:
+    """Make the device's context current, whichever device this thread used before."""
     with torch.cuda.device(device):
         torch.cuda.current_stream(device)
         driver = importlib.import_module("cuda.bindings.driver")
@@ -431,7 +431,7 @@ def load(program: Program, names: Sequence[str], device: torch.device, label: st
     with _LOADING:  # one thread compiles, the others find the result
         if (program, index) not in _LOADED:
             cubin = compile_program(program, architecture(torch.device("cuda", index)), label)
-            with _on(index):
+            with _current_device(index):
                 status, module = driver.cuModuleLoadData(cubin)
             _check(driver, int(status), f"load {label or 'a program'}")
             _LOADED[program, index] = module
@@ -443,7 +443,7 @@ def load(program: Program, names: Sequence[str], device: torch.device, label: st
 def _kernel(program: Program, name: str, index: int) -> Kernel:
     """One object per function: its shared-memory limit is set once and must not shrink."""
     driver = importlib.import_module("cuda.bindings.driver")
-    with _on(index):
+    with _current_device(index):
         status, handle = driver.cuModuleGetFunction(_LOADED[program, index], name.encode())
     _check(driver, int(status), f"find {name} in a program")
     return Kernel(handle, index)

@@ -88,18 +88,18 @@ def constants(
         of, where = kernel.tables_of or codec, (site.head_dim, site.device) if kernel.alike else site
         name = ("tables", kernel.type, of, where) if drawn and not of.needs_sample else None
         before = None if old is None else old.tables
-        tables = _one(name, site.device, before, lambda: _tables(kernel, params, site.num_heads))
+        tables = _shared(name, site.device, before, lambda: _tables(kernel, params, site.num_heads))
     if kernel.multiplies:
         name = ("factor", kernel.type, codec, site) if drawn and not codec.needs_sample else None
         before = None if old is None else old.factor
-        factor = _one(name, site.device, before, lambda: _factor(kernel, params, site.num_heads, site.head_dim))
+        factor = _shared(name, site.device, before, lambda: _factor(kernel, params, site.num_heads, site.head_dim))
     if kernel.matrix is not None:
-        matrix = _one(None, site.device, None if old is None else old.matrix, partial(_matrix, kernel, params))
+        matrix = _shared(None, site.device, None if old is None else old.matrix, partial(_matrix, kernel, params))
     return Constants(tables, factor, kernel.order, matrix)
 
 
-def _one(name: Hashable, device: torch.device, before: Tensor | None, build: Callable[[], Tensor]) -> Tensor:
-    """A tensor that is shared by its name; None: it belongs to one cache, and goes where it was before."""
+def _shared(name: Hashable, device: torch.device, before: Tensor | None, build: Callable[[], Tensor]) -> Tensor:
+    """Share the tensor of this name in the process; without a name it belongs to one cache and keeps its address."""
 
     def first() -> dict[str, Tensor]:
         made = build()
@@ -118,12 +118,12 @@ def _one(name: Hashable, device: torch.device, before: Tensor | None, build: Cal
 def joined(layers: Sequence[Constants], heads: int) -> Constants:
     """Constants of several layers, concatenated along the heads; of one sequence."""
     if len(layers) == 1:
-        return layers[0]._replace(factor=None if layers[0].factor is None else _first(layers[0].factor))
+        return layers[0]._replace(factor=None if layers[0].factor is None else _first_sequence(layers[0].factor))
     tables = layers[0].tables
     if tables is not None and not (tables.dim() == 2 and len(tables) == 1 and all(x.tables is tables for x in layers)):
         held, by_head = [x.tables for x in layers if x.tables is not None], tables.dim() == 2
-        tables = torch.cat([x.expand(heads, -1) if by_head else _first(x) for x in held], 0 if by_head else 1)
-    factors = [_first(x.factor) for x in layers if x.factor is not None]
+        tables = torch.cat([x.expand(heads, -1) if by_head else _first_sequence(x) for x in held], 0 if by_head else 1)
+    factors = [_first_sequence(x.factor) for x in layers if x.factor is not None]
     matrices = [x.matrix for x in layers if x.matrix is not None]
     return Constants(
         tables,
@@ -133,7 +133,7 @@ def joined(layers: Sequence[Constants], heads: int) -> Constants:
     )
 
 
-def _first(x: Tensor) -> Tensor:
+def _first_sequence(x: Tensor) -> Tensor:
     """Of the first sequence alone."""
     return x if x.shape[0] == 1 else x[:1]
 

@@ -94,7 +94,7 @@ class CudaEngine(Engine):
         return other
 
     def expect_layer(self) -> None:
-        """Count it: ``rooms`` takes memory for the fits of all layers at once."""
+        """Count one more layer: ``rooms`` allocates memory for the fits of all layers at once."""
         self.rooms.layers += 1
 
     def fits(self, role: Role) -> bool:
@@ -111,11 +111,11 @@ class CudaEngine(Engine):
         return found
 
     def launch_fits(self) -> None:
-        """Launch what waits in ``rooms``."""
+        """Launch the fits that wait in ``rooms``."""
         self.rooms.launch()
 
     def take_fitted(self, role: Role, params: Params | None) -> bool:
-        """What a fit wrote on the device, if the role's params are those of that fit."""
+        """Use the constants that a fit wrote on the device, if the role's params are those of that fit."""
         own = self.own.get(role)
         if own is None or own.params is not params:
             return False

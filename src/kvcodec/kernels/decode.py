@@ -136,7 +136,7 @@ def _plan(
     device: torch.device,
 ) -> Plan:  # fmt: skip
     spec = decode_spec_of(text)
-    apart = dense >= 0 and _apart(spec, units, device)
+    apart = dense >= 0 and _needs_dense_cta(spec, units, device)
     config = Config._make(given) if given else config_for(spec, units, capacity, machine(device), apart, heads)
     shared, early, there = shared_bytes(spec, config, dense >= 0, heads), shares_tables(spec, config), machine(device)
     if shared > there.shared_block:
@@ -152,7 +152,7 @@ def _plan(
     return Plan(config, decode, combine, asked_bytes(shared, device), early)
 
 
-def _apart(spec: DecodeSpec, units: int, device: torch.device) -> bool:
+def _needs_dense_cta(spec: DecodeSpec, units: int, device: torch.device) -> bool:
     """Whether a CTA is kept for dense tokens: they cannot join, or it takes long where each of many splits is short."""
     return not spec.joins or (spec.value.multiplies and 8 * units <= machine(device).sms)
 
@@ -162,7 +162,7 @@ def splits_of(text: str, q: Tensor, num_kv_heads: int, table: Tensor, dense: boo
     spec = _SPECS[text]
     group = q.shape[1] // num_kv_heads
     units = q.shape[0] * num_kv_heads * spec.tiles(group)
-    apart = dense and _apart(spec, units, q.device)
+    apart = dense and _needs_dense_cta(spec, units, q.device)
     capacity = table.shape[1] * spec.page_tokens
     return config_for(spec, units, capacity, machine(q.device), apart, spec.heads(group)).splits
 

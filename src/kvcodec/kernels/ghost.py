@@ -226,11 +226,11 @@ def cpu_read_tables(params: Params) -> Tensor:
     found = levels()
     positive = [found[(1 << w) - 1 + (1 << w - 1) : (1 << w + 1) - 1] for w in range(1, WIDEST + 1)]
     same = torch.cat([torch.zeros(1), *positive, scales()]).expand(*order.shape[:2], -1)
-    parts = [_bytes(order.to(torch.int16)), _apart(widths), _bytes(same)]
-    return _padded(torch.cat([*parts, *([_bytes(_apart(params["centre"]))] if "centre" in params else [])], -1))
+    parts = [_bytes(order.to(torch.int16)), _even_then_odd(widths), _bytes(same)]
+    return _padded(torch.cat([*parts, *([_bytes(_even_then_odd(params["centre"]))] if "centre" in params else [])], -1))
 
 
-def _apart(x: Tensor) -> Tensor:
+def _even_then_odd(x: Tensor) -> Tensor:
     """Even places, then odd ones."""
     return torch.cat([x[..., ::2], x[..., 1::2]], -1)
 
@@ -384,7 +384,7 @@ class _Layers:
 def fit(
     codecs: Mapping[Role, Codec], head_dim: int, samples: Mapping[Role, Sample], rooms: Rooms
 ) -> dict[Role, Fitted]:
-    """As ``Ghost.fit`` or ``fit_with`` of the samples, and the mean before; no look at a number.
+    """As ``Ghost.fit`` or ``fit_with`` of the samples, after subtracting the mean; nothing synchronises.
 
     Launched with other layers' by ``rooms.launch``.
     """

@@ -323,7 +323,7 @@ def attend_history(
     for row, end, low in _runs(q, total, packed.pages.shape[1], seen):
         high = total - n + end if seen.causal and seen.mask is None else total
         rows = q if end - row == n else q[:, :, row:end]
-        found = _over(rows, history, low, high, scale, seen.of_rows(row, end))
+        found = _attend_range(rows, history, low, high, scale, seen.of_rows(row, end))
         outs.append(out_of_codes(with_sinks(found, sinks), packed.value, q.dtype))
     return outs[0] if len(outs) == 1 else torch.cat(outs, 2)
 
@@ -348,14 +348,14 @@ def attend_pages(q: Tensor, packed: Packed, first: int, last: int, scale: float,
         Model basis.
     """
     history = History(packed, first, last)
-    found = _over(q, history, 0, last - first, scale, Seen(causal=causal))
+    found = _attend_range(q, history, 0, last - first, scale, Seen(causal=causal))
     return Partial(out_of_codes(found.out, packed.value), found.lse)
 
 
 def _runs(q: Tensor, total: int, heads: int, seen: Seen) -> Iterator[tuple[int, int, int]]:
     """Ranges of queries processed together: first, last (exclusive), and the oldest token that they may see."""
     n = q.shape[2]
-    # at most half of the tokens that are unpacked at a time: see ``_over``
+    # at most half of the tokens that are unpacked at a time: see ``_attend_range``
     step = max(1, min(rows_at_once(q), _tokens_at_once(q, heads, seen) // 2))
     oldest = min(seen.start, default=0)
     edges = seen.edges(n, total)
@@ -366,7 +366,7 @@ def _runs(q: Tensor, total: int, heads: int, seen: Seen) -> Iterator[tuple[int, 
             yield row, end, min(max(oldest, seen.first(row, n, total)), total - n + row)
 
 
-def _over(q: Tensor, history: History, low: int, high: int, scale: float, seen: Seen) -> Partial:
+def _attend_range(q: Tensor, history: History, low: int, high: int, scale: float, seen: Seen) -> Partial:
     """Attention of ``q [B, HQ, n, D]`` over the tokens ``[low, high)``, unpacked part by part; the result in the
     basis of the values' codes.
 

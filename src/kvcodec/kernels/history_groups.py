@@ -85,7 +85,7 @@ def _near(q: Tensor, packed: Packed, at: int, unit: int, scale: float) -> Partia
     k, v = unpack(packed, base - unit, groups * unit)
     padded = _padded(into_codes(q, packed.key), at - base, groups * unit)
     # places of a group in reverse order: key c is seen by the queries from c + 1 on
-    queries, keys, values = (_units(x, unit).flip(2) for x in (padded, k, v))
+    queries, keys, values = (_groups(x, unit).flip(2) for x in (padded, k, v))
     found = score(queries[:, :, 1:], keys[:, :, :-1], values[:, :, :-1], scale)
     out = torch.nn.functional.pad(found.out.flip(2), (0, 0, 0, 1))
     lse = torch.nn.functional.pad(found.lse.flip(2), (0, 1), value=-torch.inf)
@@ -94,7 +94,7 @@ def _near(q: Tensor, packed: Packed, at: int, unit: int, scale: float) -> Partia
     return Partial(out_of_codes(out, packed.value), lse)
 
 
-def _units(x: Tensor, unit: int) -> Tensor:
+def _groups(x: Tensor, unit: int) -> Tensor:
     """Groups of ``x [1, H, t, D]`` as the batch, ``[t / unit, H, unit, D]``."""
     return x[0].unflatten(1, (-1, unit)).transpose(0, 1)
 
@@ -104,7 +104,7 @@ def _dense(q: Tensor, k: Tensor, v: Tensor, unit: int, scale: float, skip: int) 
     tokens = -(-k.shape[2] // unit) * unit
     padded = (_padded(x, at, tokens) for x, at in ((q, skip), (k, 0), (v, 0)))
     # padding lies after everything that a query sees
-    queries, keys, values = (_units(x, unit) for x in padded)
+    queries, keys, values = (_groups(x, unit) for x in padded)
     found = score(queries, keys, values, scale)
     rows = slice(skip, skip + q.shape[2])
     out, lse = (x.transpose(0, 1).flatten(1, 2)[None, :, rows] for x in found)

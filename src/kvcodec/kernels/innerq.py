@@ -90,7 +90,7 @@ def _fit_kernel(head_dim: int, device: torch.device) -> Kernel:
 def fit(
     codecs: Mapping[Role, Codec], head_dim: int, samples: Mapping[Role, Sample], rooms: Rooms
 ) -> dict[Role, Fitted]:
-    """As ``InnerQ.fit`` of all tokens; a launch for each role, no look at a number."""
+    """As ``InnerQ.fit`` of all tokens; one launch for each role, nothing synchronises."""
     return {role: _fit(head_dim, sample.x, rooms) for role, sample in samples.items()}
 
 

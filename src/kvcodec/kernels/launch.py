@@ -319,7 +319,7 @@ _limits = [1 << 30]
 
 @contextlib.contextmanager
 def limited(kilobytes: int) -> Iterator[None]:
-    """Take GPUs for ones of so much shared memory a multiprocessor: to time programs for GPUs that are not there.
+    """Limit the shared memory of a multiprocessor, to time the programs that GPUs with less of it would run.
 
     What was chosen before stays; ``decode._plan`` and ``history._plan`` remember it. Decode attention is then launched
     with ``asked_bytes``.

@@ -156,7 +156,7 @@ def team_bytes(pairs: int, tile: int, heads: int, warps: int, tight: int = 0) ->
 
 
 def checked(name: str, pairs: int, mean: KeyMean | None, placed: Tensor | None, batch: int, heads: int) -> None:
-    """Check what a kernel that was made for ``pairs`` is given.
+    """Validate the mean and positions passed to a kernel that was compiled for ``pairs``.
 
     Raises
     ------

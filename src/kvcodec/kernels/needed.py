@@ -188,7 +188,7 @@ def _pairs(scheme: KVScheme, head_dim: int, means: bool) -> list[int]:
 
 
 class Compiled(NamedTuple):
-    """What became of a program: its bytes, and the seconds that it took; 0: it had been compiled before."""
+    """The outcome of a compilation: size in bytes, and seconds taken; 0: it had been compiled before."""
 
     label: str
     nbytes: int

@@ -86,7 +86,7 @@ class Chunks(NamedTuple):
 
     @classmethod
     def of(cls, requests: Sequence[Chunk], table: Tensor, room: "Room", sight: Sight | None = None) -> Self:
-        """Return the chunks of neighbouring requests; one transfer, which nothing waits for.
+        """Return the chunks of neighbouring requests; one asynchronous transfer to the device.
 
         Parameters
         ----------
@@ -153,7 +153,7 @@ def gathered(requests: Sequence[Chunk], most: int, sight: Sight | None = None) -
 
 
 class Room:
-    """Memory that the layers of a step use one after the other."""
+    """Scratch memory that the layers of a step share, one after the other."""
 
     def __init__(self) -> None:
         self.flat: dict[str, Tensor] = {}
@@ -192,9 +192,9 @@ class ChunkReader:
         self.plan = plan_of(packed.spec, packed.pages.device)
         self.args: UnpackArgs = filled_args(packed, self.plan)
         if self.packed.key.order != 1 or self.packed.key.factor is not None:
-            self.args.k_order, self.args.k_factor = packed.key.order, _of_all(packed.key.factor)
+            self.args.k_order, self.args.k_factor = packed.key.order, _address_of(packed.key.factor)
         if self.packed.value.order != 1 or self.packed.value.factor is not None:
-            self.args.v_order, self.args.v_factor = packed.value.order, _of_all(packed.value.factor)
+            self.args.v_order, self.args.v_factor = packed.value.order, _address_of(packed.value.factor)
 
     def attend(
         self, q: Tensor, chunks: Chunks, scale: float, out: Tensor, sinks: Tensor | None = None, softcap: float = 0.0
@@ -261,6 +261,6 @@ def dtype_of(q: Tensor) -> torch.dtype:
     return torch.float16 if q.dtype == torch.float32 else q.dtype
 
 
-def _of_all(factor: Tensor | None) -> int | None:
+def _address_of(factor: Tensor | None) -> int | None:
     """Address of a factor ``[1, H, D]``, or of none."""
     return None if factor is None else factor.data_ptr()

@@ -105,7 +105,7 @@ class GroupChunks(NamedTuple):
         halves: int = 1,
         window: int = 0,
     ) -> Self:
-        """Return the chunks of neighbouring requests; one transfer, which nothing waits for.
+        """Return the chunks of neighbouring requests; one asynchronous transfer to the device.
 
         Parameters
         ----------
@@ -122,7 +122,7 @@ class GroupChunks(NamedTuple):
             As ``Sight``.
         """
         row, first, *_ = requests[0]
-        numbers = _numbers(requests, unit, Sight(window, page_tokens), halves)
+        numbers = _host_numbers(requests, unit, Sight(window, page_tokens), halves)
         parts = [np.ascontiguousarray(x, dtype=np.int32).ravel() for x in numbers.arrays.values()]
         flat = torch.from_numpy(np.concatenate(parts))
         if table.is_cuda:
@@ -172,7 +172,7 @@ def _starts(counts: Any) -> Any:
     return np.concatenate([[0], np.cumsum(counts)])
 
 
-def _numbers(requests: Sequence[Chunk], unit: int, sight: Sight, halves: int) -> _Numbers:
+def _host_numbers(requests: Sequence[Chunk], unit: int, sight: Sight, halves: int) -> _Numbers:
     """Numbers of ``GroupChunks`` that are known on the host; ``columns`` of the tables that are read, 0: all.
 
     Slots are counted from the first page that is read. It holds the group before the first own one unless the first

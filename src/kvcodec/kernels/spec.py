@@ -198,7 +198,7 @@ def includes(*roles: Reader | Encoder) -> list[str]:
 
 
 def flag(x: bool) -> str:
-    """Return a truth value as C++ writes it."""
+    """Return a bool as a C++ literal."""
     return "true" if x else "false"
 
 

@@ -27,7 +27,7 @@ DECODE_SHAPES = "spine,corners,octopus,saw,per-head,sweep"
 
 
 def check_on_cpu(args: argparse.Namespace) -> None:
-    """Refuse options of the GPU benches for those that run on a CPU, which would not look at them.
+    """Refuse GPU-only options of a bench that runs on a CPU, which would ignore them.
 
     Raises
     ------

@@ -120,7 +120,7 @@ class Runner:
         return cache_for(self.model, spec, attention="fused")
 
     def filled(self, make: Callable[[], Any]) -> Any:
-        """Return a cache of ``held`` tokens."""
+        """Return a cache filled with ``held`` tokens."""
         cache = make()
         self.token(cache, self.held)
         return cache

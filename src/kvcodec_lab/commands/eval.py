@@ -85,14 +85,14 @@ def add_arguments(p: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> Result:
     """Run the tasks, or measure one preset."""
     if args.spec is not None:
-        return _one(args)
+        return _single(args)
     for option, instead in (("windows", "--limit"), ("new_tokens", SINGLE), ("probe", SINGLE)):
         if getattr(args, option) is not None:
             raise SpecError(f"--{option.replace('_', '-')} is for --spec; use {instead}.")
     return _tasks(args)
 
 
-def _one(args: argparse.Namespace) -> Result:
+def _single(args: argparse.Namespace) -> Result:
     """One preset through ``compare``."""
     from kvcodec_lab.eval.compare import about
     from kvcodec_lab.eval.quantized_cache import quantized_cache_of

@@ -265,7 +265,7 @@ class _Comparison:
         s, model = self.settings, self.model.model
         number = len(self.base.scores) + 1
         records: list[fidelity.LayerRecord] = []
-        self._tell("uncompressed", number)
+        self._show_progress("uncompressed", number)
         if first and s.queries:
             with fidelity.record(model, s.queries) as records:
                 reference = perplexity.uncompressed(model, window)
@@ -277,7 +277,7 @@ class _Comparison:
         for run in self.runs:
             at = time.monotonic()
             assert run.scheme is not None
-            self._tell(str(run.scheme), number)
+            self._show_progress(str(run.scheme), number)
             with warnings.catch_warnings(record=True) as caught:
                 warnings.simplefilter("always")
                 options: dict[str, Any] = {"prefill": s.prefill, "seed": s.seed, "params": run.params}
@@ -334,7 +334,7 @@ class _Comparison:
         for run, found in zip((self.base, *self.runs), made.values(), strict=True):
             run.long = found
 
-    def _tell(self, name: str, number: int) -> None:
+    def _show_progress(self, name: str, number: int) -> None:
         note = f"{name}: window {number} of {len(self.windows)}"
         self.progress.bar("measuring", self.jobs_done, self.jobs, note)
 

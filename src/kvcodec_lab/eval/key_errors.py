@@ -183,7 +183,7 @@ def _left(
 
 
 def _check(scheme: KVScheme, biases: KeyBiases | None) -> Row | None:
-    """What the check of the weights says; None where it knows of no bias."""
+    """Result of the check of the weights; None where it finds no bias."""
     worst = biases.worst(scheme) if biases else None
     if worst is None:
         return None
@@ -193,7 +193,7 @@ def _check(scheme: KVScheme, biases: KeyBiases | None) -> Row | None:
 def _probe(
     records: Sequence[LayerRecord], scheme: KVScheme, biases: KeyBiases | None, frequencies: Tensor | None
 ) -> Row:
-    """What the probe of the first prefill says: whether it speaks, and the layer with the largest error."""
+    """Result of the probe of the first prefill: whether it warns, and the layer with the largest error."""
     probe, warned = OutlierProbe(scheme, "warn", biases), False
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always", KVCodecWarning)

@@ -404,7 +404,7 @@ def _check_options(scheme: KVScheme, prefill: str, batch_size: int | str, option
 
 
 def _device(device: str | None) -> str:
-    """Return lm-eval's rule: the GPU asked for (the first by default) if it is there, else the CPU."""
+    """As lm-eval: the requested GPU (by default the first) if there is one, else the CPU."""
     wanted = device or "cuda"
     if wanted.startswith("cuda") and not torch.cuda.is_available():
         log.info("no CUDA device: running on the CPU")

@@ -230,7 +230,7 @@ def _tensors(held: Any) -> Iterator[Tensor]:
 
 @lru_cache
 def _layer_class(backend: str) -> Any:
-    """Class of layer that transformers has for a backend, with what the module's text says around it."""
+    """Subclass of transformers' layer for a backend, with the changes that the module's docstring describes."""
     from transformers import cache_utils
 
     base: Any = {"quanto": cache_utils.QuantoQuantizedLayer, "hqq": cache_utils.HQQQuantizedLayer}[backend]

@@ -128,7 +128,7 @@ def draw(plot: Plot) -> str:
     up, y_ticks = _scale(plot.y, y_values, height - bottom, top, 6)
     front = frontier([(p.x, p.y) for p in plot.points], plot.better)
     parts = [
-        f'<svg viewBox="0 0 {width} {height}" role="img" aria-label="{escape(_told(plot, front))}"'
+        f'<svg viewBox="0 0 {width} {height}" role="img" aria-label="{escape(_description(plot, front))}"'
         f' data-better="{plot.better}"{f" data-name={chr(34)}{escape(plot.key)}{chr(34)}" if plot.key else ""}>',
     ]
     if wide:
@@ -242,7 +242,7 @@ def _name(axis: Axis) -> str:
     return axis.name or axis.title
 
 
-def _told(plot: Plot, front: Sequence[int]) -> str:
+def _description(plot: Plot, front: Sequence[int]) -> str:
     """The drawing in words, for screen readers."""
     if plot.curves:
         return f"{plot.title}: {plot.y.title} over {plot.x.title}; the numbers are in the table"

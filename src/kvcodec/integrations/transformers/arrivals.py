@@ -1,4 +1,4 @@
-"""What a forward pass on a GPU leaves for its end: appends of the pass that fills a cache, and checks of any pass.
+"""Work deferred to the end of a forward pass on a GPU: the appends that fill a cache, and the checks of any append.
 
 A pass that fills a cache attends the fresh K and V, so all layers' tokens may be encoded later, one layer after the
 other: the host, which short prompts wait for, is quicker so than between the model's own layers. Reading a number
@@ -85,7 +85,7 @@ class Waiting(NamedTuple):
 
 
 class Arrivals:
-    """The notes of a forward pass of several tokens, checked once, at its end; and tokens that wait for it.
+    """The appends of one forward pass of several tokens, checked once at its end, and the tokens not yet appended.
 
     If a pass stopped half-way, its tokens are appended and its notes checked before the next call adds, changes or
     reads anything.

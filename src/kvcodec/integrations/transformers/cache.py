@@ -423,7 +423,7 @@ def _given(params: LayerParams | str | Path | None, model_or_config: Any, scheme
 
 
 def _give_mean(path: str | Path, loaded: LayerCache, fresh: LayerCache) -> None:
-    """Let the layer of a file use what an empty cache of the model knows of the mean."""
+    """Give a layer read from a file the mean removal of the model's empty cache, which the file does not hold."""
     if (loaded.site.mean is None) != (fresh.site.mean is None):
         raise FormatError(
             f"{path}: the keys of layer {loaded.layer} were saved with mean={loaded.scheme.mean}, which this model "

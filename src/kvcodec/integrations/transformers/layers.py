@@ -237,7 +237,7 @@ class PackedCacheLayer(CacheLayerMixin):  # type: ignore[misc]
         return out
 
     def _decoded_role(self, role: Role, first: int) -> Tensor:
-        """As ``_decoded``, of one role; one decoded chunk beside the result at a time."""
+        """As ``_decoded``, of one role; besides the result, one decoded chunk is in memory at a time."""
         cache, last = self.cache, len(self.cache)
         end = min(first + CHUNK_TOKENS, last)
         out = cache.decode_role(role, first, end)

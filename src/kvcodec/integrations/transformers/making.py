@@ -1,4 +1,4 @@
-"""What ``cache_for`` makes a cache of: the site of each layer, the kernels that serve them, the layers themselves."""
+"""The parts of which ``cache_for`` builds a cache: the site of each layer, its kernels, and the layers themselves."""
 
 import warnings
 from collections.abc import Mapping, Sequence
@@ -72,7 +72,7 @@ def sites_of(
 def _energies(
     model_or_config: Any, plan: ModelPlan, schemes: Sequence[KVScheme], given: LayerParams
 ) -> dict[int, torch.Tensor]:
-    """Energies of the queries of layers whose key constants wait for the first tokens."""
+    """Query energies of the layers whose key constants are fitted on the first tokens."""
     waiting = [
         layer.index
         for layer, own in zip(plan.kv_layers, schemes, strict=True)

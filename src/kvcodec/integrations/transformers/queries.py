@@ -1,4 +1,4 @@
-"""How loud a model's queries are, channel by channel: of a run on tokens drawn at random, without any text."""
+"""Mean squares of a model's queries, channel by channel, measured on random tokens instead of a text."""
 
 import warnings
 import weakref

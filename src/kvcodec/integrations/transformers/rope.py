@@ -145,7 +145,7 @@ def rope_of(model: nn.Module) -> Rope:
 
 
 def listening(model_or_config: Any) -> Rope | None:
-    """Return what hears the positions of new tokens; None: the model has nothing that is called with them."""
+    """Return the ``Rope`` that records positions of new tokens; None: no module of the model is called with them."""
     try:
         return rope_of(model_or_config) if isinstance(model_or_config, nn.Module) else None
     except UnsupportedError:

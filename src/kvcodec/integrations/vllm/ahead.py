@@ -1,4 +1,4 @@
-"""What the kernels of a served model need is compiled when the engine starts, and the log says what that is."""
+"""Compile the kernels of a served model when the engine starts, and log which they are."""
 
 import time
 from collections.abc import Sequence
@@ -19,7 +19,7 @@ logger = init_logger("vllm.kvcodec")
 def compile_ahead(
     impls: Sequence[Any], page_tokens: int, config: VllmConfig, device: torch.device, queries: int
 ) -> None:
-    """Compile what decode steps, encoding and prompts of these layers will ask for.
+    """Compile the programs that decode steps, encoding and prompts of these layers need.
 
     ``impls`` of ``PackedImpl``; ``queries``: most query tokens of a request in a decode step.
     """

@@ -124,7 +124,7 @@ def check_weights(
         rotaries = Rotaries(own, text_config.hidden_size, model.dtype, model.max_model_len, model.uses_mrope)
         if biases:
             biases.turned = all(isinstance(rotaries.of(index), Rotary) for index in biases.layers)
-        agreed = _agreed(decided(scheme, order, biases, params))
+        agreed = _same_on_all_processes(decided(scheme, order, biases, params))
         kinds = dict(zip(order, agreed, strict=True))
         told = check_biases(options, found, params=params if whole else None)
         asked = frozenset(i for at, i in enumerate(order) if scheme.for_layer(at, len(order)).mean in ("pre", "post"))
@@ -132,16 +132,16 @@ def check_weights(
         return told, means_of(scheme, kinds, own, biases, given, rotaries, asked), tuple(agreed)
 
 
-def _agreed(means: list[Mean]) -> list[Mean]:
-    """The same for all processes: where one that has some of a layer's heads decides for a mean, all do.
+def _same_on_all_processes(means: list[Mean]) -> list[Mean]:
+    """Make all tensor-parallel processes decide alike: a layer has a mean if it has one in any of them.
 
     A pipeline's stage knows the biases of its own layers only.
     """
-    return [KINDS[number] for number in _largest([KINDS.index(mean) for mean in means])]
+    return [KINDS[number] for number in _largest_on_any_process([KINDS.index(mean) for mean in means])]
 
 
-def _largest(numbers: list[int]) -> list[int]:
-    """The largest of all processes, number by number."""
+def _largest_on_any_process(numbers: list[int]) -> list[int]:
+    """Element-wise maximum over all processes."""
     found = torch.tensor(numbers)
     for group in (get_tp_group(), get_pp_group()):
         if group.world_size > 1:
@@ -152,7 +152,7 @@ def _largest(numbers: list[int]) -> list[int]:
 def _check_one_file(params: FittedParams) -> None:
     """Raise if processes read different files of constants: on several hosts each has its own."""
     own = int(params.sha256[:15], 16)
-    largest, other = _largest([own, -own])
+    largest, other = _largest_on_any_process([own, -own])
     if largest != -other:
         raise UnsupportedError(
             f"kvcodec: {params.file} is not the same file on all hosts of this server; copy one of them to the "

@@ -60,7 +60,7 @@ class PackedBuilder(AttentionMetadataBuilder[PackedMetadata]):  # type: ignore[m
         self.expanded: Expanded | None = None
         self.joint = all(impl.packed.takes_several(impl.rules) for impl in impls)
         self.windows = {impl.rules.window for impl in impls}
-        _tell([impl.packed for impl in impls], kv_cache_spec.block_size)
+        _log_kernels([impl.packed for impl in impls], kv_cache_spec.block_size)
         if device.type == "cuda":
             compile_ahead(impls, kv_cache_spec.block_size, vllm_config, device, self.most_queries)
         if vllm_config.model_config.is_hybrid:
@@ -176,8 +176,8 @@ class PackedBuilder(AttentionMetadataBuilder[PackedMetadata]):  # type: ignore[m
         return prompts
 
 
-def _tell(layers: list[EngineLayer], page_tokens: int) -> None:
-    """Say in the log what serves the layers, and why where that is the reference."""
+def _log_kernels(layers: list[EngineLayer], page_tokens: int) -> None:
+    """Log whether kernels or the reference serve the layers, and why it is the reference."""
     served = [layer.engine(page_tokens) for layer in layers if not layer.unserved]
     for name, count in Counter(engine.name for engine in served).items():
         logger.info("kvcodec: %d of %d layers are served by the kernels %r", count, len(layers), name)

@@ -169,7 +169,7 @@ class GroupedLayer(EngineLayer):
     # -- prompts of several requests -----------------------------------------------------------------------------------
 
     def prefill_bytes(self, tokens: int, length: int, query_heads: int, rules: Rules) -> int:
-        """As ``EngineLayer.prefill_bytes``: new tokens also lie beside the groups before them."""
+        """As ``EngineLayer.prefill_bytes``, plus a copy of the new tokens next to the groups before them."""
         row = 2 * self.heads * self.head_dim
         beside = row * (3 * tokens + self.unit) * torch.float32.itemsize
         return super().prefill_bytes(tokens, length, query_heads, rules) + beside

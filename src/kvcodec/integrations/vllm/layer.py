@@ -452,7 +452,7 @@ class EngineLayer:
         self._encode(new, cache, page[:, None].int(), place.int(), where, less)
 
     def _rounded(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-        """Float32 tokens as caches hold them, in one dtype; what exceeds fp16 stays refused."""
+        """Round float32 tokens as caches store them, in one dtype; what exceeds fp16 becomes inf, which is refused."""
         held = [self.roles[role].codec.held_dtype(keys.dtype) for role in ROLES]
         key, value = (
             x.to(dtype).masked_fill(~(x.abs() <= FP16_MAX), torch.inf)

@@ -98,12 +98,12 @@ class CpuEngine(Engine):
     ) -> Tensor:
         """As ``Engine.attend``; the kernels have memory of their own, so ``workspace`` is not used."""
         batch = q.shape[0]
-        at = _numbers(placed, batch, 0)
-        first, last = _numbers(start, batch, 0), seq_lens.tolist()
+        at = _as_list(placed, batch, 0)
+        first, last = _as_list(start, batch, 0), seq_lens.tolist()
         if dense_at is not None and dense_k is not None and dense_v is not None:
             dense_k, dense_v = (x.index_select(0, dense_at) for x in (dense_k, dense_v))
         dense = 0 if dense_k is None else dense_k.shape[2]
-        dense_first, dense_last = _numbers(dense_start, batch, 0), _numbers(dense_lens, batch, dense)
+        dense_first, dense_last = _as_list(dense_start, batch, 0), _as_list(dense_lens, batch, dense)
         pieces: list[list[Piece]] = [
             [Piece(max(0, last[b] - first[b]), first[b], first[b], at[b] + first[b]), Piece(max(0, z - a), ~a, ~a)]
             for b, (a, z) in enumerate(zip(dense_first, dense_last, strict=True))
@@ -128,7 +128,7 @@ class CpuEngine(Engine):
         """The sink is a piece of dense tokens, the rest a piece of the pages."""
         dense_k, dense_v = sink or (None, None)
         t = 0 if dense_k is None else dense_k.shape[2]
-        pieces = [Piece(t, ~0, ~0), Piece(length - t, t, t, _numbers(placed, 1, 0)[0] + t)]
+        pieces = [Piece(t, ~0, ~0), Piece(length - t, t, t, _as_list(placed, 1, 0)[0] + t)]
         return self._attend(
             q, store, [pieces], dense_k=dense_k, dense_v=dense_v, scale=scale, softcap=seen.softcap, sinks=sinks,
             seen=ranges(seen, 1, q.shape[2], length), mean=self.mean,
@@ -198,6 +198,6 @@ class CpuEngine(Engine):
         return workspace_bytes(q) + 4 * dense * q.numel() // q.shape[2]
 
 
-def _numbers(x: Tensor | None, batch: int, default: int) -> list[int]:
+def _as_list(x: Tensor | None, batch: int, default: int) -> list[int]:
     """Numbers of an int32 ``[B]`` on the CPU."""
     return [default] * batch if x is None else x.tolist()
