@@ -66,7 +66,7 @@ def smollm2() -> Any:
     return load("smollm2-135m", progress=False)
 
 
-_COMMON = {
+SMALL: dict[str, Any] = {
     "vocab_size": 128,
     "hidden_size": 64,
     "intermediate_size": 64,
@@ -242,7 +242,17 @@ def tiny_config(name: str, **changed: Any) -> Any:
 
     family, options = _NAMES[name]
     suffix = "TextConfig" if family in ("Gemma3", "Gemma3n", "Gemma4", "Llama4") else "Config"
-    return getattr(transformers, family + suffix)(**{**_COMMON, **options, **changed})
+    return getattr(transformers, family + suffix)(**{**SMALL, **options, **changed})
+
+
+def weights(model: Any) -> dict[str, torch.Tensor]:
+    """Copies of a model's parameters."""
+    return {name: p.detach().clone() for name, p in model.named_parameters()}
+
+
+def unchanged(model: Any, before: dict[str, torch.Tensor]) -> bool:
+    """Whether the parameters are those of ``weights`` before."""
+    return all(torch.equal(p, before[name]) for name, p in model.named_parameters())
 
 
 def tiny_model(name: str, **changed: Any) -> Any:

@@ -137,7 +137,7 @@ def test_the_error_is_of_the_size_it_has_on_keys_of_the_model(model: Any) -> Non
 
 
 @pytest.mark.parametrize("changed", [{}, {"hidden_size": 256}], ids=["head_dim 64", "head_dim 128"])
-def test_who_breaks(changed: dict[str, Any]) -> None:
+def test_presets_that_break_on_the_key_biases_are_refused(changed: dict[str, Any]) -> None:
     made = biased(**changed)
     biases = biases_of(made, plan_for(made, "decoded"))
     for spec in BROKEN:
@@ -205,7 +205,7 @@ def test_weights_that_cannot_be_called_are_not_guessed() -> None:
     kvcodec.cache_for(empty, "saw-int4")
 
 
-def test_option() -> None:
+def test_the_probe_option_takes_booleans_and_names() -> None:
     assert [probe_option(given) for given in (True, False, "refuse", "warn", "off")] == [
         "refuse",
         "off",

@@ -81,7 +81,7 @@ def test_a_hub_id_without_network_says_what_was_tried(monkeypatch):
         load("smollm2-135", progress=False)
 
 
-def test_texts(tmp_path):
+def test_a_text_file_is_read_with_its_digest_or_refused(tmp_path):
     (tmp_path / "a.txt").write_text("ein Text, mit ü", encoding="utf-8")
     text = load_text(tmp_path / "a.txt")
     assert (text.text, text.name) == ("ein Text, mit ü", "a.txt")

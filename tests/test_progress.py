@@ -52,7 +52,7 @@ def test_a_long_job_shows_that_it_is_alive(monkeypatch):
     assert re.fullmatch(r"loading: \d+\.0 s", lines[-1])
 
 
-def test_silence():
+def test_progress_that_is_off_writes_nothing():
     stream = io.StringIO()
     progress = Progress(False, stream)
     progress.say("a")

@@ -310,7 +310,7 @@ def test_results_table_shows_each_row(tmp_path: Path) -> None:
     ]
 
 
-def test_picture_is_there() -> None:
+def test_the_picture_is_a_png_in_the_repository() -> None:
     (picture,) = re.findall(r"!\[.*?\]\((.*?)\)", README)
     assert (ROOT / picture).read_bytes().startswith(b"\x89PNG")
 

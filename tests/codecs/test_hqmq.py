@@ -54,7 +54,7 @@ def test_bits_at_128(s, r, printed):
     ],
     ids=str,
 )
-def test_bytes(codec, dim, nbytes):
+def test_bytes_of_a_block(codec, dim, nbytes):
     assert codec.layout(dim).block_bytes == nbytes
 
 

@@ -127,7 +127,7 @@ def test_zeros_stretch_the_range_of_a_one_sided_token():
     ],
     ids=str,
 )
-def test_bytes(codec, dim, nbytes):
+def test_bytes_of_a_block(codec, dim, nbytes):
     layout, x = codec.layout(dim), normal_fp16(2, 1, 2 * codec.block_tokens, dim)
     assert layout.block_bytes == nbytes
     payload = codec.encode(x, fitted(codec, x))

@@ -169,7 +169,7 @@ def test_bytes_of_a_token(spec, dim, nbytes):
     assert sum(field.nbytes for field in payload.values()) == 3 * nbytes
 
 
-def test_recipe():
+def test_the_recipe_has_one_codec_for_keys_and_values():
     scheme = kvcodec.get("polarquant-3:window=8")
     assert scheme.key == scheme.value == PolarQuant(3, "fp16")
     assert (scheme.sink, scheme.window) == (0, 8)

@@ -105,7 +105,7 @@ def test_rotation_tames_a_loud_channel():
     assert errors["whole"] < 0.5 * errors["none"], errors
 
 
-def test_bits_and_refusals():
+def test_bits_and_what_shapes_are_refused():
     layout = Q40().layout(128)
     assert (layout.block_bytes, layout.effective_bits) == (72, 4.5)
     assert kvcodec.get("q4_0").effective_bits(64) == 4.5

@@ -64,7 +64,7 @@ def saved(file: Path, tensors: dict[str, torch.Tensor], spec: str = "ghost-3") -
     return FittedParams(kvcodec.get(spec), identity, {}, 0, False, 1, 1, 1).save(file)
 
 
-def test_the_option() -> None:
+def test_params_fit_is_read_as_an_option_to_fit() -> None:
     found = options()
     assert (found.to_fit, found.fitted, found.params) == ("ghost-3", True, None)
     plain = read_options({"kvcodec": {"preset": "ghost-3"}})

@@ -11,7 +11,7 @@ from kvcodec.errors import FitError, ShapeError, UnsupportedError
 from kvcodec.integrations.transformers.argument import passing
 from kvcodec.integrations.transformers.fold import fold_key_norms
 
-from ..conftest import tiny_config, tiny_model
+from ..conftest import tiny_config, tiny_model, unchanged, weights
 
 FOLDED = ("llama-gqa", "llama-mqa", "llama-mha", "qwen2", "mistral", "gpt-oss")
 
@@ -46,14 +46,6 @@ def fitted(model, ids):
 
 def ones(layer=0, heads=2, dim=64, value=1.0):
     return {layer: {"key": {"norm": torch.full((1, heads, dim), value)}}}
-
-
-def weights(model):
-    return {name: p.detach().clone() for name, p in model.named_parameters()}
-
-
-def unchanged(model, before):
-    return all(torch.equal(p, before[name]) for name, p in model.named_parameters())
 
 
 # -- what stays and what changes -------------------------------------------------------------------------------------

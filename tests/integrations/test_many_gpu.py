@@ -16,7 +16,7 @@ from kvcodec.kernels import history as prefill
 from kvcodec.kernels.flash import score
 from kvcodec.kernels.spec import kernels_for
 from tests.conftest import tiny_model
-from tests.integrations.test_generate import padded, prompt
+from tests.integrations.test_ways_to_generate_on_growing_and_static_caches import padded, prompt
 from tests.kernels.test_fused import Reference
 
 pytestmark = pytest.mark.gpu
@@ -86,7 +86,7 @@ def check_chunks(
 
 
 @pytest.mark.parametrize(("spec", "dim"), [(s, d) for d in (64, 128) for s in with_kernels(d)])
-def test_every_preset(spec: str, dim: int) -> None:
+def test_prompt_chunks_with_every_preset(spec: str, dim: int) -> None:
     """Chunks of a prompt, with and without left padding, as stored from the first token on."""
     long, short = (180, 133) if kvcodec.get(spec).key.fit_tokens == 1 else (700, 653)  # what a fit waits for
     model, (ids, mask) = model_on("llama-gqa", head_dim=dim), (x.to(DEVICE) for x in padded(long, short))
@@ -126,7 +126,7 @@ def test_other_dtypes_and_a_static_cache(spec: str, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("spec", FEW)
-def test_generate(spec: str) -> None:
+def test_ways_to_generate_on_growing_and_static_caches(spec: str) -> None:
     """Second turns, beams, assisted decoding and a prompt in chunks, on caches that grow and on static ones."""
     model = model_on("llama-gqa")
     ids = prompt(1, 8).repeat(1, 5).to(DEVICE)

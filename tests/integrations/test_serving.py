@@ -74,7 +74,7 @@ def test_which_presets_are_served() -> None:
         assert why.endswith(".")
 
 
-def test_reasons() -> None:
+def test_refusals_of_schemes_say_what_to_do() -> None:
     assert "run kvcodec fit" in refusal(kvcodec.get("hqmq-s24_r3:outliers=3"))
     assert refusal(kvcodec.get("hqmq-s24_r3:outliers=3"), fitted=True) == ""
     assert refusal(kvcodec.get("q4_0"), 80).startswith("q4_0: q4_0: head_dim=80")
@@ -96,7 +96,7 @@ def test_pages_of_groups_and_of_mixtures() -> None:
     assert (group_tokens(mixed), page_step(mixed)) == (96, 96)
 
 
-def test_options() -> None:
+def test_options_are_read_from_additional_config_and_dtype() -> None:
     assert read_options({}) is None
     assert read_options({"other": 1}, "fp8") is None
     found = read_options({"kvcodec": {"preset": "octopus-3", "window": 0, "seed": 5}})

@@ -258,7 +258,7 @@ def test_tokens_behind_the_pages_are_dropped(variant: str) -> None:
         "ultra-tq", "innerq-base", "innerq-small", "q4_0", "dense", "octopus-qjl-3", "turboquant-qjl-3",
     ],
 )  # fmt: skip
-def test_the_engine_writes(name: str) -> None:
+def test_the_engine_encodes_both_roles_by_kernels(name: str) -> None:
     scheme = kvcodec.get(name).for_layer(4, 8)
     if reason := library.refusal(torch.device("cpu")):
         pytest.skip(reason)

@@ -581,7 +581,9 @@ def test_who_looks_at_tokens_that_wait_sees_them(look: Any, machine: dict[str, A
     assert alike(contents(cache), contents(other))
 
 
-def test_few_bytes_wait(idle: None, waiting: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tokens_that_wait_take_a_bounded_number_of_bytes(
+    idle: None, waiting: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     k, v = rows(90)
     monkeypatch.setattr(arrivals, "HELD", 2 * (k.nbytes + v.nbytes))
     cache = model_cache("saw-int4", probe=False)

@@ -119,7 +119,7 @@ def test_a_token_that_is_no_number_gives_an_order_of_all_channels(machine: dict[
 
 @pytest.mark.gpu
 @pytest.mark.parametrize(("head_dim", "bits"), [(64, 3), (128, 4)])
-def test_on_a_gpu(head_dim: int, bits: float) -> None:
+def test_a_fit_on_a_gpu_is_the_references(head_dim: int, bits: float) -> None:
     turn, padding = Rotary(10_000.0 ** -(torch.arange(head_dim // 2) / head_dim * 2)), torch.tensor([20, 3])
     x, angles = rows(head_dim, 280, torch.bfloat16), turn.angles((torch.arange(280) - 3).expand(BATCH, -1))
     there = x.cuda(), padding.int().cuda(), (angles[0].cuda(), angles[1].cuda())

@@ -259,7 +259,9 @@ def test_positions_that_do_not_go_on_are_refused(served: str) -> None:
 
 @pytest.mark.parametrize("spec", ["saw-int4", "turboquant-3:sink=4", "octopus-3:window=16"])
 @pytest.mark.parametrize("kind", ["pre", "post"])
-def test_a_static_cache(kind: Literal["pre", "post"], spec: str, machine: dict[str, Any]) -> None:
+def test_a_static_cache_keeps_the_mean_and_its_addresses(
+    kind: Literal["pre", "post"], spec: str, machine: dict[str, Any]
+) -> None:
     """Left padding, steps, chunks, crops, beams and a second filling; addresses stay."""
     pair = Pair(spec, rotary(), 256, kind=kind)
     pair.append(90)

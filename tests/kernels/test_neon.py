@@ -107,7 +107,7 @@ def test_what_cannot_be_held(codec: Codec, number: float) -> None:
 
 
 @pytest.mark.parametrize("machine", ["aarch64", "arm64"])
-def test_chosen_on_arm(machine: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_neon_kernels_are_chosen_on_arm(machine: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever PyTorch calls its own kernels there."""
     monkeypatch.undo()
     monkeypatch.setattr(sources.platform, "machine", lambda: machine)

@@ -186,7 +186,7 @@ def test_shuffles(seed):
         assert torch.equal(z, torch.stack([d[other], d[chosen]], dim=1))
 
 
-def test_votes():
+def test_ballot_any_and_all_of_a_warp():
     for x in (torch.zeros(64), torch.ones(64), (torch.arange(64) % 3 == 1), torch.arange(64) == 63):
         bits = x.int()
         y = torch.empty(64, 3, dtype=torch.int32)

@@ -269,7 +269,9 @@ OTHERS = ("turboquant-qjl-3", "saw-int4", "octopus-qjl-2")
     ("name", "spec"),
     [*((n, "int-8") for n in KINDS), *((n, s) for n in ("padding and window", "soft cap", "chunks") for s in OTHERS)],
 )
-def test_what_queries_see(name: str, spec: str, machine: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_queries_see_the_same_tokens_as_in_the_reference(
+    name: str, spec: str, machine: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Windows, left padding, chunks, soft caps and masks; unpacked in one part and in many, with and without sinks."""
     n, held, seen = 40, 118, KINDS[name]
     k, v = rows(2, 2, held, 64)

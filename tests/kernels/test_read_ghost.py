@@ -204,7 +204,7 @@ def test_teams_share_levels() -> None:
 
 
 @pytest.mark.parametrize("spec", ["ghost-3", "ghost-3:transform=klt"])
-def test_a_fused_cache(spec: str, machine: dict[str, Any]) -> None:
+def test_a_fused_cache_with_constants_of_a_file(spec: str, machine: dict[str, Any]) -> None:
     """Encoded, attended and unpacked by kernels, with constants of a file."""
     generator = torch.Generator().manual_seed(0)
     k, v = (

@@ -45,7 +45,7 @@ def test_every_bit_lies_where_the_definition_has_it(bits):
     dtype=st.sampled_from([torch.uint8, torch.int16, torch.int32, torch.int64]),
     seed=st.integers(0, 999),
 )
-def test_there_and_back(bits, runs, lead, dtype, seed):
+def test_deinterleave_inverts_interleave(bits, runs, lead, dtype, seed):
     codes = random_codes(bits, *lead, runs * RUN, seed=seed)
     packed = interleave(codes.to(dtype), bits)
     assert packed.dtype == torch.uint8

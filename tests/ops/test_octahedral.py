@@ -11,7 +11,7 @@ def directions(n, seed=0):
     return v / v.norm(dim=-1, keepdim=True)
 
 
-def test_round_trip():
+def test_from_square_inverts_to_square():
     n = directions(100_000)
     xi, eta = to_square(*n.unbind(-1))
     assert float(xi.abs().max()) <= 1
@@ -39,7 +39,7 @@ def test_length_does_not_matter():
     ],
     ids=str,
 )
-def test_seams(vector, square):
+def test_points_on_axes_map_to_fixed_points_of_the_square(vector, square):
     x, y, z = torch.tensor(vector, dtype=torch.float64)[:, None].unbind(0)
     assert tuple(float(c) for c in to_square(x, y, z)) == square
 

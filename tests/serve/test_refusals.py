@@ -69,7 +69,7 @@ def test_attention_in_chunks(saved: Any) -> None:
         pass
 
 
-def test_latent_attention(saved: Any) -> None:
+def test_latent_attention_is_refused(saved: Any) -> None:
     """The CPU platform has other backends for it, which would serve it unpacked."""
     folder = saved("deepseek-v3").folder
     with (

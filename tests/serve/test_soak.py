@@ -129,7 +129,7 @@ BAD: dict[str, tuple[Any, str]] = {
 
 
 @pytest.mark.parametrize("case", BAD)
-def test_the_verdict_sees(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_check_of_a_soak_run_is_reported(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(BENCHMARKS)
     from soak_report import failures_of
 
@@ -141,7 +141,7 @@ def test_the_verdict_sees(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
     assert sentence in failure
 
 
-def test_the_fitted_growth(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_growth_is_the_slope_after_the_warm_up(monkeypatch: pytest.MonkeyPatch) -> None:
     """A line of 2 MB a minute after a warm-up that is steeper."""
     monkeypatch.syspath_prepend(BENCHMARKS)
     from soak_report import growth

@@ -247,7 +247,7 @@ def test_per_class_of_bits_the_least_error_is_chosen_and_the_useless_are_left_ou
         ("1k", 1024),
     ],
 )
-def test_sizes_are_read(text, nbytes):
+def test_sizes_are_parsed_with_any_unit(text, nbytes):
     assert memory(text) == nbytes
 
 
@@ -257,7 +257,7 @@ def test_what_is_no_size_is_refused(text):
         memory(text)
 
 
-def test_sizes_are_said():
+def test_sizes_are_written_with_a_unit():
     assert size(8 << 30) == "8.00 GiB"
     assert size(10) == "10 bytes"
 

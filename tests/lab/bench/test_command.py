@@ -60,7 +60,7 @@ def test_rows_page_and_json_of_a_run(capsys, monkeypatch, tmp_path):
 
 
 @pytest.mark.usefixtures("_gpu")
-def test_rows_only(monkeypatch, tmp_path):
+def test_rows_only_writes_neither_page_nor_json(monkeypatch, tmp_path):
     monkeypatch.setattr(decode, "decode_rows", rows)
     assert main(["bench", "decode", "--device", "cuda", "--specs", "a-b:c,int-4", "--out", str(tmp_path)]) == 2
     arguments = ["bench", "decode", "--device", "cuda", "--specs", "int-4", "--out", str(tmp_path), "--rows-only"]

@@ -36,7 +36,7 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cpu_decode, "cpu_rivals", list)
 
 
-def test_rows() -> None:
+def test_rows_have_times_and_speed_ups() -> None:
     rows = list(cpu_decode.decode_rows(["int-4"], **SHAPE, repeats=3))
     found = {(r["spec"], r["dtype"], r["metric"]): r["values"]["p50"] for r in rows}
     assert found["int-4", "float32", "attend_us"] == pytest.approx(1000)
@@ -48,7 +48,7 @@ def test_rows() -> None:
     assert {r["path"] for r in rows if r["spec"] == "int-4"} == {library.variant()}
 
 
-def test_rivals(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rivals_that_are_missing_fail_or_are_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
     """One is there, one is not installed, one cannot start; a wrong one ends the bench."""
 
     def sdpa(q: Tensor, k: Tensor, v: Tensor) -> Any:
@@ -121,7 +121,7 @@ def test_refusals(monkeypatch: pytest.MonkeyPatch) -> None:
         list(cpu_decode.decode_rows(["int-4"], **SHAPE))
 
 
-def test_command(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_writes_rows_as_json(capsys: pytest.CaptureFixture[str]) -> None:
     sizes = [f"--{name.replace('_', '-')}={size}" for name, size in SHAPE.items()]
     assert main(["bench", "decode", "--specs", "int-4", *sizes, "--json", "-"]) == 0
     rows = json.loads(capsys.readouterr().out)

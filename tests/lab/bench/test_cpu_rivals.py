@@ -54,7 +54,7 @@ def test_a_wrong_result_is_not_timed() -> None:
         CpuRival("odd", "odd", "torch", 0.1, make).checked(*kv())
 
 
-def test_missing() -> None:
+def test_a_rival_whose_module_is_not_installed_is_missing() -> None:
     assert CpuRival("a", "a", "no_such_module.core.quantize", 0.1, cpu_rivals._flex).missing
     assert CpuRival("a", "a", "no_such_module", 0.1, cpu_rivals._flex).missing
     assert not CpuRival("a", "a", "torch.nn", 0.1, cpu_rivals._flex).missing

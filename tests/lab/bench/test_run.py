@@ -155,7 +155,7 @@ def takes(file, arguments):
     return all(f'"{word}"' in source for word in arguments if word.startswith("--"))
 
 
-def test_what_plans_measure(runner):
+def test_plans_have_the_jobs_that_the_docs_need(runner):
     studies, rivals = runner.PLANS["studies"], runner.PLANS["rivals"]
     sweeps = next(job for job in studies if job.name == "sweeps")
     assert set(sweeps.specs) == set(runner.MAIN)

@@ -93,7 +93,7 @@ def test_a_stalled_stream_is_given_up():
     assert reply.ended - reply.started == pytest.approx(0.3)
 
 
-def test_no_server():
+def test_a_server_that_does_not_answer_is_a_connection_error():
     reply = complete("http://127.0.0.1:9")
     assert reply.error.kind == "connection"
     assert "http://127.0.0.1:9" in reply.error.text

@@ -218,7 +218,7 @@ def test_steps_of_a_model_by_cache_and_way():
 # -- page and figure ---------------------------------------------------------------------------------------------------
 
 
-def test_page_of_rows():
+def test_the_page_has_tables_of_all_kinds_of_rows():
     encoded = [row("int-4", "encode_us", "llm64k", 90.0), row("int-4", "encode_roofline_us", "llm64k", 40.0)]
     told = [row("dense", "ms_per_token_generate", "qwen3_8b_b8_32k", 40.0, cache="DynamicCache", peak_bytes=5e9)]
     page = page_html([*ROWS, *encoded, *told])

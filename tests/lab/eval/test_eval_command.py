@@ -184,7 +184,7 @@ def test_results_of_before_are_kept_when_a_call_is_refused(capsys, model, text, 
         ["--batch", "0"],
     ],
 )
-def test_numbers_are_checked(capsys, given):
+def test_numbers_out_of_range_are_refused(capsys, given):
     with pytest.raises(SystemExit) as caught:
         cli.main(["eval", "m", "--specs", "int-4", *given])
     assert caught.value.code == 2

@@ -88,7 +88,7 @@ def test_a_correction_is_what_ours_is_held_to(own_tables):
     assert row["printed_error"] == pytest.approx(-0.25)
 
 
-def test_same_numbers_twice():
+def test_rows_are_the_same_in_a_second_run():
     first, second = (list(reproduce_rows(CHEAP, quick=True)) for _ in range(2))
     assert first == second
 

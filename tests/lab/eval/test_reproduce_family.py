@@ -54,7 +54,7 @@ def test_a_row_on_the_other_side_of_its_bound_differs(spec: str, perplexity: flo
     assert [row["item"] for row in rows if not row["holds"]] == [item]
 
 
-def test_another_order_differs() -> None:
+def test_another_order_of_presets_lowers_the_rank_correlation() -> None:
     perplexity = as_printed(HQMQ, 7.59)
     worst = [p.spec for p in HQMQ.values() if p.collapses]
     turned = perplexity | dict(zip(worst, sorted(perplexity[s] for s in worst), strict=True))

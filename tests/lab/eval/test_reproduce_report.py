@@ -31,7 +31,7 @@ def rows(study):
     return [*known, claims._reason_row("hqmq", "Table 5", "times"), *study]
 
 
-def test_study_rows(study):
+def test_rows_of_the_rate_distortion_study(study):
     assert [r["source"] for r in study[:: len(SPECS)]] == list(SOURCES)
     by = {(r["spec"], r["source"]): r for r in study}
     row = by["turboquant-2", "Gaussian keys"]

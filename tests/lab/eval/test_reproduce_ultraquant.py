@@ -60,7 +60,7 @@ def test_saturation_follows_from_c(rows):
 
 
 @pytest.mark.parametrize(("percent", "questions", "right"), [("67.4", 46, 31), ("63.0", 46, 29), ("67.4", 45, None)])
-def test_right_answers(percent, questions, right):
+def test_a_percentage_is_turned_into_right_answers(percent, questions, right):
     assert ultraquant._share(percent, questions) == right
 
 

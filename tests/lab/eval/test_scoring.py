@@ -87,7 +87,7 @@ def test_dense_is_the_uncompressed_model(tokenizer, prefill):
 
 @pytest.mark.parametrize("prefill", PREFILLS)
 @pytest.mark.parametrize("spec", [None, "int-4", "kivi-2:group=16,window=8", "innerq-base:sink=2,window=4"])
-def test_batches_change_nothing(model, tokenizer, spec, prefill):
+def test_scores_do_not_depend_on_the_batch_size(model, tokenizer, spec, prefill):
     alone = read(Reader(model, spec, prefill=prefill), tokenizer, items(), batch=1)
     many = read(Reader(model, spec, prefill=prefill), tokenizer, items(), batch=16)
     for id_, done in alone.items():

@@ -14,21 +14,9 @@ from kvcodec.probe import outlier_ratio
 from kvcodec_lab.eval import fidelity, perplexity
 from kvcodec_lab.eval.stress import factors, parse_stress, stress
 from kvcodec_lab.models import load_text
-from tests.conftest import tiny_model
+from tests.conftest import SMALL, tiny_model, unchanged, weights
 from tests.lab.eval.tiny import TEXT, tiny_loaded
 
-COMMON = {
-    "vocab_size": 128,
-    "hidden_size": 64,
-    "intermediate_size": 64,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 4096,
-    "pad_token_id": 0,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-}
 OTHERS = {
     "olmo2": ("Olmo2", {}),  # norms of q and k over all heads, a gain per channel of each
     "cohere": ("Cohere", {"use_qk_norm": True}),  # gains [heads, head_dim], neighbouring channels rotated
@@ -43,7 +31,7 @@ def made(name):
         return tiny_model(name)
     family, options = OTHERS[name]
     torch.manual_seed(1)
-    config = getattr(transformers, f"{family}Config")(**{**COMMON, **options})
+    config = getattr(transformers, f"{family}Config")(**{**SMALL, **options})
     model = getattr(transformers, f"{family}ForCausalLM")(config).eval()
     with torch.no_grad():
         for key, weight in model.named_parameters():
@@ -58,14 +46,6 @@ def run(model, ids):
     with fidelity.record(model, ids.shape[1]) as records, torch.no_grad():
         logits = model(ids, use_cache=False).logits
     return logits, {r.layer: (r.q, r.k) for r in records}
-
-
-def weights(model):
-    return {name: p.detach().clone() for name, p in model.named_parameters()}
-
-
-def unchanged(model, before):
-    return all(torch.equal(p, before[name]) for name, p in model.named_parameters())
 
 
 def prompt(n=60):
