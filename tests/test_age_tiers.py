@@ -16,6 +16,7 @@ from kvcodec.cache.fused import FusedLayerCache, fused_refusal
 from kvcodec.codec import ROLES, roundtrip
 from kvcodec.files.caches import load_layers, save_layers
 from kvcodec.integrations.transformers import cache_for, load_cache
+from kvcodec.integrations.transformers.argument import passing
 from kvcodec.integrations.vllm.servable import refusal
 from kvcodec.recipe import LayerChoice
 from kvcodec.registry import from_json, write_recipe
@@ -274,9 +275,9 @@ def test_model_generates_and_reports(family: str, tiny: Any, tmp_path: Path) -> 
     caches = [cache_for(model, "saw-int4:window=8,recent=int-8", attention="decoded") for _ in range(2)]
     with torch.no_grad():
         for part in (ids[:, :30], ids[:, 30:]):
-            model(part, past_key_values=caches[0])
+            model(part, **passing(model, caches[0]))
         for part in (ids[:, :30], *ids[:, 30:].split(1, 1)):
-            model(part, past_key_values=caches[1])
+            model(part, **passing(model, caches[1]))
     for a, b in zip(*(cache.layer_caches for cache in caches), strict=True):
         assert len(a) == len(b)
     report = caches[0].report()
@@ -298,10 +299,10 @@ def test_either_tier_may_ask_for_keys_without_their_mean(tmp_path: Path) -> None
             found[spec] = cache_for(model, spec, attention="decoded").report()["mean"]
         assert list(found.values()) == ["none", "none", "pre"]  # groups and eight bits hold with the biases
         cache = cache_for(model, "saw-int4:window=8,recent=int-8", attention="decoded")
-        model(ids[:, :80], past_key_values=cache)
+        model(ids[:, :80], **passing(model, cache))
         cache.save(tmp_path / "cache.safetensors")
         loaded = load_cache(tmp_path / "cache.safetensors", model)
-        logits = [model(ids[:, 80:], past_key_values=one).logits for one in (cache, loaded)]
+        logits = [model(ids[:, 80:], **passing(model, one)).logits for one in (cache, loaded)]
     assert torch.equal(*logits)
     assert "keys without their mean before RoPE" in loaded.report()["layers"][0]["note"]
     tiers = loaded.layer_caches[0]
@@ -312,13 +313,13 @@ def test_either_tier_may_ask_for_keys_without_their_mean(tmp_path: Path) -> None
 def test_fused_attention_is_refused_and_never_taken_for_it(tiny: Any) -> None:
     model, spec, ids = tiny("llama-gqa"), "saw-int4:window=8,recent=int-8", torch.arange(1, 31)[None]
     with torch.no_grad():
-        decoded = model(ids, past_key_values=cache_for(model, spec, attention="decoded", prefill="decoded")).logits
+        decoded = model(ids, **passing(model, cache_for(model, spec, attention="decoded", prefill="decoded"))).logits
         model.set_attn_implementation("kvcodec")
         with pytest.raises(UnsupportedError, match=r"age tiers.* Use attention='decoded' or 'streamed'"):
             cache_for(model, spec, attention="fused")
         left_open = cache_for(model, spec)
         streamed = cache_for(model, spec, attention="streamed", prefill="decoded")
-        logits = model(ids, past_key_values=streamed).logits
+        logits = model(ids, **passing(model, streamed)).logits
     assert left_open.options["attention"] == "decoded"
     assert "age tiers" in left_open.report()["unfused"]
     assert streamed.report()["paths"] == {"streamed": 2}

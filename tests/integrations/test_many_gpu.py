@@ -16,7 +16,7 @@ from kvcodec.kernels import history as prefill
 from kvcodec.kernels.flash import score
 from kvcodec.kernels.spec import kernels_for
 from tests.conftest import tiny_model
-from tests.integrations.test_ways_to_generate_on_growing_and_static_caches import padded, prompt
+from tests.integrations.test_generate import padded, prompt
 from tests.kernels.test_fused import Reference
 
 pytestmark = pytest.mark.gpu

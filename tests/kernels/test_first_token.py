@@ -239,10 +239,10 @@ def test_constants_of_the_first_tokens_cost_few_operations(
     launch, update = Idle.launch, layers.PackedCacheLayer.update
     monkeypatch.setattr(Idle, "launch", lambda *given, **more: launched.update(["x"]) or launch(*given, **more))
 
-    def counted(*given: Any) -> Any:
+    def counted(*given: Any, **more: Any) -> Any:
         launched.clear()
         with Counted() as mode:
-            found = update(*given)
+            found = update(*given, **more)
         counts.append((mode.seen, launched.total()))
         return found
 
