@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import kvcodec
 from kvcodec.codec import Codec
-from kvcodec.errors import FormatError, ShapeError
+from kvcodec.errors import FormatError, ShapeError, SpecError, UnsupportedError
 from kvcodec.integrations.transformers import KVCache, cache_for, layers, load_cache
 from kvcodec.integrations.transformers.argument import passing
 from tests.conftest import tiny_config
@@ -336,6 +336,25 @@ def test_saved_cache_goes_on_as_the_original(tiny: Any, tmp_path: Path, name: st
     assert loaded.report()["bytes"] == cache.report()["bytes"]
     ids = torch.cat([prompt(1), prompt(1, 8, seed=3)], 1)
     assert_same(run(model, loaded, ids), run(model, cache, ids))
+
+
+def test_a_saved_cache_is_loaded_with_another_attention(tiny: Any, tmp_path: Path) -> None:
+    model, path = tiny("llama-gqa"), tmp_path / "chat.safetensors"
+    filled(model, _cache(model, "saw-int4"), 1).save(path)
+    with pytest.raises(SpecError, match=r"attention='steamed': expected one of decoded, streamed\. Did you mean"):
+        load_cache(path, model, attention="steamed")
+    with pytest.raises(UnsupportedError, match="not loaded into the fused path; use 'streamed' or 'decoded'"):
+        load_cache(path, model, attention="fused")
+    with pytest.raises(UnsupportedError, match=r"call model.set_attn_implementation\('kvcodec'\) first"):
+        load_cache(path, model, attention="streamed")
+    model.set_attn_implementation("kvcodec")
+    try:
+        loaded = {way: load_cache(path, model, attention=way) for way in ("decoded", "streamed")}
+        assert {way: cache.options["attention"] for way, cache in loaded.items()} == {w: w for w in loaded}
+        ids = torch.cat([prompt(1), prompt(1, 8, seed=3)], 1)
+        assert_same(*(run(model, cache, ids) for cache in loaded.values()))
+    finally:
+        model.set_attn_implementation("sdpa")
 
 
 @pytest.mark.parametrize("name", ["gemma3n", "gemma4"])

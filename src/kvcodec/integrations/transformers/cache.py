@@ -357,11 +357,17 @@ def load_cache(path: str | Path, model_or_config: Any, *, attention: Attention |
 
     Raises
     ------
+    SpecError, UnsupportedError
+        Another ``attention``, or one that the model does not run.
     FormatError
         If the file is cut, altered, foreign or newer, or does not fit the model; the text says which.
     """
     from kvcodec.files.caches import load_layers
 
+    if attention == "fused":
+        raise UnsupportedError("a saved cache is not loaded into the fused path; use 'streamed' or 'decoded'.")
+    if attention is not None:
+        _check_option("attention", attention, ("decoded", "streamed"))
     held, meta = load_layers(path, device=getattr(model_or_config, "device", "cpu"))
     if meta.get("integration") != "transformers":
         raise FormatError(f"{path}: holds no transformers cache; load_cache reads what KVCache.save wrote.")
@@ -370,8 +376,6 @@ def load_cache(path: str | Path, model_or_config: Any, *, attention: Attention |
         saved, seen = meta["layers"], [int(n) for n in meta["seen"]]
         saved_attention = options.pop("attention")
         way = attention or ("streamed" if saved_attention == "fused" else saved_attention)
-        if way == "fused":
-            raise UnsupportedError("a saved cache is not loaded into the fused path; use 'streamed' or 'decoded'.")
         # the constants come from the file, layer by layer
         fitted = {layer.layer: layer.fitted for layer in held}
         cache = cache_for(model_or_config, scheme, attention=way, params=fitted, probe="warn", **options)
