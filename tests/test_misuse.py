@@ -5,7 +5,7 @@ import torch
 
 import kvcodec
 from kvcodec.layout import PageLayout
-from kvcodec.registry import register
+from kvcodec.registry import Method, register
 from kvcodec.scheme import KVScheme
 
 X = torch.zeros(1, 2, 8, 64)
@@ -56,6 +56,28 @@ def test_a_name_that_is_taken():
     with pytest.raises(kvcodec.SpecError, match=r"codec name 'dense' is taken by kvcodec.codecs.dense; choose another"):
         register("dense", source="here")(lambda: kvcodec.get("saw-int4"))
     assert kvcodec.get("dense").key.config()["codec"] == "Dense"
+
+
+def test_recipes_whose_options_have_no_type_or_default():
+    def no_type(bits=4):
+        return kvcodec.get("saw-int4")
+
+    def no_default(bits: int):
+        return kvcodec.get("saw-int4")
+
+    for recipe in (no_type, no_default):
+        with pytest.raises(
+            kvcodec.SpecError, match=r"'mine': parameter 'bits' .* a type and a default; write e\.g\. bits: int"
+        ):
+            register("mine", source="here")(recipe)
+    with pytest.raises(kvcodec.SpecError, match="unknown codec 'mine'"):
+        kvcodec.get("mine")
+
+
+def test_a_recipe_that_returns_no_scheme():
+    method = Method("mine", lambda: kvcodec.get("dense").key, "here", {"mine": {}})
+    with pytest.raises(kvcodec.SpecError, match=r"the recipe of 'mine' returned Dense; return a KVScheme"):
+        method.scheme({})
 
 
 @pytest.mark.parametrize(
@@ -176,6 +198,9 @@ def test_json_that_is_no_scheme(text, message):
 def test_codec_files_that_add_nothing(tmp_path):
     with pytest.raises(kvcodec.SpecError, match=r"was not found; pass the path of a \.py file"):
         kvcodec.load_file(tmp_path / "gone.py")
+    (tmp_path / "notes.md").write_text("x = 1\n")
+    with pytest.raises(kvcodec.SpecError, match=r"notes\.md' is no \.py file; pass the path of one"):
+        kvcodec.load_file(tmp_path / "notes.md")
     (tmp_path / "empty_codec.py").write_text("x = 1\n")
     with pytest.raises(kvcodec.SpecError, match=r"registers no new preset; decorate its recipe with @kvcodec.register"):
         kvcodec.load_file(tmp_path / "empty_codec.py")

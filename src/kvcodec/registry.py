@@ -120,6 +120,8 @@ class Method:
     def scheme(self, options: Mapping[str, Any]) -> KVScheme:
         """Return the recipe's scheme with a value for each of ``options``."""
         scheme = self.recipe(**{name: value for name, value in options.items() if name in self.parameters})
+        if not isinstance(scheme, KVScheme):
+            raise SpecError(f"the recipe of {self.name!r} returned {type(scheme).__name__}; return a KVScheme.")
         common = {name: options[name] for name in COMMON if name not in self.parameters}
         if common.get("recent") is not None:
             common["recent"] = _recent(common["recent"])
@@ -149,11 +151,18 @@ def register(
     Raises
     ------
     SpecError
-        Another file has registered the name, or this file has, imported as another module.
+        Another file has registered the name, or this file has, imported as another module; or a parameter of the recipe
+        has no type or no default.
     """
 
     def add(recipe: Recipe) -> Recipe:
         expanded = presets if isinstance(presets, Mapping) else {p: _suffix(name, p) for p in presets}
+        for p in inspect.signature(recipe).parameters.values():
+            if inspect.Parameter.empty in (p.annotation, p.default):
+                raise SpecError(
+                    f"the recipe of {name!r}: parameter {p.name!r} is an option and needs a type and a default; write "
+                    f"e.g. {p.name}: int = 4."
+                )
         old = _METHODS.get(name)
         if old is not None and _origin(old.recipe) != _origin(recipe):
             raise SpecError(f"codec name {name!r} is taken by {old.recipe.__module__}; choose another name.")
@@ -340,14 +349,16 @@ def load_file(path: str | Path) -> list[str]:
     Raises
     ------
     SpecError
-        If the file does not exist, is not Python, imports a module that is not found, registers nothing, or registers
-        what another file has registered.
+        If the file does not exist, is no .py file or not Python, imports a module that is not found, registers
+        nothing, or registers what another file has registered.
     """
     path = Path(path)
     before = set(presets())
     module_spec = importlib.util.spec_from_file_location(f"kvcodec_file_{path.stem}", path)
-    if module_spec is None or module_spec.loader is None or not path.is_file():
+    if not path.is_file():
         raise SpecError(f"codec file {str(path)!r} was not found; pass the path of a .py file.")
+    if module_spec is None or module_spec.loader is None:
+        raise SpecError(f"codec file {str(path)!r} is no .py file; pass the path of one.")
     module = importlib.util.module_from_spec(module_spec)
     former = sys.modules.get(module_spec.name)
     sys.modules[module_spec.name] = module  # dataclasses look their module up

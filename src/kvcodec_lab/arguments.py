@@ -53,14 +53,23 @@ def specs(text: str) -> list[str]:
     return found
 
 
+def tokens(text: str) -> int:
+    """Read a number of tokens; ``k`` is 1024.
+
+    >>> tokens("32k")
+    32768
+    """
+    number = text.strip().lower()
+    return positive(number.removesuffix("k")) * (1024 if number.endswith("k") else 1)
+
+
 def lengths(text: str) -> tuple[int, ...]:
-    """Read token counts; ``k`` is 1024.
+    """Read several numbers of tokens, as ``tokens`` does.
 
     >>> lengths("512,4k")
     (512, 4096)
     """
-    parts = [part.strip().lower() for part in text.split(",") if part.strip()]
-    return tuple(positive(part.removesuffix("k")) * (1024 if part.endswith("k") else 1) for part in parts)
+    return tuple(tokens(part) for part in text.split(",") if part.strip())
 
 
 def depths(text: str) -> tuple[float, ...]:

@@ -11,7 +11,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from transformers import BertConfig, JambaConfig, MambaConfig, T5Config, ViTConfig
 
 import kvcodec
-from kvcodec.errors import SpecError, UnsupportedError
+from kvcodec.errors import ShapeError, SpecError, UnsupportedError
 from kvcodec.integrations.transformers import cache_for, plan
 from kvcodec.integrations.transformers.argument import passing
 from kvcodec.integrations.transformers.attention import kvcodec_attention, left_padding
@@ -28,13 +28,17 @@ from tests.integrations.test_generate import prompt
         (lambda: BertConfig(), "a model without an attention cache"),
         (lambda: ViTConfig(), "a model without an attention cache"),
         (lambda: MambaConfig(num_hidden_layers=2), "a model without an attention cache"),
-        (lambda: object(), "got object; expected a transformers model or its config"),
+        (
+            lambda: object(),
+            "got object; expected a transformers model or its config. For other models use kvcodec.Layer",
+        ),
+        (lambda: "org/model", r"got str; expected .* Load the model first, e\.g\. with AutoModelForCausalLM\.from_pre"),
         (
             lambda: tiny_config("llama-gqa", layer_types=["window_attention"] * 2),
             "layer 0 is 'window_attention': .* unknown",
         ),
     ],
-    ids=["mla", "hybrid", "encoder", "vision", "ssm", "no-model", "unknown-layer"],
+    ids=["mla", "hybrid", "encoder", "vision", "ssm", "no-model", "name", "unknown-layer"],
 )
 def test_model_that_cannot_be_served_is_refused(config: Any, text: str) -> None:
     with pytest.raises(UnsupportedError, match=text):
@@ -128,12 +132,28 @@ def test_state_layers_keep_their_state_and_attention_is_packed() -> None:
             {"attention": "stream"},
             "attention='stream': expected one of decoded, streamed, fused. Did you mean 'streamed'",
         ),
-        ({"max_len": 0}, "max_len=0: expected at least 1 token"),
+        ({"max_len": 0}, "max_len=0: expected a whole number of tokens, at least 1, or None"),
+        ({"max_len": "33k"}, "max_len='33k': expected a whole number of tokens"),
     ],
 )
 def test_option_that_does_not_exist_is_refused(options: dict[str, Any], text: str) -> None:
     with pytest.raises(SpecError, match=text):
         cache_for(tiny_config("llama-gqa"), "saw-int4", **options)
+
+
+def test_a_cache_of_a_model_with_fewer_layers_is_refused(tiny: Any) -> None:
+    cache = cache_for(tiny_config("llama-gqa", num_hidden_layers=1), "saw-int4")
+    text = r"got layer 1, but this cache was made for LlamaConfig with 1 layers; .*cache_for\(model, 'saw-int4'\)"
+    with pytest.raises(ShapeError, match=text):
+        tiny("llama-gqa")(prompt(5), past_key_values=cache)
+
+
+def test_an_empty_cache_says_so_and_a_filled_one_its_bytes(tiny: Any) -> None:
+    model = tiny("llama-gqa")
+    cache = cache_for(model, "saw-int4")
+    assert repr(cache) == "KVCache('saw-int4', 2 layers, empty; prefill='exact', attention='decoded')"
+    model(prompt(5), past_key_values=cache)
+    assert re.search(r"2 layers, 5 x 45 tokens, \d\.\d\d MiB, .* bits, .*x smaller than 16-bit; prefill", repr(cache))
 
 
 def test_unknown_preset_names_the_nearest() -> None:

@@ -60,16 +60,16 @@ def add_arguments(p: argparse.ArgumentParser) -> None:
     options: tuple[tuple[str, dict[str, Any], str], ...] = (
         ("--shapes", {"metavar": "A,B"}, "names or groups: spine,saw,sweep1 (decode), llm64k,append (encode), "
          "all,hqmq (prefill), qwen3_8b_b1_32k (generate); default: all"),
-        ("--also", {"metavar": "A,B@X,Y", "action": "append", "default": []}, "of decode, and often: these specs at "
-         "these shapes; without --shapes nothing else"),
+        ("--also", {"metavar": "A,B@X,Y", "action": "append", "default": []}, "of decode: also these specs at these "
+         "shapes; may be repeated; without --shapes nothing else"),
         ("--ways", {"metavar": "A,B"}, "of generate: generate, graph, compiled (all)"),
-        ("--turns", {"metavar": "FILE"}, "of generate: processes that share this file compile at once and are timed "
-         "one by one"),
-        ("--no-dense", {"action": "store_true"}, "of generate: presets alone"),
+        ("--turns", {"metavar": "FILE"}, "of generate: for several processes at once, which compile side by side: "
+         "through this file they take turns in being timed"),
+        ("--no-dense", {"action": "store_true"}, "of generate: do not time the uncompressed model"),
         ("--out", {"metavar": "DIR"}, "folder for rows, page and figure; a run goes on from the rows there"),
         ("--deadline", {"type": float, "metavar": "SECONDS"}, "begin nothing later than this"),
         ("--commit", {"metavar": "ID"}, "stamped on the rows (what git says)"),
-        ("--no-libraries", {"action": "store_true"}, "no rivals of other libraries: torch's SDPA alone"),
+        ("--no-libraries", {"action": "store_true"}, "compare with torch's SDPA alone, with no other library"),
         ("--add", {"metavar": "DIR"}, "of page: first add the rows of this folder, e.g. of another machine"),
         ("--engine", {"metavar": "cuda"}, "of decode and encode: the kernels to time; there is one engine, cuda"),
         ("--rows-only", {"action": "store_true"}, "write rows and no page"),

@@ -197,7 +197,7 @@ def _check(spec: str, k: Tensor, v: Tensor, q: Tensor) -> None:
     cache = LayerCache(site)
     cache.append(k + turned, v)
     if reason := cache.unfused():
-        raise UnsupportedError(f"bench decode: {reason}.")
+        raise UnsupportedError(f"bench decode: {reason}; kvcodec bench cache times {spec} without a kernel.")
     difference = float((cache.attend(q) - attend(q, cache)).abs().max())
     if not difference <= AGREEMENT["float32"]:
         raise KVError(f"bench decode: attention of {spec} differs from the reference's by {difference:.2g}.")

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from kvcodec.errors import UnsupportedError
-from kvcodec_lab.arguments import add_device, add_model, add_probe, add_seed, positive, specs, window_tokens
+from kvcodec_lab.arguments import add_device, add_model, add_probe, add_seed, positive, specs, tokens, window_tokens
 from kvcodec_lab.report.tables import aligned
 from kvcodec_lab.result import Result
 
@@ -39,10 +39,10 @@ def memory(text: str) -> int:
 def add_arguments(p: argparse.ArgumentParser) -> None:
     """Add the command's arguments."""
     add_model(p)
-    p.add_argument("--context", type=positive, required=True, metavar="N", help="tokens of each sequence, e.g. 32768")
-    p.add_argument("--memory", type=memory, metavar="SIZE", help="what the cache may take then: the least KL within it")
+    p.add_argument("--context", type=tokens, required=True, metavar="N", help="tokens of each sequence, e.g. 32k")
+    p.add_argument("--memory", type=memory, metavar="SIZE", help="of the cache at that context: the least KL within it")
     p.add_argument(
-        "--max-kl", type=float, metavar="X", help="KL per token that is accepted; without --memory: the fewest bytes"
+        "--max-kl", type=float, metavar="X", help="most KL per token; without --memory: the fewest bytes within it"
     )
     p.add_argument("--batch", type=positive, default=1, metavar="N", help="sequences (%(default)s)")
     p.add_argument("--text", metavar="FILE", help="UTF-8 text like yours (default: the packaged head of WikiText-2)")

@@ -32,7 +32,7 @@ def add_arguments(p: argparse.ArgumentParser) -> None:
         ("kv-heads", 8, "KV heads"),
         ("query-heads", 32, "query heads"),
         ("tokens", 4096, "tokens held"),
-        ("repeats", 5, "times that each is timed"),
+        ("repeats", 5, "repetitions of each measurement"),
     ):
         p.add_argument(f"--{name}", type=positive, default=default, metavar="N", help=f"{of} (%(default)s)")
     add_head_dim(p)

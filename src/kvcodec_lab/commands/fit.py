@@ -25,10 +25,10 @@ def add_arguments(p: argparse.ArgumentParser) -> None:
         type=positive,
         default=8192,
         metavar="N",
-        help="most tokens that a layer is fitted on (%(default)s)",
+        help="tokens that a layer is fitted on, at most (%(default)s)",
     )
     p.add_argument(
-        "--seed", type=int, default=0, metavar="N", help="as for compare, where the codec draws from it; of own samples"
+        "--seed", type=int, default=0, metavar="N", help="of own samples and of random constants (%(default)s)"
     )
     add_device(p)
 

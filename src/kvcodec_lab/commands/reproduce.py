@@ -12,8 +12,8 @@ from kvcodec_lab.result import Result, collected
 
 def add_arguments(p: argparse.ArgumentParser) -> None:
     """Add the command's arguments."""
-    p.add_argument("papers", nargs="*", metavar="PAPER", help="papers, or rate-distortion; default: all of them")
-    p.add_argument("--quick", action="store_true", help="smaller samples")
+    p.add_argument("papers", nargs="*", metavar="PAPER", help="e.g. saw-int4, or rate-distortion; default: all")
+    p.add_argument("--quick", action="store_true", help="smaller samples: sooner done, less exact")
     p.add_argument("--model", metavar="MODEL", help="rate-distortion also on this model's keys and values")
     p.add_argument("--out", metavar="FOLDER", help="write reproduce.md, reproduce.json and figures there")
 

@@ -265,7 +265,7 @@ def test_sizes_are_written_with_a_unit():
 def test_the_command_prints_a_recipe_and_writes_what_it_says(tmp_path, capsys):
     folder, out, text = save_tiny(tmp_path / "model"), tmp_path / "out", tmp_path / "text.txt"
     text.write_text(TEXT)
-    arguments = ["advise", str(folder), "--context", "4096", "--memory", "1400kb", "--text", str(text)]
+    arguments = ["advise", str(folder), "--context", "4k", "--memory", "1400kb", "--text", str(text)]
     arguments += [
         "--window-tokens",
         "128",

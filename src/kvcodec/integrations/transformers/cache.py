@@ -18,11 +18,12 @@ The last two need the attention function, which importing this module registers:
 from pathlib import Path
 from typing import Any, get_args
 
+from torch import Tensor
 from transformers.cache_utils import Cache, EncoderDecoderCache
 
 from kvcodec.cache.device import DeviceCache
 from kvcodec.cache.host import LayerCache
-from kvcodec.errors import FitError, FormatError, SpecError, UnsupportedError, nearest
+from kvcodec.errors import FitError, FormatError, ShapeError, SpecError, UnsupportedError, nearest
 from kvcodec.files.params import FittedParams, LayerParams, check_given, check_queries
 from kvcodec.integrations.transformers.arrivals import Arrivals
 from kvcodec.integrations.transformers.identity import check_params, load_params
@@ -87,6 +88,21 @@ class KVCache(Cache):  # type: ignore[misc]
         """The LayerCache of every packed layer."""
         self.settle()
         return [layer.cache for layer in self.packed_layers]
+
+    def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> Any:
+        """Store keys and values ``[B, H, n, D]`` of a layer; transformers calls it.
+
+        Raises
+        ------
+        ShapeError
+            The model has more layers than the one that the cache was made for.
+        """
+        if layer_idx >= len(self.layers):
+            raise ShapeError(
+                f"got layer {layer_idx}, but this cache was made for {self.plan.name} with {len(self.layers)} layers; "
+                f"make one for the model that runs: cache_for(model, {str(self.scheme)!r})."
+            )
+        return super().update(key_states, value_states, layer_idx, *args, **kwargs)
 
     def settle(self) -> None:
         """Check what a forward pass that stopped half-way has left (one synchronisation); called before every read.
@@ -163,11 +179,14 @@ class KVCache(Cache):  # type: ignore[misc]
     def __repr__(self) -> str:
         """Return spec, tokens, bytes and bits on one line."""
         seen = self.report()
+        held = "empty"
+        if seen["total_bytes"]:
+            held = (
+                f"{seen['batch']} x {seen['tokens']} tokens, {seen['total_bytes'] / 2**20:.2f} MiB, "
+                f"{seen['effective_bits']:.2f} bits, {seen['ratio_to_16bit']:.2f}x smaller than 16-bit"
+            )
         return (
-            f"{type(self).__name__}({seen['spec']!r}, {len(self.layers)} layers, "
-            f"{seen['batch']} x {seen['tokens']} tokens, "
-            f"{seen['total_bytes'] / 2**20:.2f} MiB, {seen['effective_bits']:.2f} bits, "
-            f"{seen['ratio_to_16bit']:.2f}x smaller than 16-bit; prefill={seen['prefill']!r}, "
+            f"{type(self).__name__}({seen['spec']!r}, {len(self.layers)} layers, {held}; prefill={seen['prefill']!r}, "
             f"attention={seen['attention']!r})"
         )
 
@@ -299,14 +318,13 @@ def cache_for(
     --------
     >>> from transformers import LlamaConfig
     >>> cache_for(LlamaConfig(num_hidden_layers=2), "saw-int4")
-    KVCache('saw-int4', 2 layers, 0 x 0 tokens, 0.00 MiB, 0.00 bits, 0.00x smaller than 16-bit; prefill='exact', \
-attention='decoded')
+    KVCache('saw-int4', 2 layers, empty; prefill='exact', attention='decoded')
     """
     _check_option("prefill", prefill, get_args(Prefill))
     if attention is not None:
         _check_option("attention", attention, get_args(Attention))
     if max_len is not None and (not isinstance(max_len, int) or max_len < 1):
-        raise SpecError(f"max_len={max_len!r}: expected at least 1 token, or None.")
+        raise SpecError(f"max_len={max_len!r}: expected a whole number of tokens, at least 1, or None.")
     action = probe_option(probe)
     scheme = get(spec)
     left_open, unfused = attention is None, ""

@@ -139,9 +139,11 @@ def plan_for(model_or_config: Any, attention: Attention, *, encoder_decoder: boo
     model = model_or_config if isinstance(model_or_config, PreTrainedModel) else None
     config = model.config if model is not None else model_or_config
     if not isinstance(config, PreTrainedConfig):
+        way = "For other models use kvcodec.LayerCache on bare tensors."
+        if isinstance(model_or_config, str):
+            way = "Load the model first, e.g. with AutoModelForCausalLM.from_pretrained."
         raise UnsupportedError(
-            f"got {type(model_or_config).__name__}; expected a transformers model or its config. "
-            f"For other models use kvcodec.LayerCache on bare tensors."
+            f"got {type(model_or_config).__name__}; expected a transformers model or its config. {way}"
         )
     name = type(model).__name__ if model is not None else type(config).__name__
     text = _decoder_config(config)
