@@ -128,7 +128,8 @@ def show(result: Mapping[str, Any]) -> str:
         "",
         *_table(result["finalists"], best, size),
         "",
-        f"KL, perplexity and top-1 agreement: {result['windows']} windows of {result['window_tokens']} tokens of "
+        f"KL, perplexity and top-1 agreement: {result['windows']} window{'s' * (result['windows'] > 1)} of "
+        f"{result['window_tokens']} tokens of "
         f"{result['text'] or 'the text'}, read through the cache; uncompressed perplexity "
         f"{result['uncompressed_perplexity']:.2f}. The search saw another window.",
         "",
