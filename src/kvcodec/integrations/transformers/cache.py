@@ -18,12 +18,11 @@ The last two need the attention function, which importing this module registers:
 from pathlib import Path
 from typing import Any, get_args
 
-from torch import Tensor
 from transformers.cache_utils import Cache, EncoderDecoderCache
 
 from kvcodec.cache.device import DeviceCache
 from kvcodec.cache.host import LayerCache
-from kvcodec.errors import FitError, FormatError, ShapeError, SpecError, UnsupportedError, nearest
+from kvcodec.errors import FitError, FormatError, SpecError, UnsupportedError, nearest
 from kvcodec.files.params import FittedParams, LayerParams, check_given, check_queries
 from kvcodec.integrations.transformers.arrivals import Arrivals
 from kvcodec.integrations.transformers.identity import check_params, load_params
@@ -88,21 +87,6 @@ class KVCache(Cache):  # type: ignore[misc]
         """The LayerCache of every packed layer."""
         self.settle()
         return [layer.cache for layer in self.packed_layers]
-
-    def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> Any:
-        """Store keys and values ``[B, H, n, D]`` of a layer; transformers calls it.
-
-        Raises
-        ------
-        ShapeError
-            The model has more layers than the one that the cache was made for.
-        """
-        if layer_idx >= len(self.layers):
-            raise ShapeError(
-                f"got layer {layer_idx}, but this cache was made for {self.plan.name} with {len(self.layers)} layers; "
-                f"make one for the model that runs: cache_for(model, {str(self.scheme)!r})."
-            )
-        return super().update(key_states, value_states, layer_idx, *args, **kwargs)
 
     def settle(self) -> None:
         """Check what a forward pass that stopped half-way has left (one synchronisation); called before every read.
