@@ -232,3 +232,20 @@ def test_default_settings_change_little(tiny: Any) -> None:
     cache = cache_for(model, "dense")
     assert torch.equal(run(model, cache, prompt(2)).sequences, plain)
     assert all(isinstance(state.codec, Dense) for c in cache.layer_caches for state in c.roles.values())
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:Dynamo:UserWarning")
+@pytest.mark.parametrize("attention", ["sdpa", "kvcodec"])
+def test_a_compiled_model_gives_the_same_logits(tiny: Any, attention: str) -> None:
+    """``torch.compile`` breaks its graphs at the cache, on CPU kernels too, and changes nothing."""
+    model = tiny("llama-gqa")
+    model.set_attn_implementation(attention)
+    steps = []
+    for forward in (model, torch.compile(model, backend="eager")):
+        cache = cache_for(model, "saw-int4")
+        with torch.no_grad():
+            model(prompt(), **passing(model, cache))
+            steps.append(forward(prompt(1, 1, seed=3), **passing(model, cache)).logits)
+    torch._dynamo.reset()
+    torch.testing.assert_close(steps[1], steps[0], rtol=0, atol=1e-5)

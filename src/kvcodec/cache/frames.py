@@ -287,7 +287,7 @@ class FrameCache:
             for name in ("sink", "window"):
                 new = getattr(state, name)
                 if (old := self.places.get((role, name, new.shape))) is None:
-                    with torch.inference_mode(mode=False):
+                    with torch.inference_mode(False):
                         old = self.places[role, name, new.shape] = new.detach().clone()
                 elif old is not new:
                     old.copy_(new)

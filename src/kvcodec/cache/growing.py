@@ -377,5 +377,5 @@ def _number(number: int, batch: int, device: torch.device) -> Tensor:
 
 @lru_cache(maxsize=64)
 def _numbers(number: int, batch: int, device: torch.device, stream: int) -> Tensor:
-    with torch.inference_mode(mode=False):
+    with torch.inference_mode(False):
         return torch.full((batch,), number, dtype=torch.int32, device=device)

@@ -671,7 +671,7 @@ def _stretches(numbers: list[int]) -> list[tuple[int, int]]:
 @lru_cache(maxsize=64)
 def _no_tokens(batch: int, heads: int, head_dim: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     """An empty sink or window, shared by the layers of a model."""
-    with torch.inference_mode(mode=False):
+    with torch.inference_mode(False):
         return torch.empty(batch, heads, 0, head_dim, dtype=dtype, device=device)
 
 

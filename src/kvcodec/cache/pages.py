@@ -99,7 +99,7 @@ class PageStore:
     def put_last(self, first: int, last: int) -> None:
         """Put the columns ``[first, last)`` behind all others, which move up; pages and table keep their addresses."""
         if self.in_order:  # until now caches may share it
-            with torch.inference_mode(mode=False):
+            with torch.inference_mode(False):
                 self.table, self.in_order = self.table.clone(), False
         behind = self.table[:, first:]
         behind.copy_(behind.roll(first - last, 1))
@@ -119,7 +119,7 @@ class PageStore:
 @lru_cache(maxsize=16)
 def _ids(first: int, batch: int, columns: int, device: torch.device, stream: int) -> Tensor:
     """Page ids from ``first`` on, ``[batch, columns]``: shared by the layers of a model, never written to."""
-    with torch.inference_mode(mode=False):
+    with torch.inference_mode(False):
         ids = torch.arange(first, first + batch * columns, dtype=torch.int32, device=device)
         return ids.view(batch, columns)
 

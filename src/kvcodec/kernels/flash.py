@@ -53,7 +53,7 @@ class Ragged(NamedTuple):
 @lru_cache(maxsize=64)
 def lone(queries: int, keys: int, device: torch.device) -> Ragged:
     """Return a single sequence; shared by the layers of a model."""
-    with torch.inference_mode(mode=False):
+    with torch.inference_mode(False):
         rows, tokens = (torch.arange(0, 2 * n, n, dtype=torch.int32, device=device) for n in (queries, keys))
         return Ragged(rows, tokens, queries, keys)
 
@@ -161,7 +161,7 @@ def _edges(start: tuple[int, ...], n: int, t: int, pitch: int, device: str) -> t
         queries += [b * n, (b + 1) * n]
         keys += [b * pitch + min(first, t), b * pitch + t]
     # not inference tensors, whatever the mode of the call that comes first
-    with torch.inference_mode(mode=False):
+    with torch.inference_mode(False):
         edges = torch.tensor([queries, keys], dtype=torch.int32, device=device)
         return edges[0], edges[1]
 

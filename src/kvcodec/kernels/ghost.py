@@ -265,7 +265,7 @@ def write_tables(params: Params) -> Tensor:
 @lru_cache(maxsize=16)
 def _of_all_heads(device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
     """Levels and the cuts between them, walls between scales for one channel, scales: float32, never written to."""
-    with torch.inference_mode(mode=False):
+    with torch.inference_mode(False):
         infinite = torch.tensor([torch.inf])
         cuts = width_cuts(levels()).float()
         behind = [torch.cat([cuts[w, : 2**w - 1], infinite]) for w in range(len(cuts))]
@@ -318,7 +318,7 @@ def _fit_kernel(codecs: tuple[tuple[Role, Codec], ...], head_dim: int, device: t
 
 @lru_cache(maxsize=16)
 def _numbers_of_fit(device: torch.device) -> Tensor:
-    with torch.inference_mode(mode=False):
+    with torch.inference_mode(False):
         return torch.cat(_of_all_heads(device))
 
 

@@ -43,7 +43,7 @@ def decode_e2m1(codes: Tensor) -> Tensor:
 @lru_cache(maxsize=32)
 def _levels(device: torch.device) -> Tensor:
     """Values of all codes, float32 ``[16]``: made once, because the copy to a GPU waits for it."""
-    with torch.inference_mode(mode=False):
+    with torch.inference_mode(False):
         levels = torch.tensor(E2M1_MAGNITUDES, dtype=torch.float32)
         return torch.cat([levels, -levels]).to(device)
 

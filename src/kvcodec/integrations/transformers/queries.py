@@ -45,7 +45,7 @@ def query_energies(model: Any) -> dict[int, Tensor]:
     size = model.config.get_text_config(decoder=True).vocab_size
     tokens = torch.randint(0, size, (1, TOKENS), generator=torch.Generator().manual_seed(0))
     try:
-        with torch.inference_mode(mode=False), torch.no_grad(), watched(model, seen):
+        with torch.inference_mode(False), torch.no_grad(), watched(model, seen):
             model.get_decoder()(input_ids=tokens.to(model.device), use_cache=False)
     except Exception as error:  # whatever a model's own code raises that wants more than tokens
         found.clear()

@@ -130,14 +130,14 @@ class Pool(NamedTuple):
 @lru_cache(maxsize=64)
 def _on_device(number: int, device: torch.device) -> Tensor:
     """The number as int32 ``[1]``, shared by the layers of a model."""
-    with torch.inference_mode(mode=False):
+    with torch.inference_mode(False):
         return torch.full((1,), number, dtype=torch.int32, device=device)
 
 
 @lru_cache(maxsize=8)
 def _zeros(device: torch.device) -> Tensor:
     """Position of slot 0 of every request: int32 ``[MOST_SEQUENCES]``."""
-    with torch.inference_mode(mode=False):
+    with torch.inference_mode(False):
         return torch.zeros(MOST_SEQUENCES, dtype=torch.int32, device=device)
 
 

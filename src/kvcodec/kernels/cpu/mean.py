@@ -79,7 +79,7 @@ def _table(
     theta: tuple[float, ...], channels: tuple[tuple[int, int], ...], chosen: tuple[int, ...], padding: int, fast: int
 ) -> Tensor:
     """The table of a KV head for the chosen pairs and as many of channel 0 as ``padding``, uint8 ``[bytes]``."""
-    with torch.inference_mode(mode=False):
+    with torch.inference_mode(False):
         angle = torch.tensor([*(theta[p] for p in chosen), *[0.0] * padding], dtype=torch.float64)
         digits = (torch.arange(1 << BITS) << BITS * torch.arange(DIGITS)[:, None])[..., None] * angle
         middle, tile = (SPAN - 1) / 2 * angle, angle[:fast, None] * (torch.arange(SPAN // 2) + 0.5)
