@@ -145,7 +145,7 @@ def test_an_empty_cache_says_so_and_a_filled_one_its_bytes(tiny: Any) -> None:
     model = tiny("llama-gqa")
     cache = cache_for(model, "saw-int4")
     assert repr(cache) == "KVCache('saw-int4', 2 layers, empty; prefill='exact', attention='decoded')"
-    model(prompt(5), past_key_values=cache)
+    model(prompt(5), **passing(model, cache))
     assert re.search(r"2 layers, 5 x 45 tokens, \d\.\d\d MiB, .* bits, .*x smaller than 16-bit; prefill", repr(cache))
 
 
