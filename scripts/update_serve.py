@@ -24,7 +24,7 @@ DRAWN_GPU = "nvidia-h200"
 CHECKED = {"features": Path("benchmarks/results/nvidia-h100/serve_features.json"),
            "features-cpu": Path("benchmarks/results/cpu/serve_features.json"),
            "stock": Path("benchmarks/results/nvidia-h100/serve_stock.json")}  # fmt: skip
-"""Of blocks of the page that are no times."""
+"""Rows of the blocks that show checks instead of times."""
 PAGE = Path("docs/serve-results.md")
 DRAWN = {"steps-": "serve-steps.svg", "throughput-clients-i1024": "serve-throughput-1k.svg",
          "throughput-clients-i4096": "serve-throughput-4k.svg", "tpot-clients-i4096": "serve-tpot-4k.svg",

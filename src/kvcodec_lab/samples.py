@@ -58,7 +58,7 @@ def own_windows(
 
 
 def _step(model: Any, windows: int, tokens: int) -> tuple[Callable[[Tensor], Tensor], str]:
-    """What takes the last token of each window ``[windows, 1]`` and gives its logits ``[windows, V]``, and by what."""
+    """The model's step, from the windows' last tokens ``[windows, 1]`` to logits ``[windows, V]``, and how it runs."""
     from transformers import DynamicCache
 
     from kvcodec.integrations.transformers.argument import passing  # needs transformers
