@@ -9,7 +9,7 @@ from torch import Tensor
 from kvcodec.checks import check_tensor
 from kvcodec.codec import ROLES, Codec, Params, Payload, Role, Site
 from kvcodec.errors import FitError, ShapeError, SpecError, UnsupportedError
-from kvcodec.ops.precision import without_autocast
+from kvcodec.ops.precision import without_modes
 from kvcodec.registry import get
 from kvcodec.scheme import KVScheme
 
@@ -24,7 +24,7 @@ class CompressedRole:
     sink: Tensor
     window: Tensor
 
-    @without_autocast
+    @without_modes
     def decode(self) -> Tensor:
         """Decode to float32 ``[B, H, N, D]`` in the model basis."""
         x = self.codec.from_code(self.codec.decode(self.payload, self.params), self.params)
@@ -73,13 +73,13 @@ class Compressed:
         for role in (self.key, self.value):
             yield from (*role.payload.values(), role.sink, role.window)
 
-    @without_autocast
+    @without_modes
     def decode(self) -> tuple[Tensor, Tensor]:
         """Return ``(keys_hat, values_hat)``, float32 ``[B, H, N, D]``, model basis."""
         return self.key.decode(), self.value.decode()
 
 
-@without_autocast
+@without_modes
 def compress(
     spec: str | KVScheme,
     keys: Tensor,

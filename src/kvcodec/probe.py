@@ -20,6 +20,7 @@ concatenated as if they were one layer's: some hundred launches and one synchron
 Where kernels serve the layers they encode and unpack the sample.
 """
 
+import copy
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -140,6 +141,16 @@ class OutlierProbe:
         self.noted: dict[int, _Noted] = {}
         self.measured: dict[int, Tensor] = {}
         self.warned = False
+
+    def __getstate__(self) -> dict[str, Any]:
+        """What is pickled: without the biases, which call the model."""
+        return {**self.__dict__, "biases": None}
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "OutlierProbe":
+        """Copy the probe; the copy shares the biases of the model."""
+        copied = memo[id(self)] = OutlierProbe(self.scheme, self.action, self.biases)
+        copied.__dict__ |= {name: copy.deepcopy(x, memo) for name, x in self.__getstate__().items() if name != "biases"}
+        return copied
 
     def __call__(self, layer: int, cache: LayerCache, keys: Tensor) -> None:
         """Probe one layer's new keys ``[B, H, n, D]``; a second call for the layer does nothing.

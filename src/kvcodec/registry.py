@@ -14,6 +14,7 @@ import json
 import pkgutil
 import re
 import sys
+import threading
 import types
 import typing
 from collections.abc import Callable, Mapping, Sequence
@@ -131,7 +132,9 @@ class Method:
 _METHODS: dict[str, Method] = {}
 _LOADED: dict[str, list[str]] = {}
 """Presets of the files that ``load_file`` loaded, by path: their own, and those of modules that they import."""
-_DISCOVERED = False
+_search: Literal["before", "running", "done"] = "before"
+"""State of the search for codecs."""
+_DISCOVERY = threading.RLock()  # re-entrant: a codec's file may look up a spec while it is imported
 
 
 def register(
@@ -423,14 +426,22 @@ def _codec(config: dict[str, Any]) -> Codec:
 
 
 def _methods() -> dict[str, Method]:
-    global _DISCOVERED
-    if not _DISCOVERED:
-        _DISCOVERED = True
-        package = importlib.import_module("kvcodec.codecs")
-        for info in pkgutil.iter_modules(package.__path__):
-            importlib.import_module(f"kvcodec.codecs.{info.name}")
-        for entry in importlib.metadata.entry_points(group="kvcodec.codecs"):
-            entry.load()
+    global _search
+    if _search == "done":
+        return _METHODS
+    with _DISCOVERY:
+        if _search == "before":
+            _search = "running"
+            try:
+                package = importlib.import_module("kvcodec.codecs")
+                for info in pkgutil.iter_modules(package.__path__):
+                    importlib.import_module(f"kvcodec.codecs.{info.name}")
+                for entry in importlib.metadata.entry_points(group="kvcodec.codecs"):
+                    entry.load()
+            except BaseException:
+                _search = "before"
+                raise
+            _search = "done"
     return _METHODS
 
 

@@ -14,6 +14,7 @@ from kvcodec.codecs.rope_pairs import RopePairs
 from kvcodec.errors import BrokenPresetError, FitError, FormatError, UnsupportedError
 from kvcodec.integrations.transformers.argument import passing
 from kvcodec.integrations.transformers.plan import plan_for
+from kvcodec.integrations.transformers.rope import record_positions
 from kvcodec.integrations.vllm.means import decided
 from kvcodec.integrations.vllm.options import read_options
 from kvcodec.integrations.vllm.servable import refusal
@@ -272,7 +273,7 @@ def test_a_model_that_turns_keys_otherwise_is_refused(model: Any, monkeypatch: p
     turn = modeling_qwen2.apply_rotary_pos_emb
     monkeypatch.setattr(modeling_qwen2, "apply_rotary_pos_emb", lambda q, k, cos, sin: turn(q, -k, cos, sin))
     keys = torch.stack([x[0] for x in own_keys(model, prompt(1, 9))])[:1]
-    cache.layers[0].rope.positions = torch.arange(9)[None]
+    record_positions(torch.arange(9)[None])
     with pytest.raises(UnsupportedError, match="turns its keys in another way"):
         cache.layers[0].update(keys, keys)
 

@@ -25,7 +25,7 @@ from kvcodec.codec import ROLES, Params, Role
 from kvcodec.errors import ShapeError, UnsupportedError
 from kvcodec.kernels.choose import Kernels
 from kvcodec.kernels.engine import Engine
-from kvcodec.ops.precision import without_autocast
+from kvcodec.ops.precision import without_modes
 from kvcodec.scheme import KVScheme
 from kvcodec.shared import SHARED
 
@@ -249,7 +249,7 @@ class DeviceCache(LayerCache):
         seen = Seen(causal, start=() if start is None else tuple(start.tolist()), softcap=softcap, mask=mask)
         return self.attend_chunk(q, scale=scale, sinks=sinks, seen=seen)
 
-    @without_autocast
+    @without_modes
     def attend_token(
         self,
         q: Tensor,
@@ -275,7 +275,7 @@ class DeviceCache(LayerCache):
         return engine.attend(q, store, seq_lens, scale=scale, sinks=sinks, start=first, softcap=softcap, **more)
 
     @torch.no_grad()
-    @without_autocast
+    @without_modes
     def attend_chunk(
         self, q: Tensor, *, scale: float | None = None, sinks: Tensor | None = None, seen: Seen = BEFORE_IT
     ) -> Tensor:
@@ -412,6 +412,7 @@ class DeviceCache(LayerCache):
         self.synchronize()
         return super()._range(first, last)
 
+    @without_modes
     def select(self, indices: Tensor) -> None:
         """Keep the sequences ``indices``."""
         super().select(indices)

@@ -24,6 +24,7 @@ from kvcodec.cache.static import StaticCache
 from kvcodec.checks import check_tensors
 from kvcodec.errors import ShapeError, UnsupportedError
 from kvcodec.layout import PAGE_TOKENS
+from kvcodec.ops.precision import without_modes
 
 
 class FrameCache:
@@ -119,6 +120,7 @@ class FrameCache:
         page = self.cache.store.layout.page_tokens
         return page // math.gcd(page, self.tokens)
 
+    @without_modes
     def append(self, keys: Tensor, values: Tensor, *, flag: Tensor | None = None) -> None:
         """Add frames, and evict the oldest of those that no longer fit.
 
@@ -151,6 +153,7 @@ class FrameCache:
             self.evict(over)
         self._keep_addresses()
 
+    @without_modes
     def replace(self, keys: Tensor, values: Tensor, *, flag: Tensor | None = None) -> None:
         """Replace the newest frames, after a denoising pass, by less noisy ones.
 
@@ -180,6 +183,7 @@ class FrameCache:
         self._keep_addresses()
 
     @torch.no_grad()
+    @without_modes
     def turn(self, keys: Tensor) -> None:
         """Replace the sinks' keys by the same keys rotated to other positions; their values stay.
 
@@ -216,6 +220,7 @@ class FrameCache:
             check_tensors(keys, keys)
         state.sink.copy_(keys)
 
+    @without_modes
     def evict(self, n: int) -> None:
         """Drop the oldest ``n`` frames behind the sinks.
 
@@ -230,6 +235,7 @@ class FrameCache:
         if n:
             self.cache.evict(n * self.tokens, keep=self.sinks * self.tokens)
 
+    @without_modes
     def attend(self, q: Tensor, *, scale: float | None = None) -> Tensor:
         """Attention of the newest frames' queries over every token held, their own included.
 

@@ -22,7 +22,7 @@ from kvcodec.errors import UnsupportedError
 from kvcodec.kernels.encode import Turned
 from kvcodec.kernels.engine import Engine
 from kvcodec.kernels.fit import Sample
-from kvcodec.ops.precision import without_autocast
+from kvcodec.ops.precision import without_modes
 
 
 class State(NamedTuple):
@@ -86,7 +86,6 @@ class GrowingCache(DeviceCache):
         """Slots written per sequence, int32 ``[B]`` on the device; None until the first append."""
         return None if self.store is None else self._device_lengths()[0]
 
-    @without_autocast
     def append(
         self, keys: Tensor, values: Tensor, positions: Tensor | None = None, *, flag: Tensor | None = None
     ) -> None:
@@ -98,6 +97,7 @@ class GrowingCache(DeviceCache):
         """
         self.end_append(self.begin_append(keys, values, positions, flag=flag))
 
+    @without_modes
     def begin_append(
         self, keys: Tensor, values: Tensor, positions: Tensor | None = None, *, flag: Tensor | None = None
     ) -> Leaving:
@@ -128,6 +128,7 @@ class GrowingCache(DeviceCache):
             new = self._pass_dense(new, self._waits())
         return Leaving(new, n, flag, flagged)
 
+    @without_modes
     def end_append(self, leaving: Leaving) -> None:
         """Second half of ``append``: tokens that leave the window are encoded."""
         assert self.store is not None
@@ -159,22 +160,32 @@ class GrowingCache(DeviceCache):
 
     def _place(self, keys: Tensor, positions: Tensor | None, *, now: bool) -> None:
         """Record the positions of new tokens; ``now``: read them from the device, which synchronises."""
-        n, sink = keys.shape[2], self.scheme.sink
-        if positions is None:
-            after = self.start + self.length
-            positions = torch.arange(after, after + n, device=keys.device)[None]
-        if self.slots is None:
-            self.slots, self.slots_freed = SlotPositions.starting(positions, keys.shape[0], sink), 0
+        n, sink, before = keys.shape[2], self.scheme.sink, self.slots
         at = self.start + self.length - sink - self.slots_freed
-        self.slots.follow(positions, at)
-        if now and int(self.slots.broken):
-            self.slots.broken.zero_()
-            self.slots = self.slots if self.positions.runs else None
-            raise UnsupportedError(NOT_CONSECUTIVE)
-        if self.positions.runs:
-            self.positions.extend(n)
-        else:
-            self.positions.runs.append((n, self.slots.begin(at)))
+        if before is None:
+            if positions is None:
+                positions = torch.arange(n, device=keys.device)[None]
+            self.slots, self.slots_freed = SlotPositions.starting(positions, keys.shape[0], sink), 0
+            at = -sink
+        slots = self.slots
+        assert slots is not None
+        if positions is not None:
+            self.slots = slots = slots.follow(positions, at, check=self.needs_order)
+            if now and int(slots.broken):
+                slots.broken.zero_()
+                self.slots = before
+                raise UnsupportedError(NOT_CONSECUTIVE)
+        runs = self.positions.runs
+        if not runs:
+            runs.append((n, slots.begin(at)))
+            return
+        if before is not None and slots is not before:  # padding may have been moved
+            if len(runs) == 1:
+                runs[0] = runs[0][0], slots.begin(at - runs[0][0])
+            else:
+                move = slots.placed - before.placed
+                runs[:] = [(count, start + move) for count, start in runs]
+        self.positions.extend(n)
 
     def _renumber(self, slot: int) -> None:
         """The next token that is encoded goes to ``slot``, whatever was freed before."""
@@ -274,6 +285,7 @@ class GrowingCache(DeviceCache):
             raise UnsupportedError(NOT_CONSECUTIVE)
         super().check()
 
+    @without_modes
     def select(self, indices: Tensor) -> None:
         """Keep the sequences ``indices``."""
         super().select(indices)
@@ -358,6 +370,8 @@ class GrowingCache(DeviceCache):
 
     def _remove(self, first: int, last: int) -> None:
         self._one_run(first, last)
+        if self.slots is not None and first < last:
+            self.slots = self.slots.cropped()
         super()._remove(first, last)
 
     def nbytes(self) -> dict[str, int]:

@@ -24,7 +24,7 @@ from kvcodec.checks import check_tensors
 from kvcodec.codec import ROLES, Params, Role
 from kvcodec.errors import ShapeError, SpecError, UnsupportedError
 from kvcodec.kernels.cpu.held import HeldAttention
-from kvcodec.ops.precision import without_autocast
+from kvcodec.ops.precision import without_modes
 from kvcodec.ops.rope import NOT_TURNED
 from kvcodec.scheme import KVScheme, page_layout
 
@@ -153,7 +153,7 @@ class LayerCache:
             empty = _no_tokens(batch, heads, of.site.head_dim, of.codec.held_dtype(keys.dtype), keys.device)
             self.roles[role] = RoleState(of, empty, empty)
 
-    @without_autocast
+    @without_modes
     def append(self, keys: Tensor, values: Tensor, positions: Tensor | None = None) -> None:
         """Add tokens; whole blocks that leave the window are encoded, once.
 
@@ -204,6 +204,11 @@ class LayerCache:
     def places_tokens(self) -> bool:
         """Whether the tokens' positions are needed: for a mean, or to tell tokens from padding in a fit."""
         return self.site.mean is not None or self.site.fit_tokens > 1
+
+    @property
+    def needs_order(self) -> bool:
+        """Whether the positions must count up: for a mean before RoPE. Otherwise they only tell tokens from padding."""
+        return self.site.mean is not None and self.site.mean.kind == "pre"
 
     @property
     def is_fitted(self) -> bool:
@@ -380,7 +385,7 @@ class LayerCache:
 
     # -- reading ---------------------------------------------------------------------------------------------------
 
-    @without_autocast
+    @without_modes
     def decode(self, first: int = 0, last: int | None = None) -> tuple[Tensor, Tensor]:
         """Decoded keys and values of the live tokens ``[first, last)``.
 
@@ -391,7 +396,7 @@ class LayerCache:
         first, last = self._range(first, last)
         return self._decode_role("key", first, last), self._decode_role("value", first, last)
 
-    @without_autocast
+    @without_modes
     def decode_role(self, role: Role, first: int = 0, last: int | None = None) -> Tensor:
         """As ``decode``, of the keys or the values alone."""
         return self._decode_role(role, *self._range(first, last))
@@ -447,7 +452,7 @@ class LayerCache:
         mean = self._mean(state.role, first + ahead, last + ahead)
         return state.read(self.store, first, last, self._dtype, mean)
 
-    @without_autocast
+    @without_modes
     def attend(
         self,
         q: Tensor,
@@ -506,12 +511,14 @@ class LayerCache:
 
     # -- removing and rearranging ----------------------------------------------------------------------------------
 
+    @without_modes
     def crop(self, length: int) -> None:
         """Keep the oldest ``length`` tokens; later ones are dropped."""
         if not 0 <= length <= self.length:
             raise ShapeError(f"crop({length}): the cache holds {self.length} tokens; pass 0..{self.length}.")
         self._remove(length, self.length)
 
+    @without_modes
     def evict(self, n: int, keep: int = 0) -> None:
         """Drop the oldest ``n`` tokens after the first ``keep``.
 
@@ -570,6 +577,7 @@ class LayerCache:
             shifts = [tokens * bisect.bisect_left(dead, a // tokens) for a, _ in state.runs]
             state.runs = [(a - shift, b - shift) for (a, b), shift in zip(state.runs, shifts, strict=True)]
 
+    @without_modes
     def select(self, indices: Tensor) -> None:
         """Keep the sequences ``indices`` of the batch, in that order, repeats allowed (beam search, batch split)."""
         if self.store is None:
@@ -596,6 +604,7 @@ class LayerCache:
         if self.recent is not None:
             self.recent.select(index)
 
+    @without_modes
     def repeat(self, times: int) -> None:
         """Repeat every sequence ``times`` times, as ``repeat_interleave`` does."""
         if self.store is not None:

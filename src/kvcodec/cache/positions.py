@@ -11,18 +11,15 @@ from kvcodec.errors import UnsupportedError
 from kvcodec.ops.rope import Rotary
 
 NOT_CONSECUTIVE = (
-    "the positions of the new tokens are not consecutive (images or packed sequences?), which keys held without their "
-    "mean before RoPE need; use mean=post or mean=none."
+    "the positions of the new tokens are not consecutive, or do not follow those held (padding in the middle of a "
+    "sequence, images or packed sequences?), which keys held without their mean before RoPE need; use mean=post or "
+    "mean=none, or attention='decoded' for such padding."
 )
 
 
 def consecutive(positions: Tensor) -> bool:
-    """Whether each row of ``positions [B, n]`` counts up by one, left padding aside."""
-    n = positions.shape[1]
-    if n == 0:
-        return True
-    expected = positions[:, -1:].long() - (n - 1) + torch.arange(n, device=positions.device)
-    return not bool(((positions != expected) & (expected >= 0)).any())  # before position 0 there is only padding
+    """Whether each row of ``positions [B, n]`` counts up by one, padding at its start aside."""
+    return positions.shape[1] == 0 or not int(_call_of(positions).broken)
 
 
 class Positions:
@@ -54,11 +51,22 @@ class Positions:
             return
         if not consecutive(positions):
             raise UnsupportedError(NOT_CONSECUTIVE)
-        first = positions[:, -1].long() - (n - 1)
+        first = first_of(positions).long()
+        self._move_padding(first)
         if self.runs and torch.equal(self.runs[-1][1] + self.runs[-1][0], first):
             self.runs[-1] = (self.runs[-1][0] + n, self.runs[-1][1])
         else:
             self.runs.append((n, first))
+
+    def _move_padding(self, first: Tensor) -> None:
+        """Place rows that hold nothing but padding right before ``first [B or 1]``, the positions that follow."""
+        if not self.runs:
+            return
+        newest = [start + (count - 1) for count, start in self.runs]
+        padding = torch.stack(torch.broadcast_tensors(first, *newest)).amax(0) <= 0
+        move = torch.where(padding, first - newest[-1] - 1, 0)
+        if bool(move.any()):
+            self.runs = [(count, start + move) for count, start in self.runs]
 
     def extend(self, n: int) -> None:
         """As ``append``, of n tokens that are known to continue the last run, so that their positions are not read."""
@@ -92,7 +100,7 @@ class Positions:
 class _Call(NamedTuple):
     """Positions of one call's tokens on their device."""
 
-    first: Tensor  # int32 [B]: of the first token, from the last one back
+    first: Tensor  # int32 [B]: of the first token, counted back from the last one; padding has positions below 0
     broken: Tensor  # int32 [1]: not 0 if they do not count up by one, padding aside
 
 
@@ -100,9 +108,18 @@ COMPUTED = "kvcodec_computed"
 """Attribute of a positions tensor: what its layers share."""
 
 
+def computed_of(positions: Tensor) -> dict[Any, Any]:
+    """What is computed of this tensor, for all layers that get the same one: those of one forward pass."""
+    found: dict[Any, Any] | None = getattr(positions, COMPUTED, None)
+    if found is None:
+        found = {}
+        setattr(positions, COMPUTED, found)
+    return found
+
+
 def shared(positions: Tensor) -> Tensor:
-    """Let all layers that get this tensor share what is computed of it: those of one forward pass."""
-    setattr(positions, COMPUTED, {})
+    """Let all layers that get this tensor share what is computed of it."""
+    computed_of(positions)
     return positions
 
 
@@ -119,12 +136,24 @@ def _call_of(positions: Tensor) -> _Call:
     computed: dict[Any, Any] = getattr(positions, COMPUTED, {})
     known: _Call | None = computed.get("call")
     if known is None:
-        n = positions.shape[1]
-        first = (positions[:, -1] - (n - 1)).to(torch.int32)
-        expected = first[:, None] + torch.arange(n, device=positions.device)
-        wrong = ((positions != expected) & (expected >= 0)).any() if n > 1 else first.new_zeros(())
-        known = computed["call"] = _Call(first, wrong.to(torch.int32).view(1))
+        known = computed["call"] = _read(positions)
     return known
+
+
+def _read(positions: Tensor) -> _Call:
+    """Compare positions ``[B, n]`` with those that count up to the last one.
+
+    The positions of padding mean nothing. Padding is what would lie before position 0, and a row's first tokens while
+    all of them have position 0, or all of them 1, as models number it.
+    """
+    n = positions.shape[1]
+    first = (positions[:, -1] - (n - 1)).to(torch.int32)
+    if n == 1:
+        return _Call(first, first.new_zeros(1))
+    expected = first[:, None] + torch.arange(n, device=positions.device)
+    alike = ((positions == positions[:, :1]) & (positions <= 1)).to(torch.int32).cumprod(1) > 0
+    wrong = ((positions != expected) & (expected >= 0) & ~alike).any().to(torch.int32).view(1)
+    return _Call(torch.where(alike[:, -1], -n, first).to(torch.int32), wrong)
 
 
 def in_order(positions: Tensor) -> bool:
@@ -171,15 +200,27 @@ class SlotPositions:
     ----------
     placed : Tensor int32 ``[B]``
     broken : Tensor int32 ``[1]``
+    padded : bool
+        Whether sequences may hold nothing but padding: then several new tokens may move it.
+    cropped : bool
+        Whether tokens were removed since the last call, so that a single new token may move padding as well.
     """
 
-    def __init__(self, placed: Tensor, broken: Tensor) -> None:
-        self.placed, self.broken = placed, broken
-        self._seen: tuple[Tensor, int] | None = None
+    def __init__(self, placed: Tensor, broken: Tensor, padded: bool = True, cropped: bool = False) -> None:
+        self.placed, self.broken, self.padded, self.is_cropped = placed, broken, padded, cropped
+        self._cropped: SlotPositions | None = None
         self._angles: tuple[Rotary, int, int, tuple[Tensor, Tensor]] | None = None
         self._begins: tuple[int, Tensor] | None = None
         self._parts: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}  # of these angles
         self._back: tuple[Rotary, int, tuple[Tensor, Tensor]] | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        """What a copy or a pickle holds: not what is computed of it."""
+        return {"placed": self.placed, "broken": self.broken, "padded": self.padded, "cropped": self.is_cropped}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Restore ``__getstate__``."""
+        SlotPositions.__init__(self, **state)
 
     @classmethod
     def starting(cls, positions: Tensor, batch: int, sink: int) -> "SlotPositions":
@@ -189,18 +230,41 @@ class SlotPositions:
         if found is None:
             first = _call_of(positions).first
             placed = (first + sink).expand(batch).contiguous()
-            found = computed[batch, sink] = cls(placed, torch.zeros_like(first[:1]))
+            with torch.inference_mode(False):  # written to by later calls, in whatever mode
+                broken = torch.zeros(1, dtype=torch.int32, device=first.device)
+            found = computed[batch, sink] = cls(placed, broken, padded=positions.shape[0] > 1)
         return found
 
-    def follow(self, positions: Tensor, slot: int) -> None:
-        """Raise ``broken`` unless tokens at ``positions [B or 1, n]``, the first at slot ``slot``, are in order."""
-        if hasattr(positions, COMPUTED):
-            if self._seen is not None and self._seen[0] is positions and self._seen[1] == slot:
-                return
-            self._seen = positions, slot
-        call = _call_of(positions)
-        wrong = (call.first != self.placed + slot).any().to(torch.int32).view(1)
+    def follow(self, positions: Tensor, slot: int, check: bool) -> "SlotPositions":
+        """Positions of the slots once tokens at ``positions [B or 1, n]`` follow, the first of them in slot ``slot``.
+
+        Sequences that hold nothing but padding are moved right before the new tokens. With ``check``, tokens that are
+        not in order raise ``broken``.
+        """
+        computed: dict[Any, Any] = getattr(positions, COMPUTED, {})
+        found: SlotPositions | None = computed.get((self, slot))
+        if found is None:
+            found = computed[self, slot] = self._follow(_call_of(positions), positions.shape[1], slot, check)
+        return found
+
+    def _follow(self, call: _Call, n: int, slot: int, check: bool) -> "SlotPositions":
+        expected, after = self.placed + slot, self
+        if self.padded and slot > 0 and (n > 1 or self.is_cropped):
+            move = torch.where((expected <= 1) & (call.first <= 0), call.first - expected, 0).to(torch.int32)
+            expected, after = expected + move, SlotPositions(self.placed + move, self.broken)
+        if not check:
+            return after
+        wrong = (call.first != expected).any().to(torch.int32).view(1)
         torch.maximum(self.broken, torch.maximum(wrong, call.broken), out=self.broken)
+        return after
+
+    def cropped(self) -> "SlotPositions":
+        """The same, after tokens were removed; the same object for layers that share this."""
+        if not self.padded or self.is_cropped:
+            return self
+        if self._cropped is None:
+            self._cropped = SlotPositions(self.placed, self.broken, cropped=True)
+        return self._cropped
 
     def begin(self, slot: int) -> Tensor:
         """Positions of one slot, int64 ``[B]``; the same tensor for layers of one pass, never written to."""
@@ -241,8 +305,8 @@ class SlotPositions:
 
     def moved(self, slots: int) -> "SlotPositions":
         """The same tokens in slots with numbers that are lower by ``slots``."""
-        return SlotPositions(self.placed + slots, self.broken) if slots else self
+        return SlotPositions(self.placed + slots, self.broken, self.padded, self.is_cropped) if slots else self
 
     def select(self, indices: Tensor) -> "SlotPositions":
         """These sequences of the batch, in this order."""
-        return SlotPositions(self.placed.index_select(0, indices), self.broken)
+        return SlotPositions(self.placed.index_select(0, indices), self.broken, self.padded, self.is_cropped)

@@ -22,7 +22,7 @@ from kvcodec.checks import check_tensors
 from kvcodec.codec import Role
 from kvcodec.errors import ShapeError, UnsupportedError
 from kvcodec.kernels.encode import Turned
-from kvcodec.ops.precision import without_autocast
+from kvcodec.ops.precision import without_modes
 from kvcodec.ops.rope import Rotary
 
 BROKEN_ORDER = 3
@@ -43,6 +43,8 @@ class StaticCache(DeviceCache):
     """Whether this append allocates: the lengths are known to be 0, so the device is not read."""
     emptied = False
     """Whether nothing was appended since a reset that kept the pages."""
+    cropped = False
+    """Whether tokens were removed since the last append."""
     placed: Tensor | None = None
     """Position of slot 0 of each sequence, int32 ``[B]`` on the device, where positions are needed."""
     turning: Rotary | None = None
@@ -147,7 +149,7 @@ class StaticCache(DeviceCache):
         assert self.engine is not None
         _keep_addresses(*self.engine.tensors())
 
-    @without_autocast
+    @without_modes
     def append(
         self, keys: Tensor, values: Tensor, positions: Tensor | None = None, *, flag: Tensor | None = None
     ) -> None:
@@ -201,7 +203,7 @@ class StaticCache(DeviceCache):
         assert self.placed is not None
         assert self.seq_lens is not None
         sink, device = self.scheme.sink, self.placed.device
-        if n > 1 and positions is not None and not in_order(positions):
+        if n > 1 and positions is not None and self.needs_order and not in_order(positions):
             raise UnsupportedError(NOT_CONSECUTIVE)
         if empty or (n > 1 and self.length == 0):
             if positions is None:
@@ -213,7 +215,13 @@ class StaticCache(DeviceCache):
             return
         held = self.seq_lens if self.dense_len is None else self.seq_lens + self.dense_len
         expected = self.placed - sink + held
-        if n > 1:
+        if positions is not None and len(expected) > 1 and (n > 1 or self.cropped):
+            first = first_of(positions)  # sequences of padding alone are moved right before the new tokens
+            self.placed.add_(torch.where((expected <= 1) & (first <= 0), first - expected, 0))
+            expected, self.cropped = self.placed - sink + held, False
+        if not self.needs_order:
+            self.newest = expected[:, None] if n == 1 else None
+        elif n > 1:
             if positions is not None and bool((first_of(positions) != expected).any()):
                 raise UnsupportedError(NOT_CONSECUTIVE)
             self.newest = None
@@ -364,6 +372,7 @@ class StaticCache(DeviceCache):
         self._pull()
         self.check()  # a full cache has no slots for its last tokens
 
+    @without_modes
     def select(self, indices: Tensor) -> None:
         """Keep the sequences ``indices``."""
         self._pull()
@@ -379,6 +388,7 @@ class StaticCache(DeviceCache):
         self._one_run(first, last)
         if first < last < self.length:
             raise UnsupportedError("a static cache does not use evicted slots again; leave max_len (capacity) out.")
+        self.cropped |= first < last
         super()._remove(first, last)
         self.refresh()
 

@@ -1,7 +1,8 @@
-"""What is stored and attended is computed in a precision of its own, whatever ``torch.autocast`` says.
+"""What is stored and attended does not depend on the modes of PyTorch around a call.
 
 Models often run under autocast, which would take rotations, scores and norms to 16 bit: the bytes of a token would
-depend on it.
+depend on it. A tensor made in inference mode cannot be written to outside of it, so a cache that is filled there would
+not go on elsewhere.
 """
 
 from collections.abc import Callable
@@ -16,8 +17,8 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 
-def without_autocast(method: Callable[P, R]) -> Callable[P, R]:
-    """Make a method that runs with autocast off."""
+def without_modes(method: Callable[P, R]) -> Callable[P, R]:
+    """Make a method that runs outside of autocast and inference mode."""
 
     @wraps(method)
     def run(*args: P.args, **kwargs: P.kwargs) -> R:
@@ -25,6 +26,9 @@ def without_autocast(method: Callable[P, R]) -> Callable[P, R]:
             if torch.is_autocast_enabled(device):
                 with torch.autocast(device, enabled=False):
                     return run(*args, **kwargs)
+        if not torch.compiler.is_compiling() and torch.is_inference_mode_enabled():
+            with torch.inference_mode(False), torch.no_grad():
+                return method(*args, **kwargs)
         return method(*args, **kwargs)
 
     return run

@@ -25,6 +25,7 @@ from torch import Tensor
 
 from kvcodec.errors import UnsupportedError
 from kvcodec.integrations.transformers.argument import passing
+from kvcodec.integrations.transformers.rope import record_positions
 from kvcodec.integrations.transformers.watching import implementation
 
 PROMPT_TOKENS = 256
@@ -115,8 +116,7 @@ def long_context(model: Any, ids: Tensor, window: int) -> list[tuple[Tensor, Ten
 def fill(cache: Any, context: list[tuple[Tensor, Tensor]]) -> None:
     """Store ``long_context`` in an empty cache, transformers' own or a ``KVCache``."""
     for i, (keys, values) in enumerate(context):
-        if rope := getattr(cache.layers[i], "rope", None) if i < len(cache.layers) else None:
-            rope.positions = torch.arange(keys.shape[2], device=keys.device)[None]
+        record_positions(torch.arange(keys.shape[2], device=keys.device)[None])
         cache.update(keys, values, i)
 
 

@@ -17,6 +17,7 @@ from kvcodec.cache.positions import NOT_CONSECUTIVE
 from kvcodec.checks import largest, largest_of
 from kvcodec.codec import FP16_MAX, ROLES
 from kvcodec.errors import UnsupportedError
+from kvcodec.integrations.transformers.rope import new_number
 from kvcodec.probe import OutlierProbe, waits
 
 if TYPE_CHECKING:
@@ -99,7 +100,7 @@ class Arrivals:
     """
 
     def __init__(self, layers: int, probe: OutlierProbe | None = None) -> None:
-        self.layers, self.probe = layers, probe
+        self.layers, self.probe, self.cache = layers, probe, new_number()
         self.noted: dict[int, Note] = {}  # those that wait are among them
         self.waiting: list[Waiting] = []
         self.flags: dict[torch.device, tuple[Tensor, ...]] = {}  # 0 between passes

@@ -27,6 +27,8 @@ START = "kvcodec_start"
 """Attribute of a mask tensor: first visible token of each sequence, int32 ``[B]``."""
 RULES = "kvcodec_rules"
 """Attribute of a mask tensor: results of ``_rules``, by its arguments."""
+HIDES = "kvcodec_hides"
+"""Attribute of a mask tensor: results of ``_hides_in``, for cross-attention and for others."""
 QUERY_CHUNK = 256
 """Query rows scored at a time where SDPA cannot be used (learned sinks, soft caps)."""
 
@@ -140,6 +142,10 @@ def _token(
     softcap: float,
 ) -> Tensor:
     """Attention of one query token over a fused cache; the newest token sees all others, causal or not."""
+    if mask is not None and _hides_more(mask, layer):
+        return (_chunk_apart if torch.compiler.is_compiling() else _chunk)(
+            query, layer, mask, scale, causal, sinks, softcap
+        )
     cache = layer.cache
     assert isinstance(cache, DeviceCache)
     start = None if mask is None else _visible_from(mask, layer)
@@ -166,6 +172,7 @@ def _chunk(
     if len(rules.start) == 1:
         rules = rules._replace(start=rules.start * query.shape[0])
     out = cache.attend_chunk(query, scale=scale, sinks=sinks, seen=rules)
+    layer.hides_more = rules.mask is not None and _hides_in(rules.mask[:, :, -1:], layer)
     flash = by_flash(rules, query.shape[3])
     layer.attended("staged" if flash else "scored", lambda: cache.chunk_workspace_bytes(query, flash))
     return out
@@ -230,22 +237,35 @@ def _visible_from(mask: Tensor, layer: "PackedCacheLayer") -> Tensor:
         start = left_padding(mask)
     # tokens that only a sliding layer's recorded past holds; a static cache is masked to its full capacity
     older = 0 if layer.is_compileable else len(layer.cache) - mask.shape[-1]
-    tracing = torch.compiler.is_compiling() or (mask.is_cuda and torch.cuda.is_current_stream_capturing())
-    if not layer.mask_checked and not tracing:
-        layer.mask_checked = True  # one synchronisation per prefill, none per step
-        seen = _seen(mask)
-        if layer.is_cross and not bool(seen.all()):
-            raise UnsupportedError(
-                "fused attention of one token sees all of an encoder's output; this attention mask hides some of it. "
-                "Use attention='streamed' or 'decoded'."
-            )
-        runs = (seen[:, 1:] & ~seen[:, :-1]).sum(-1) + seen[:, 0]
-        if bool((runs > 1).any()):
-            raise UnsupportedError(
-                "fused attention takes left padding only; this attention mask hides tokens in the middle. "
-                "Use attention='streamed' or 'decoded'."
-            )
     return start + older
+
+
+def _hides_more(mask: Tensor, layer: "PackedCacheLayer") -> bool:
+    """Whether the mask of one query token hides more than left padding, which the decode kernels do not serve.
+
+    On a GPU the mask is read (a synchronisation) in the first step after a pass of several tokens, as steps of one token
+    add no hidden ones.
+    """
+    tracing = torch.compiler.is_compiling() or (mask.is_cuda and torch.cuda.is_current_stream_capturing())
+    if not tracing and (layer.hides_more is None or not mask.is_cuda):
+        known: dict[bool, bool] = getattr(mask, HIDES, {})
+        kind = layer.is_cross
+        if kind not in known:
+            known[kind] = _hides_in(mask, layer)
+            setattr(mask, HIDES, known)
+        layer.hides_more = known[kind]
+    return bool(layer.hides_more)
+
+
+def _hides_in(mask: Tensor, layer: "PackedCacheLayer") -> bool:
+    """As ``_hides_more``, of this mask ``[B, 1, 1, N]``; synchronises."""
+    seen = _seen(mask)
+    if layer.is_cross:  # padding of the encoder's input, on either side
+        return not bool(seen.all())
+    if layer.is_compileable:  # a static cache is masked to its full capacity: behind the newest token nothing is held
+        last = seen.shape[1] - 1 - seen.any(0).flip(0).to(torch.uint8).argmax()
+        seen = seen[:, : int(last) + 1]
+    return bool((seen[:, :-1] & ~seen[:, 1:]).any())
 
 
 def _seen(mask: Tensor) -> Tensor:

@@ -36,7 +36,7 @@ from kvcodec.integrations.transformers.making import (
     unfused_reason,
 )
 from kvcodec.integrations.transformers.plan import Attention, LayerPlan, ModelPlan, check_fits, plan_for
-from kvcodec.integrations.transformers.rope import listening
+from kvcodec.integrations.transformers.rope import hook_of
 from kvcodec.integrations.transformers.schemes import by_layer, check_layouts, decided
 from kvcodec.integrations.transformers.windowed import WindowedLayer
 from kvcodec.key_bias import Probe, probe_option
@@ -394,7 +394,7 @@ def load_cache(path: str | Path, model_or_config: Any, *, attention: Attention |
         _give_mean(path, layer_cache, layer.cache)
         layer.cache = layer_cache
         follows = layer_cache.places_tokens and not layer.is_cross
-        layer.rope = listening(model_or_config) if follows else None
+        layer.hook = hook_of(model_or_config) if follows else None
         layer.filled = layer.is_initialized = True
         if isinstance(layer, WindowedLayer):
             layer.cumulative_length = count

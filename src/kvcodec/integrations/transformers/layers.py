@@ -22,7 +22,7 @@ from kvcodec.errors import ShapeError, UnsupportedError
 from kvcodec.integrations.transformers.arrivals import Arrivals, Before
 from kvcodec.integrations.transformers.attention import PackedKV
 from kvcodec.integrations.transformers.plan import Attention
-from kvcodec.integrations.transformers.rope import Rope
+from kvcodec.integrations.transformers.rope import PositionHook, take_positions
 from kvcodec.probe import waits
 
 Prefill = Literal["exact", "decoded"]
@@ -81,8 +81,9 @@ class PackedCacheLayer(CacheLayerMixin):  # type: ignore[misc]
         self.compiled = False
         self.counted = 0
         self.filled = False
-        self.mask_checked = False
-        self.rope: Rope | None = None  # tells the positions of new tokens
+        self.hides_more: bool | None = None  # whether masks hide more than left padding; None: not known
+        self.hook: PositionHook | None = None  # records the positions of new tokens
+        self.taken = 0  # number of the pass whose positions were taken last
 
     @property
     def cache(self) -> LayerCache:
@@ -162,8 +163,8 @@ class PackedCacheLayer(CacheLayerMixin):  # type: ignore[misc]
 
     def _arrived(self, keys: Tensor, first: bool) -> None:
         self.filled = self.is_initialized = True
-        if first:
-            self.mask_checked = False
+        if first or (keys.shape[2] > 1 and not torch.compiler.is_compiling()):
+            self.hides_more = None
         if first or self.arrivals.noted:
             self.arrivals.came(self, keys, first)
 
@@ -204,17 +205,14 @@ class PackedCacheLayer(CacheLayerMixin):  # type: ignore[misc]
         if not self.cache.places_tokens:
             return None
         mean, n = self.cache.site.mean, keys.shape[2]
-        positions = torch.empty(0) if self.rope is None else self.rope.positions
-        if positions.shape[-1] != n:  # the same tensor in all layers, where it may be
+        positions, self.taken = take_positions(self.taken, self.arrivals.cache)
+        if positions is not None and positions.shape[-1] != n:  # the same tensor in all layers, where it may be
             positions = positions[..., -n:] if n else positions[..., :0]
-        known = positions.ndim == 2 and positions.shape[1] == n
+        known = positions is not None and positions.ndim == 2 and positions.shape[1] == n
         if mean is None or mean.kind == "post":  # they only tell padding from tokens
             return positions if known and consecutive(positions) else None
         if not known:
-            raise UnsupportedError(
-                f"layer {self.index}: the positions of {n} new tokens are not known (the model gave "
-                f"{tuple(positions.shape)}); use mean=post or mean=none."
-            )
+            raise UnsupportedError(self._unknown_positions(n, positions))
         if not self.filled and n and mean.given is not None and not waits(keys):
             rest = keys.float() - mean.at(mean.given.to(keys.device), positions)
             if float(rest.square().sum()) > float(keys.float().square().sum()):
@@ -223,6 +221,15 @@ class PackedCacheLayer(CacheLayerMixin):  # type: ignore[misc]
                     f"keys in another way than its rotary embedding says; use mean=post or mean=none."
                 )
         return positions
+
+    def _unknown_positions(self, n: int, positions: Tensor | None) -> str:
+        where = f"layer {self.index}: the positions of {n} new tokens are not known"
+        if positions is not None:
+            return f"{where} (the model gave {tuple(positions.shape)}); use mean=post or mean=none."
+        return (
+            f"{where}: the cache was made for another model, or unpickled in another process. Make it with cache_for "
+            f"for the model that runs, and save it with cache.save and load_cache; or use mean=post or mean=none."
+        )
 
     def _stored(self, fresh: int) -> tuple[Any, Any]:
         """Return what is held: a handle, or decoded K and V."""
@@ -326,6 +333,7 @@ class PackedCacheLayer(CacheLayerMixin):  # type: ignore[misc]
             self.cache.crop(keep)
             self.counted = keep
             self.filled = keep > 0
+            self.hides_more = self.hides_more and None
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Reorder the sequences, for beam search."""
@@ -335,6 +343,7 @@ class PackedCacheLayer(CacheLayerMixin):  # type: ignore[misc]
         """Keep the sequences ``indices`` (numbers, or a boolean mask)."""
         self.arrivals.settle()
         if self.filled:
+            self.hides_more = self.hides_more and None  # the sequences that are left may hide less
             indices = torch.as_tensor(indices)
             self.cache.select(indices.nonzero()[:, 0] if indices.dtype == torch.bool else indices)
 

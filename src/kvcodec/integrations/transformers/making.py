@@ -19,7 +19,7 @@ from kvcodec.integrations.transformers.cross import CrossLayer
 from kvcodec.integrations.transformers.layers import PackedCacheLayer
 from kvcodec.integrations.transformers.plan import Attention, ModelPlan, plan_for
 from kvcodec.integrations.transformers.queries import query_energies
-from kvcodec.integrations.transformers.rope import Rope, listening
+from kvcodec.integrations.transformers.rope import PositionHook, hook_of
 from kvcodec.integrations.transformers.schemes import means_of, of_kind
 from kvcodec.integrations.transformers.windowed import WindowedLayer
 from kvcodec.kernels.choose import Kernels
@@ -130,7 +130,7 @@ def layers_of(
     """The cache's layers, one for each of the model's that has a cache; without ``kernels`` the reference's."""
     page_tokens, packed = options["page_tokens"], iter(sites)
     layers: list[Any] = []
-    rope: Rope | None = None
+    hook: PositionHook | None = None
     for planned in plan.layers:
         if not planned.holds_kv:
             layers.append(DYNAMIC_LAYER_TYPE_MAPPING[planned.type](**planned.options))
@@ -149,8 +149,8 @@ def layers_of(
         else:
             layers.append((CrossLayer if planned.is_cross else PackedCacheLayer)(*common))
         if cache.places_tokens and not planned.is_cross:
-            rope = rope or listening(model_or_config)
-            layers[-1].rope = rope
+            hook = hook or hook_of(model_or_config)
+            layers[-1].hook = hook
     return layers
 
 

@@ -1,5 +1,6 @@
 """Mean squares of a model's queries, channel by channel, measured on random tokens instead of a text."""
 
+import threading
 import warnings
 import weakref
 from typing import Any
@@ -14,6 +15,7 @@ TOKENS = 128
 SKIPPED = 4
 """First tokens, whose states are unlike all others."""
 
+_LOCK = threading.Lock()
 _seen: "weakref.WeakKeyDictionary[nn.Module, tuple[list[Any], dict[int, Tensor]]]" = weakref.WeakKeyDictionary()
 
 
@@ -30,6 +32,11 @@ def query_energies(model: Any) -> dict[int, Tensor]:
     dict
         Empty for a model without weights (meta), and, with a warning, for one that does not run on tokens alone.
     """
+    with _LOCK:  # caches that several threads make share one run of the model
+        return _known_or_measured(model)
+
+
+def _known_or_measured(model: Any) -> dict[int, Tensor]:
     parameters = _parameters(model)
     now = [(p.data_ptr(), 0 if p.is_inference() else p._version) for p in parameters]
     if (known := _seen.get(model)) is not None and known[0] == now:
@@ -53,7 +60,7 @@ def query_energies(model: Any) -> dict[int, Tensor]:
             f"{type(model).__name__} did not run on tokens alone ({error}); constants of keys are fitted without its "
             f"queries, at some loss. `kvcodec fit` takes them from a text.",
             KVCodecWarning,
-            stacklevel=3,
+            stacklevel=4,
         )
     _seen[model] = now, found
     return found

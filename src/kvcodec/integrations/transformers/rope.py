@@ -1,19 +1,26 @@
-"""How a transformers model turns keys by their positions, for caches that hold keys without their mean.
+"""How a transformers model rotates keys by their positions, for caches that hold keys without their mean.
 
 Frequencies and scaling are those of the model's rotary embedding, pairs of channels those of the function
-``apply_rotary_pos_emb`` of its attention; what ``Rotary`` makes of them is compared with the model's own result before
-it is used. The positions of a forward pass are those that the rotary embedding was called with.
+``apply_rotary_pos_emb`` of its attention; the rotation of a ``Rotary`` is compared with the model's own before it is
+used.
+
+Positions belong to a forward pass. A hook on the rotary embedding records the positions of a pass for the thread that
+runs it, and each layer of a cache takes them once. All caches of a model share the hook, and it is removed with the
+last of them. Neither a model nor a cache holds positions.
 """
 
 import inspect
+import itertools
 import sys
+import threading
+import uuid
 import weakref
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from kvcodec.cache.positions import shared
+from kvcodec.cache.positions import computed_of
 from kvcodec.errors import UnsupportedError
 from kvcodec.key_layer import changing_rope
 from kvcodec.ops.rope import Rotary
@@ -24,8 +31,101 @@ ALIKE = 1e-2
 """Largest difference there, where numbers are of size 1: float32 angles of the model are good to 1e-4."""
 
 
+class _Newest(threading.local):
+    """The positions of the newest forward pass of the current thread."""
+
+    positions: Tensor | None = None
+
+
+_newest = _Newest()
+_numbers = itertools.count(1)
+
+
+def record_positions(positions: Tensor) -> None:
+    """Record the positions of the forward pass that this thread begins, as the hook does.
+
+    Parameters
+    ----------
+    positions : Tensor of int ``[B, n]`` or ``[1, n]``
+    """
+    _newest.positions = positions.detach()
+
+
+def take_positions(taken: int, cache: int) -> tuple[Tensor | None, int]:
+    """Positions of this thread's forward pass, and the number of the pass.
+
+    Parameters
+    ----------
+    taken : int
+        Number of the pass whose positions the layer took last.
+    cache : int
+        Number of the layer's cache.
+
+    Returns
+    -------
+    (Tensor of int ``[B, n]`` or ``[1, n]``, or None; int)
+        The same tensor for all layers of a pass. None: no pass was recorded, or the newest one is known to be another:
+        this layer has taken its positions already, or a layer of another cache has.
+    """
+    positions = _newest.positions
+    if positions is None or torch.compiler.is_compiling():  # numbers would become guards: one graph per pass
+        return positions, taken
+    computed = computed_of(positions)
+    number = computed.setdefault("pass", 0) or next(_numbers)
+    computed["pass"] = number
+    if number == taken or computed.setdefault("cache", cache) != cache:
+        return None, taken
+    return positions, number
+
+
+def new_number() -> int:
+    """Return a number that no other cache or pass of this process has."""
+    return next(_numbers)
+
+
+def _record(module: nn.Module, args: tuple[Any, ...], options: dict[str, Any]) -> None:
+    """Forward pre-hook of a rotary embedding; a function of this module, so that the model can be pickled."""
+    positions = args[1] if len(args) > 1 else options.get("position_ids")
+    if isinstance(positions, Tensor):
+        record_positions(positions)
+
+
+class PositionHook:
+    """Owner of the hook that records positions on one rotary embedding; the hook is removed with its owner.
+
+    A deep copy is the owner itself. Pickled, it is a name, by which this process finds it again; another process finds
+    nothing.
+    """
+
+    def __init__(self, embedding: nn.Module) -> None:
+        handle = embedding.register_forward_pre_hook(_record, with_kwargs=True)
+        weakref.finalize(self, handle.remove)
+        self._embedding, self._name = weakref.ref(embedding), uuid.uuid4().hex
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "PositionHook":
+        """Return the owner itself."""
+        return self
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Pickle the name. The model keeps the hook from then on, for the cache that may be unpickled."""
+        if (embedding := self._embedding()) is not None:
+            _kept[embedding] = self
+            _by_name[self._name] = self
+        return _unpickled, (self._name,)
+
+
+_LOCK = threading.RLock()
+_hooks: "weakref.WeakKeyDictionary[nn.Module, weakref.ref[PositionHook]]" = weakref.WeakKeyDictionary()
+_kept: "weakref.WeakKeyDictionary[nn.Module, PositionHook]" = weakref.WeakKeyDictionary()
+_by_name: "weakref.WeakValueDictionary[str, PositionHook]" = weakref.WeakValueDictionary()
+
+
+def _unpickled(name: str) -> PositionHook | None:
+    return _by_name.get(name)
+
+
 class Rope:
-    """The rotary embedding of one model; ``positions`` are those of the newest forward pass.
+    """The rotary embedding of one model.
 
     Parameters
     ----------
@@ -39,25 +139,25 @@ class Rope:
 
     def __init__(self, model: nn.Module) -> None:
         self.name = type(model).__name__
-        found = [m for m in model.modules() if isinstance(getattr(m, "inv_freq", None), Tensor)]
+        inside = model.get_decoder() if hasattr(model, "get_decoder") else model  # not a vision tower's
+        found = [m for m in inside.modules() if isinstance(getattr(m, "inv_freq", None), Tensor)]
         if len(found) != 1 or list(inspect.signature(found[0].forward).parameters)[:2] != ["x", "position_ids"]:
             raise UnsupportedError(
                 f"{self.name}: mean=pre needs one rotary embedding that all layers share and that is called with "
                 f"position_ids; this model has {len(found) or 'none'}. Use mean=post or mean=none."
             )
         self.embedding, self.config = found[0], getattr(model, "config", None)
-        self.positions = torch.empty(1, 0, dtype=torch.long)
         self._rotaries: dict[str, Rotary] = {}
         self._attentions: dict[int, weakref.ref[nn.Module]] = {}
-        this = weakref.ref(self)
 
-        def note(module: nn.Module, args: tuple[Any, ...], options: dict[str, Any]) -> None:
-            rope, positions = this(), args[1] if len(args) > 1 else options.get("position_ids")
-            if rope is not None and isinstance(positions, Tensor):
-                positions = positions.detach()
-                rope.positions = positions if torch.compiler.is_compiling() else shared(positions)
-
-        self._hook = self.embedding.register_forward_pre_hook(note, with_kwargs=True)
+    def hook(self) -> PositionHook:
+        """Return the owner of the hook that records positions; while a cache keeps it, the same one."""
+        with _LOCK:
+            known = _hooks.get(self.embedding)
+            if (found := None if known is None else known()) is None:
+                found = PositionHook(self.embedding)
+                _hooks[self.embedding] = weakref.ref(found)
+            return found
 
     def attention(self, layer: int, model: Any) -> nn.Module | None:
         """Return the attention of a layer, which knows the layer's number; None: none does.
@@ -104,16 +204,14 @@ class Rope:
     def _compared(self, turn: Any) -> Rotary:
         frequencies: Tensor = self.embedding.inv_freq.detach().float()  # type: ignore[operator]
         scaling = float(getattr(self.embedding, "attention_scaling", 1.0))
-        noted = self.positions  # this call is none of the model's
         places = torch.tensor([PLACES], device=frequencies.device)
         x = torch.linspace(-1, 1, 2 * len(PLACES) * len(frequencies), device=frequencies.device)
         x = x.view(1, 1, len(PLACES), -1).sin()
         try:
-            cos, sin = self.embedding(x, places)
+            cos, sin = self.embedding.forward(x, places)  # without the hook: this is no pass of the model
             wanted = turn(x, x, cos, sin)[1]
         except Exception:  # a function of another kind, or none
             wanted = None
-        self.positions = noted
         for interleaved in (False, True):
             rotary = Rotary(frequencies, scaling, interleaved)
             if wanted is not None and wanted.shape == x.shape and _alike(rotary.turn(x, places), wanted):
@@ -139,14 +237,15 @@ def rope_of(model: nn.Module) -> Rope:
     UnsupportedError
         See ``Rope``.
     """
-    if (known := _ropes.get(model)) is None:
-        known = _ropes[model] = Rope(model)
-    return known
+    with _LOCK:
+        if (known := _ropes.get(model)) is None:
+            known = _ropes[model] = Rope(model)
+        return known
 
 
-def listening(model_or_config: Any) -> Rope | None:
-    """Return the ``Rope`` that records positions of new tokens; None: no module of the model is called with them."""
+def hook_of(model_or_config: Any) -> PositionHook | None:
+    """Return the owner of the hook that records positions; None: no module of the model is called with them."""
     try:
-        return rope_of(model_or_config) if isinstance(model_or_config, nn.Module) else None
+        return rope_of(model_or_config).hook() if isinstance(model_or_config, nn.Module) else None
     except UnsupportedError:
         return None

@@ -1,8 +1,14 @@
-"""Change a model's attention for the length of a block: another implementation, or its own with its inputs recorded."""
+"""Change a model's attention for the length of a block: another implementation, or its own with its inputs recorded.
+
+Threads share a model and its config. Blocks of several threads may overlap in any order: the last one to end restores
+the model's own implementation. A recording sees the calls of its own thread only; calls of other threads pass through.
+"""
 
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from typing import Any
 
 from torch import Tensor
@@ -10,62 +16,119 @@ from torch import Tensor
 from kvcodec.errors import UnsupportedError
 
 RECORDER = "kvcodec_recorder"
+"""Start of the names of attention implementations that record their inputs; a number follows, one for each original."""
 
 Watcher = Callable[[Any, Tensor, Tensor, Tensor, Tensor | None, dict[str, Any]], None]
 """Called with (module, query, key, value, mask, options) as the attention function receives them, after RoPE."""
 
 
+@dataclass
+class _Swap:
+    """The implementations of one model while blocks change them."""
+
+    original: dict[str, str]
+    """By name of the sub-config, ``""`` for the model's own config: what ``set_attn_implementation`` takes."""
+    names: dict[object, str] = field(default_factory=dict)
+    """Implementations of the open blocks, the newest last."""
+
+
+@dataclass
+class _Recording:
+    watcher: Watcher
+    calls: int = 0
+
+
+class _Recordings(threading.local):
+    """Recordings of the current thread."""
+
+    def __init__(self) -> None:
+        self.open: list[_Recording] = []
+
+
+_LOCK = threading.RLock()
+_swaps: dict[int, _Swap] = {}  # by id of the model's config, which the open blocks keep alive
+_recorders: dict[str, str] = {}  # names of recorders by the implementation that they record
+_recordings = _Recordings()
+
+
 @contextmanager
 def implementation(model: Any, name: str) -> Iterator[None]:
     """Run the block with another attention implementation; the model's own is always restored."""
-    own = model.config._attn_implementation
-    model.set_attn_implementation(name)
+    config, block = model.config, object()
+    with _LOCK:
+        swap = _swaps.setdefault(id(config), _Swap(_implementations(config)))
+        swap.names[block] = name
     try:
+        with _LOCK:
+            model.set_attn_implementation(name)
         yield
     finally:
-        model.set_attn_implementation(own)
+        with _LOCK:
+            del swap.names[block]
+            if swap.names:
+                model.set_attn_implementation(next(reversed(swap.names.values())))
+            else:
+                del _swaps[id(config)]
+                model.set_attn_implementation(swap.original)
+
+
+def _implementations(config: Any) -> dict[str, str]:
+    below = {name: getattr(config, name, None) for name in getattr(config, "sub_configs", {})}
+    named = {"": config, **{name: own for name, own in below.items() if own is not None}}
+    originals = {recorder: original for original, recorder in _recorders.items()}  # of a block of another thread
+    held = {name: own._attn_implementation for name, own in named.items()}
+    return {name: originals.get(used, used) for name, used in held.items() if used is not None}
 
 
 @contextmanager
 def watched(model: Any, seen: Watcher) -> Iterator[None]:
-    """Call ``seen`` with the inputs of every attention call of the block; the model's results do not change.
+    """Call ``seen`` with the inputs of this thread's attention calls in the block; the model's results do not change.
 
     Raises
     ------
     UnsupportedError
         If the block ended without any call: the model does not use transformers' attention interface.
     """
-    from transformers import AttentionInterface, AttentionMaskInterface
-
-    own = model.config._attn_implementation
-    calls, watcher = 0, seen
-
-    def attention(
-        module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **options: Any
-    ) -> Any:
-        nonlocal calls
-        calls += 1
-        watcher(module, query, key, value, attention_mask, options)
-        eager = getattr(sys.modules[type(module).__module__], "eager_attention_forward", None)
-        return AttentionInterface().get_interface(own, eager)(module, query, key, value, attention_mask, **options)
-
-    # the mask must be built as for the model's own implementation
-    AttentionMaskInterface.register(RECORDER, AttentionMaskInterface()[own])
-    AttentionInterface.register(RECORDER, attention)
-    try:
-        with implementation(model, RECORDER):
+    recording = _Recording(seen)
+    with implementation(model, _recorder(model.config._attn_implementation)):
+        _recordings.open.append(recording)
+        try:
             yield
-    finally:
-        # transformers keeps registered functions alive, and this one would keep the recording alive
-        watcher = _blind
-    if not calls:
+        finally:
+            _recordings.open.remove(recording)
+    if not recording.calls:
         raise UnsupportedError(
             f"{type(model).__name__}: no attention layer was seen; its attention does not go through transformers' "
             f"attention interface, so its keys, values and queries cannot be recorded."
         )
 
 
-def _blind(
-    module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, options: dict[str, Any]
-) -> None:
-    """Placeholder registered after the block."""
+def _recorder(original: str) -> str:
+    """Name of the implementation that records its inputs and calls ``original``; registered once."""
+    from transformers import AttentionInterface, AttentionMaskInterface
+
+    if original.startswith(RECORDER):
+        return original
+    with _LOCK:
+        if original not in _recorders:
+            name = f"{RECORDER}_{len(_recorders)}"
+            # the mask must be built as for the model's own implementation
+            AttentionMaskInterface.register(name, AttentionMaskInterface()[original])
+            AttentionInterface.register(name, _recording_attention(original))
+            _recorders[original] = name
+        return _recorders[original]
+
+
+def _recording_attention(original: str) -> Callable[..., Any]:
+    from transformers import AttentionInterface
+
+    def attention(
+        module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **options: Any
+    ) -> Any:
+        for recording in list(_recordings.open):
+            recording.calls += 1
+            recording.watcher(module, query, key, value, attention_mask, options)
+        eager = getattr(sys.modules[type(module).__module__], "eager_attention_forward", None)
+        return AttentionInterface().get_interface(original, eager)(module, query, key, value, attention_mask, **options)
+
+    return attention

@@ -138,6 +138,7 @@ class WindowedLayer(PackedCacheLayer):
             self.cache.crop(len(self.cache) - remove)
             self.cumulative_length = keep
             self.filled = keep > 0
+            self.hides_more = self.hides_more and None
         self._drop_old()
 
     def note(self) -> str:
