@@ -17,9 +17,17 @@ NOT_CONSECUTIVE = (
 )
 
 
-def consecutive(positions: Tensor) -> bool:
-    """Whether each row of ``positions [B, n]`` counts up by one, padding at its start aside."""
-    return positions.shape[1] == 0 or not int(_call_of(positions).broken)
+def consecutive(positions: Tensor | None) -> bool:
+    """Whether each row of ``positions [B, n]`` counts up by one, padding at its start aside; None: no.
+
+    Computed once for all layers that share the tensor.
+    """
+    if positions is None or positions.shape[1] == 0:
+        return positions is not None
+    computed: dict[Any, Any] = getattr(positions, COMPUTED, {})
+    if (known := computed.get("in order")) is None:
+        known = computed["in order"] = not int(_call_of(positions).broken)
+    return bool(known)
 
 
 class Positions:
@@ -144,7 +152,8 @@ def _read(positions: Tensor) -> _Call:
     """Compare positions ``[B, n]`` with those that count up to the last one.
 
     The positions of padding mean nothing. Padding is what would lie before position 0, and a row's first tokens while
-    all of them have position 0, or all of them 1, as models number it.
+    all of them have position 0, or all of them 1, as models number it. Of a row of nothing else the last token is taken
+    for one at position 0; the next call shows whether it is padding.
     """
     n = positions.shape[1]
     first = (positions[:, -1] - (n - 1)).to(torch.int32)
@@ -153,15 +162,7 @@ def _read(positions: Tensor) -> _Call:
     expected = first[:, None] + torch.arange(n, device=positions.device)
     alike = ((positions == positions[:, :1]) & (positions <= 1)).to(torch.int32).cumprod(1) > 0
     wrong = ((positions != expected) & (expected >= 0) & ~alike).any().to(torch.int32).view(1)
-    return _Call(torch.where(alike[:, -1], -n, first).to(torch.int32), wrong)
-
-
-def in_order(positions: Tensor) -> bool:
-    """As ``consecutive``; computed once for all layers that share the tensor."""
-    computed: dict[Any, Any] = getattr(positions, COMPUTED, {})
-    if (known := computed.get("in order")) is None:
-        known = computed["in order"] = not int(_call_of(positions).broken)
-    return bool(known)
+    return _Call(torch.where(alike[:, -1], 1 - n, first).to(torch.int32), wrong)
 
 
 def first_of(positions: Tensor) -> Tensor:
@@ -249,7 +250,7 @@ class SlotPositions:
 
     def _follow(self, call: _Call, n: int, slot: int, check: bool) -> "SlotPositions":
         expected, after = self.placed + slot, self
-        if self.padded and slot > 0 and (n > 1 or self.is_cropped):
+        if self.padded and (n > 1 or self.is_cropped):
             move = torch.where((expected <= 1) & (call.first <= 0), call.first - expected, 0).to(torch.int32)
             expected, after = expected + move, SlotPositions(self.placed + move, self.broken)
         if not check:

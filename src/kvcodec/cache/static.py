@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from kvcodec.cache.device import DeviceCache
-from kvcodec.cache.positions import NOT_CONSECUTIVE, angles_near, first_of, in_order
+from kvcodec.cache.positions import NOT_CONSECUTIVE, angles_near, consecutive, first_of
 from kvcodec.checks import check_tensors
 from kvcodec.codec import Role
 from kvcodec.errors import ShapeError, UnsupportedError
@@ -203,7 +203,7 @@ class StaticCache(DeviceCache):
         assert self.placed is not None
         assert self.seq_lens is not None
         sink, device = self.scheme.sink, self.placed.device
-        if n > 1 and positions is not None and self.needs_order and not in_order(positions):
+        if n > 1 and positions is not None and self.needs_order and not consecutive(positions):
             raise UnsupportedError(NOT_CONSECUTIVE)
         if empty or (n > 1 and self.length == 0):
             if positions is None:

@@ -243,8 +243,8 @@ def _visible_from(mask: Tensor, layer: "PackedCacheLayer") -> Tensor:
 def _hides_more(mask: Tensor, layer: "PackedCacheLayer") -> bool:
     """Whether the mask of one query token hides more than left padding, which the decode kernels do not serve.
 
-    On a GPU the mask is read (a synchronisation) in the first step after a pass of several tokens, as steps of one token
-    add no hidden ones.
+    On a GPU the mask is read (a synchronisation) in the first step after a pass of several tokens: steps of one token
+    hide none.
     """
     tracing = torch.compiler.is_compiling() or (mask.is_cuda and torch.cuda.is_current_stream_capturing())
     if not tracing and (layer.hides_more is None or not mask.is_cuda):

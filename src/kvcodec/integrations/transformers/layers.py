@@ -209,10 +209,11 @@ class PackedCacheLayer(CacheLayerMixin):  # type: ignore[misc]
         if positions is not None and positions.shape[-1] != n:  # the same tensor in all layers, where it may be
             positions = positions[..., -n:] if n else positions[..., :0]
         known = positions is not None and positions.ndim == 2 and positions.shape[1] == n
-        if mean is None or mean.kind == "post":  # they only tell padding from tokens
+        if not self.cache.needs_order:
             return positions if known and consecutive(positions) else None
-        if not known:
+        if positions is None or not known:
             raise UnsupportedError(self._unknown_positions(n, positions))
+        assert mean is not None
         if not self.filled and n and mean.given is not None and not waits(keys):
             rest = keys.float() - mean.at(mean.given.to(keys.device), positions)
             if float(rest.square().sum()) > float(keys.float().square().sum()):

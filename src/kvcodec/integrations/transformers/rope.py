@@ -146,7 +146,8 @@ class Rope:
                 f"{self.name}: mean=pre needs one rotary embedding that all layers share and that is called with "
                 f"position_ids; this model has {len(found) or 'none'}. Use mean=post or mean=none."
             )
-        self.embedding, self.config = found[0], getattr(model, "config", None)
+        self.embedding: Any = found[0]
+        self.config = getattr(model, "config", None)
         self._rotaries: dict[str, Rotary] = {}
         self._attentions: dict[int, weakref.ref[nn.Module]] = {}
 
@@ -202,7 +203,7 @@ class Rope:
         return self._rotaries[module]
 
     def _compared(self, turn: Any) -> Rotary:
-        frequencies: Tensor = self.embedding.inv_freq.detach().float()  # type: ignore[operator]
+        frequencies: Tensor = self.embedding.inv_freq.detach().float()
         scaling = float(getattr(self.embedding, "attention_scaling", 1.0))
         places = torch.tensor([PLACES], device=frequencies.device)
         x = torch.linspace(-1, 1, 2 * len(PLACES) * len(frequencies), device=frequencies.device)
