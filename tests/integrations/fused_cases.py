@@ -106,12 +106,14 @@ def case_left_padding(device: str) -> None:
         assert_close(fused, run(model, "streamed", ids, attention_mask=mask)[0])
 
 
-def case_holes_are_refused(device: str) -> None:
+def case_holes_are_not_attended(device: str) -> None:
     model = model_on(device, "llama-gqa")
-    mask = torch.ones(1, 10, dtype=torch.long)
-    mask[0, 5] = 0
-    with pytest.raises(UnsupportedError, match="hides tokens in the middle"):
-        run(model, "fused", prompt(1, 10), attention_mask=mask)
+    ids, mask = prompt(2, 10), torch.ones(2, 10, dtype=torch.long)
+    mask[0, 5] = mask[1, :3] = 0
+    for max_len in (None, 64) if device == "cuda" else (64,):
+        fused, cache = run(model, "fused", ids, max_len=max_len, attention_mask=mask)
+        assert_close(fused, run(model, "streamed", ids, attention_mask=mask)[0])
+        assert cache.report()["paths"]["scored"]
 
 
 def case_static_sliding_is_refused(device: str) -> None:

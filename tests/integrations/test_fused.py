@@ -17,7 +17,7 @@ EMULATED = (
     "greedy",
     "int4",
     "left_padding",
-    "holes_are_refused",
+    "holes_are_not_attended",
     "static_overflow_is_refused",
     "second_turn_crop_and_select",
     "sink_and_window",

@@ -28,7 +28,9 @@ START = "kvcodec_start"
 RULES = "kvcodec_rules"
 """Attribute of a mask tensor: results of ``_rules``, by its arguments."""
 HIDES = "kvcodec_hides"
-"""Attribute of a mask tensor: results of ``_hides_in``, for cross-attention and for others."""
+"""Attribute of a mask tensor: results of ``_hides_in``, by its other arguments."""
+LAYER = "kvcodec_layer"
+"""Attribute of the keys that fill a layer and that attention gets as they are: the layer."""
 QUERY_CHUNK = 256
 """Query rows scored at a time where SDPA cannot be used (learned sinks, soft caps)."""
 
@@ -97,6 +99,9 @@ def kvcodec_attention(
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
     if not isinstance(key, PackedKV) and attention_mask is not None:
+        filled: PackedCacheLayer | None = getattr(key, LAYER, None)
+        if filled is not None and not torch.compiler.is_compiling():
+            filled.hides_more = _hides(attention_mask, filled)
         attention_mask = attention_mask[..., : key.shape[2]]  # a static cache is masked to its full capacity
     if isinstance(key, PackedKV):
         way = _streamed
@@ -172,7 +177,7 @@ def _chunk(
     if len(rules.start) == 1:
         rules = rules._replace(start=rules.start * query.shape[0])
     out = cache.attend_chunk(query, scale=scale, sinks=sinks, seen=rules)
-    layer.hides_more = rules.mask is not None and _hides_in(rules.mask[:, :, -1:], layer)
+    layer.hides_more = rules.mask is not None and _hides(rules.mask, layer)
     flash = by_flash(rules, query.shape[3])
     layer.attended("staged" if flash else "scored", lambda: cache.chunk_workspace_bytes(query, flash))
     return out
@@ -248,21 +253,25 @@ def _hides_more(mask: Tensor, layer: "PackedCacheLayer") -> bool:
     """
     tracing = torch.compiler.is_compiling() or (mask.is_cuda and torch.cuda.is_current_stream_capturing())
     if not tracing and (layer.hides_more is None or not mask.is_cuda):
-        known: dict[bool, bool] = getattr(mask, HIDES, {})
-        kind = layer.is_cross
-        if kind not in known:
-            known[kind] = _hides_in(mask, layer)
-            setattr(mask, HIDES, known)
-        layer.hides_more = known[kind]
+        layer.hides_more = _hides(mask, layer)
     return bool(layer.hides_more)
 
 
-def _hides_in(mask: Tensor, layer: "PackedCacheLayer") -> bool:
-    """As ``_hides_more``, of this mask ``[B, 1, 1, N]``; synchronises."""
-    seen = _seen(mask)
-    if layer.is_cross:  # padding of the encoder's input, on either side
+def _hides(mask: Tensor, layer: "PackedCacheLayer") -> bool:
+    """As ``_hides_more``, of the last query of a mask ``[B, 1, n, N]``; read once for all layers (synchronises)."""
+    known: dict[tuple[bool, bool], bool] = getattr(mask, HIDES, {})
+    kind = layer.is_cross, layer.is_compileable
+    if kind not in known:
+        known[kind] = _hides_in(_seen(mask[:, :, -1:]), *kind)
+        setattr(mask, HIDES, known)
+    return known[kind]
+
+
+def _hides_in(seen: Tensor, cross: bool, static: bool) -> bool:
+    """Whether ``seen [B, N]``, the tokens that a query sees, hides more than left padding."""
+    if cross:  # padding of the encoder's input, on either side
         return not bool(seen.all())
-    if layer.is_compileable:  # a static cache is masked to its full capacity: behind the newest token nothing is held
+    if static:  # a static cache is masked to its full capacity: behind the newest token nothing is held
         last = seen.shape[1] - 1 - seen.any(0).flip(0).to(torch.uint8).argmax()
         seen = seen[:, : int(last) + 1]
     return bool((seen[:, :-1] & ~seen[:, 1:]).any())

@@ -20,7 +20,7 @@ from kvcodec.checks import check_tensor
 from kvcodec.codec import ROLES, Role
 from kvcodec.errors import ShapeError, UnsupportedError
 from kvcodec.integrations.transformers.arrivals import Arrivals, Before
-from kvcodec.integrations.transformers.attention import PackedKV
+from kvcodec.integrations.transformers.attention import LAYER, PackedKV
 from kvcodec.integrations.transformers.plan import Attention
 from kvcodec.integrations.transformers.rope import PositionHook, take_positions
 from kvcodec.probe import waits
@@ -134,9 +134,15 @@ class PackedCacheLayer(CacheLayerMixin):  # type: ignore[misc]
         else:
             self._take(key_states, value_states, first)
         if first and self.prefill == "exact":
-            self.calls["exact"] += 1
-            return key_states, value_states
+            return self._exact(key_states, value_states)
         return self._stored(key_states.shape[2])
+
+    def _exact(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the fresh K and V; the attention function finds the layer at the keys, to read its mask."""
+        self.calls["exact"] += 1
+        if self.attention == "fused" and not torch.compiler.is_compiling():
+            setattr(keys, LAYER, self)
+        return keys, values
 
     def _take(self, keys: Tensor, values: Tensor, first: bool) -> None:
         if self.is_compileable and not torch.compiler.is_compiling():

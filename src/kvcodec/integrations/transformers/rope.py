@@ -139,7 +139,8 @@ class Rope:
 
     def __init__(self, model: nn.Module) -> None:
         self.name = type(model).__name__
-        inside = model.get_decoder() if hasattr(model, "get_decoder") else model  # not a vision tower's
+        whole: Any = model
+        inside: nn.Module = whole.get_decoder() if hasattr(model, "get_decoder") else model  # not a vision tower's
         found = [m for m in inside.modules() if isinstance(getattr(m, "inv_freq", None), Tensor)]
         if len(found) != 1 or list(inspect.signature(found[0].forward).parameters)[:2] != ["x", "position_ids"]:
             raise UnsupportedError(

@@ -61,8 +61,7 @@ class WindowedLayer(PackedCacheLayer):
         self.cumulative_length += fresh  # only now: a rejected token was not seen
         self._arrived(key_states, first)
         if exact:
-            self.calls["exact"] += 1
-            return key_states, value_states
+            return self._exact(key_states, value_states)
         if self.attention != "decoded":
             return self._stored(fresh)
         out = self._decoded(len(self.cache) - past - fresh)
