@@ -26,7 +26,7 @@ from kvcodec.errors import KVError
 from kvcodec.kernels import launch
 from kvcodec.kernels.build import Program, architecture
 from kvcodec.kernels.launch import Machine
-from kvcodec.kernels.mean import all_pairs
+from kvcodec.kernels.mean import most_pairs
 from kvcodec.kernels.needed import Needed, Steps, compile_needed, of_codecs
 from kvcodec.kernels.spec import kernels_for
 from kvcodec.registry import get, split_specs
@@ -53,7 +53,7 @@ def programs_of(scheme: KVScheme, shape: Shape, machine: Machine) -> Iterator[Pr
     page = scheme.page_layout(dim).page_tokens
     dense = torch.bfloat16 if scheme.sink or scheme.window or max(key.block_tokens, value.block_tokens) > 1 else None
     steps = Steps((shape.group,), (dense,), heads=(shape.batch * shape.kv_heads,), capacity=shape.tokens)
-    for one in of_codecs(key, value, dim, page, machine, steps, pairs=len(all_pairs(dim)) if less else 0):
+    for one in of_codecs(key, value, dim, page, machine, steps, pairs=most_pairs(dim) if less else 0):
         yield one.program
 
 

@@ -45,7 +45,7 @@ from kvcodec.kernels import decode as attention
 from kvcodec.kernels import history as prefill
 from kvcodec.kernels import spec as specs
 from kvcodec.kernels.constants import Constants, constants_for
-from kvcodec.kernels.mean import BLOCK, MOST_POSITIONS, KeyMean, all_pairs, key_mean, pairs_of
+from kvcodec.kernels.mean import BLOCK, MOST_POSITIONS, KeyMean, key_mean, most_pairs, pairs_of
 from kvcodec.layout import PageLayout
 from kvcodec.ops.rope import Rotary
 from tests.kernels.klt import fit_klt
@@ -331,7 +331,7 @@ def of_programs(c: Combination) -> Programs:
     rng = random.Random(repr(c))
     groups = [rng.choice((1, 2, 3)), 4] if rng.random() < 0.5 else rng.sample((7, 8, 9, 12, 16), 3)
     cap, warps, teams = 30.0 if rng.random() < 0.25 else 0.0, rng.choice((1, 2)), rng.choice((2, 3))
-    pairs = rng.choice((0, BLOCK, len(all_pairs(c.dim)))) if kvcodec.get(c.preset).key.block_tokens == 1 else 0
+    pairs = rng.choice((0, BLOCK, most_pairs(c.dim))) if kvcodec.get(c.preset).key.block_tokens == 1 else 0
     return Programs(groups, cap, warps, teams, pairs)
 
 

@@ -8,7 +8,6 @@ Pairs of channels whose mean is zero in all heads and sequences cost nothing, so
 be cut to those before it is subtracted.
 """
 
-import math
 from collections.abc import Sequence
 from functools import lru_cache
 from typing import NamedTuple
@@ -76,25 +75,24 @@ def key_mean(
     if scaling != 1.0:
         scaled = scaled.clone()
         scaled[..., :turning] *= scaling
-    rows = chosen_pairs(mean, pairs_of(dim, turning, interleaved)) if look else [all_pairs(dim)]
+    rows = chosen_pairs(mean, pairs_of(dim, turning, interleaved)) if look else [tuple(range(dim // 2))]
     tables = [_table(tuple(frequencies), dim, interleaved, row, mean.device) for row in rows]
-    return KeyMean(scaled, torch.cat(tables) if len(tables) > 1 else tables[0], len(rows[0]))
+    return KeyMean(scaled, torch.cat(tables) if len(tables) > 1 else tables[0], align(len(rows[0]), BLOCK))
 
 
-def all_pairs(head_dim: int) -> tuple[int, ...]:
-    """Numbers of all pairs; the last one is repeated up to a multiple of ``BLOCK``, where it counts once.
+def most_pairs(head_dim: int) -> int:
+    """Pairs of a program for a mean of all channels.
 
-    >>> len(all_pairs(128)), len(all_pairs(80)), all_pairs(80)[38:42]
-    (64, 48, (38, 39, 39, 39))
+    >>> most_pairs(128), most_pairs(80)
+    (64, 48)
     """
-    count = head_dim // 2
-    return tuple(min(pair, count - 1) for pair in range(math.ceil(count / BLOCK) * BLOCK))
+    return align(head_dim // 2, BLOCK)
 
 
 def chosen_pairs(mean: Tensor, channels: Sequence[tuple[int, int]]) -> list[tuple[int, ...]]:
     """Numbers of the pairs that have a mean, for each KV head or, if they are the same, for all.
 
-    All heads have as many, a multiple of ``BLOCK`` (made up by others) or all.
+    Each pair once. All heads have as many, a multiple of ``BLOCK`` (made up by others) or all.
 
     Parameters
     ----------
@@ -103,9 +101,9 @@ def chosen_pairs(mean: Tensor, channels: Sequence[tuple[int, int]]) -> list[tupl
         Of each pair.
     """
     there = (mean != 0).any(0)[:, torch.tensor(channels, device=mean.device)].any(-1).cpu()  # [H, pairs]
-    count = max(BLOCK, math.ceil(int(there.sum(-1).max()) / BLOCK) * BLOCK)
+    count = max(BLOCK, align(int(there.sum(-1).max()), BLOCK))
     if count >= len(channels):
-        return [all_pairs(2 * len(channels))]
+        return [tuple(range(len(channels)))]
     rows = [tuple(sorted(own.int().argsort(descending=True, stable=True)[:count].tolist())) for own in there]
     return rows[:1] if len(set(rows)) == 1 else rows
 
@@ -122,14 +120,18 @@ def pairs_of(head_dim: int, turning: int, interleaved: bool) -> tuple[tuple[int,
 def _table(
     frequencies: tuple[float, ...], head_dim: int, interleaved: bool, chosen: tuple[int, ...], device: torch.device
 ) -> Tensor:
-    """The table of a KV head for the chosen pairs, uint8 ``[1, bytes]``, never written to; angles in float64."""
+    """The table of a KV head for the chosen pairs, uint8 ``[1, bytes]``, never written to; angles in float64.
+
+    The last pair is repeated up to a multiple of ``BLOCK``; ``kv::MeanTerm`` takes pairs behind D / 2 as zero.
+    """
     turning = 2 * len(frequencies)
     channels, theta = pairs_of(head_dim, turning, interleaved), (*frequencies, *[0.0] * ((head_dim - turning) // 2))
-    angle = torch.tensor([theta[p] for p in chosen], dtype=torch.float64)
+    table = chosen + chosen[-1:] * (-len(chosen) % BLOCK)
+    angle = torch.tensor([theta[p] for p in table], dtype=torch.float64)
     tile = (torch.arange(ROWS)[:, None] * angle).unflatten(1, (-1, 2))
     digits = (torch.arange(1 << BITS) << BITS * torch.arange(DIGITS)[:, None])[..., None] * angle
-    names, inverse = torch.zeros(len(chosen), dtype=torch.int32), torch.arange(2 * len(theta), dtype=torch.int32)
-    for place, (a, b) in enumerate(channels[p] for p in chosen):
+    names, inverse = torch.zeros(len(table), dtype=torch.int32), torch.arange(2 * len(theta), dtype=torch.int32)
+    for place, (a, b) in enumerate(channels[p] for p in table):
         names[place] = a | b << 16
         inverse[a], inverse[b] = b | place << 16, a | place << 16 | 1 << 30
     parts = (

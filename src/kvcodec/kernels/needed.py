@@ -18,7 +18,7 @@ from kvcodec.kernels import basis, decode, encode, history
 from kvcodec.kernels.build import Program, compile_program, compiled
 from kvcodec.kernels.fit import fitters
 from kvcodec.kernels.launch import Machine, configs_for
-from kvcodec.kernels.mean import BLOCK, all_pairs
+from kvcodec.kernels.mean import BLOCK, most_pairs
 from kvcodec.kernels.spec import decode_spec, encode_spec
 from kvcodec.progress import Progress
 from kvcodec.scheme import KVScheme, Mix
@@ -181,7 +181,7 @@ def _layers(scheme: KVScheme) -> Iterable[KVScheme]:
 
 def _pairs(scheme: KVScheme, head_dim: int, means: bool) -> list[int]:
     """Numbers of pairs of channels with a mean; 0: keys are held with their mean."""
-    whole = len(all_pairs(head_dim))
+    whole = most_pairs(head_dim)
     if scheme.mean in ("pre", "post") or (means and scheme.mean == "auto"):
         return [0, *range(BLOCK, whole, BLOCK), whole]
     return [0, whole] if scheme.mean == "auto" and scheme.key.without_mean else [0]
