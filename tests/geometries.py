@@ -4,11 +4,8 @@
 models in transformers whose head_dim the kernels support; ``test_geometries.py`` compares.
 """
 
-from collections.abc import Iterable, Sequence
-from itertools import cycle
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-import pytest
 import torch
 
 from kvcodec.ops.rope import Rotary
@@ -87,18 +84,3 @@ GEOMETRIES = (
     Geometry("Gemma 4", 512, 512, 8),
     Geometry("DeepSeek-V4", 512, 64, 64, True),
 )
-
-OFTEN = ("StableLM 3B", "Qwen2.5 0.5B", "112 channels, half", "GLM-4 9B", "Phi-4 mini")
-"""Uneven numbers of pairs, interleaved pairs, partial rotary, 7 query heads: those of every run where all take long."""
-
-
-def geometries(specs: Sequence[str], *, often: int = 1, supported: Iterable[Geometry] = GEOMETRIES) -> list[Any]:
-    """Each geometry with each of ``specs``: parameters of a test, all but ``often`` specs of each geometry ``wide``."""
-    found = []
-    turns = cycle(range(len(specs)))
-    for geometry in supported:
-        first = next(turns)
-        for i, spec in enumerate(specs):
-            marks = [] if (i - first) % len(specs) < often else [pytest.mark.wide]
-            found.append(pytest.param(spec, geometry, marks=marks, id=f"{spec}, {geometry.model}"))
-    return found
