@@ -1,6 +1,7 @@
 """Reference attention over a packed cache, decoded chunk by chunk and merged by log-sum-exp.
 
-Every fused kernel is tested against it. Peak extra memory is one chunk of decoded K and V, never the whole history.
+Every fused kernel is tested against it. It is float32 throughout: keys and values are what the codec decodes, not
+rounded to the model's dtype. Peak extra memory is one chunk of decoded K and V, never the whole history.
 """
 
 from collections.abc import Iterable
@@ -9,7 +10,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor
 
-from kvcodec.codec import Codec, Params
+from kvcodec.codec import Codec, Params, Site, saturated
 from kvcodec.errors import ShapeError
 
 if TYPE_CHECKING:
@@ -175,7 +176,7 @@ def attend(
     total, state = len(cache), cache.roles["key"]
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     rounded = q if state.params is None else rounded_queries(q, state.codec, state.params, state.site.num_heads)
-    parts = (cache.decode(first, min(first + chunk, total)) for first in range(0, total, chunk))
+    parts = (cache.decode(first, min(first + chunk, total), torch.float32) for first in range(0, total, chunk))
     return attend_parts(rounded, parts, total, scale=scale, mask=mask, causal=causal, sinks=sinks, softcap=softcap)
 
 
@@ -190,14 +191,8 @@ def checked_mask(q: Tensor, cache: "LayerCache", mask: Tensor | None, causal: bo
     total = len(cache)
     if total == 0:
         raise ShapeError("attend: the cache is empty; append keys and values first.")
-    b, hq, n, d = q.shape
-    state = cache.roles["key"]
-    if b != cache.batch or hq % state.site.num_heads or d != state.site.head_dim:
-        raise ShapeError(
-            f"attend: q {tuple(q.shape)} does not fit a cache of batch={cache.batch}, "
-            f"kv_heads={state.site.num_heads}, head_dim={state.site.head_dim}; query heads must be a multiple "
-            f"of the KV heads."
-        )
+    check_queries(q, cache.batch, cache.roles["key"].site)
+    n = q.shape[2]
     if chunk < 1 or (causal and mask is None and n > total):
         raise ShapeError(
             f"attend: chunk={chunk}, {n} queries over {total} tokens; expected chunk >= 1 and no more queries than "
@@ -210,6 +205,22 @@ def checked_mask(q: Tensor, cache: "LayerCache", mask: Tensor | None, causal: bo
             )
         mask = mask.expand(*mask.shape[:-1], total)
     return mask
+
+
+def check_queries(q: Tensor, batch: int, site: Site) -> None:
+    """Validate the shape of queries ``[B, HQ, n, D]``.
+
+    Raises
+    ------
+    ShapeError
+        If they do not fit a cache of so many sequences and the heads of ``site``.
+    """
+    heads = site.num_heads
+    if q.shape[0] != batch or not heads or q.shape[1] % heads or q.shape[3] != site.head_dim:
+        raise ShapeError(
+            f"attend: q {tuple(q.shape)} does not fit a cache of batch={batch}, kv_heads={heads}, "
+            f"head_dim={site.head_dim}; query heads must be a multiple of the KV heads, which are one or more."
+        )
 
 
 def attend_parts(
@@ -247,7 +258,7 @@ def attend_parts(
         part = partial(q, k, v, scale, _bias(q, mask, causal, first, last, total), softcap)
         out, first = part if out is None else merge(out, part), last
     assert out is not None
-    return with_sinks(out, sinks).to(q.dtype)
+    return saturated(with_sinks(out, sinks), q.dtype)
 
 
 def rounded_queries(q: Tensor, codec: Codec, params: Params, kv_heads: int) -> Tensor:

@@ -271,6 +271,11 @@ def roundtrip(codec: Codec, x: Tensor, params: Params) -> Tensor:
     return codec.from_code(codec.decode(payload, params), params)
 
 
+def saturated(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """Convert to ``dtype``; decoded numbers beyond the range of fp16 become its largest, not Inf."""
+    return (x.clamp(-FP16_MAX, FP16_MAX) if dtype == torch.float16 else x).to(dtype)
+
+
 def storage_dtype(dtype: torch.dtype) -> torch.dtype:
     """Dtype in which sinks, windows and dense layers are held: 16-bit inputs as they are, float32 as fp16."""
     return dtype if dtype in (torch.float16, torch.bfloat16) else torch.float16

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from kvcodec.attention import BEFORE_IT, Seen
+from kvcodec.attention import BEFORE_IT, Seen, check_queries
 from kvcodec.cache.host import LayerCache
 from kvcodec.cache.pages import PageStore
 from kvcodec.cache.role import RoleState
@@ -322,12 +322,7 @@ class DeviceCache(LayerCache):
         """Validate queries; return the engine and the pages."""
         if self.store is None or self.engine is None or self._is_empty() or not (self._prepare() or self.host_tokens()):
             raise ShapeError("attend: the cache is empty; append keys and values first.")
-        site = self.roles["key"].site
-        if q.shape[0] != self.batch or q.shape[1] % site.num_heads or q.shape[3] != site.head_dim:
-            raise ShapeError(
-                f"attend: q {tuple(q.shape)} does not fit a cache of batch={self.batch}, "
-                f"kv_heads={site.num_heads}, head_dim={site.head_dim}; query heads must be a multiple of the KV heads."
-            )
+        check_queries(q, self.batch, self.roles["key"].site)
         return self.engine, self.store
 
     def _is_empty(self) -> bool:

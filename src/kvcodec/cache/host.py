@@ -21,7 +21,7 @@ from kvcodec.cache.positions import Positions
 from kvcodec.cache.role import RoleState
 from kvcodec.cache.site import WITHOUT_MODEL, LayerSite, Removed, RoleSite
 from kvcodec.checks import check_tensors
-from kvcodec.codec import ROLES, Params, Role
+from kvcodec.codec import ROLES, Params, Role, saturated
 from kvcodec.errors import ShapeError, SpecError, UnsupportedError
 from kvcodec.kernels.cpu.held import HeldAttention
 from kvcodec.ops.precision import without_modes
@@ -386,15 +386,23 @@ class LayerCache:
     # -- reading ---------------------------------------------------------------------------------------------------
 
     @without_modes
-    def decode(self, first: int = 0, last: int | None = None) -> tuple[Tensor, Tensor]:
+    def decode(
+        self, first: int = 0, last: int | None = None, dtype: torch.dtype | None = None
+    ) -> tuple[Tensor, Tensor]:
         """Decoded keys and values of the live tokens ``[first, last)``.
+
+        Parameters
+        ----------
+        first, last : int
+        dtype : torch.dtype, optional
+            Default: that of the input. float32 holds what the codec decodes, without rounding it.
 
         Returns
         -------
-        (Tensor, Tensor) ``[B, H, last - first, D]`` each, model basis, dtype of the input.
+        (Tensor, Tensor) ``[B, H, last - first, D]`` each, model basis.
         """
         first, last = self._range(first, last)
-        return self._decode_role("key", first, last), self._decode_role("value", first, last)
+        return self._decode_role("key", first, last, dtype), self._decode_role("value", first, last, dtype)
 
     @without_modes
     def decode_role(self, role: Role, first: int = 0, last: int | None = None) -> Tensor:
@@ -409,26 +417,28 @@ class LayerCache:
             raise ShapeError(f"decode({first}, {last}): the cache holds tokens 0..{self.length}; pass a range of them.")
         return first, last
 
-    def _decode_role(self, role: Role, first: int, last: int) -> Tensor:
-        state = self.roles[role]
+    def _decode_role(self, role: Role, first: int, last: int, dtype: torch.dtype | None = None) -> Tensor:
+        state, dtype = self.roles[role], dtype or self._dtype
         sink, window = state.sink, state.window
-        parts = [sink[:, :, first:last].to(self._dtype)] if first < sink.shape[2] else []
+        parts = [sink[:, :, first:last].to(dtype)] if first < sink.shape[2] else []
         at = sink.shape[2]
         for a, b in state.runs:
             lo, hi = max(first - at, 0), min(last - at, b - a)
             if lo < hi:
-                decode = self._recall if self.remember else self._decode_slots
-                parts.append(decode(state, a + lo, a + hi, at - a))
+                if self.remember:
+                    parts.append(self._recall(state, a + lo, a + hi, at - a).to(dtype))
+                else:
+                    parts.append(self._decode_slots(state, a + lo, a + hi, at - a, dtype))
             at += b - a
         if self.recent is not None:
             lo, hi = max(first - at, 0), min(last - at, len(self.recent))
             if lo < hi:
-                parts.append(self.recent.decode_role(role, lo, hi))
+                parts.append(self.recent._decode_role(role, lo, hi, dtype))
             at += len(self.recent)
         if last > at:
-            parts.append(window[:, :, max(first - at, 0) : last - at].to(self._dtype))
+            parts.append(window[:, :, max(first - at, 0) : last - at].to(dtype))
         if not parts:
-            return window[:, :, :0].to(self._dtype)
+            return window[:, :, :0].to(dtype)
         return torch.cat(parts, 2) if len(parts) > 1 else parts[0]
 
     def _recall(self, state: RoleState, first: int, last: int, ahead: int) -> Tensor:
@@ -436,7 +446,7 @@ class LayerCache:
         known = state.remembered
         held = 0 if known is None else known.shape[2]
         if last > held:
-            new = self._decode_slots(state, held, last, ahead)
+            new = self._decode_slots(state, held, last, ahead, self._dtype)
             state.remembered = known = new if known is None else torch.cat([known, new], 2)
         assert known is not None
         return known[:, :, first:last]
@@ -446,11 +456,11 @@ class LayerCache:
         for state in self.roles.values():
             state.remembered = None
 
-    def _decode_slots(self, state: RoleState, first: int, last: int, ahead: int) -> Tensor:
+    def _decode_slots(self, state: RoleState, first: int, last: int, ahead: int, dtype: torch.dtype) -> Tensor:
         """Decode the slots ``[first, last)``; ``ahead``: number of a live token minus its slot."""
         assert self.store is not None
         mean = self._mean(state.role, first + ahead, last + ahead)
-        return state.read(self.store, first, last, self._dtype, mean)
+        return state.read(self.store, first, last, dtype, mean)
 
     @without_modes
     def attend(
@@ -475,7 +485,7 @@ class LayerCache:
             rounded_queries(q, key.codec, key.params or {}, key.site.num_heads), scale, seen, part=(aged, total)
         )
         both = merge(self._by_kernels(q, scale, seen, part=(0, total)), newest) if aged else newest
-        return with_sinks(both, sinks).to(q.dtype)
+        return saturated(with_sinks(both, sinks), q.dtype)
 
     def _by_kernels(
         self,

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from kvcodec.cache.pages import PageStore
-from kvcodec.codec import FP16_MAX, ROLES, Codec, Dense, Params, Payload, Role, Site
+from kvcodec.codec import ROLES, Codec, Dense, Params, Payload, Role, Site, saturated
 from kvcodec.errors import FitError, UnsupportedError
 from kvcodec.ops.rope import NOT_TURNED, Rotary
 from kvcodec.ops.sums import sum_by_halves
@@ -139,15 +139,11 @@ class RoleSite:
 
     def decode(self, payload: Payload, dtype: torch.dtype) -> Tensor:
         """Decode blocks to ``[B, H, n, D]`` of ``dtype``, model basis."""
-        return self._held(self._decoded(payload), dtype)
+        return saturated(self._decoded(payload), dtype)
 
     def _decoded(self, payload: Payload) -> Tensor:
         assert self.params is not None
         return self.codec.from_code(self.codec.decode(payload, self.params), self.params)
-
-    def _held(self, x: Tensor, dtype: torch.dtype) -> Tensor:
-        # extreme values may decode to beyond the fp16 range: saturate instead of Inf
-        return (x.clamp(-FP16_MAX, FP16_MAX) if dtype == torch.float16 else x).to(dtype)
 
     def read(self, store: PageStore, first: int, last: int, dtype: torch.dtype, mean: Tensor | None = None) -> Tensor:
         """Decode the slots ``[first, last)`` of every sequence: ``[B, H, last - first, D]`` of ``dtype``.
@@ -156,7 +152,7 @@ class RoleSite:
         """
         skip = first % self.codec.block_tokens
         x = self._decoded(store.read(self.role, first, last))[:, :, skip : skip + last - first]
-        return self._held(x if mean is None else x + mean, dtype)
+        return saturated(x if mean is None else x + mean, dtype)
 
 
 class LayerSite:

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from kvcodec.attention import BEFORE_IT, Partial, Seen, merge, with_sinks
+from kvcodec.codec import saturated
 from kvcodec.errors import ShapeError, UnsupportedError
 from kvcodec.kernels.arguments import UnpackArgs
 from kvcodec.kernels.basis import DIVIDE, Part, change_basis, out_of_codes, queries_to_change
@@ -390,7 +391,7 @@ def _attend_range(q: Tensor, history: History, low: int, high: int, scale: float
         del k, v  # one part at a time
         total = found if total is None else merge(total, found)
     assert total is not None
-    return total if count == 1 else Partial(total.out.to(q.dtype), total.lse)
+    return total if count == 1 else Partial(saturated(total.out, q.dtype), total.lse)
 
 
 # -- sizes -------------------------------------------------------------------------------------------------------------

@@ -339,15 +339,15 @@ class EngineLayer:
         return self._attend_parts(q, self._decoded(cache, row, first, length), length - first, rules, mask)
 
     def _decoded(self, cache: Tensor, row: Tensor, first: int, last: int) -> Iterator[tuple[Tensor, Tensor]]:
-        """Keys and values ``[1, H, t, D]`` of a request's tokens ``[first, last)``, a chunk at a time."""
+        """Keys and values float32 ``[1, H, t, D]`` of a request's tokens ``[first, last)``, a chunk at a time."""
         store = self._store(cache, row[None])
         for at in range(first, last, CHUNK_TOKENS):
             end = min(at + CHUNK_TOKENS, last)
             removed = self._removed(torch.arange(at, end, device=cache.device)[None])
-            k = self.roles["key"].read(store, at, end, self.dtype, removed)
-            v = self.roles["value"].read(store, at, end, self.dtype)
+            k = self.roles["key"].read(store, at, end, torch.float32, removed)
+            v = self.roles["value"].read(store, at, end, torch.float32)
             if at < self.sink and (dense := self._sink(cache, row, end)) is not None:
-                own_k, own_v = (x[:, :, at:].to(self.dtype) for x in dense)
+                own_k, own_v = (x[:, :, at:].float() for x in dense)
                 k, v = (torch.cat([own, x[:, :, own.shape[2] :]], 2) for own, x in ((own_k, k), (own_v, v)))
             yield k, v
 

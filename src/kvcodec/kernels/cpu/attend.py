@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from kvcodec.codec import Role
+from kvcodec.codec import Role, saturated
 from kvcodec.kernels.constants import Constants
 from kvcodec.kernels.cpu import library
 from kvcodec.kernels.cpu.library import ArgsStruct, EncodeRoleStruct, MeanStruct, RoleStruct
@@ -118,7 +118,7 @@ def attend(
         _fill_mean(args.mean, mean)
     library.library().kv_attend(args)
     del held  # alive until here
-    return out.to(q.dtype), lse
+    return saturated(out, q.dtype), lse
 
 
 def workspace_bytes(q: Tensor) -> int:

@@ -271,9 +271,11 @@ KV_DEV float load_real(const void* at, int64_t i, int kind) {
   uint16_t x = ((const uint16_t*)at)[i];
   return kind == 0 ? half_float(x) : bf16_float(x);
 }
+// beyond the range of fp16 its largest number, not Inf; NaN stays
 KV_DEV void store_real(void* at, int64_t i, float x, int kind) {
+  const float near = x > 65504.0f ? 65504.0f : x < -65504.0f ? -65504.0f : x;
   if (kind == 2) ((float*)at)[i] = x;
-  else ((uint16_t*)at)[i] = kind == 0 ? half_bits(x) : bf16_bits(x);
+  else ((uint16_t*)at)[i] = kind == 0 ? half_bits(near) : bf16_bits(x);
 }
 
 // N neighbouring 32-bit words, in loads as wide as their alignment is known to be: the address is a multiple of 4 N
