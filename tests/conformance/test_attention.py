@@ -4,6 +4,7 @@ import pytest
 import torch
 
 import kvcodec
+from kvcodec.attention import attend, rounded_queries
 
 from .conftest import in_turn
 from .support import block_of, cache_of, dim_of, gaussian, kv
@@ -51,6 +52,39 @@ def test_one_query_over_any_length(filled, tokens):
     for query_heads in (2, 8):
         q = gaussian(2, query_heads, 1, k.shape[-1], seed=3).float()
         torch.testing.assert_close(cache.attend(q), dense_attention(q, k, v), **CLOSE)
+
+
+@in_turn("dtype", [torch.bfloat16, torch.float16])
+def test_decoded_tokens_are_not_rounded_to_16_bit(spec, dtype):
+    """Rows of equal values and queries of size 100: a rounded key would move a score by whole numbers."""
+    scheme = kvcodec.get(spec)
+    dim, tokens = dim_of(scheme), scheme.sink + scheme.window + 2 * block_of(scheme) + 150
+    cache = cache_of(scheme, dim=dim)
+    k, v = gaussian(2, 2, 2, tokens, 1, seed=1).float().expand(-1, -1, -1, -1, dim).to(dtype)
+    cache.append(k.contiguous(), v.contiguous())
+    q = (100 * gaussian(2, 6, 1, dim, seed=2)).to(dtype).float()
+    want = dense_attention(rounded_of(cache, q), *cache.decode(dtype=torch.float32))
+    for out in (attend(q, cache), cache.attend(q)):
+        torch.testing.assert_close(out, want, rtol=0, atol=5e-4)
+
+
+def rounded_of(cache, q):
+    """Queries as attention takes them: ``ultraquant`` rounds them in the basis of the codes."""
+    key = cache.roles["key"]
+    return rounded_queries(q, key.codec, key.params, key.site.num_heads)
+
+
+def test_outputs_saturate_in_fp16(spec):
+    """Numbers near 65504 may be decoded to larger ones; their weighted mean stays finite."""
+    scheme = kvcodec.get(spec)
+    dim, tokens = dim_of(scheme), scheme.sink + scheme.window + 2 * block_of(scheme) + 150
+    for signs in (torch.ones(2, 2, 2, tokens, dim), gaussian(2, 2, 2, tokens, dim, seed=1).float().sign()):
+        cache = cache_of(scheme, dim=dim)
+        cache.append(*(65504 * signs).half())
+        q = 1e-4 * gaussian(2, 4, 1, dim, seed=2)
+        for out in (attend(q, cache), cache.attend(q)):
+            assert out.dtype == torch.float16
+            assert bool(out.isfinite().all())
 
 
 def test_causal_queries_and_chunk_sizes(spec, filled):

@@ -9,8 +9,10 @@ from typing import Any
 
 import pytest
 import torch
+from torch.nn.functional import scaled_dot_product_attention
 
 import kvcodec
+from kvcodec.attention import attend
 from kvcodec.cache.fused import FusedLayerCache
 from kvcodec.cache.host import LayerCache
 from kvcodec.cache.role import RoleState
@@ -370,3 +372,40 @@ def test_a_step_of_a_static_cache_is_one_graph(name: str, machine: dict[str, Any
             assert torch.equal(compiled(traced, *new, q), step(plain, *new, q))
     assert len(traced) == len(plain) == 80
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
+
+
+ROTATED = ("turboquant-4", "ultra-tq", "hqmq-s24_r3", "octopus-3", "saw-int4")
+"""Their queries are rounded to fp16 after a rotation, or their levels are no numbers of few bits."""
+
+
+@pytest.mark.parametrize("spec", ROTATED)
+def test_large_queries_lose_less_than_keys_in_bf16(spec: str, machine: dict[str, Any]) -> None:
+    """Rows of equal values and scores of hundreds, where the rounding of keys to bf16 moves weights by percents."""
+    generator = torch.Generator().manual_seed(3)
+    x = torch.randn(2, 4, 2, 130, 1, generator=generator).expand(-1, -1, -1, -1, DIM).bfloat16().contiguous()
+    q = (100 * torch.randn(4, 16, 1, DIM, generator=generator)).bfloat16().float()
+    fused, reference = FusedLayerCache(kvcodec.get(spec)), LayerCache(kvcodec.get(spec))
+    for cache in (fused, reference):
+        cache.append(*x)
+    k, v = (y.double().repeat_interleave(8, 1) for y in reference.decode(dtype=torch.float32))
+    want = scaled_dot_product_attention(q.double(), k, v)
+    rounded = scaled_dot_product_attention(q.double(), k.bfloat16().double(), v)
+    ours, theirs = (float((y - want).square().mean().sqrt()) for y in (fused.attend(q), rounded))
+    assert ours < theirs / 10
+
+
+@pytest.mark.parametrize("spec", ["turboquant-4", "hqmq-s24_r3", "saw-int4"])
+def test_outputs_saturate_in_fp16(spec: str, machine: dict[str, Any]) -> None:
+    """Numbers near 65504 may be decoded to larger ones; their weighted mean stays finite, and NaN stays NaN."""
+    generator = torch.Generator().manual_seed(3)
+    signs = torch.randn(2, BATCH, HEADS, 130, DIM, generator=generator).sign()
+    for x in (signs, signs.abs()):
+        fused, reference = FusedLayerCache(kvcodec.get(spec)), LayerCache(kvcodec.get(spec))
+        for cache in (fused, reference):
+            cache.append(*(65504 * x).half())
+        q = (1e-4 * torch.randn(BATCH, 2 * HEADS, 1, DIM, generator=generator)).half()
+        out = fused.attend(q)
+        assert out.isfinite().all()
+        torch.testing.assert_close(out.float(), attend(q, reference).float(), rtol=0, atol=300)
+        q[0, 0, 0, 5] = torch.nan
+        assert fused.attend(q)[0, 0].isnan().all()
