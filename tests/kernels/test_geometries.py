@@ -6,7 +6,6 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from torch.nn.functional import scaled_dot_product_attention
 
 import kvcodec
 from kvcodec.cache.device import DeviceCache
@@ -88,12 +87,18 @@ class Pair:
         self.at += n
 
     def error(self, cache: DeviceCache | LayerCache, n: int) -> float:
-        """Largest difference of attention by n query tokens from float64 over decoded ones, of the largest value."""
-        q = draw(2, self.heads * self.geometry.group, n, self.geometry.head_dim, seed=n + self.at)
-        tokens = [x.double().repeat_interleave(self.geometry.group, 1) for x in cache.decode()]
-        seen = torch.arange(self.at) <= self.at - n + torch.arange(n)[:, None]
-        want = scaled_dot_product_attention(q.double(), *tokens, attn_mask=seen)
-        return float((cache.attend(q) - want).abs().max() / want.abs().max())
+        """Largest difference of attention by n query tokens from float64 over decoded ones, of the largest value.
+
+        With learned sinks, which tell a score that is off by the same number for all tokens.
+        """
+        heads, dim = self.heads * self.geometry.group, self.geometry.head_dim
+        q, sinks = draw(2, heads, n, dim, seed=n + self.at), 6 + draw(heads, seed=n)
+        k, v = (x.double().repeat_interleave(self.geometry.group, 1) for x in cache.decode())
+        hidden = torch.arange(self.at) > self.at - n + torch.arange(n)[:, None]
+        scores = (q.double() @ k.mT * dim**-0.5).masked_fill(hidden, -torch.inf)
+        column = sinks.double()[:, None, None].expand(2, -1, n, 1)
+        want = torch.cat([scores, column], -1).softmax(-1)[..., :-1] @ v
+        return float((cache.attend(q, sinks=sinks) - want).abs().max() / want.abs().max())
 
     def check(self, cache: DeviceCache | LayerCache, near: float) -> None:
         """Attention of one and of several query tokens; where values and keys are encoded at once, equal tokens."""
