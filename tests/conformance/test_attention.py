@@ -4,7 +4,8 @@ import pytest
 import torch
 
 import kvcodec
-from kvcodec.attention import attend, rounded_queries
+from kvcodec.attention import attend, check_queries, rounded_queries
+from kvcodec.codec import Site
 
 from .conftest import in_turn
 from .support import block_of, cache_of, dim_of, gaussian, kv
@@ -129,3 +130,9 @@ def test_output_has_the_queries_dtype_and_empty_caches_say_so(spec, filled):
         cache.attend(q[:, :1].expand(-1, 3, -1, -1))
     with pytest.raises(kvcodec.ShapeError, match="append keys and values first"):
         kvcodec.LayerCache(kvcodec.get(spec)).attend(q)
+
+
+@pytest.mark.parametrize(("shape", "kv_heads"), [((2, 4, 1, 64), 0), ((2, 0, 1, 64), 0), ((2, 3, 1, 64), 2)])
+def test_queries_that_fit_no_heads_are_refused(shape, kv_heads):
+    with pytest.raises(kvcodec.ShapeError, match="multiple of the KV heads, which are one or more"):
+        check_queries(torch.zeros(shape), 2, Site(0, "key", kv_heads, 64))
