@@ -95,7 +95,7 @@ def uneven(program: Program) -> bool:
 
 def follow(program: Program) -> bool:
     """Positions that are left to the cache, after an eviction."""
-    return program.level == "bare" and "mean" in program.setting["spec"] and not program.setting["told"]
+    return program.level == "bare" and "mean" in program.setting["spec"] and program.setting["told"] != "always"
 
 
 def copies(program: Program) -> bool:
@@ -103,7 +103,17 @@ def copies(program: Program) -> bool:
     return program.level == "models" and any(name in ("deepcopy", "pickle") for name, *_ in program.operations)
 
 
-KNOWN = {"uneven": uneven, "follow": follow, "copies": copies}
+def remembered(program: Program) -> bool:
+    """Decoded tokens that are kept, of keys without their mean."""
+    return program.level == "bare" and "mean=p" in program.setting["spec"] and program.setting["remember"]
+
+
+def inference(program: Program) -> bool:
+    """Calls in inference mode and others."""
+    return program.level == "models" and any(operation[-1] % 5 == 4 for operation in program.operations)
+
+
+KNOWN = {"uneven": uneven, "follow": follow, "copies": copies, "remembered": remembered, "inference": inference}
 """Kinds of programs that may be left out, while a fault of theirs is being mended."""
 
 

@@ -7,6 +7,7 @@ cache holds, so that a program stays valid when operations are left out of it.
 import copy
 import pickle
 import tempfile
+from dataclasses import replace
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -26,7 +27,8 @@ from kvcodec.errors import KVError, UnsupportedError
 from kvcodec.files.caches import load_layers, save_layers
 from kvcodec.kernels.choose import Kernels, refusal
 from kvcodec.ops.rope import Rotary
-from kvcodec.scheme import KVScheme
+from kvcodec.scheme import KVScheme, recent_of
+from tests.conformance.conftest import SPECS
 from tests.fuzz.oracle import LayerTokens, Mismatch, causal
 
 Setting = dict[str, Any]
@@ -43,20 +45,25 @@ WRITES = ("append", "append", "append", "step", "step", "refused")
 READS = ("attend", "attend", "attend", "decode")
 CHANGES = ("crop", "crop", "evict", "evict", "select", "repeat", "reorder")
 COPIES = ("deepcopy", "pickle", "save")
-OPERATIONS = (*WRITES, *READS, *CHANGES, *COPIES, "bytes", "reset")
+OPERATIONS = (*WRITES, *READS, *CHANGES, *COPIES, "undo", "bytes", "reset")
 
 
 # -- making programs ---------------------------------------------------------------------------------------------------
 
 
 def scheme_of(setting: Setting) -> KVScheme:
-    return kvcodec.get(setting["spec"]).for_layer(3, 8)
+    scheme = kvcodec.get(setting["spec"]).for_layer(3, 8)
+    if not setting["values"]:
+        return scheme
+    value = kvcodec.get(setting["values"]).for_layer(3, 8).value
+    return replace(scheme, value=value, recent=recent_of(scheme.key, value, scheme.recent, scheme.recent))
 
 
 def setting_of(random: Random) -> Setting:
     """A preset with options, a geometry and a kind of cache that serves it."""
     while True:
-        spec, dim = random.choice(kvcodec.presets()), random.choice(HEAD_DIMS)
+        spec, dim = random.choice(SPECS), random.choice(HEAD_DIMS)
+        values = random.choice(SPECS) if random.random() < 0.2 else ""  # of another method
         options = {}
         if random.random() < 0.5:
             options["sink"] = random.choice((0, 1, 3, 8))
@@ -68,7 +75,7 @@ def setting_of(random: Random) -> Setting:
         kind = random.choice(("host", "host", "fixed", "growing", "growing", "static"))
         text = f"{spec}:{','.join(f'{name}={value}' for name, value in options.items())}"
         try:
-            scheme = kvcodec.get(text).for_layer(3, 8)
+            scheme = scheme_of({"spec": text, "values": values})
             scheme.page_layout(dim)
         except KVError:
             continue
@@ -77,6 +84,7 @@ def setting_of(random: Random) -> Setting:
         batch = random.choice((1, 1, 2, 3))
         return {
             "spec": text,
+            "values": values,
             "kind": kind,
             "dim": dim,
             "heads": random.choice((1, 1, 2, 3)),
@@ -93,7 +101,7 @@ def setting_of(random: Random) -> Setting:
             "energy": random.random() < 0.3,
             "page_tokens": random.choice((None, None, 128)),
             "padding": [random.choice((0, 0, 3, 20)) for _ in range(batch)] if random.random() < 0.4 else [0] * batch,
-            "told": random.random() < 0.7,  # positions are passed, rather than left to the cache
+            "told": random.choice(("always", "always", "first", "never")),  # the positions of which appends are passed
             "remember": kind in ("host", "fixed") and random.random() < 0.15,
         }
 
@@ -102,7 +110,7 @@ def program_of(seed: int) -> tuple[Setting, list[Operation]]:
     """The program of a seed."""
     random = Random(seed)
     setting = setting_of(random)
-    scheme, slow = scheme_of(setting), setting["spec"].startswith(SLOW)
+    scheme, slow = scheme_of(setting), any(name in setting["spec"] + setting["values"] for name in SLOW)
     unit = max(scheme.key.block_tokens, scheme.value.block_tokens)
     edge = scheme.sink + scheme.window + unit  # where tokens begin to leave
     operations: list[Operation] = []
@@ -181,7 +189,7 @@ class Machine:
 
     def _first_places(self, batch: int) -> Tensor:
         own = self.setting["padding"]
-        padding = [own[i % len(own)] if self.setting["told"] else 0 for i in range(batch)]
+        padding = [0 if self.setting["told"] == "never" else own[i % len(own)] for i in range(batch)]
         return -torch.tensor(padding)
 
     def run(self, operations: list[Operation]) -> None:
@@ -206,11 +214,9 @@ class Machine:
                 return
         positions = of.place[:, None] + torch.arange(n)
         keys, values = self._rows(batch, n, seed, kind, positions)
-        told = None
-        if self.setting["told"]:
-            told = positions[:1] if bool((of.place == of.place[0]).all()) else positions
-            if kind % 3 and n and bool((told[:, -1] >= 0).all()):
-                told = told.clamp_min(kind % 3 - 2)  # as models place padding
+        told = self._told(of, positions)
+        if told is not None and kind % 3 and n and bool((told[:, -1] >= 0).all()):
+            told = told.clamp_min(kind % 3 - 2)  # as models place padding
         if self._static_refuses(of, n):
             self._refuses(lambda: of.cache.append(keys, values, told), UnsupportedError, "too few tokens for a fit")
             return
@@ -233,6 +239,13 @@ class Machine:
             both *= 2.0**-12
         both[0] += self.rotary.turn(self.offset[:, :, None], positions)
         return both[0].to(self.dtype), both[1].to(self.dtype)
+
+    def _told(self, of: Held, positions: Tensor) -> Tensor | None:
+        """The positions as the cache is told them."""
+        told = self.setting["told"]
+        if told == "never" or (told == "first" and len(of.tokens)):
+            return None
+        return positions[:1] if bool((of.place == of.place[0]).all()) else positions
 
     def _step(self, of: Held, n: int, seed: int, kind: int) -> None:
         """One to three single tokens."""
@@ -269,7 +282,7 @@ class Machine:
         keys, values = self._rows(batch, n, seed, 0, positions)
         bad = (float("nan"), float("inf"), 1e5 if self.dtype != torch.float16 else float("-inf"))[kind % 3]
         (keys, values)[seed % 2][kind % batch, 0, n - 1, seed % self.dim] = bad
-        told = positions if self.setting["told"] else None
+        told = self._told(of, positions)
         before = len(of.cache)
         self._refuses(lambda: of.cache.append(keys, values, told), ValueError, f"a token of {bad}")
         if len(of.cache) != before:
@@ -304,6 +317,8 @@ class Machine:
         n %= held - keep + 1
         if how % 5 and n > 30:
             n %= 30
+        if keep and keep + n == held and self.setting["told"] != "always":
+            return  # which position follows is for the caller to say
         if isinstance(of.cache, DeviceCache):
             static = isinstance(of.cache, StaticCache) and keep < keep + n < held
             if static or tokens.refuses(keep, keep + n):
@@ -342,6 +357,16 @@ class Machine:
         index = torch.arange(len(of.place)).repeat_interleave(times)
         of.tokens.select(index)
         of.place = of.place[index]
+
+    def _undo(self, of: Held, n: int, seed: int, kind: int) -> None:
+        """Tokens that are taken back, as those of a pass that another layer refuses."""
+        if not isinstance(of.cache, GrowingCache) or not len(of.tokens) or of.tokens.missing:
+            return
+        tokens, place, state = of.tokens.copy(), of.place, of.cache.state()
+        self._append(of, 2 + n % 40, seed, kind)
+        of.cache.go_back(state)
+        of.tokens, of.place = tokens, place
+        tokens.check_decoded(of.cache.decode(), of="after going back: ")
 
     def _reset(self, of: Held, n: int, _: int, __: int) -> None:
         of.cache.reset()

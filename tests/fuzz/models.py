@@ -29,7 +29,7 @@ from kvcodec.integrations.transformers.attention import PackedKV, kvcodec_attent
 from kvcodec.integrations.transformers.layers import PackedCacheLayer
 from kvcodec.integrations.transformers.windowed import WindowedLayer
 from tests.conftest import SMALL, tiny_model
-from tests.fuzz.oracle import LayerTokens, Mismatch, attention64, causal
+from tests.fuzz.oracle import CLOSE, LayerTokens, Mismatch, attention64, causal
 
 Setting = dict[str, Any]
 Operation = list[Any]
@@ -42,20 +42,19 @@ OWN: dict[str, tuple[str, dict[str, Any]]] = {
     "phi": ("Phi", {"hidden_size": 160, "num_attention_heads": 2, "partial_rotary_factor": 0.4}),
 }
 MODELS = (*NAMED, *OWN)
-WINDOW = 12
-"""Of the sliding layers of the models that have some."""
-SLIDING = ("gemma2", "gemma3", "gpt-oss", "mistral")
 VOCABULARY = SMALL["vocab_size"]
 MOST_TOKENS, MOST_CACHES = 160, 3
 OPERATIONS = (
-    *("forward",) * 4, *("step",) * 3, *("greedy",) * 3, "sample", "beams", "lookup", "chunked", "assisted", "crop",
-    "crop", "select", "repeat", "reorder", "deepcopy", "pickle", "save", "reset",
+    *("forward",) * 4, *("step",) * 3, *("greedy",) * 3, "sample", "beams", "lookup", "chunked", "assisted", "hole",
+    "refused", "record", "crop", "crop", "select", "repeat", "reorder", "deepcopy", "pickle", "save", "reset",
 )  # fmt: skip
 
 
-@lru_cache(maxsize=len(MODELS))
-def model_of(name: str) -> Any:
+@lru_cache(maxsize=2 * len(MODELS))
+def model_of(name: str, dtype: str = "float32") -> Any:
     """The model of a name, made once in a process."""
+    if dtype != "float32":
+        return copy.deepcopy(model_of(name)).to(getattr(torch, dtype))
     if name in NAMED:
         return tiny_model(name)
     family, options = OWN[name]
@@ -93,17 +92,14 @@ def setting_of(random: Random) -> Setting:
             "batch": batch,
             "padding": [random.choice((0, 0, 2, 7)) for _ in range(batch)] if random.random() < 0.4 else [0] * batch,
             "seed": random.randint(0, 3),
+            "dtype": random.choice(("float32", "float32", "bfloat16")),
+            "page_tokens": random.choice((None, None, 128)),
         }
         setting["padding"][0] = 0  # one sequence is whole, as a tokenizer pads
         try:
-            with attending(model_of(name), setting["attention"]):
+            with attending(setting):
                 made(setting)
         except KVError:
-            if setting["attention"] == "fused":
-                setting["attention"] = "streamed"
-                with contextlib.suppress(KVError), attending(model_of(name), "streamed"):
-                    made(setting)
-                    return setting
             continue
         return setting
 
@@ -117,10 +113,11 @@ def program_of(seed: int) -> tuple[Setting, list[Operation]]:
 
 
 @contextlib.contextmanager
-def attending(model: Any, attention: str) -> Iterator[None]:
-    """The model with the attention function that a cache of this ``attention`` needs."""
+def attending(setting: Setting) -> Iterator[None]:
+    """Give the model the attention function that a cache of the setting needs."""
+    model = model_of(setting["model"], setting["dtype"])
     own = "eager" if model.config.model_type == "gpt_oss" else "sdpa"
-    model.set_attn_implementation(own if attention == "decoded" else "kvcodec")
+    model.set_attn_implementation(own if setting["attention"] == "decoded" else "kvcodec")
     try:
         yield
     finally:
@@ -130,8 +127,8 @@ def attending(model: Any, attention: str) -> Iterator[None]:
 def made(setting: Setting) -> Any:
     """An empty cache of the setting."""
     return cache_for(
-        model_of(setting["model"]), setting["spec"], attention=setting["attention"], prefill=setting["prefill"],
-        seed=setting["seed"], probe="off",
+        model_of(setting["model"], setting["dtype"]), setting["spec"], attention=setting["attention"],
+        prefill=setting["prefill"], seed=setting["seed"], page_tokens=setting["page_tokens"], probe="off",
     )  # fmt: skip
 
 
@@ -157,7 +154,7 @@ class Machine:
 
     def __init__(self, setting: Setting, folder: str) -> None:
         self.setting, self.folder = setting, Path(folder)
-        self.model = model_of(setting["model"])
+        self.model = model_of(setting["model"], setting["dtype"])
         self.layers: dict[int, tuple[PackedCacheLayer, LayerTokens]] = {}
         self.seen: dict[int, int] = {}
         self.inside = False
@@ -181,8 +178,12 @@ class Machine:
     # -- what layers are told ----------------------------------------------------------------------------------------
 
     def update(self, layer: PackedCacheLayer, call: Callable[[], Any], keys: Tensor, values: Tensor) -> Any:
-        tokens, n, seen = self.tokens(layer), keys.shape[2], self.seen[id(layer)]
         first, found = not layer.filled, call()
+        self._updated(layer, first, keys, values, found)
+        return found
+
+    def _updated(self, layer: PackedCacheLayer, first: bool, keys: Tensor, values: Tensor, found: Any) -> None:
+        tokens, n, seen = self.tokens(layer), keys.shape[2], self.seen[id(layer)]
         exact = first and layer.prefill == "exact"
         past = seen
         skip = 0
@@ -204,7 +205,6 @@ class Machine:
             tokens.check_decoded(found, held - past - n, held, of)
         if exact or layer.attention == "decoded":
             self._restrict(layer)
-        return found
 
     def _positions(self, n: int) -> Tensor:
         """Of the newest n tokens, by the mask: those of padding count down from -1."""
@@ -225,17 +225,23 @@ class Machine:
             layer, tokens = key.layer, self.tokens(key.layer)
             window, held, of = getattr(layer, "window", 0), len(tokens), f"layer {key.layer.index}: "
             visible = causal(n, held, window) & (mask[:, None, None, mask.shape[1] - held :] > 0)
-            want = tokens.attention(query, visible, **rules)
+            rounded = not isinstance(layer.cache, DeviceCache)
+            want = tokens.attention(query, visible, rounded=rounded, **rules)
             largest = float(tokens.roles["value"].read.abs().max())
             self._restrict(layer)
+        elif query.dtype != torch.float32:
+            return  # by torch, which rounds in between
         else:
             of, held, window = "fresh keys: ", key.shape[2], options.get("sliding_window") or 0
             visible = causal(n, held, window) & (mask[:, None, None, mask.shape[1] - held :] > 0)
             want = attention64(query, key, value, visible, **rules)
             largest = float(value.abs().max())
         real = (mask[:, -n:] > 0)[:, None, :, None]  # what padding attends is nothing
-        off = ((found.transpose(1, 2).double() - want) * real).abs().max()
-        if not float(off) <= 1e-5 * largest:
+        off = (found.transpose(1, 2).double() - want).abs()
+        if found.dtype != torch.float32:
+            off = off - torch.finfo(found.dtype).eps / 2 * 1.01 * want.abs()
+        off = off.masked_fill(~real, 0).max()
+        if not float(off) <= CLOSE * largest:
             raise Mismatch(
                 f"{of}attention of {n} over {held} tokens is off by {float(off) / largest:.2g} of the largest"
             )
@@ -284,7 +290,8 @@ class Machine:
         for i, (name, who, *numbers) in enumerate(operations):
             of = self.held[who % len(self.held)]
             try:
-                getattr(self, f"_{name}")(of, *numbers)
+                with torch.inference_mode() if numbers[-1] % 5 == 4 else torch.no_grad():
+                    getattr(self, f"_{name}")(of, *numbers)
                 self._check(of)
             except Stopped:
                 return
@@ -331,6 +338,36 @@ class Machine:
         self.model(ids[:, held:], attention_mask=mask, position_ids=places, **passing(self.model, of.cache))
         of.ids, of.mask = ids, mask
 
+    def _hole(self, of: Held, n: int, seed: int) -> None:
+        """A turn of a batch that is padded on the left: kernels may refuse it, but then at once."""
+        held, n = of.ids.shape[1], self._room(of, 4 + n % 8)
+        if not held or n < 4 or any(layer.cache.places_tokens for layer in of.cache.packed_layers):
+            return
+        ids, mask = self._fresh(of, n, seed)
+        for b in range(1, len(ids)):
+            mask[b, held : held + (seed + b) % n] = 0
+        places = (mask.cumsum(-1) - 1).clamp_min(0)[:, held:]
+        try:
+            self.model(ids[:, held:], attention_mask=mask, position_ids=places, **passing(self.model, of.cache))
+        except UnsupportedError as error:
+            if self.setting["attention"] == "fused" and "hides tokens" in str(error):
+                raise Stopped from error
+            raise
+        of.ids, of.mask = ids, mask
+
+    def _refused(self, of: Held, n: int, seed: int) -> None:
+        """Tokens that no codec can hold: the first layer refuses them, and all stays as it was."""
+        x = torch.full((len(of.ids), 1 + n % 5, self.model.config.hidden_size), torch.inf, dtype=self.model.dtype)
+        try:
+            self.model(inputs_embeds=x, **passing(self.model, of.cache))
+        except ValueError:
+            return
+        raise Mismatch("keys of NaN are not refused")
+
+    def _record(self, of: Held, _: int, __: int) -> None:
+        if hasattr(of.cache, "activate_past_recording"):
+            of.cache.activate_past_recording()
+
     def _step(self, of: Held, n: int, seed: int) -> None:
         for i in range(1 + n % 3):
             if of.ids.shape[1]:
@@ -375,11 +412,8 @@ class Machine:
         return None
 
     def _assists(self, of: Held) -> bool:
-        """Whether drafts can be taken back, which dropped tokens of sliding layers cannot.
-
-        transformers gives a cache that holds tokens all of them again.
-        """
-        return self.setting["model"] not in SLIDING and not of.ids.shape[1]
+        """Whether drafts are offered: transformers gives a cache that holds tokens all of them again."""
+        return not of.ids.shape[1] and self.setting["dtype"] == "float32"
 
     def _beams(self, of: Held, n: int, seed: int) -> None:
         """A cache of beams is of no use afterwards."""
@@ -400,8 +434,6 @@ class Machine:
         if not held:
             return
         remove = n % min(held, 12 if how % 2 else held) if held > 1 else 0
-        if self.setting["model"] in SLIDING:
-            return  # gone tokens: refused, and transformers' own layers refuse as well
         of.cache.crop(-remove)
         left = held - remove
         of.ids, of.mask = of.ids[:, :left], of.mask[:, :left]
@@ -483,6 +515,7 @@ def watching(machine: Machine) -> Iterator[None]:
 
     def note(module: nn.Module, args: Any, options: dict[str, Any]) -> None:
         mask, ids = options.get("attention_mask"), options.get("input_ids", args[0] if args else None)
+        ids = options["inputs_embeds"] if ids is None else ids
         if not isinstance(mask, Tensor) or mask.ndim != 2:  # drafts come without one
             cache = options.get("cache", options.get("past_key_values"))
             seen = 0 if cache is None else int(cache.get_seq_length())
@@ -515,8 +548,7 @@ def run(setting: Setting, operations: list[Operation]) -> None:
     Mismatch
         A layer differs from its oracle, or something is raised that should not be.
     """
-    attention = attending(model_of(setting["model"]), setting["attention"])
-    with tempfile.TemporaryDirectory() as folder, torch.no_grad(), attention:
+    with tempfile.TemporaryDirectory() as folder, torch.no_grad(), attending(setting):
         machine = Machine(setting, folder)
         with watching(machine):
             machine.run(operations)

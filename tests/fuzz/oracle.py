@@ -6,7 +6,9 @@ split its calls would show.
 """
 
 import copy
+import functools
 import math
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -23,6 +25,17 @@ CLOSE = 1e-5
 
 class Mismatch(AssertionError):
     """A cache does not hold or attend what the oracle does."""
+
+
+def _apart(method: Callable[..., Any]) -> Callable[..., Any]:
+    """Leave the caller's inference mode: the oracle writes its tensors in any mode."""
+
+    @functools.wraps(method)
+    def run(*args: Any, **options: Any) -> Any:
+        with torch.inference_mode(False), torch.no_grad():
+            return method(*args, **options)
+
+    return run
 
 
 class RoleTokens:
@@ -57,6 +70,7 @@ class LayerTokens:
         self.positions = torch.empty(1, 0, dtype=torch.long)
         self.mean = None if self.site.mean is None else self.site.mean.given
 
+    @_apart
     def copy(self) -> "LayerTokens":
         other = copy.copy(self)
         other.roles = {role: copy.copy(tokens) for role, tokens in self.roles.items()}
@@ -79,6 +93,7 @@ class LayerTokens:
 
     # -- writing -----------------------------------------------------------------------------------------------------
 
+    @_apart
     def append(self, keys: Tensor, values: Tensor, positions: Tensor | None = None) -> None:
         """``positions [B or 1, n]`` count up; those of padding are below 0."""
         n, held, both = keys.shape[2], len(self), dict(zip(ROLES, (keys, values), strict=True))
@@ -188,6 +203,7 @@ class LayerTokens:
         mean = self.site.mean.at(self.mean, self.positions[:, at])
         return roundtrip(codec, x.float() - mean, params) + mean
 
+    @_apart
     def encode(self) -> None:
         """Encode all tokens that are to be encoded, in one call."""
         for role in self.roles:
@@ -209,6 +225,7 @@ class LayerTokens:
         # places of a block of both roles: counted back from the newest encoded token, which ends one
         return (aged[-1] - end + 2) % unit != 0
 
+    @_apart
     def remove(self, first: int, last: int) -> None:
         self.encode()
         if not self.roles or first == last:
@@ -226,6 +243,7 @@ class LayerTokens:
         self.remove(keep, keep + n)
         self.start += n
 
+    @_apart
     def select(self, index: Tensor) -> None:
         self.encode()
         if not self.roles:
