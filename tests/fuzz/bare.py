@@ -136,10 +136,10 @@ def _normal(seed: int, *shape: int) -> Tensor:
 
 
 class Held:
-    """A cache, its oracle, and the position of the next token of each sequence."""
+    """A cache, its oracle, the position of the next token of each sequence, and the most tokens before an eviction."""
 
-    def __init__(self, cache: LayerCache, tokens: LayerTokens, place: Tensor) -> None:
-        self.cache, self.tokens, self.place = cache, tokens, place
+    def __init__(self, cache: LayerCache, tokens: LayerTokens, place: Tensor, kept: int = 0) -> None:
+        self.cache, self.tokens, self.place, self.kept = cache, tokens, place, kept
 
 
 class Machine:
@@ -302,6 +302,8 @@ class Machine:
     def _crop(self, of: Held, left: int, small: int, _: int) -> None:
         tokens, held = of.tokens, len(of.tokens)
         length = max(0, held - left % 12) if small % 2 else left % (held + 1)
+        if self.fused and length <= of.kept and of.kept:
+            return  # positions of what follows would go back behind evicted ones, which these caches refuse
         if self.fused and isinstance(of.cache, DeviceCache) and tokens.refuses(length, held):
             self._refuses(lambda: of.cache.crop(length), UnsupportedError, f"crop({length}) cuts a block")
             tokens.check_decoded(of.cache.decode(), of="after a refusal: ")
@@ -328,6 +330,7 @@ class Machine:
                 return  # of all tokens behind the first: a crop, whose slots are used again
         of.cache.evict(n, keep)
         tokens.evict(n, keep)
+        of.kept = max(of.kept, keep) if n else of.kept
 
     def _take(self, of: Held, index: Tensor) -> None:
         if of.tokens.roles:
@@ -371,6 +374,7 @@ class Machine:
     def _reset(self, of: Held, n: int, _: int, __: int) -> None:
         of.cache.reset()
         of.tokens.reset()
+        of.kept = 0
         of.place = self._first_places(1 + n % 3)
 
     # -- copies ------------------------------------------------------------------------------------------------------
@@ -378,7 +382,7 @@ class Machine:
     def _copied(self, of: Held, cache: LayerCache, both: bool) -> None:
         """Go on with the copy, or with both."""
         if both and len(self.held) < MOST_CACHES:
-            self.held.append(Held(cache, of.tokens.copy(), of.place))
+            self.held.append(Held(cache, of.tokens.copy(), of.place, of.kept))
         else:
             of.cache = cache
 
@@ -390,6 +394,8 @@ class Machine:
 
     def _save(self, of: Held, _: int, __: int, both: int) -> None:
         """What is loaded is a cache of the host; how keys turn is the model's to say, and no file holds it."""
+        if isinstance(of.cache, StaticCache) and not of.tokens.roles:
+            return  # its pages stay after a reset, and in a file their batch would be for ever
         path = self.folder / "cache.safetensors"
         save_layers(path, [of.cache], {})
         (cache,), _meta = load_layers(path)
@@ -404,7 +410,7 @@ class Machine:
         tokens = of.tokens.copy()
         tokens.together = False
         if both % 3 and len(self.held) < MOST_CACHES:
-            self.held.append(Held(cache, tokens, of.place))
+            self.held.append(Held(cache, tokens, of.place, of.kept))
         else:
             of.cache, of.tokens = cache, tokens
 
