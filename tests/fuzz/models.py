@@ -225,8 +225,7 @@ class Machine:
             layer, tokens = key.layer, self.tokens(key.layer)
             window, held, of = getattr(layer, "window", 0), len(tokens), f"layer {key.layer.index}: "
             visible = causal(n, held, window) & (mask[:, None, None, mask.shape[1] - held :] > 0)
-            rounded = not isinstance(layer.cache, DeviceCache)
-            want = tokens.attention(query, visible, rounded=rounded, **rules)
+            want = tokens.attention(query, visible, **rules)
             largest = float(tokens.roles["value"].read.abs().max())
             self._restrict(layer)
         elif query.dtype != torch.float32:

@@ -295,17 +295,10 @@ class LayerTokens:
         bias: Tensor | None = None,
         sinks: Tensor | None = None,
         softcap: float = 0.0,
-        rounded: bool = False,
-        newest: int | None = None,
     ) -> Tensor:
-        """Attention of ``q [B, HQ, n, D]`` in float64; ``visible`` is boolean and broadcasts to ``[B, HQ, n, N]``.
-
-        ``rounded``: over keys and values rounded to the cache's dtype, as the reference has them; ``newest``: over so
-        many of the newest tokens.
-        """
+        """Attention of ``q [B, HQ, n, D]`` in float64; ``visible`` is boolean and broadcasts to ``[B, HQ, n, N]``."""
         self.encode()
-        k, v = (self._rounded(t.read) if rounded else t.read for t in self.roles.values())
-        k, v = (x[:, :, len(self) - (len(self) if newest is None else newest) :] for x in (k, v))
+        k, v = (tokens.read for tokens in self.roles.values())
         return attention64(q, k, v, visible, scale=scale, bias=bias, sinks=sinks, softcap=softcap)
 
     def check_attention(self, found: Tensor, want: Tensor, of: str = "") -> None:
