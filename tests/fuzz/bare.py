@@ -319,7 +319,7 @@ class Machine:
         n %= held - keep + 1
         if how % 5 and n > 30:
             n %= 30
-        if keep and keep + n == held and self.setting["told"] != "always":
+        if keep and keep + n == held and (self.fused or self.setting["told"] != "always"):
             return  # which position follows is for the caller to say
         if isinstance(of.cache, DeviceCache):
             static = isinstance(of.cache, StaticCache) and keep < keep + n < held
