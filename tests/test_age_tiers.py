@@ -71,6 +71,16 @@ def test_split_of_calls_does_not_show(spec: str) -> None:
     assert sum(aged.values()) > 0
 
 
+@pytest.mark.parametrize("mean", ["none", "post"])
+def test_calls_that_bring_the_newer_tier_nothing(mean: str) -> None:
+    """No tokens, or some that all stay in the sink."""
+    spec = f"turboquant-3:sink=4,window=24,recent=int-8,mean={mean}"
+    cache, (k, v) = LayerCache(scheme(spec)), tokens()
+    for part in (slice(0, 0), slice(0, 3), slice(3, 3), slice(3, LENGTH)):
+        cache.append(k[:, :, part], v[:, :, part])
+    assert equal(cache, filled(spec, LENGTH, LENGTH))
+
+
 @pytest.mark.parametrize("spec", [spec for spec in SPECS if "mean" not in spec])
 def test_aged_tokens_are_encoded_from_what_the_newer_tier_decodes_to(spec: str) -> None:
     own, cache = scheme(spec), filled(spec)

@@ -14,8 +14,10 @@ from kvcodec.cache.fused import FusedLayerCache
 from kvcodec.cache.growing import GrowingCache
 from kvcodec.cache.host import LayerCache
 from kvcodec.cache.site import LayerSite, MeanRemoval
+from kvcodec.cache.static import StaticCache
 from kvcodec.errors import UnsupportedError
 from kvcodec.integrations.transformers.argument import passing
+from kvcodec.kernels.choose import Kernels
 from kvcodec.ops.rope import Rotary
 from tests.conftest import tiny_model
 from tests.integrations.test_generate import padded, prompt
@@ -115,6 +117,46 @@ def test_every_operation_keeps_the_term_right(spec: str, served: str) -> None:
     pair.append(40)
     pair.agree()
     pair.fused.check()
+
+
+def test_positions_that_are_left_out_follow_the_tokens_held(served: str) -> None:
+    """Behind left padding, and after an eviction; one of no tokens changes nothing."""
+    told, untold = Pair("saw-int4", rotary()), Pair("saw-int4", rotary())
+    k, v = rows(5, 40, told.turn, mean_of_keys(), placed(40, 45))
+    for pair in (told, untold):
+        pair.append(40)
+    for a, b in ((told.fused, untold.fused), (told.plain, untold.plain)):
+        for cache in (a, b):
+            cache.evict(0, keep=7)
+            cache.evict(11)
+        a.append(k, v, placed(40, 45))
+        b.append(k, v)
+        for x, y in zip(a.decode(), b.decode(), strict=True):
+            torch.testing.assert_close(x, y, rtol=0, atol=0)
+
+
+@pytest.mark.usefixtures("compiled")
+def test_a_static_cache_stays_empty_until_tokens_are_taken() -> None:
+    """By an append without tokens, or one that is refused, before the first one and after a reset."""
+    for given in (True, False):
+        site = both("saw-int4", rotary(), given=given)[1].site
+        cache = StaticCache(site, capacity=256, kernels=Kernels(static=False))
+        for _ in range(2):
+            positions = torch.arange(200) - PADDED
+            k, v = rows(200, 1, rotary(), mean_of_keys(), positions)
+            cache.append(k[:, :, :0], v[:, :, :0])
+            for _ in range(0 if given else 2):
+                with pytest.raises(UnsupportedError, match="a static cache does not wait"):
+                    cache.append(k[:, :, :1], v[:, :, :1], positions[:, :1])
+            first = 1 if given else 150
+            for part in (slice(0, first), slice(first, 200)):
+                cache.append(k[:, :, part], v[:, :, part], positions[:, part])
+            cache.check()
+            whole = LayerCache(site)
+            whole.append(k, v, positions)
+            for x, y in zip(cache.decode(), whole.decode(), strict=True):
+                torch.testing.assert_close(x, y, rtol=0, atol=0)
+            cache.reset()
 
 
 @pytest.mark.parametrize("spec", ["saw-int4", "turboquant-3:sink=4", "octopus-3:window=16", "kivi-4", "ghost-3"])

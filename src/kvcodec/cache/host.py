@@ -182,7 +182,7 @@ class LayerCache:
         try:
             if self.places_tokens:
                 if positions is None:
-                    positions = torch.arange(self.length, self.length + n, device=keys.device)[None]
+                    positions = self.positions.next(n, self.start + self.length, keys.device)
                 self.positions.append(positions)
             both = zip(ROLES, (keys, values), strict=True)
             new = {role: x.to(self.roles[role].sink.dtype) for role, x in both}

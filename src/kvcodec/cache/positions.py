@@ -76,12 +76,19 @@ class Positions:
         if bool(move.any()):
             self.runs = [(count, start + move) for count, start in self.runs]
 
+    def next(self, n: int, first: int, device: torch.device) -> Tensor:
+        """Positions of n tokens that follow the last run, or ``first`` where there is none: int64 ``[B or 1, n]``."""
+        count, start = self.runs[-1] if self.runs else (0, torch.tensor([first], device=device))
+        return (start + count)[:, None] + torch.arange(n, device=device)
+
     def extend(self, n: int) -> None:
         """As ``append``, of n tokens that are known to continue the last run, so that their positions are not read."""
         self.runs[-1] = (self.runs[-1][0] + n, self.runs[-1][1])
 
     def of(self, first: int, last: int) -> Tensor:
         """Positions of the live tokens ``[first, last)``: int64 ``[B, last - first]``, or ``[1, last - first]``."""
+        if first == last:
+            return torch.empty(1, 0, dtype=torch.long)
         parts = [
             start[:, None] + torch.arange(count, device=start.device) for count, start in self._within(first, last)
         ]

@@ -161,11 +161,11 @@ class StaticCache(DeviceCache):
             Positions that are not in order, of a single token only in ``check``; or the call that fills the cache
             brings fewer tokens than constants are fitted on.
         """
-        n, empty = keys.shape[2], self.fresh or self.emptied or self.store is None
+        n, empty = keys.shape[2], self.fresh or self.emptied or self.store is None or not self.is_fitted
         if n != 1 and flag is None:
             check_tensors(keys, values)
         if self.emptied:  # another shape or dtype than before the reset: allocate again
-            self.emptied = False
+            self.emptied = n == 0
             b, h, _, d = self.roles["key"].sink.shape
             if (keys.shape[0], keys.shape[1], keys.shape[3], keys.dtype) != (b, h, d, self._dtype):
                 self._forget_all()
@@ -196,7 +196,7 @@ class StaticCache(DeviceCache):
             self._write(new, self.seq_lens, self.bad if flag is None else flag)
             self.seq_lens.add_(count)
         self._push_dense()
-        self.fresh, self.newest = False, None
+        self.fresh, self.newest = self.fresh and n == 0, None
 
     def _place(self, n: int, positions: Tensor | None, empty: bool) -> None:
         """Record the positions of new tokens: several are checked once for all layers, a single one on the device."""

@@ -1,0 +1,135 @@
+"""Random programs on caches, each checked against an oracle of plain tensors; ``python -m tests.fuzz --help``.
+
+``bare`` programs run on the cache of one layer, ``models`` programs on caches of tiny models of transformers. A seed
+stands for one program. A program that fails is made shorter and printed as a script.
+"""
+
+import time
+from collections import Counter
+from collections.abc import Sequence
+from importlib import import_module
+from typing import Any, NamedTuple
+
+import torch
+
+from tests.fuzz.oracle import Mismatch
+
+MODELS_EVERY = 8
+"""Of so many seeds one is a program on a model: it takes several times as long."""
+
+
+class Program(NamedTuple):
+    """A program: where it runs (``bare`` or ``models``), its setting and its operations, plain values all."""
+
+    level: str
+    setting: dict[str, Any]
+    operations: list[list[Any]]
+
+
+def program_of(seed: int, level: str = "") -> Program:
+    """The program of a seed; ``level``: of that level whatever the seed."""
+    level = level or ("models" if seed % MODELS_EVERY == MODELS_EVERY - 1 else "bare")
+    return Program(level, *import_module(f"tests.fuzz.{level}").program_of(seed))
+
+
+def fault_of(program: Program) -> str:
+    """Run a program; return what is wrong, or ``""``."""
+    try:
+        import_module(f"tests.fuzz.{program.level}").run(program.setting, program.operations)
+    except Mismatch as error:
+        return str(error)
+    return ""
+
+
+def shorter(program: Program, seconds: float = 20.0) -> Program:
+    """Leave operations out for as long as the program fails, for so long at most."""
+    end, size = time.monotonic() + seconds, max(1, len(program.operations) // 2)
+    while size:
+        at = 0
+        while at < len(program.operations) and time.monotonic() < end:
+            left = program.operations[:at] + program.operations[at + size :]
+            if left and fault_of(program._replace(operations=left)):
+                program = program._replace(operations=left)
+            else:
+                at += size
+        size //= 2
+    return program
+
+
+def script(program: Program) -> str:
+    """A script that runs the program, from the repository's root."""
+    setting = "".join(f"    {name!r}: {value!r},\n" for name, value in program.setting.items())
+    operations = "".join(f"    {operation!r},\n" for operation in program.operations)
+    return f"from tests.fuzz.{program.level} import run\n\nrun({{\n{setting}}}, [\n{operations}])\n"
+
+
+def check(seed: int, level: str = "") -> None:
+    """Run the program of a seed.
+
+    Raises
+    ------
+    Mismatch
+        Its text has the script.
+    """
+    program = program_of(seed, level)
+    if fault_of(program):
+        program = shorter(program)
+        raise Mismatch(f"seed {seed}: {fault_of(program)}\n{script(program)}")
+
+
+class Fault(NamedTuple):
+    """A program that failed: its seed, what was wrong, and a shorter one that fails too."""
+
+    seed: int
+    text: str
+    program: Program
+
+
+def uneven(program: Program) -> bool:
+    """Keys without their mean before RoPE, by kernels, in pairs that are no multiple of 16."""
+    setting = program.setting
+    if program.level != "bare" or "mean=pre" not in setting["spec"]:
+        return False
+    return bool(setting["dim"] % 32 or int(setting["dim"] * setting["turning"]) // 2 % 16)
+
+
+def follow(program: Program) -> bool:
+    """Positions that are left to the cache, after an eviction."""
+    return program.level == "bare" and "mean" in program.setting["spec"] and program.setting["told"] != "always"
+
+
+def copies(program: Program) -> bool:
+    """A copied or pickled cache of a model."""
+    return program.level == "models" and any(name in ("deepcopy", "pickle") for name, *_ in program.operations)
+
+
+def remembered(program: Program) -> bool:
+    """Decoded tokens that are kept, of keys without their mean."""
+    return program.level == "bare" and "mean=p" in program.setting["spec"] and program.setting["remember"]
+
+
+def inference(program: Program) -> bool:
+    """Calls in inference mode and others."""
+    return program.level == "models" and any(operation[-1] % 5 == 4 for operation in program.operations)
+
+
+KNOWN = {"uneven": uneven, "follow": follow, "copies": copies, "remembered": remembered, "inference": inference}
+"""Kinds of programs that may be left out, while a fault of theirs is being mended."""
+
+
+def run_seeds(seeds: Sequence[int], level: str, skipped: Sequence[str]) -> tuple[Counter[str], list[Fault]]:
+    """Run the programs of some seeds; return how many ran, by level and operation, and those that failed."""
+    torch.set_num_threads(1)
+    counts: Counter[str] = Counter()
+    faults = []
+    for seed in seeds:
+        program = program_of(seed, level)
+        if any(KNOWN[name](program) for name in skipped):
+            counts["left out"] += 1
+            continue
+        counts[program.level] += 1
+        counts.update(f"  {operation[0]}" for operation in program.operations)
+        if fault_of(program):
+            program = shorter(program)
+            faults.append(Fault(seed, fault_of(program), program))
+    return counts, faults

@@ -1,0 +1,553 @@
+"""Random programs on caches of tiny models: forward passes and ``generate`` calls, each layer beside the oracle.
+
+What the model gives each layer is noted, what each layer returns or attends is compared on the spot, so no error of a
+layer reaches the next one's comparison. Which tokens a query sees follows from the 2-D mask that the model was called
+with and the layer's window alone.
+"""
+
+import contextlib
+import copy
+import pickle
+import tempfile
+from collections.abc import Callable, Iterator
+from functools import lru_cache
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import torch
+import transformers
+from torch import Tensor, nn
+from transformers import AttentionInterface
+
+import kvcodec
+from kvcodec.cache.device import DeviceCache
+from kvcodec.errors import KVError, UnsupportedError
+from kvcodec.integrations.transformers import cache_for, load_cache
+from kvcodec.integrations.transformers.argument import passing
+from kvcodec.integrations.transformers.attention import PackedKV, kvcodec_attention
+from kvcodec.integrations.transformers.layers import PackedCacheLayer
+from kvcodec.integrations.transformers.windowed import WindowedLayer
+from tests.conftest import SMALL, tiny_model
+from tests.fuzz.oracle import CLOSE, LayerTokens, Mismatch, attention64, causal
+
+Setting = dict[str, Any]
+Operation = list[Any]
+NAMED = ("llama-gqa", "llama-mqa", "qwen2", "gemma2", "gemma3", "gpt-oss", "mistral")
+OWN: dict[str, tuple[str, dict[str, Any]]] = {
+    "gpt-neox": ("GPTNeoX", {"hidden_size": 256, "rotary_pct": 0.25, "num_key_value_heads": 4}),
+    "stablelm": ("StableLm", {"hidden_size": 320, "partial_rotary_factor": 0.25}),
+    "glm": ("Glm", {"head_dim": 64, "partial_rotary_factor": 0.5}),  # interleaved pairs
+    "cohere": ("Cohere", {"hidden_size": 448, "num_attention_heads": 7, "num_key_value_heads": 1}),
+    "phi": ("Phi", {"hidden_size": 160, "num_attention_heads": 2, "partial_rotary_factor": 0.4}),
+}
+MODELS = (*NAMED, *OWN)
+VOCABULARY = SMALL["vocab_size"]
+MOST_TOKENS, MOST_CACHES = 160, 3
+OPERATIONS = (
+    *("forward",) * 4, *("step",) * 3, *("greedy",) * 3, "sample", "beams", "lookup", "chunked", "assisted", "hole",
+    "refused", "record", "crop", "crop", "select", "repeat", "reorder", "deepcopy", "pickle", "save", "reset",
+)  # fmt: skip
+
+
+@lru_cache(maxsize=2 * len(MODELS))
+def model_of(name: str, dtype: str = "float32") -> Any:
+    """The model of a name, made once in a process."""
+    if dtype != "float32":
+        return copy.deepcopy(model_of(name)).to(getattr(torch, dtype))
+    if name in NAMED:
+        return tiny_model(name)
+    family, options = OWN[name]
+    config = getattr(transformers, f"{family}Config")(**{**SMALL, **options})
+    torch.manual_seed(1)
+    model = getattr(transformers, f"{family}ForCausalLM")(config).eval()
+    with torch.no_grad():
+        for key, weight in model.named_parameters():
+            if weight.ndim >= 2 and "embed" not in key and "lm_head" not in key:
+                weight.mul_(4)
+    model.generation_config.pad_token_id = 0
+    model.generation_config.eos_token_id = None
+    return model
+
+
+def setting_of(random: Random) -> Setting:
+    """A model, a preset with options that its cache can be made of, and an attention."""
+    while True:
+        name, spec, options = random.choice(MODELS), random.choice(kvcodec.presets()), {}
+        if random.random() < 0.3:
+            options["sink"] = random.choice((0, 1, 3))
+        if random.random() < 0.5:
+            options["window"] = random.choice((0, 1, 5, 17))
+        if random.random() < 0.5:
+            options["mean"] = random.choice(("none", "post", "pre"))
+        if options.get("window") and random.random() < 0.2:
+            options["recent"] = random.choice(("int-8", "fp8"))
+        text = spec + ":" * bool(options) + ",".join(f"{option}={value}" for option, value in options.items())
+        batch = random.choice((1, 1, 2, 3))
+        setting = {
+            "model": name,
+            "spec": text,
+            "attention": random.choice(("decoded", "streamed", "fused", "fused")),
+            "prefill": random.choice(("exact", "exact", "decoded")),
+            "batch": batch,
+            "padding": [random.choice((0, 0, 2, 7)) for _ in range(batch)] if random.random() < 0.4 else [0] * batch,
+            "seed": random.randint(0, 3),
+            "dtype": random.choice(("float32", "float32", "bfloat16")),
+            "page_tokens": random.choice((None, None, 128)),
+        }
+        setting["padding"][0] = 0  # one sequence is whole, as a tokenizer pads
+        try:
+            with attending(setting):
+                made(setting)
+        except KVError:
+            continue
+        return setting
+
+
+def program_of(seed: int) -> tuple[Setting, list[Operation]]:
+    """The program of a seed."""
+    random = Random(seed)
+    setting = setting_of(random)
+    names = ["forward", *(random.choice(OPERATIONS) for _ in range(random.randint(2, 8))), "step"]
+    return setting, [[name, random.randrange(4), *(random.randrange(1 << 16) for _ in range(2))] for name in names]
+
+
+@contextlib.contextmanager
+def attending(setting: Setting) -> Iterator[None]:
+    """Give the model the attention function that a cache of the setting needs."""
+    model = model_of(setting["model"], setting["dtype"])
+    own = "eager" if model.config.model_type == "gpt_oss" else "sdpa"
+    model.set_attn_implementation(own if setting["attention"] == "decoded" else "kvcodec")
+    try:
+        yield
+    finally:
+        model.set_attn_implementation(own)
+
+
+def made(setting: Setting) -> Any:
+    """An empty cache of the setting."""
+    return cache_for(
+        model_of(setting["model"], setting["dtype"]), setting["spec"], attention=setting["attention"],
+        prefill=setting["prefill"], seed=setting["seed"], page_tokens=setting["page_tokens"], probe="off",
+    )  # fmt: skip
+
+
+class Held:
+    """A cache, the ids that it has seen and which of them are tokens, not padding."""
+
+    def __init__(self, cache: Any, ids: Tensor, mask: Tensor, padding: list[int]) -> None:
+        self.cache, self.ids, self.mask, self.padding = cache, ids, mask, padding
+
+
+class Stopped(Exception):
+    """A refusal that the documentation names, after which layers differ: the program ends."""
+
+
+class Machine:
+    """Runs the operations of one setting and watches every packed layer.
+
+    Raises
+    ------
+    Mismatch
+        A layer differs from its oracle.
+    """
+
+    def __init__(self, setting: Setting, folder: str) -> None:
+        self.setting, self.folder = setting, Path(folder)
+        self.model = model_of(setting["model"], setting["dtype"])
+        self.layers: dict[int, tuple[PackedCacheLayer, LayerTokens]] = {}
+        self.seen: dict[int, int] = {}
+        self.inside = False
+        self.mask = torch.empty(0)
+        ropes = [m for m in self.model.modules() if isinstance(getattr(m, "inv_freq", None), Tensor)]
+        self.placed = len(ropes) == 1  # models with several do not tell their layers' positions
+        self.held = [self._new(setting["padding"])]
+
+    def _new(self, padding: list[int]) -> Held:
+        cache, batch = made(self.setting), len(padding)
+        for layer in cache.packed_layers:
+            self._watch(layer, LayerTokens(layer.cache.site, isinstance(layer.cache, DeviceCache)), 0)
+        return Held(cache, torch.empty(batch, 0, dtype=torch.long), torch.empty(batch, 0, dtype=torch.long), padding)
+
+    def _watch(self, layer: PackedCacheLayer, tokens: LayerTokens, seen: int) -> None:
+        self.layers[id(layer)], self.seen[id(layer)] = (layer, tokens), seen
+
+    def tokens(self, layer: PackedCacheLayer) -> LayerTokens:
+        return self.layers[id(layer)][1]
+
+    # -- what layers are told ----------------------------------------------------------------------------------------
+
+    def update(self, layer: PackedCacheLayer, call: Callable[[], Any], keys: Tensor, values: Tensor) -> Any:
+        first, found = not layer.filled, call()
+        self._updated(layer, first, keys, values, found)
+        return found
+
+    def _updated(self, layer: PackedCacheLayer, first: bool, keys: Tensor, values: Tensor, found: Any) -> None:
+        tokens, n, seen = self.tokens(layer), keys.shape[2], self.seen[id(layer)]
+        exact = first and layer.prefill == "exact"
+        past = seen
+        skip = 0
+        if isinstance(layer, WindowedLayer):
+            past = min(seen, layer.window - 1)
+            skip = max(n - layer.window + 1, 0) if exact and not layer.record_past else 0
+        positions = None
+        mean = layer.cache.site.mean
+        if self.placed and (layer.cache.places_tokens or mean is not None):
+            positions = self._positions(n)[:, skip:]
+        tokens.append(keys[:, :, skip:].detach(), values[:, :, skip:].detach(), positions)
+        self.seen[id(layer)] = seen + n
+        of = f"layer {layer.index}: "
+        if exact:
+            if not (torch.equal(found[0], keys) and torch.equal(found[1], values)):
+                raise Mismatch(f"{of}an exact prefill does not return what came")
+        elif layer.attention == "decoded":
+            held = len(tokens)
+            tokens.check_decoded(found, held - past - n, held, of)
+        if exact or layer.attention == "decoded":
+            self._restrict(layer)
+
+    def _positions(self, n: int) -> Tensor:
+        """Of the newest n tokens, by the mask: those of padding count down from -1."""
+        mask = self.mask
+        padding = (mask == 0).sum(-1, keepdim=True)
+        return (torch.arange(mask.shape[1])[None] - padding)[:, mask.shape[1] - n :]
+
+    def _restrict(self, layer: PackedCacheLayer) -> None:
+        """Drop what a window has passed."""
+        tokens = self.tokens(layer)
+        if isinstance(layer, WindowedLayer) and not layer.record_past:
+            tokens.evict(max(0, len(tokens) - layer.window + 1))
+
+    def attend(self, query: Tensor, key: Any, value: Any, options: dict[str, Any], found: Tensor) -> None:
+        n, mask = query.shape[2], self.mask
+        rules = {"scale": options.get("scaling"), "sinks": options.get("s_aux"), "softcap": options.get("softcap") or 0}
+        if isinstance(key, PackedKV):
+            layer, tokens = key.layer, self.tokens(key.layer)
+            window, held, of = getattr(layer, "window", 0), len(tokens), f"layer {key.layer.index}: "
+            visible = causal(n, held, window) & (mask[:, None, None, mask.shape[1] - held :] > 0)
+            want = tokens.attention(query, visible, **rules)
+            largest = float(tokens.roles["value"].read.abs().max())
+            self._restrict(layer)
+        elif query.dtype != torch.float32:
+            return  # by torch, which rounds in between
+        else:
+            of, held, window = "fresh keys: ", key.shape[2], options.get("sliding_window") or 0
+            visible = causal(n, held, window) & (mask[:, None, None, mask.shape[1] - held :] > 0)
+            want = attention64(query, key, value, visible, **rules)
+            largest = float(value.abs().max())
+        real = (mask[:, -n:] > 0)[:, None, :, None]  # what padding attends is nothing
+        off = (found.transpose(1, 2).double() - want).abs()
+        if found.dtype != torch.float32:
+            off = off - torch.finfo(found.dtype).eps / 2 * 1.01 * want.abs()
+        off = off.masked_fill(~real, 0).max()
+        if not float(off) <= CLOSE * largest:
+            raise Mismatch(
+                f"{of}attention of {n} over {held} tokens is off by {float(off) / largest:.2g} of the largest"
+            )
+
+    def crop(self, layer: PackedCacheLayer, call: Callable[[], Any], number: Any) -> None:
+        tokens, seen, number = self.tokens(layer), self.seen[id(layer)], int(number)
+        keep = min(number, seen) if number > 0 else max(seen + number, 0)
+        left = len(tokens) - (seen - keep)
+        if isinstance(layer.cache, DeviceCache) and tokens.refuses(max(left, 0), len(tokens)):
+            try:
+                call()
+            except UnsupportedError as error:
+                raise Stopped from error
+            raise Mismatch(f"layer {layer.index}: crop({number}) cuts a block and is not refused")
+        if isinstance(layer, WindowedLayer) and keep < seen and left < min(keep, layer.window - 1):
+            try:
+                call()
+            except RuntimeError as error:
+                raise Stopped from error
+            raise Mismatch(f"layer {layer.index}: crop({number}) needs tokens that are gone and is not refused")
+        call()
+        if keep < seen:
+            tokens.crop(left)
+            self.seen[id(layer)] = keep
+        if isinstance(layer, WindowedLayer):
+            tokens.evict(max(0, len(tokens) - layer.window + 1))
+
+    def select(self, layer: PackedCacheLayer, call: Callable[[], Any], indices: Any) -> None:
+        call()
+        indices = torch.as_tensor(indices)
+        self.tokens(layer).select(indices.nonzero().flatten() if indices.dtype == torch.bool else indices)
+
+    def repeat(self, layer: PackedCacheLayer, call: Callable[[], Any], times: int) -> None:
+        call()
+        if tokens := self.tokens(layer):
+            tokens.select(torch.arange(tokens.batch).repeat_interleave(times))
+
+    def reset(self, layer: PackedCacheLayer, call: Callable[[], Any]) -> None:
+        call()
+        self.tokens(layer).reset()
+        self.seen[id(layer)] = 0
+
+    # -- the operations ----------------------------------------------------------------------------------------------
+
+    def run(self, operations: list[Operation]) -> None:
+        for i, (name, who, *numbers) in enumerate(operations):
+            of = self.held[who % len(self.held)]
+            try:
+                with torch.inference_mode() if numbers[-1] % 5 == 4 else torch.no_grad():
+                    getattr(self, f"_{name}")(of, *numbers)
+                self._check(of)
+            except Stopped:
+                return
+            except Mismatch as error:
+                raise Mismatch(f"operation {i}, {name}: {error}") from None
+            except Exception as error:
+                raise Mismatch(f"operation {i}, {name}: {type(error).__name__}: {error}") from error
+        for of in self.held:
+            self._check(of)
+
+    def _check(self, of: Held) -> None:
+        """Every layer holds what its oracle does."""
+        for layer in of.cache.packed_layers:
+            tokens = self.tokens(layer)
+            if len(layer.cache) != len(tokens):
+                raise Mismatch(f"layer {layer.index}: {len(layer.cache)} tokens, expected {len(tokens)}")
+            if len(tokens):
+                tokens.check_decoded(layer.cache.decode(), of=f"layer {layer.index}: ")
+        if int(of.cache.get_seq_length()) != of.ids.shape[1]:
+            raise Mismatch(f"{int(of.cache.get_seq_length())} tokens seen, expected {of.ids.shape[1]}")
+
+    def _fresh(self, of: Held, n: int, seed: int) -> tuple[Tensor, Tensor]:
+        """Ids and masks with n more tokens; an empty cache gets its left padding."""
+        batch, held = of.ids.shape
+        generator = torch.Generator().manual_seed(seed)
+        ids = torch.randint(2, VOCABULARY, (batch, n), generator=generator)
+        mask = torch.ones(batch, n, dtype=torch.long)
+        if not held:
+            for b, padding in enumerate(of.padding):
+                mask[b, : min(padding, n - 1)] = 0
+            ids = ids * mask
+        return torch.cat([of.ids, ids], 1), torch.cat([of.mask, mask], 1)
+
+    def _room(self, of: Held, n: int) -> int:
+        return min(n, MOST_TOKENS - of.ids.shape[1])
+
+    def _forward(self, of: Held, n: int, seed: int) -> None:
+        n = self._room(of, 1 + n % (70 if n % 5 == 0 else 24))
+        if n < 1:
+            return
+        held = of.ids.shape[1]
+        ids, mask = self._fresh(of, n, seed)
+        places = (mask.cumsum(-1) - 1).masked_fill(mask == 0, seed % 2)[:, held:]
+        self.model(ids[:, held:], attention_mask=mask, position_ids=places, **passing(self.model, of.cache))
+        of.ids, of.mask = ids, mask
+
+    def _hole(self, of: Held, n: int, seed: int) -> None:
+        """A turn of a batch that is padded on the left: kernels may refuse it, but then at once."""
+        held, n = of.ids.shape[1], self._room(of, 4 + n % 8)
+        if not held or n < 4 or any(layer.cache.places_tokens for layer in of.cache.packed_layers):
+            return
+        ids, mask = self._fresh(of, n, seed)
+        for b in range(1, len(ids)):
+            mask[b, held : held + (seed + b) % n] = 0
+        places = (mask.cumsum(-1) - 1).clamp_min(0)[:, held:]
+        try:
+            self.model(ids[:, held:], attention_mask=mask, position_ids=places, **passing(self.model, of.cache))
+        except UnsupportedError as error:
+            if self.setting["attention"] == "fused" and "hides tokens" in str(error):
+                raise Stopped from error
+            raise
+        of.ids, of.mask = ids, mask
+
+    def _refused(self, of: Held, n: int, seed: int) -> None:
+        """Tokens that no codec can hold: the first layer refuses them, and all stays as it was."""
+        x = torch.full((len(of.ids), 1 + n % 5, self.model.config.hidden_size), torch.inf, dtype=self.model.dtype)
+        try:
+            self.model(inputs_embeds=x, **passing(self.model, of.cache))
+        except ValueError:
+            return
+        raise Mismatch("keys of NaN are not refused")
+
+    def _record(self, of: Held, _: int, __: int) -> None:
+        if hasattr(of.cache, "activate_past_recording"):
+            of.cache.activate_past_recording()
+
+    def _step(self, of: Held, n: int, seed: int) -> None:
+        for i in range(1 + n % 3):
+            if of.ids.shape[1]:
+                self._forward(of, 0, seed + i)
+
+    def _generate(self, of: Held, n: int, seed: int, **options: Any) -> Tensor:
+        fresh = self._room(of, 1 + n % 20)
+        ids, mask = self._fresh(of, max(1, fresh), seed)
+        new = 2 + seed % 5
+        torch.manual_seed(seed)
+        out = self.model.generate(
+            ids, attention_mask=mask, max_new_tokens=new, **{"do_sample": False, **options},
+            **passing(self.model, of.cache),
+        )  # fmt: skip
+        seen = int(of.cache.get_seq_length())
+        of.ids = out[:, :seen]
+        of.mask = torch.cat([mask, torch.ones(len(mask), new, dtype=torch.long)], 1)[:, :seen]
+        return out
+
+    def _greedy(self, of: Held, n: int, seed: int) -> None:
+        self._generate(of, n, seed)
+
+    def _sample(self, of: Held, n: int, seed: int) -> None:
+        self._generate(of, n, seed, do_sample=True, top_k=20)
+
+    def _chunked(self, of: Held, n: int, seed: int) -> None:
+        if of.ids.shape[1]:
+            return self._greedy(of, n, seed)
+        self._generate(of, n, seed, prefill_chunk_size=8 + n % 7)  # more than any padding
+        return None
+
+    def _lookup(self, of: Held, n: int, seed: int) -> None:
+        if len(of.ids) > 1 or not self._assists(of):
+            return self._greedy(of, n, seed)
+        self._generate(of, n, seed, prompt_lookup_num_tokens=2 + n % 3)
+        return None
+
+    def _assisted(self, of: Held, n: int, seed: int) -> None:
+        if len(of.ids) > 1 or not self._assists(of) or self.setting["attention"] != "decoded":
+            return self._greedy(of, n, seed)
+        self._generate(of, n, seed, assistant_model=model_of("llama-gqa"), num_assistant_tokens=3)
+        return None
+
+    def _assists(self, of: Held) -> bool:
+        """Whether drafts are offered: transformers gives a cache that holds tokens all of them again."""
+        return not of.ids.shape[1] and self.setting["dtype"] == "float32"
+
+    def _beams(self, of: Held, n: int, seed: int) -> None:
+        """A cache of beams is of no use afterwards."""
+        if len(of.ids) > 2:
+            return
+        batch, beams = len(of.ids), 2
+        if of.ids.shape[1]:  # as transformers asks for it
+            self._repeat(of, 1, 0)
+            ids, mask = of.ids[::2], of.mask[::2]
+            of.ids, of.mask = ids, mask
+        self._generate(of, n, seed, num_beams=beams)
+        self._reset(of, 0, 0)
+        of.ids, of.mask = of.ids[:batch], of.mask[:batch]
+        of.padding = of.padding[:batch]
+
+    def _crop(self, of: Held, n: int, how: int) -> None:
+        held = of.ids.shape[1]
+        if not held:
+            return
+        remove = n % min(held, 12 if how % 2 else held) if held > 1 else 0
+        of.cache.crop(-remove)
+        left = held - remove
+        of.ids, of.mask = of.ids[:, :left], of.mask[:, :left]
+
+    def _take(self, of: Held, index: Tensor) -> None:
+        of.ids, of.mask, of.padding = of.ids[index], of.mask[index], [of.padding[i] for i in index.tolist()]
+
+    def _select(self, of: Held, n: int, seed: int) -> None:
+        if not of.ids.shape[1]:
+            return
+        index = torch.randint(len(of.ids), (1 + n % 3,), generator=torch.Generator().manual_seed(seed))
+        of.cache.batch_select_indices(index)
+        self._take(of, index)
+
+    def _reorder(self, of: Held, _: int, seed: int) -> None:
+        if of.ids.shape[1]:
+            index = torch.randint(len(of.ids), (len(of.ids),), generator=torch.Generator().manual_seed(seed))
+            of.cache.reorder_cache(index)
+            self._take(of, index)
+
+    def _repeat(self, of: Held, times: int, _: int) -> None:
+        times = 1 + times % 2
+        if of.ids.shape[1] and len(of.ids) * times <= 4:
+            of.cache.batch_repeat_interleave(times)
+            self._take(of, torch.arange(len(of.ids)).repeat_interleave(times))
+
+    def _reset(self, of: Held, _: int, __: int) -> None:
+        of.cache.reset()
+        of.ids, of.mask = of.ids[:, :0], of.mask[:, :0]
+
+    def _copied(self, of: Held, cache: Any, both: int, together: bool = True) -> None:
+        for old, new in zip(of.cache.packed_layers, cache.packed_layers, strict=True):
+            tokens = self.tokens(old).copy()
+            tokens.together = tokens.together and together
+            self._watch(new, tokens, self.seen[id(old)])
+        if both % 3 and len(self.held) < MOST_CACHES:
+            self.held.append(Held(cache, of.ids, of.mask, list(of.padding)))
+        else:
+            of.cache = cache
+
+    def _deepcopy(self, of: Held, _: int, both: int) -> None:
+        self._copied(of, copy.deepcopy(of.cache), both)
+
+    def _pickle(self, of: Held, _: int, both: int) -> None:
+        self._copied(of, pickle.loads(pickle.dumps(of.cache)), both)
+
+    def _save(self, of: Held, _: int, both: int) -> None:
+        if of.ids.shape[1] and not any(layer.holds_state for layer in of.cache.plan.layers):
+            path = self.folder / "cache.safetensors"
+            of.cache.save(path)
+            self._copied(of, load_cache(path, self.model), both, together=False)
+
+
+@contextlib.contextmanager
+def watching(machine: Machine) -> Iterator[None]:
+    """Show the machine each call of the layers' methods, of the attention function and of the model."""
+    own: list[tuple[type, str, Any]] = []
+
+    def watched(kind: type, name: str, to: Callable[..., Any]) -> None:
+        method = vars(kind)[name]
+        own.append((kind, name, method))
+
+        def call(layer: Any, *args: Any, **options: Any) -> Any:
+            plain = lambda: method(layer, *args, **options)  # noqa: E731
+            if machine.inside or id(layer) not in machine.layers:
+                return plain()
+            machine.inside = True
+            try:
+                return to(layer, plain, *args[:2] if name == "update" else args)
+            finally:
+                machine.inside = False
+
+        setattr(kind, name, call)
+
+    def attention(module: nn.Module, query: Tensor, key: Any, value: Any, mask: Any, **options: Any) -> Any:
+        found, weights = kvcodec_attention(module, query, key, value, mask, **options)
+        machine.attend(query, key, value, options, found)
+        return found, weights
+
+    def note(module: nn.Module, args: Any, options: dict[str, Any]) -> None:
+        mask, ids = options.get("attention_mask"), options.get("input_ids", args[0] if args else None)
+        ids = options["inputs_embeds"] if ids is None else ids
+        if not isinstance(mask, Tensor) or mask.ndim != 2:  # drafts come without one
+            cache = options.get("cache", options.get("past_key_values"))
+            seen = 0 if cache is None else int(cache.get_seq_length())
+            mask = torch.ones(len(ids), seen + ids.shape[1], dtype=torch.long)
+        machine.mask = mask
+
+    for kind in (PackedCacheLayer, WindowedLayer):
+        for name, to in (
+            ("update", machine.update), ("crop", machine.crop), ("batch_select_indices", machine.select),
+            ("batch_repeat_interleave", machine.repeat), ("reset", machine.reset),
+        ):  # fmt: skip
+            if name in vars(kind):
+                watched(kind, name, to)
+    hook = machine.model.register_forward_pre_hook(note, with_kwargs=True)
+    AttentionInterface.register("kvcodec", attention)
+    try:
+        yield
+    finally:
+        AttentionInterface.register("kvcodec", kvcodec_attention)
+        hook.remove()
+        for kind, name, method in own:
+            setattr(kind, name, method)
+
+
+def run(setting: Setting, operations: list[Operation]) -> None:
+    """Run a program.
+
+    Raises
+    ------
+    Mismatch
+        A layer differs from its oracle, or something is raised that should not be.
+    """
+    with tempfile.TemporaryDirectory() as folder, torch.no_grad(), attending(setting):
+        machine = Machine(setting, folder)
+        with watching(machine):
+            machine.run(operations)

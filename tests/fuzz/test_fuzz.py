@@ -1,0 +1,127 @@
+"""Random programs: a sample with fixed seeds, many with fresh seeds each night; and caches in threads."""
+
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from datetime import date
+from threading import Barrier
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from kvcodec.cache.pages import PageStore
+from kvcodec.cache.positions import Positions
+from kvcodec.cache.role import RoleState
+from kvcodec.integrations.transformers import cache_for
+from kvcodec.integrations.transformers.argument import passing
+from kvcodec.kernels.cpu.held import HeldAttention
+from kvcodec.kernels.cpu.library import refusal
+from tests.conftest import tiny_model
+from tests.fuzz import check, fault_of, program_of
+
+SAMPLE, PARTS = 300, 10
+NIGHTLY, NIGHTLY_PARTS = 20_000, 40
+
+
+@pytest.mark.parametrize("part", range(PARTS))
+def test_sample(part: int) -> None:
+    for seed in range(part * SAMPLE // PARTS, (part + 1) * SAMPLE // PARTS):
+        check(seed)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("part", range(NIGHTLY_PARTS))
+def test_fresh_seeds(part: int, capsys: pytest.CaptureFixture[str]) -> None:
+    count = NIGHTLY // NIGHTLY_PARTS
+    first = date.today().toordinal() * NIGHTLY + part * count
+    with capsys.disabled():
+        print(f"seeds {first} to {first + count - 1}")
+    for seed in range(first, first + count):
+        check(seed)
+
+
+def _wrong_scale(monkeypatch: pytest.MonkeyPatch) -> None:
+    own = HeldAttention.attend
+
+    def attend(self: HeldAttention, *args: Any, scale: float, **options: Any) -> Any:
+        return own(self, *args, scale=scale * 1.001, **options)
+
+    monkeypatch.setattr(HeldAttention, "attend", attend)
+
+
+def _one_more_removed(monkeypatch: pytest.MonkeyPatch) -> None:
+    own = RoleState.remove
+    monkeypatch.setattr(RoleState, "remove", lambda self, first, last: own(self, max(first - 1, 0), last))
+
+
+def _order_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    own = PageStore.select
+    monkeypatch.setattr(PageStore, "select", lambda self, indices: own(self, indices.sort().values))
+
+
+def _places_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Positions, "remove", lambda self, first, last: None)
+
+
+@pytest.mark.parametrize("fault", [_wrong_scale, _one_more_removed, _order_lost, _places_lost])
+def test_faults_are_found(fault: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    fault(monkeypatch)
+    assert any(fault_of(program_of(seed, "bare")) for seed in range(60))
+
+
+# -- threads -----------------------------------------------------------------------------------------------------------
+
+SPECS = ("ghost-4", "saw-int4:mean=pre", "kivi-4")
+
+
+def _calls(thread: int, count: int) -> Iterator[tuple[str, int]]:
+    """Presets and seeds of the calls of a thread."""
+    for i in range(count):
+        yield SPECS[(thread + i) % len(SPECS)], 100 * thread + i
+
+
+def _generated(model: Any, spec: str, seed: int) -> list[Tensor]:
+    """Tokens and logits of a prompt, one in six long enough for ghost's fit."""
+    length = 530 if seed % 6 == 0 else 20 + seed % 17
+    ids = torch.randint(2, 128, (1, length), generator=torch.Generator().manual_seed(seed))
+    out = model.generate(
+        ids, **passing(model, cache_for(model, spec, probe=False)), max_new_tokens=5, do_sample=False,
+        return_dict_in_generate=True, output_logits=True,
+    )  # fmt: skip
+    return [out.sequences, *out.logits]
+
+
+def _threads_give_what_one_gives(threads: int, count: int, models: int, attention: str) -> None:
+    if attention == "kvcodec" and (reason := refusal(torch.device("cpu"))):
+        pytest.skip(reason)
+    names = ("llama-gqa", "qwen2")[:models]
+    first, own = ([tiny_model(name) for name in names] for _ in range(2))
+    for model in (*first, *own):
+        model.set_attn_implementation(attention)
+    start = Barrier(threads)
+
+    def work(thread: int) -> list[list[Tensor]]:
+        start.wait()
+        return [_generated(own[thread % models], *call) for call in _calls(thread, count)]
+
+    with ThreadPoolExecutor(threads) as pool:
+        found = list(pool.map(work, range(threads)))
+    for thread, results in enumerate(found):
+        for call, result in zip(_calls(thread, count), results, strict=True):
+            want = _generated(first[thread % models], *call)
+            for x, y in zip(result, want, strict=True):
+                assert torch.equal(x, y), f"thread {thread}, {call}: off by {float((x - y).abs().max()):.3g}"
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "kvcodec"])
+@pytest.mark.parametrize("models", [1, 2])
+def test_threads(models: int, attention: str) -> None:
+    _threads_give_what_one_gives(4, 4, models, attention)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("attention", ["sdpa", "kvcodec"])
+@pytest.mark.parametrize("models", [1, 2])
+def test_many_threads(models: int, attention: str) -> None:
+    _threads_give_what_one_gives(8, 50, models, attention)
