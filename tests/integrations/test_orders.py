@@ -99,6 +99,18 @@ def copies_go_on(shared_model: Any, cache: Any, spec: str, attention: str) -> No
     assert same(keys_of(empty), keys_of(cache))
 
 
+@pytest.mark.parametrize("spec", SPECS)
+def test_copies_made_in_inference_mode(shared_model: Any, attention: str, spec: str) -> None:
+    cache = new_cache(shared_model, spec, attention)
+    logits(shared_model, cache, prompt(1, 40))
+    with torch.inference_mode():
+        copies = [copy.deepcopy(cache), pickle.loads(pickle.dumps(cache))]
+    turns = [prompt(1, n, seed=n) for n in (1, 3, 1)]
+    expected = [logits(shared_model, cache, ids) for ids in turns]
+    for copied in copies:
+        assert same([logits(shared_model, copied, ids) for ids in turns], expected)
+
+
 def test_caches_leave_a_model_as_they_found_it() -> None:
     """No hook, no attribute and no implementation of attention stays behind; the model can be saved meanwhile too."""
     model = biased()

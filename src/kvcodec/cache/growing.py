@@ -368,6 +368,22 @@ class GrowingCache(DeviceCache):
     def refresh(self) -> None:
         """Do nothing: the device keeps no lengths of its own."""
 
+    def evict(self, n: int, keep: int = 0) -> None:
+        """As ``LayerCache.evict``.
+
+        Raises
+        ------
+        UnsupportedError
+            Tokens in the middle of the pages; or, with a mean before RoPE, the newest ones, which would leave a gap in
+            the positions.
+        """
+        if n > 0 and self.needs_order and self._sink_tokens() < keep == self.length - n:
+            raise UnsupportedError(
+                f"evict({n}, keep={keep}): the newest tokens cannot be evicted where keys are held without their mean "
+                f"before RoPE, because later tokens would leave a gap in the positions; use crop({keep})."
+            )
+        super().evict(n, keep)
+
     def _remove(self, first: int, last: int) -> None:
         self._one_run(first, last)
         if self.slots is not None and first < last:

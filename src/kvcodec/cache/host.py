@@ -9,8 +9,10 @@ each has its own schedule (``scheme.py``), so keys may leave their window in blo
 """
 
 import bisect
+import copy
 from collections.abc import Iterator, Mapping
 from functools import lru_cache
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -88,6 +90,17 @@ class LayerCache:
         self.rolls = False
         """Whether pages without a live token are written anew instead of freed."""
         self.reset()
+
+    @without_modes
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        """Copy the cache. A copy made in inference mode is a cache like any other."""
+        copied = memo[id(self)] = type(self).__new__(type(self))
+        copied.__dict__.update(copy.deepcopy(self.__dict__, memo))
+        return copied
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Restore a pickled cache, as ``__deepcopy__``."""
+        self.__dict__.update(without_modes(copy.deepcopy)(state) if torch.is_inference_mode_enabled() else state)
 
     def reset(self) -> None:
         """Forget everything, the allocation included."""
