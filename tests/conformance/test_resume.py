@@ -12,6 +12,7 @@ from kvcodec.cache.host import LayerCache
 from kvcodec.cache.site import LayerSite, MeanRemoval
 from kvcodec.files.caches import load_layers, save_layers
 from kvcodec.ops.rope import Rotary
+from tests.conftest import tiny_config
 
 from .conftest import SPECS
 from .support import dim_of, edge_lengths, gaussian, kv, same_bits
@@ -111,3 +112,26 @@ def test_a_sliding_layer_goes_on_as_the_saved_one(most, tmp_path):
 def test_every_length_goes_on_as_the_saved_one(spec, tmp_path):
     for mean, kind, n in cases(spec):
         resumes(tmp_path / "c", spec, mean, kind, n)
+
+
+@pytest.mark.parametrize("mean", MEANS)
+def test_a_remembering_cache_reads_what_is_left_after_evictions(mean):
+    site = new_site("int-8", mean)
+    remembering, plain = LayerCache(site, remember=True), LayerCache(site)
+    keys, values = kv(300, dim=64, seed=7)
+    for cache in (remembering, plain):
+        cache.append(keys[:, :, :250], values[:, :, :250])
+    for first, last, evicted, keep in ((41, 64, 41, 0), (0, 90, 30, 20), (60, 70, 64, 64)):
+        for cache in (remembering, plain):
+            cache.decode(first, last)
+            cache.evict(evicted, keep)
+            cache.append(keys[:, :, 250:260], values[:, :, 250:260])
+        for a, b in zip(held(remembering), held(plain), strict=True):
+            assert torch.allclose(a, b, atol=1e-5)
+
+
+@pytest.mark.parametrize("params", [5, "", [1], {0: 5}])
+def test_params_of_another_form_are_refused_by_cache_for(params):
+    config = tiny_config("llama-gqa")
+    with pytest.raises(kvcodec.KVError, match="params"):
+        kvcodec.cache_for(config, "int-4", params=params)
