@@ -19,7 +19,7 @@ FILES = sorted([*LIBRARY.rglob("*.py"), *LABORATORY.rglob("*.py")])
 DOORS = {"kvcodec/__main__.py", "kvcodec/models.py"}
 """Names of the library behind which the laboratory is: `python -m kvcodec`, `kvcodec.models.load`."""
 
-CONTRACT = ["errors", "version", "layout", "codec", "checks", "shared", "scheme", "recipe", "registry"]
+CONTRACT = ["errors", "version", "atomic", "layout", "codec", "checks", "shared", "scheme", "recipe", "registry"]
 """Lowest first: each may import only those before it."""
 MAY_IMPORT = (
     {

@@ -1,12 +1,13 @@
 """What codecs refuse to store or to be fitted on: tensors of another kind, NaN, Inf, numbers beyond fp16."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
-from kvcodec.codec import FP16_MAX, Site
-from kvcodec.errors import FitError, ShapeError
+from kvcodec.codec import FP16_MAX, ROLES, Codec, Constant, Params, Role, Site
+from kvcodec.errors import FitError, ShapeError, SpecError
 
 
 def largest(x: Tensor) -> Tensor:
@@ -80,3 +81,66 @@ def check_fitted(method: str, site: Site, given: Mapping[str, Tensor]) -> None:
                 f"{method}: got {name} {tuple(x.shape)} for head_dim={site.head_dim}; a fit takes at least one token "
                 f"[batch, heads, tokens, head_dim] of that head_dim. Calibrate on a longer text."
             )
+
+
+def params_by_role(given: Mapping[Role, Params] | None) -> Mapping[Role, Params]:
+    """Return constants that a caller gave by role; None gives none.
+
+    Raises
+    ------
+    SpecError
+        They have another form.
+    """
+    form = "pass {'key': Params, 'value': Params}, a Params being a mapping of names to tensors, or None."
+    if given is None:
+        return {}
+    if not isinstance(given, Mapping) or not all(isinstance(params, Mapping) for params in given.values()):
+        raise SpecError(f"params={given!r:.80}: {form}")
+    if strangers := [repr(role) for role in given if role not in ROLES]:
+        raise SpecError(f"params are given for {', '.join(strangers)}; {form}")
+    return given
+
+
+def check_constants(codec: Codec, site: Site, given: Params, batch: int | None = None) -> None:
+    """Validate that constants are what a codec declares: kernels use them as indices, widths and divisors.
+
+    Parameters
+    ----------
+    codec : Codec
+    site : Site
+    given : Params
+    batch : int, optional
+        Sequences of the cache; default any.
+
+    Raises
+    ------
+    FitError
+        The text names the constant, what came and what is allowed.
+    """
+    where = f"the {site.role} constants of layer {site.layer}"
+    cure = "pass what codec.fit or `kvcodec fit` made for this model and spec, or leave the params out."
+    declared = codec.constants(replace(site, device=torch.device("cpu")))
+    if given.keys() != declared.keys():
+        raise FitError(
+            f"{where} are {sorted(map(str, given))}; {type(codec).__name__} takes {sorted(declared) or 'none'}: {cure}"
+        )
+    for name, constant in declared.items():
+        if why := unfit(constant, given[name], batch):
+            raise FitError(f"{where}: {name} {why}; {cure}")
+    if len(sizes := {len(given[name]) for name, constant in declared.items() if constant.each}) > 1:
+        raise FitError(f"{where} are of {' and of '.join(map(str, sorted(sizes)))} sequences; {cure}")
+
+
+def unfit(constant: Constant, x: Tensor, batch: int | None = None) -> str:
+    """Return why a tensor is not this constant, or ``""``; ``batch``: as of ``check_constants``."""
+    if not isinstance(x, Tensor) or x.dtype != constant.dtype:
+        return f"is {x.dtype if isinstance(x, Tensor) else type(x).__name__}, not {constant.dtype}"
+    leads = (1, len(x) if batch is None else batch) if x.ndim and constant.each else (1,)
+    if tuple(x.shape[1:]) != constant.shape or (x.ndim and len(x) not in leads):
+        return f"has shape {list(x.shape)}, not {['1 or the batch' if constant.each else 1, *constant.shape]}"
+    if not x.numel():
+        return ""
+    low, high = (float(bound) for bound in x.aminmax())
+    if not constant.low <= low <= high <= constant.high:  # NaN neither
+        return f"has numbers from {low:.6g} to {high:.6g}, not within {constant.low:.6g} and {constant.high:.6g}"
+    return f"is not {constant.text}" if constant.rule is not None and not constant.rule(x) else ""

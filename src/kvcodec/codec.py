@@ -6,6 +6,7 @@ A codec maps K or V of one site (layer, role) to packed bytes and back::
 
 - **Config is the object**: a frozen dataclass of plain values, so equality, hash, repr and JSON need no code.
 - **Everything learned or drawn lives in Params** (``fit``), constant afterwards: signs, codebooks, thresholds.
+- **Params are exactly the constants declared** (``constants``): what a file or a caller gives is compared with them.
 - **encode is pure and append-invariant**: blocks encoded one by one equal blocks encoded together; a slice of the
   batch equals the batch's slice. Nothing may depend on the rest of the call.
 - **Payload is exactly the layout**: the fields of ``layout(D)``, each ``[B, H, M, *field.shape]`` with
@@ -17,7 +18,7 @@ Tensors are ``[B, H, N, D]`` as Hugging Face caches are; B batch, H KV heads, N 
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, Literal
 
@@ -25,6 +26,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from kvcodec.errors import ShapeError
 from kvcodec.layout import Field, Layout
 
 Role = Literal["key", "value"]
@@ -53,6 +55,11 @@ class Site:
     device : torch.device
     first_head : int
         The model's number of head 0 here: above 0 where tensor parallelism gives a process some of the heads.
+
+    Raises
+    ------
+    ShapeError
+        No heads, or no channels.
     """
 
     layer: int
@@ -63,12 +70,68 @@ class Site:
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     first_head: int = 0
 
+    def __post_init__(self) -> None:
+        """Refuse a site that holds nothing."""
+        if self.num_heads < 1 or self.head_dim < 1:
+            raise ShapeError(
+                f"layer {self.layer}: {self.num_heads} KV heads of head_dim {self.head_dim}; expected at least 1 of "
+                f"both: pass keys and values as [batch, kv_heads, tokens, head_dim]."
+            )
+
     def generator(self, head: int, stream: int = 0) -> torch.Generator:
         """Return a CPU generator for one head; ``stream`` separates independent draws of a codec."""
         mixed = self.seed
         for part in (self.layer, 0 if self.role == "key" else 1, self.first_head + head, stream):
             mixed = (mixed * 1_000_003 + part + 1) % (2**63 - 1)
         return torch.Generator().manual_seed(mixed)
+
+
+LIMIT = 2.0**24
+"""Beyond every key, value, mean, scale or norm."""
+LARGEST = torch.finfo(torch.float32).max
+LEAST = 2.0**-149
+"""Smallest float32 above 0."""
+
+
+@dataclass(frozen=True)
+class Constant:
+    """What one constant of a site must be.
+
+    Parameters
+    ----------
+    shape : tuple of int
+        Behind the leading dimension.
+    dtype : torch.dtype
+    low, high : float
+        Range of its numbers, both included; NaN lies in none.
+    rule : callable, optional
+        Whether a tensor ``[B, *shape]`` of that range keeps a further rule.
+    text : str
+        That rule in words.
+    each : bool
+        Whether a prefill gives one for each sequence, so that the leading dimension is 1 or the batch; else it is 1.
+    """
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype = torch.float32
+    low: float = -LARGEST
+    high: float = LARGEST
+    rule: Callable[[Tensor], bool] | None = None
+    text: str = ""
+    each: bool = False
+
+    @classmethod
+    def order(cls, *shape: int, each: bool = False) -> "Constant":
+        """Numbers of channels, int16: each of 0 to D - 1 once in a row."""
+
+        def whole(x: Tensor) -> bool:
+            return bool((x.sort(-1).values == torch.arange(shape[-1], device=x.device)).all())
+
+        return cls(shape, torch.int16, 0, shape[-1] - 1, whole, f"each of 0..{shape[-1] - 1} once in a row", each)
+
+
+Constants = Mapping[str, Constant]
+"""What the constants of a site must be, by name."""
 
 
 @dataclass(frozen=True)
@@ -148,6 +211,22 @@ class Codec(ABC):
     def fit(self, site: Site, sample: Tensor | None = None) -> Params:
         """Return the site's constants. ``sample`` is ``[B, H, N, D]`` in the model basis, or None."""
         return {}
+
+    def constants(self, site: Site) -> Constants:
+        """Declare the constants that ``fit``, ``calibrate`` and ``settle`` return: those given are compared with these.
+
+        By default names, shapes and dtypes are those of a fit on random numbers. Declare ranges where a constant is an
+        index, a width or a divisor: kernels take constants as they are.
+        """
+        sample = torch.randn(2, site.num_heads, max(self.fit_tokens, 256), site.head_dim, generator=site.generator(0))
+        if self.needs_queries:
+            fitted = self.calibrate(site, sample, sample)
+        else:
+            fitted = self.fit(site, sample if self.needs_sample else None)
+        return {
+            name: Constant(tuple(x.shape[1:]), x.dtype, each=x.shape[:1] == (2,))
+            for name, x in self.settle([fitted])[0].items()
+        }
 
     def fit_with(self, site: Site, sample: Tensor, energy: Tensor) -> Params:
         """Return what ``fit`` does, knowing how loud queries are; by default that is left aside.

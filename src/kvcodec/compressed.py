@@ -6,9 +6,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kvcodec.checks import check_tensor
+from kvcodec.checks import check_constants, check_tensor, params_by_role
 from kvcodec.codec import ROLES, Codec, Params, Payload, Role, Site
-from kvcodec.errors import FitError, ShapeError, SpecError, UnsupportedError
+from kvcodec.errors import FitError, ShapeError, UnsupportedError
 from kvcodec.ops.precision import without_modes
 from kvcodec.registry import get
 from kvcodec.scheme import KVScheme
@@ -137,9 +137,7 @@ def compress(
             f"keys {tuple(keys.shape)} and values {tuple(values.shape)} differ; "
             f"pass both as [batch, kv_heads, tokens, head_dim]."
         )
-    fitted = params or {}
-    if strangers := [repr(role) for role in fitted if role not in ROLES]:
-        raise SpecError(f"params are given for {', '.join(strangers)}; pass {{'key': Params, 'value': Params}}.")
+    fitted = params_by_role(params)
     roles = [
         _compress_role(scheme, role, x, layer, seed, fitted.get(role))
         for role, x in zip(ROLES, (keys, values), strict=True)
@@ -186,6 +184,8 @@ def _compress_role(
     held = x.to(codec.held_dtype(x.dtype))
     if params is None:
         params = codec.fit(site, held if codec.needs_sample else None)
+    else:
+        check_constants(codec, site, params, x.shape[0])
     params = {name: constant.to(x.device) for name, constant in params.items()}
     sink = min(scheme.sink, x.shape[2])
     end = sink + scheme.encoded_tokens(role, x.shape[2])

@@ -36,12 +36,15 @@ class Field:
         Shape for ONE block of ONE head.
     part : str
         Category of the bytes in a report: ``codes``, ``scales``, ``norms``, ``outliers``, ``flags``, ``dense``.
+    reads : str
+        Dtype of the numbers that its bytes are, where some bytes are NaN; default ``dtype``.
     """
 
     name: str
     dtype: str
     shape: tuple[int, ...]
     part: str = "codes"
+    reads: str = ""
 
     @property
     def torch_dtype(self) -> torch.dtype:

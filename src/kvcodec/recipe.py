@@ -22,6 +22,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from kvcodec.atomic import whole_file
 from kvcodec.codec import ROLES
 from kvcodec.errors import FormatError, KVError, SpecError
 
@@ -49,10 +50,14 @@ class LayerChoice:
 def read_choices(path: str | Path) -> tuple[list[LayerChoice], dict[str, Any]]:
     """Lines of a recipe file and its ``about``; raises ``FormatError``."""
     try:
+        if Path(path).exists() and not Path(path).is_file():  # reading a FIFO would not end
+            raise FormatError(f"the recipe {str(path)!r} cannot be read: it is not a regular file.")
         data = json.loads(Path(path).read_text(encoding="utf-8"))
     except OSError as error:
         raise FormatError(f"the recipe {str(path)!r} cannot be read: {error.strerror or error}.") from error
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
+        if isinstance(error, FormatError):
+            raise
         raise FormatError(f"{path} is no recipe: it is not JSON ({error}).") from error
     if not isinstance(data, dict) or data.get("format") != FORMAT:
         raise FormatError(f'{path} is no recipe; one begins with {{"format": "{FORMAT}", "version": {VERSION}, ...}}.')
@@ -61,7 +66,9 @@ def read_choices(path: str | Path) -> tuple[list[LayerChoice], dict[str, Any]]:
     lines = data.get("layers")
     if not isinstance(lines, list) or not lines:
         raise FormatError(f"{path}: layers must be a list with one object per KV layer.")
-    return [_choice(path, i, line) for i, line in enumerate(lines)], dict(data.get("about") or {})
+    if not isinstance(about := data.get("about", {}), dict):
+        raise FormatError(f"{path}: about is {type(about).__name__}; expected an object, or nothing.")
+    return [_choice(path, i, line) for i, line in enumerate(lines)], about
 
 
 def _choice(path: str | Path, i: int, line: Any) -> LayerChoice:
@@ -91,9 +98,8 @@ def write_choices(path: str | Path, choices: Sequence[LayerChoice], about: Mappi
     lines = ",\n  ".join(json.dumps(row) for row in rows)
     head = f'"format": "{FORMAT}",\n "version": {VERSION}'
     text = f'{{{head},\n "layers": [\n  {lines}\n ],\n "about": {json.dumps(dict(about or {}), indent=2)}}}\n'
-    part = path.with_name(f".{path.name}.part")
     try:
-        part.write_text(text, encoding="utf-8")
-        part.replace(path)
+        with whole_file(path) as part:
+            part.write_text(text, encoding="utf-8")
     except OSError as error:
         raise KVError(f"the recipe {path} cannot be written: {error.strerror or error}.") from error

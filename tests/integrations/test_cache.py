@@ -15,7 +15,7 @@ from kvcodec.codec import Codec
 from kvcodec.errors import FormatError, ShapeError, SpecError, UnsupportedError
 from kvcodec.integrations.transformers import KVCache, cache_for, layers, load_cache
 from kvcodec.integrations.transformers.argument import passing
-from tests.conftest import tiny_config
+from tests.conftest import tiny_config, tiny_model
 from tests.integrations.oracle import oracle_for
 from tests.integrations.test_generate import SPECS, assert_same, prompt, run
 from tests.kernels.decode_cases import each_in_turn
@@ -407,3 +407,16 @@ def test_head_dim_is_refused_before_any_token() -> None:
 
 def _cache(model: Any, spec: str, **options: Any) -> KVCache:
     return cache_for(model, spec, probe=False, **options)
+
+
+@pytest.mark.parametrize("mean", ["pre", "post"])
+def test_a_loaded_cache_with_age_tiers_is_reset(tmp_path: Path, mean: str) -> None:
+    model, ids = tiny_model("llama-gqa"), prompt(1, 200)
+    cache = cache_for(model, f"saw-int4:window=24,recent=int-8,mean={mean}", probe="off")
+    with torch.no_grad():
+        expected = model(ids, **passing(model, cache)).logits
+        cache.save(tmp_path / "cache.safetensors")
+        loaded = load_cache(tmp_path / "cache.safetensors", model)
+        loaded.reset()
+        assert torch.equal(model(ids, **passing(model, loaded)).logits, expected)
+    assert all(map(torch.equal, loaded.layer_caches[0].decode(), cache.layer_caches[0].decode()))

@@ -87,6 +87,8 @@ class LayerCache:
             raise ShapeError(f"capacity={capacity}, page_tokens={page_tokens}: expected at least 0 and 1.")
         self.site = LayerSite(scheme, layer, seed, params, first_head) if isinstance(scheme, KVScheme) else scheme
         self.page_tokens, self.reserve, self.remember = page_tokens, capacity, remember
+        self.together: int | None = None
+        """Tokens of both roles that leave the window together, where kernels wrote what was loaded."""
         self.rolls = False
         """Whether pages without a live token are written anew instead of freed."""
         self.reset()
@@ -159,9 +161,11 @@ class LayerCache:
 
     def _hold(self, keys: Tensor, sites: Mapping[Role, RoleSite], store: PageStore) -> None:
         """Start an empty cache for tokens like ``keys``, with these constants and pages."""
+        batch, heads = keys.shape[:2]
+        for of in sites.values():
+            of.check_batch(batch)
         self._dtype, self.store = keys.dtype, store
         self.mean = None if self.mean is None else self.mean.to(keys.device)
-        batch, heads = keys.shape[:2]
         for role, of in sites.items():
             empty = _no_tokens(batch, heads, of.site.head_dim, of.codec.held_dtype(keys.dtype), keys.device)
             self.roles[role] = RoleState(of, empty, empty)
@@ -374,7 +378,7 @@ class LayerCache:
 
     def _unit(self, state: RoleState) -> int:
         """Tokens that leave the window together."""
-        return self.scheme.unit(state.role)
+        return self.together or self.scheme.unit(state.role)
 
     def check_shapes(self, keys: Tensor, values: Tensor) -> None:
         """Raise ShapeError unless new tokens fit each other and those held."""
@@ -435,14 +439,9 @@ class LayerCache:
         sink, window = state.sink, state.window
         parts = [sink[:, :, first:last].to(dtype)] if first < sink.shape[2] else []
         at = sink.shape[2]
-        for a, b in state.runs:
-            lo, hi = max(first - at, 0), min(last - at, b - a)
-            if lo < hi:
-                if self.remember:
-                    parts.append(self._recall(state, a + lo, a + hi, at - a).to(dtype))
-                else:
-                    parts.append(self._decode_slots(state, a + lo, a + hi, at - a, dtype))
-            at += b - a
+        if (lo := max(first - at, 0)) < (hi := min(last - at, state.encoded)):
+            parts += [self._recall(state, lo, hi, dtype)] if self.remember else self._decode_slots(state, lo, hi, dtype)
+        at += state.encoded
         if self.recent is not None:
             lo, hi = max(first - at, 0), min(last - at, len(self.recent))
             if lo < hi:
@@ -454,26 +453,30 @@ class LayerCache:
             return window[:, :, :0].to(dtype)
         return torch.cat(parts, 2) if len(parts) > 1 else parts[0]
 
-    def _recall(self, state: RoleState, first: int, last: int, ahead: int) -> Tensor:
-        """As ``_decode_slots``; slots that were decoded before are taken from memory."""
-        known = state.remembered
-        held = 0 if known is None else known.shape[2]
-        if last > held:
-            new = self._decode_slots(state, held, last, ahead, self._dtype)
-            state.remembered = known = new if known is None else torch.cat([known, new], 2)
-        assert known is not None
-        return known[:, :, first:last]
+    def _recall(self, state: RoleState, first: int, last: int, dtype: torch.dtype) -> Tensor:
+        """As ``_decode_slots``, in one piece; tokens that were decoded before are taken from memory, in float32."""
+        known = [] if state.remembered is None else [state.remembered]
+        if last > (held := known[0].shape[2] if known else 0):
+            state.remembered = torch.cat([*known, *self._decode_slots(state, held, last, torch.float32)], 2)
+        assert state.remembered is not None
+        return saturated(state.remembered[:, :, first:last], dtype)
 
     def _forget_decoded(self) -> None:
-        """Drop the decoded copies, because slots now hold other tokens."""
+        """Drop the decoded copies: the tokens have other numbers after this."""
         for state in self.roles.values():
             state.remembered = None
 
-    def _decode_slots(self, state: RoleState, first: int, last: int, ahead: int, dtype: torch.dtype) -> Tensor:
-        """Decode the slots ``[first, last)``; ``ahead``: number of a live token minus its slot."""
+    def _decode_slots(self, state: RoleState, first: int, last: int, dtype: torch.dtype) -> list[Tensor]:
+        """Decode the tokens ``[first, last)``, counted among the encoded ones; a tensor for each run."""
         assert self.store is not None
-        mean = self._mean(state.role, first + ahead, last + ahead)
-        return state.read(self.store, first, last, dtype, mean)
+        parts, at, sink = [], 0, state.sink.shape[2]
+        for a, b in state.runs:
+            lo, hi = max(first, at), min(last, at + b - a)
+            if lo < hi:
+                mean = self._mean(state.role, sink + lo, sink + hi)
+                parts.append(state.read(self.store, a + lo - at, a + hi - at, dtype, mean))
+            at += b - a
+        return parts
 
     @without_modes
     def attend(

@@ -305,7 +305,7 @@ class SlotPositions:
     @cached_property
     def least(self) -> int:
         """Smallest of ``placed``; read from the device once for all layers that share this."""
-        return int(self.placed.min())
+        return int(self.placed.min()) if len(self.placed) else 0
 
     def of(self, slot: int, count: int) -> Tensor:
         """Positions of ``count`` slots from ``slot`` on, ``[B, count]``."""

@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from kvcodec.cache.pages import PageStore
-from kvcodec.codec import ROLES, Codec, Dense, Params, Payload, Role, Site, saturated
+from kvcodec.checks import check_constants, params_by_role, unfit
+from kvcodec.codec import LIMIT, ROLES, Codec, Constant, Dense, Params, Payload, Role, Site, saturated
 from kvcodec.errors import FitError, UnsupportedError
 from kvcodec.ops.rope import NOT_TURNED, Rotary
 from kvcodec.ops.sums import sum_by_halves
@@ -132,6 +133,20 @@ class RoleSite:
     def __init__(self, role: Role, codec: Codec, site: Site, params: Params | None = None, drawn: bool = False) -> None:
         self.role, self.codec, self.site, self.params, self.drawn = role, codec, site, params, drawn
 
+    def check_batch(self, batch: int) -> None:
+        """Validate that constants serve so many sequences.
+
+        Raises
+        ------
+        FitError
+        """
+        sizes = {len(x) for x in (self.params or {}).values() if x.ndim} - {1, batch}
+        if sizes:
+            raise FitError(
+                f"the {self.role} constants of layer {self.site.layer} are of {sizes.pop()} sequences, the cache has "
+                f"{batch}; pass constants of one, or of the batch."
+            )
+
     def encode(self, x: Tensor) -> Payload:
         """Encode whole blocks of tokens ``[B, H, n, D]``, model basis."""
         assert self.params is not None
@@ -181,6 +196,8 @@ class LayerSite:
     ------
     FitError
         The scheme needs the mean before RoPE, and there is none.
+    SpecError
+        ``fitted`` has another form.
     """
 
     def __init__(
@@ -194,7 +211,7 @@ class LayerSite:
         most: int | None = None,
         energy: Tensor | None = None,
     ) -> None:
-        self.fitted = fitted or {}
+        self.fitted = params_by_role(fitted)
         if scheme.mean == "auto":
             scheme = replace(scheme, mean="none")
         if scheme.mean == "pre" and mean is None:
@@ -211,19 +228,40 @@ class LayerSite:
     def roles(
         self, heads: int, head_dims: tuple[int, int], dtype: torch.dtype, device: torch.device
     ) -> dict[Role, RoleSite]:
-        """Constants of both roles for tensors ``[B, heads, n, head_dim]`` of this dtype on this device."""
+        """Constants of both roles for tensors ``[B, heads, n, head_dim]`` of this dtype on this device.
+
+        Raises
+        ------
+        FitError
+            Those given are not what the codec declares.
+        """
         made: dict[Role, RoleSite] = {}
         for role, head_dim in zip(ROLES, head_dims, strict=True):
             codec = self.scheme.codec(role).for_dtype(dtype)
             site = Site(self.layer, role, heads, head_dim, self.seed, device, self.first_head)
             own = codec_params(self.fitted, role)
             params: Params | None = None
+            check_role(codec, site, self.fitted)
+            self.check_energy(site)
             if own is not None:
                 params = {k: v.to(device) for k, v in own.items()}
             elif not codec.needs_sample:
                 params = drawn(codec, site)
             made[role] = RoleSite(role, codec, site, params, own is None)
         return made
+
+    def check_energy(self, site: Site) -> None:
+        """Validate that the energies of queries are those of this site's heads.
+
+        Raises
+        ------
+        FitError
+        """
+        if self.energy is not None and self.energy.shape != (1, site.num_heads, site.head_dim):
+            raise FitError(
+                f"the energies of the queries of layer {self.layer} are {list(self.energy.shape)}; expected "
+                f"{[1, site.num_heads, site.head_dim]}: make the cache with the model that fills it."
+            )
 
     @property
     def fit_tokens(self) -> int:
@@ -260,6 +298,27 @@ class LayerSite:
     def is_drawn(self) -> bool:
         """Whether every constant follows from the scheme, layer and seed alone: equal sites share them."""
         return not self.fitted and not (self.scheme.key.needs_sample or self.scheme.value.needs_sample)
+
+
+def check_role(codec: Codec, site: Site, fitted: Mapping[Role, Params]) -> None:
+    """Validate the constants given for a role: those of its codec, and the keys' mean.
+
+    Raises
+    ------
+    FitError
+    """
+    mean = fitted.get("key", {}).get(MEAN) if site.role == "key" else None
+    if mean is not None and (why := unfit(mean_constant(site), mean, 1)):
+        raise FitError(
+            f"the mean of the keys of layer {site.layer} {why}; pass what `kvcodec fit` made, or leave it out."
+        )
+    if (own := codec_params(fitted, site.role)) is not None:
+        check_constants(codec, site, own)
+
+
+def mean_constant(site: Site) -> Constant:
+    """Declare the keys' mean."""
+    return Constant((site.num_heads, site.head_dim), low=-LIMIT, high=LIMIT, each=True)
 
 
 def codec_params(fitted: Mapping[Role, Params], role: Role) -> Params | None:

@@ -42,7 +42,7 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor
 
-from kvcodec.codec import Codec, Params, Payload, Site
+from kvcodec.codec import Codec, Constant, Constants, Params, Payload, Site
 from kvcodec.errors import ShapeError, SpecError
 from kvcodec.layout import Field, Layout
 from kvcodec.ops.bitpack import pack, packed_bytes, unpack
@@ -110,6 +110,16 @@ class Additive(Codec):
         )
         return Layout(head_dim, 1, fields, nominal_bits=(2 * math.log2(self.k) + self.r) * n / head_dim)
 
+    def constants(self, site: Site) -> Constants:
+        """Declare two codebooks, their sums, and the channels."""
+        book, sums = (site.num_heads, self.k, 4), (site.num_heads, self.k**2, 4)
+        return {
+            "first": Constant(book, low=-1, high=1),
+            "second": Constant(book, low=-1, high=1),
+            "codebook": Constant(sums, torch.float16, -2, 2),
+            "channels": Constant.order(site.head_dim),
+        }
+
     def fit(self, site: Site, sample: Tensor | None = None) -> Params:
         """Draw the two codebooks; tabulate what pairs stand for.
 
@@ -153,8 +163,8 @@ class Additive(Codec):
         """Look sums up and scale them."""
         dim = params["channels"].shape[-1]
         n = -(-dim // 4)
-        codes = unpack(payload["codes"], self.code_bits, n).long()
         table = params["codebook"][0].float()
+        codes = unpack(payload["codes"], self.code_bits, n).long().clamp_max(table.shape[1] - 1)
         first_row = torch.arange(table.shape[0], device=table.device)[:, None, None] * table.shape[1]
         direction = table.flatten(0, 1)[codes + first_row]
         length = decode_lengths(unpack(payload["radius"], self.r, n), payload["scale"], self.r)

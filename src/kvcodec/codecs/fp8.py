@@ -60,7 +60,7 @@ class Fp8(Codec):
         """One byte per channel, and the token's scale."""
         if head_dim < 1:
             raise ShapeError(f"head_dim={head_dim}: expected a positive number, e.g. 128.")
-        fields = [Field("codes", "uint8", (head_dim,))]
+        fields = [Field("codes", "uint8", (head_dim,), reads="float8_e4m3fn")]
         if self.scaled:
             fields.append(Field("scale", "float16", (1,), "scales"))
         return Layout(head_dim, 1, tuple(fields), nominal_bits=8.0)

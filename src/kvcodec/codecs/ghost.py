@@ -91,7 +91,7 @@ Not for: fewer than 512 tokens without a file.
 """
 
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from itertools import pairwise
 from typing import Literal, get_args
 
@@ -99,7 +99,7 @@ import torch
 from torch import Tensor
 
 from kvcodec.checks import check_fitted
-from kvcodec.codec import Codec, Params, Payload, Site
+from kvcodec.codec import Codec, Constant, Constants, Params, Payload, Site
 from kvcodec.errors import FitError, ShapeError, SpecError
 from kvcodec.layout import Field, Layout
 from kvcodec.ops.bitpack import pack, unpack
@@ -146,6 +146,8 @@ KLT_VERSION = 2
 """Layout version of transform=klt: a token and the matrix have 15 bits in their product."""
 SMALLEST = 2.0**-24
 """Smallest sqrt(v): fp16's smallest step."""
+LARGEST_SIZE = 2.0**60
+"""Beyond every size of a head, or one over it."""
 
 
 @lru_cache(maxsize=1)
@@ -404,6 +406,31 @@ class Ghost(Codec):
     def total(self) -> int:
         """T, bits of a pair."""
         return int(2 * self.bits)
+
+    def constants(self, site: Site) -> Constants:
+        """Declare what the module's text lists."""
+        row, each = (site.num_heads, site.head_dim), partial(Constant, each=True)
+        found = {
+            "weight": each(row, low=0, high=1),
+            "widths": each(row, torch.uint8, 0, WIDEST, self._fill_pairs, "of pairs that the bits allow"),
+        }
+        if self.transform == "klt":
+            found["matrix"] = each((*row, site.head_dim), low=-1, high=1)
+            found["inverse"] = each((*row, site.head_dim), low=-LARGEST_SIZE, high=LARGEST_SIZE)
+            found["factor"] = each(row, low=1 / LARGEST_SIZE, high=LARGEST_SIZE)
+        else:
+            found["order"] = Constant.order(*row, each=True)
+            found["factor"] = each(row, low=2.0**-20, high=1 / SMALLEST)
+        if site.role == "value":
+            found["centre"] = each(row, low=-LARGEST_SIZE, high=LARGEST_SIZE)
+        return found
+
+    def _fill_pairs(self, widths: Tensor) -> bool:
+        """Whether every pair of widths ``[B, H, D]`` is of a kind, and the last ones give a bit to the scale."""
+        high, low = widths[..., ::2], widths[..., 1::2]
+        full = (high + low == self.total) & (high >= low)
+        short = torch.stack([high, low], -1)[..., -PARTS:, :] == torch.tensor(short_kind(self.total)).to(widths)
+        return bool(full[..., :-PARTS].all()) and bool(short.all())
 
     def fit(self, site: Site, sample: Tensor | None = None) -> Params:
         """Fit each sequence of the sample on its own, on its first 256 tokens at most; f of keys is sqrt(v).

@@ -29,7 +29,7 @@ import torch
 from torch import Tensor
 
 from kvcodec.checks import check_fitted
-from kvcodec.codec import Params, Site
+from kvcodec.codec import Constant, Constants, Params, Site
 from kvcodec.codecs.wrapper import Wrapper, around, inside
 from kvcodec.errors import FitError
 from kvcodec.ops.exact import cut_rotation, rotate_exactly
@@ -86,6 +86,10 @@ class HessianRotated(Wrapper):
     def needs_queries(self) -> bool:
         """R comes from the model's queries."""
         return True
+
+    def constants(self, site: Site) -> Constants:
+        """Declare the rotation and the inner codec's constants."""
+        return {"rotation": Constant((1, site.head_dim, site.head_dim), low=-1, high=1), **super().constants(site)}
 
     def fit(self, site: Site, sample: Tensor | None = None) -> Params:
         """Refuse: keys and values alone do not tell R.

@@ -63,7 +63,7 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor
 
-from kvcodec.codec import Codec, Params, Payload, Site
+from kvcodec.codec import Codec, Constant, Constants, Params, Payload, Site
 from kvcodec.codecs.outliers import Outliers, with_outliers
 from kvcodec.errors import ShapeError, SpecError
 from kvcodec.layout import Field, Layout
@@ -162,6 +162,16 @@ class Hqmq(Codec):
         version = SIGNED_VERSION if self._signed(n) else VERSION
         return Layout(head_dim, tokens, tuple(fields), nominal_bits=nominal, version=version)
 
+    def constants(self, site: Site) -> Constants:
+        """Declare the secondary quaternions, their products, and the channels."""
+        products, fp16 = (site.num_heads, 24 * self.s, 4), self.codebook == "fp16"
+        most = 1 if fp16 else 127
+        return {
+            "secondary": Constant((site.num_heads, self.s, 4), low=-1, high=1),
+            "codebook": Constant(products, torch.float16 if fp16 else torch.int8, -most, most),
+            "channels": Constant.order(site.head_dim),
+        }
+
     def fit(self, site: Site, sample: Tensor | None = None) -> Params:
         """Draw the secondary quaternions; tabulate the products.
 
@@ -201,7 +211,8 @@ class Hqmq(Codec):
         table = params["codebook"][0].float()  # [H, 24 S, 4]
         if self.codebook == "int8":
             table = table / torch.full_like(table, 127)
-        row = codes.long() + torch.arange(table.shape[0], device=table.device)[:, None, None] * table.shape[1]
+        codes = codes.long().clamp_max(table.shape[1] - 1)  # slots that were never written hold any bits
+        row = codes + torch.arange(table.shape[0], device=table.device)[:, None, None] * table.shape[1]
         direction = table.flatten(0, 1)[row].unflatten(3, (tokens, n)).flatten(2, 3)
         radius = radius.unflatten(-1, (tokens, n)).flatten(2, 3)
         length = decode_lengths(radius, payload["scale"].flatten(2, 3)[..., None], self.r)

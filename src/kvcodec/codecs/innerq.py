@@ -58,7 +58,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from kvcodec.codec import FP16_MAX, Codec, Params, Payload, Site
+from kvcodec.codec import FP16_MAX, LEAST, Codec, Constant, Constants, Params, Payload, Site
 from kvcodec.errors import FitError, SpecError
 from kvcodec.layout import Field, Layout, check_whole_bytes
 from kvcodec.ops.bitpack import pack, packed_bytes, unpack
@@ -150,6 +150,11 @@ class InnerQ(Codec):
         if self.hybrid:
             fields.append(Field("zero", "float16", (scales,), "scales"))
         return Layout(head_dim, self.block_tokens, tuple(fields), nominal_bits=float(self.width))
+
+    def constants(self, site: Site) -> Constants:
+        """Declare the norms."""
+        norm = Constant((site.num_heads, site.head_dim), low=LEAST, high=FP16_MAX, each=True)
+        return {"norm": norm} if self.norm else {}
 
     def fit(self, site: Site, sample: Tensor | None = None) -> Params:
         """Take the norms of each sequence: ``norm [B, H, D]`` float32, or nothing without ``norm``.

@@ -39,7 +39,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kvcodec.codec import FP16_MAX, Params, Payload, Site
+from kvcodec.codec import FP16_MAX, Constant, Constants, Params, Payload, Site
 from kvcodec.codecs.wrapper import Wrapper, around, inside
 from kvcodec.errors import FitError, SpecError
 from kvcodec.layout import Field, Layout
@@ -92,6 +92,11 @@ class KMeansResidual(Wrapper):
         ids = (Field("ids", "uint8", (inner.block_tokens * self.id_bytes,)),) if self.id_bytes else ()
         bits = inner.nominal_bits + math.log2(self.clusters) / head_dim
         return Layout(head_dim, inner.block_tokens, inner.fields + ids, bits, inner.version)
+
+    def constants(self, site: Site) -> Constants:
+        """Declare the centroids and the inner codec's constants."""
+        shape = (site.num_heads, self.clusters, site.head_dim)
+        return {"centroids": Constant(shape, torch.float16, each=True), **super().constants(site)}
 
     def fit(self, site: Site, sample: Tensor | None = None) -> Params:
         """Cluster each sequence of the sample on its own: ``centroids [B, H, C, D]``.

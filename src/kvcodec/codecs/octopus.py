@@ -59,7 +59,7 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor
 
-from kvcodec.codec import Codec, Params, Payload, Site
+from kvcodec.codec import Codec, Constant, Constants, Params, Payload, Site
 from kvcodec.codecs.group_int import GroupInt
 from kvcodec.errors import SpecError
 from kvcodec.layout import Field, Layout, check_whole_bytes
@@ -153,6 +153,13 @@ class Octopus(ScaleOption, Codec):
         norm = Field("norm", "float16" if self.norm == "fp16" else "float32", (1,), "norms")
         fields = (*(Field(name, "uint8", (size,)) for name, size in sizes), norm)
         return Layout(head_dim, 1, fields, nominal_bits=self.code_bits / 3, version=2)
+
+    def constants(self, site: Site) -> Constants:
+        """Declare signs and codebooks."""
+        sides = 2**self.direction_bits
+        shapes = {"xi": (sides,), "rho": (2**self.norm_bits,), "directions": (sides**2, 3)}
+        shapes["signs"] = (site.num_heads, site.head_dim)
+        return {name: Constant(shape, low=-1, high=1) for name, shape in shapes.items()}
 
     def fit(self, site: Site, sample: Tensor | None = None) -> Params:
         """Draw the signs; tabulate the codebooks.

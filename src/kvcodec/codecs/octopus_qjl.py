@@ -55,7 +55,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from kvcodec.codec import Params, Payload, Site
+from kvcodec.codec import Constant, Constants, Params, Payload, Site
 from kvcodec.codecs.group_int import GroupInt
 from kvcodec.codecs.octopus import Norm, Octopus, Rounding, Split, split_bits
 from kvcodec.errors import SpecError
@@ -93,6 +93,10 @@ class OctopusQJL(Octopus):
             Field("residual", "float16", (1,), "norms"),
         )
         return Layout(head_dim, 1, fields, nominal_bits=stage.nominal_bits + 1, version=stage.version)
+
+    def constants(self, site: Site) -> Constants:
+        """Declare OCTOPUS' constants and the sketch's signs."""
+        return {**super().constants(site), "sketch": Constant((site.num_heads, site.head_dim), low=-1, high=1)}
 
     def fit(self, site: Site, sample: Tensor | None = None) -> Params:
         """OCTOPUS' constants and ``sketch [1, H, D]``: s', drawn apart from s."""

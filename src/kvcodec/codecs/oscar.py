@@ -30,7 +30,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kvcodec.codec import Params, Site
+from kvcodec.codec import Constant, Constants, Params, Site
 from kvcodec.codecs.hessian import HessianRotated, check_queries, hessian_rotation, second_moment
 from kvcodec.codecs.wrapper import around, inside
 from kvcodec.ops.exact import cut_rotation, rotate_exactly
@@ -44,6 +44,11 @@ class OscarRotated(HessianRotated):
     ----------
     inner : Codec
     """
+
+    def constants(self, site: Site) -> Constants:
+        """Declare a rotation for each head and the inner codec's constants."""
+        shape = (site.num_heads, site.head_dim, site.head_dim)
+        return {**super().constants(site), "rotation": Constant(shape, low=-1, high=1)}
 
     def calibrate(self, site: Site, sample: Tensor, queries: Tensor) -> Params:
         """Take each KV head's rotation from its queries.

@@ -44,7 +44,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from kvcodec.codec import Codec, Params, Payload, Site
+from kvcodec.codec import Codec, Constant, Constants, Params, Payload, Site
 from kvcodec.codecs.wrapper import Wrapper, around, inside
 from kvcodec.errors import FitError, SpecError
 from kvcodec.layout import Field, Layout
@@ -127,6 +127,10 @@ class Med(Wrapper):
             raise SpecError(f"Med: {name} has a field {taken!r} of its own; use a codec without outliers.")
         return replace(inner, fields=(*inner.fields, *side))
 
+    def constants(self, site: Site) -> Constants:
+        """Declare the threshold and the inner codec's constants."""
+        return {"threshold": Constant((site.num_heads,), low=0, each=True), **super().constants(site)}
+
     def fit(self, site: Site, sample: Tensor | None = None) -> Params:
         """Find the threshold; fit the inner codec on what is left of the sample.
 
@@ -197,7 +201,7 @@ class Med(Wrapper):
 
     def _split_sample(self, sample: Tensor | None) -> tuple[Tensor, Callable[[], Tensor]]:
         """Threshold ``[B, H]``, and what gives the sample with zeros in place of the outliers that find room."""
-        if sample is None or sample.numel() == 0:
+        if sample is None or 0 in sample.shape[1:]:
             raise FitError(
                 "Med: the threshold of outliers needs a sample [batch, kv_heads, tokens, head_dim] to find the median; "
                 "got none. Pass keys or values to fit, or use outliers=off."

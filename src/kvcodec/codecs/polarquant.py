@@ -49,7 +49,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from kvcodec.codec import Codec, Params, Payload, Site
+from kvcodec.codec import Codec, Constant, Constants, Params, Payload, Site
 from kvcodec.errors import SpecError
 from kvcodec.layout import Field, Layout, check_whole_bytes
 from kvcodec.ops.bitpack import pack, packed_bytes, unpack
@@ -130,6 +130,14 @@ class PolarQuant(Codec):
             Field("norm", "float16" if self.norm == "fp16" else "float32", (1,), "norms"),
         )
         return Layout(head_dim, 1, fields, nominal_bits=self.bits * (head_dim - 1) / head_dim)
+
+    def constants(self, site: Site) -> Constants:
+        """Declare signs and angles."""
+        rows = 1 + sum(len(level) for level in tree(site.head_dim))
+        return {
+            "signs": Constant((site.num_heads, site.head_dim), low=-1, high=1),
+            "angles": Constant((rows, 2**self.bits), torch.float64, 0, 2 * pi),
+        }
 
     def fit(self, site: Site, sample: Tensor | None = None) -> Params:
         """Draw the signs; tabulate the angles.

@@ -55,7 +55,7 @@ import torch
 from torch import Tensor
 
 from kvcodec.checks import check_fitted
-from kvcodec.codec import FP16_MAX, Codec, Params, Payload, Site
+from kvcodec.codec import FP16_MAX, LEAST, Codec, Constant, Constants, Params, Payload, Site
 from kvcodec.codecs.turboquant import TurboQuant
 from kvcodec.errors import FitError, ShapeError, SpecError
 from kvcodec.layout import Field, Layout
@@ -149,6 +149,19 @@ class RopePairs(Codec):
             Field("norm", "float16", (1,), "norms"),
         )
         return Layout(head_dim, 1, fields, nominal_bits=self.bits)
+
+    def constants(self, site: Site) -> Constants:
+        """Declare channels, sizes, widths and levels."""
+        row, total = (site.num_heads, site.head_dim), self.bits * site.head_dim // STEP
+        return {
+            "order": Constant.order(*row, each=True),
+            "scale": Constant(row, low=LEAST, high=FP16_MAX, each=True),
+            "widths": Constant(
+                (site.num_heads, site.head_dim // STEP), torch.uint8, 0, WIDEST,
+                lambda x: bool((x.sum(-1) == total).all()), f"of sum {total} in a head", each=True,
+            ),
+            "levels": Constant((2 ** (WIDEST + 1) - 1,), low=-REACH, high=REACH),
+        }  # fmt: skip
 
     def fit(self, site: Site, sample: Tensor | None = None) -> Params:
         """Fit each sequence of the sample on its own, by the energy of its keys alone.

@@ -61,7 +61,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from kvcodec.codec import Codec, Params, Payload, Site
+from kvcodec.codec import Codec, Constant, Constants, Params, Payload, Site
 from kvcodec.errors import SpecError
 from kvcodec.layout import Field, Layout, check_whole_bytes
 from kvcodec.ops.bitpack import pack, packed_bytes, unpack
@@ -124,6 +124,11 @@ class TurboQuant(ScaleOption, Codec):
             Field("norm", NORM_DTYPES[self.norm], (1,), "norms"),
         )
         return Layout(head_dim, 1, fields, nominal_bits=self.bits)
+
+    def constants(self, site: Site) -> Constants:
+        """Declare signs and levels."""
+        signs = Constant((site.num_heads, site.head_dim), low=-1, high=1)
+        return {"signs": signs, "levels": Constant((2**self.bits,), low=-1, high=1)}
 
     def fit(self, site: Site, sample: Tensor | None = None) -> Params:
         """Draw the signs, tabulate the levels: float32 ``signs [1, H, D]``, ``levels [1, 2^b]``."""
@@ -223,6 +228,11 @@ class TurboQuantQJL(TurboQuant):
             Field("residual", "float16", (1,), "norms"),
         )
         return Layout(head_dim, 1, fields, nominal_bits=self.bits)
+
+    def constants(self, site: Site) -> Constants:
+        """Declare the stage's constants and the sketches' signs."""
+        found = self.stage.constants(site)
+        return {**found, "sketch": found["signs"], "sketch_back": found["signs"]}
 
     def fit(self, site: Site, sample: Tensor | None = None) -> Params:
         """Draw the stage's constants, and ``sketch``, ``sketch_back [1, H, D]``: s' of the encoder and decoder."""

@@ -62,7 +62,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from kvcodec.codec import Codec, Params, Payload, Site
+from kvcodec.codec import Codec, Constant, Constants, Params, Payload, Site
 from kvcodec.codecs.group_int import GroupInt
 from kvcodec.errors import FitError, SpecError
 from kvcodec.layout import Field, Layout, check_whole_bytes
@@ -151,6 +151,10 @@ class UltraTQ(ScaleOption, Codec):
     def _group(self) -> int:
         """Channels that share a norm; 0 for all of them."""
         return 0 if self.norm == "token" else GROUP
+
+    def constants(self, site: Site) -> Constants:
+        """Declare the levels, of coordinates over their root mean square."""
+        return {"levels": Constant((16,), low=-(site.head_dim**0.5), high=site.head_dim**0.5)}
 
     def fit(self, site: Site, sample: Tensor | None = None) -> Params:
         """Tabulate the levels.

@@ -114,10 +114,10 @@ class UltraQuant(ScaleOption, Codec):
     def layout(self, head_dim: int) -> Layout:
         """Codes and scales of one token."""
         check_whole_bytes("ultraquant", head_dim)
-        fields = (
-            Field("codes", "uint8", (head_dim // 2,)),
-            Field("scale", "float16" if self.scale == "real" else "uint8", (group_count(head_dim, GROUP),), "scales"),
-        )
+        groups = (group_count(head_dim, GROUP),)
+        real = Field("scale", "float16", groups, "scales")
+        power = Field("scale", "uint8", groups, "scales", reads="float8_e8m0fnu")
+        fields = Field("codes", "uint8", (head_dim // 2,)), real if self.scale == "real" else power
         return Layout(head_dim, 1, fields, nominal_bits=4.0)
 
     def _order(self, head_dim: int) -> int:

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from kvcodec.codec import Codec, Params, Payload, Site
+from kvcodec.codec import Codec, Constants, Params, Payload, Site
 from kvcodec.errors import SpecError
 from kvcodec.layout import Layout
 
@@ -94,6 +94,10 @@ class Wrapper(Codec):
     def layout(self, head_dim: int) -> Layout:
         """Fields of the inner codec."""
         return self.inner.layout(head_dim)
+
+    def constants(self, site: Site) -> Constants:
+        """Declare the inner codec's; a subclass that adds some declares these too."""
+        return {MARK + name: constant for name, constant in self.inner.constants(site).items()}
 
     def fit(self, site: Site, sample: Tensor | None = None) -> Params:
         """Fit the inner codec."""

@@ -6,24 +6,32 @@ Constants that were fitted on data are written once, however many layers share t
 """
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+import math
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from kvcodec.cache.device import DeviceCache
 from kvcodec.cache.host import LayerCache
 from kvcodec.cache.pages import PageStore
 from kvcodec.cache.role import RoleState
-from kvcodec.cache.site import MEAN, LayerSite, MeanRemoval, RoleSite, codec_params
-from kvcodec.codec import ROLES, Params, Role, Site
+from kvcodec.cache.site import MEAN, LayerSite, MeanRemoval, RoleSite, check_role, codec_params, mean_constant
+from kvcodec.checks import check_constants, largest, unfit
+from kvcodec.codec import LIMIT, ROLES, Constant, Params, Role, Site
 from kvcodec.errors import FormatError, KVError
-from kvcodec.files.container import Kind, check_target, load_params, read, store_params, write
+from kvcodec.files.container import BROKEN_JSON, Kind, check_target, load_params, read, store_params, write
 from kvcodec.layout import PageLayout
 from kvcodec.registry import from_json
 
 KIND = Kind("kvcodec-cache", 1, "cache", "save", "save the cache again")
+ENERGY = "energy"
+"""Name of the queries' mean squares, ``LayerSite.energy``."""
+DTYPES = {name: getattr(torch, name) for name in ("float16", "bfloat16", "float32", "float64")}
+COUNTS = 1 << 31
+"""Above every number of tokens, pages, sequences and heads, as kernels count in int32."""
 
 
 def save_layers(path: str | Path, layers: Sequence[LayerCache], meta: Mapping[str, Any]) -> None:
@@ -82,11 +90,12 @@ def load_layers(path: str | Path, *, device: torch.device | str = "cpu") -> tupl
     header, tensors = read(path, KIND)
     try:
         where = torch.device(device)
-        layers = [_rebuild(str(i), s, header["schemes"], tensors, where) for i, s in enumerate(header["layers"])]
+        saved = _Saved(header["schemes"], tensors, where)
+        layers = [_rebuild(str(i), state, saved) for i, state in enumerate(header["layers"])]
         return layers, dict(header["meta"])
     except FormatError as error:
         raise FormatError(f"{path}: {error}") from error
-    except (KVError, KeyError, TypeError, ValueError, AttributeError, RuntimeError) as error:
+    except (KVError, RuntimeError, MemoryError, OSError, *BROKEN_JSON) as error:
         raise FormatError(
             f"{path} was written by kvcodec {header.get('kvcodec')} and its state does not fit this version: {error}; "
             f"load it with that version, or save the cache again."
@@ -99,6 +108,7 @@ def load_layers(path: str | Path, *, device: torch.device | str = "cpu") -> tupl
 def _layer_state(name: str, layer: LayerCache, tensors: dict[str, Tensor], schemes: list[str]) -> dict[str, Any]:
     layer.nbytes()  # a static cache keeps its lengths on the device: any host operation brings them here
     scheme = layer.scheme.to_json()
+    together = layer.unit if isinstance(layer, DeviceCache) and layer.unit > 1 else layer.together
     if scheme not in schemes:
         schemes.append(scheme)
     state: dict[str, Any] = {
@@ -107,7 +117,10 @@ def _layer_state(name: str, layer: LayerCache, tensors: dict[str, Tensor], schem
         "seed": layer.seed,
         "page_tokens": layer.page_tokens,
         "capacity": layer.reserve,
-        **({"most": layer.site.most} if layer.places_tokens else {}),
+        "first_head": layer.site.first_head,
+        "most": layer.site.most,
+        **({} if together is None else {"together": together}),
+        **({} if layer.site.energy is None else {"energy": store_params({ENERGY: layer.site.energy}, tensors)}),
         "fitted": {role: store_params(params, tensors) for role, params in layer.fitted.items()},
     }
     if layer.store is None:
@@ -182,66 +195,131 @@ def _same_draw(now: Mapping[str, Sequence[Any]], then: Mapping[str, Sequence[Any
 # -- and back ----------------------------------------------------------------------------------------------------------
 
 
-def _rebuild(
-    name: str, state: Mapping[str, Any], schemes: Sequence[str], tensors: Mapping[str, Tensor], device: torch.device
-) -> LayerCache:
-    scheme = from_json(schemes[state["scheme"]])
-    fitted = {_role(role): load_params(p, tensors, device) for role, p in state["fitted"].items()}
+class _Saved(NamedTuple):
+    """What all layers of a file are rebuilt from."""
+
+    schemes: Sequence[str]
+    tensors: Mapping[str, Tensor]
+    device: torch.device
+
+    def dense(self, name: str, shape: tuple[int, int, int], dtype: torch.dtype) -> Tensor:
+        """Take tokens ``[B, H, n, D]`` for ``shape`` of B, H, D."""
+        x = self.tensors[name]
+        if x.ndim != 4 or (x.shape[0], x.shape[1], x.shape[3]) != shape or x.dtype != dtype:
+            raise FormatError(
+                f"{name} is {x.dtype} {list(x.shape)}; expected {dtype} of batch, heads, head_dim {shape}."
+            )
+        _check_numbers(name, x)
+        return x.to(self.device)
+
+
+def _rebuild(name: str, state: Mapping[str, Any], saved: _Saved, aged: LayerCache | None = None) -> LayerCache:
+    """Rebuild a layer; of age tiers the newest, where ``aged`` has the tokens behind it."""
+    scheme = from_json(saved.schemes[_count(state, "scheme")])
+    if aged is not None and (aged.site.recent is None or scheme != aged.site.recent.scheme):
+        raise FormatError(f"{name} is saved as {scheme}, which is not the newest tier of {aged.scheme}.")
+    fitted = {_role(role): load_params(p, saved.tensors, saved.device) for role, p in state["fitted"].items()}
     mean = MeanRemoval("pre") if scheme.mean == "pre" else None  # how keys are turned is in the model, not in the file
-    site = LayerSite(scheme, state["layer"], state["seed"], fitted, mean=mean, most=state.get("most"))
-    layer = LayerCache(site, page_tokens=state["page_tokens"], capacity=state["capacity"])
-    held = state.get("held")
-    if held is None:
+    first_head = _count(state, "first_head") if "first_head" in state else 0
+    most = None if state.get("most") is None else _count(state, "most", 1)
+    seed = state["seed"]
+    if type(seed) is not int:
+        raise FormatError(f"the seed is {seed!r}, no whole number.")
+    site = LayerSite(scheme, _count(state, "layer"), seed, fitted, first_head, mean=mean, most=most)
+    page_tokens = None if state["page_tokens"] is None else _count(state, "page_tokens", 1)
+    layer = LayerCache(site, page_tokens=page_tokens, capacity=_count(state, "capacity"))
+    if "together" in state:
+        layer.together = math.lcm(scheme.key.block_tokens, scheme.value.block_tokens)
+        if state["together"] != layer.together:
+            raise FormatError(
+                f"together is {state['together']!r}, and blocks of the scheme fill {layer.together} tokens."
+            )
+    if "energy" in state:
+        site.energy = load_params(state["energy"], saved.tensors, saved.device)[ENERGY]
+        if why := unfit(Constant(tuple(site.energy.shape[1:]), torch.float64, 0.0), site.energy):
+            raise FormatError(f"the energies of layer {name}'s queries: the tensor {why}.")
+    if (held := state.get("held")) is None:
         return layer
+    batch, heads, length = _count(held, "batch"), _count(held, "heads", 1), _count(held, "length")
+    dtype, pages = DTYPES[held["dtype"]], saved.tensors[f"{name}.pages"]
+    layouts = []
     for role in ROLES:
-        layer.roles[role] = _rebuild_role(f"{name}.{role}", role, held, layer, tensors, device)
-    layouts = [role.codec.layout(role.site.head_dim) for role in layer.roles.values()]
-    for role, layout in zip(ROLES, layouts, strict=True):
-        saved = held["roles"][role]["layout_version"]
-        if saved != layout.version:
-            cure = "update kvcodec" if saved > layout.version else "load it with the kvcodec that wrote it"
-            codec = type(layer.roles[role].codec).__name__
-            raise FormatError(f"the bytes of {codec} have version {saved}, this kvcodec has {layout.version}; {cure}.")
-    page = PageLayout(layouts[0], layouts[1], held["page_tokens"])
-    pages = tensors[f"{name}.pages"].to(device)
-    if page.page_bytes != held["page_bytes"] or pages.shape[1:] != (held["heads"], page.page_bytes):
+        entry, codec = held["roles"][role], scheme.codec(role).for_dtype(dtype)
+        layouts.append(codec.layout(_count(entry, "head_dim", 1)))
+        if aged is not None and _shape(aged, role) != (batch, heads, entry["head_dim"], dtype):
+            raise FormatError(f"{name} has other heads or sequences than the tokens behind it; save the cache again.")
+        if (version := _count(entry, "layout_version")) != layouts[-1].version:
+            cure = "update kvcodec" if version > layouts[-1].version else "load it with the kvcodec that wrote it"
+            raise FormatError(
+                f"the bytes of {type(codec).__name__} have version {version}, this kvcodec has {layouts[-1].version}; "
+                f"{cure}."
+            )
+    page = PageLayout(layouts[0], layouts[1], _count(held, "page_tokens", 1))
+    if page.page_bytes != held["page_bytes"]:
         raise FormatError(
             f"layer {name} has pages of {held['page_bytes']} bytes, its scheme {page.page_bytes}; "
             f"load it with the kvcodec that wrote it."
         )
-    store = PageStore(page, held["batch"], held["heads"], device, layer.reserve)
-    columns = len(pages) // max(held["batch"], 1)
+    columns = len(pages) // max(batch, 1) if pages.ndim else 0
+    if pages.dtype != torch.uint8 or pages.shape != (batch * columns, heads, page.page_bytes):
+        raise FormatError(
+            f"layer {name} has pages {pages.dtype} {list(pages.shape)}; expected uint8 [{batch} x columns, {heads}, "
+            f"{page.page_bytes}]."
+        )
+    for plane in page.planes:
+        _check_numbers(f"{name}.pages, {plane.role}.{plane.field.name}", page.view(pages, plane), plane.field.reads)
+    for role in ROLES:
+        state_of = _rebuild_role(f"{name}.{role}", role, held, layer, saved, dtype, columns * page.page_tokens)
+        check_role(state_of.codec, state_of.site, fitted)
+        layer.roles[role] = state_of
+    store = PageStore(page, batch, heads, saved.device, layer.reserve)
     store.ensure(columns * page.page_tokens, exact=True)
-    store.pages[store.table[:, :columns].flatten().long()] = pages
-    layer.store, layer.start, layer.length = store, held["start"], held["length"]
+    store.pages[store.table[:, :columns].flatten().long()] = pages.to(saved.device)
+    layer.store, layer.start, layer.length, layer._dtype = store, _count(held, "start"), length, dtype
+    key = layer.roles["key"]
     if layer.recent is not None:
-        layer.recent = _rebuild(f"{name}.recent", state["recent"], schemes, tensors, device)
-    layer._dtype = getattr(torch, held["dtype"])
-    layer.positions.runs = [(int(n), torch.tensor(at, device=device)) for n, at in held.get("positions", [])]
+        layer.recent = _rebuild(f"{name}.recent", state["recent"], saved, layer)
+    site.check_energy(key.site)
     if "mean" in held:
-        layer.mean = load_params(held["mean"], tensors, device)[MEAN]
-    for held_role in layer.roles.values():
-        live = held_role.encoded + held_role.dense_tokens + (0 if layer.recent is None else len(layer.recent))
-        if live != layer.length or held_role.next_slot > store.capacity:
-            raise FormatError(f"layer {name} holds {live} {held_role.role} tokens, not {layer.length}; save it again.")
+        layer.mean = load_params(held["mean"], saved.tensors, saved.device)[MEAN]
+        if why := unfit(mean_constant(key.site), layer.mean, batch):
+            raise FormatError(f"the keys' mean of layer {name} {why}.")
+    layer.positions.runs = [_positions(run, batch, saved.device) for run in held.get("positions", [])]
+    if layer.places_tokens and len(layer.positions) != length:
+        raise FormatError(f"layer {name} has positions of {len(layer.positions)} tokens, not {length}; save it again.")
+    for side in layer.roles.values():
+        live = side.encoded + side.dense_tokens + (0 if layer.recent is None else len(layer.recent))
+        if live != length:
+            raise FormatError(f"layer {name} holds {live} {side.role} tokens, not {length}; save it again.")
+    if layer.roles["value"].sink.shape[2] != key.sink.shape[2] or key.sink.shape[2] > scheme.sink:
+        raise FormatError(f"layer {name} has a sink of {key.sink.shape[2]} tokens, its scheme one of {scheme.sink}.")
     return layer
 
 
+def _shape(layer: LayerCache, role: Role) -> tuple[int, int, int, torch.dtype]:
+    batch, heads, _, head_dim = layer.roles[role].sink.shape
+    return batch, heads, head_dim, layer.dtype
+
+
 def _rebuild_role(
-    name: str,
-    role: Role,
-    held: Mapping[str, Any],
-    layer: LayerCache,
-    tensors: Mapping[str, Tensor],
-    device: torch.device,
+    name: str, role: Role, held: Mapping[str, Any], layer: LayerCache, saved: _Saved, dtype: torch.dtype, slots: int
 ) -> RoleState:
-    entry = held["roles"][role]
-    site = Site(layer.layer, role, held["heads"], entry["head_dim"], layer.seed, device)
-    of = RoleSite(role, layer.scheme.codec(role).for_dtype(getattr(torch, held["dtype"])), site)
-    state = RoleState(of, *(tensors[f"{name}.{part}"].to(device) for part in ("sink", "window")))
-    state.runs = [(int(first), int(last)) for first, last in entry["runs"]]
+    entry, batch = held["roles"][role], held["batch"]
+    site = Site(layer.layer, role, held["heads"], entry["head_dim"], layer.seed, saved.device, layer.site.first_head)
+    of = RoleSite(role, layer.scheme.codec(role).for_dtype(dtype), site)
+    shape = batch, site.num_heads, site.head_dim
+    dense = [saved.dense(f"{name}.{part}", shape, of.codec.held_dtype(dtype)) for part in ("sink", "window")]
+    state = RoleState(of, *dense)
+    last = 0
+    for run in entry["runs"]:
+        first, last_before = _count(run, 0), last
+        last = _count(run, 1)
+        if not last_before <= first < last <= slots or len(run) != 2:
+            raise FormatError(f"{name} has runs {entry['runs']}; expected ranges in order, of {slots} slots.")
+        state.runs.append((first, last))
     if "params" in entry:
-        state.params = load_params(entry["params"], tensors, device)
+        state.params = load_params(entry["params"], saved.tensors, saved.device)
+        check_constants(state.codec, site, state.params, batch)
     elif "fingerprint" in entry:
         state.params = state.codec.fit(site)
         if not _same_draw(_fingerprint(state.params), entry["fingerprint"]):
@@ -249,9 +327,37 @@ def _rebuild_role(
                 f"the constants that {type(state.codec).__name__} draws from seed {layer.seed} are not those the file "
                 f"was written with; load it with the kvcodec and torch that wrote it."
             )
+    elif state.runs:
+        raise FormatError(f"{name} has no constants, though tokens are encoded; save the cache again.")
     return state
 
 
+def _positions(run: Sequence[Any], batch: int, device: torch.device) -> tuple[int, Tensor]:
+    """Read a run of positions: how many, and the first of each sequence."""
+    _, first = run
+    if len(first) not in (1, batch) or not all(type(at) is int and abs(at) < COUNTS for at in first):
+        raise FormatError(f"a run of positions begins at {first}; expected whole numbers, one or {batch} of them.")
+    return _count(run, 0, 1), torch.tensor(first, dtype=torch.int64, device=device)
+
+
+def _count(of: Any, name: Any, least: int = 0) -> int:
+    """Read a whole number from ``least`` on."""
+    value = of[name]
+    if type(value) is not int or not least <= value < COUNTS:
+        raise FormatError(f"{name} is {value!r}; expected a whole number from {least} to {COUNTS - 1}.")
+    return value
+
+
+def _check_numbers(name: str, x: Tensor, reads: str = "") -> None:
+    """Validate that floating point numbers are some that a codec can have written."""
+    if reads:
+        x = x.view(getattr(torch, reads)).float()
+    if x.is_floating_point() and x.numel() and not float(largest(x)) <= LIMIT:
+        raise FormatError(f"{name} has a number that is not finite, or too large; the file is damaged.")
+
+
 def _role(text: str) -> Role:
-    roles: Iterable[Role] = ROLES
-    return next(role for role in roles if role == text)
+    for role in ROLES:
+        if role == text:
+            return role
+    raise FormatError(f"{text!r} is none of {', '.join(ROLES)}.")

@@ -11,15 +11,19 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from kvcodec.atomic import whole_file
 from kvcodec.errors import FormatError
 from kvcodec.version import __version__
+
+BROKEN_JSON = ValueError, KeyError, TypeError, AttributeError, IndexError, OverflowError, RecursionError
+"""What reading JSON of any form raises."""
 
 
 @dataclass(frozen=True)
@@ -74,14 +78,11 @@ def write(path: Path, kind: Kind, header: Mapping[str, Any], tensors: Mapping[st
     check_target(path, kind)
     whole: dict[str, Any] = {"version": kind.version, "kvcodec": __version__, **header}
     whole["sha256"] = digest(whole, tensors)
-    partial = path.with_name(f".{path.name}.{os.getpid()}.part")
     try:
-        save_file(dict(tensors), partial, metadata={kind.mark: json.dumps(whole, sort_keys=True)})
-        os.replace(partial, path)
+        with whole_file(path) as part:
+            save_file(dict(tensors), part, metadata={kind.mark: json.dumps(whole, sort_keys=True)})
     except (OSError, SafetensorError) as error:
         raise OSError(f"cannot write {path}: {error}; check the folder's rights and the free space.") from error
-    finally:
-        partial.unlink(missing_ok=True)
     return str(whole["sha256"])
 
 
@@ -95,10 +96,22 @@ def read(path: Path, kind: Kind) -> tuple[dict[str, Any], dict[str, Tensor]]:
     FormatError
         The file is cut, altered, foreign, or newer than this kvcodec; the text says which and what to do.
     """
-    header = _read_header(path, kind)
+    _check_file(path, kind)
+    while True:
+        with path.open("rb") as file:
+            try:
+                return _read(path, file, kind)
+            except FormatError:
+                if os.path.samestat(os.fstat(file.fileno()), path.stat()):
+                    raise
+        # else another process replaced the file while it was read
+
+
+def _read(path: Path, file: BinaryIO, kind: Kind) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    header = _read_header(path, file, kind)
     try:
         tensors = load_file(path)
-    except (SafetensorError, OSError) as error:
+    except (SafetensorError, OSError, RuntimeError) as error:
         raise FormatError(f"{path} is damaged: {error}; {kind.again}.") from error
     stored = header.get("sha256", "")
     if digest({k: v for k, v in header.items() if k != "sha256"}, tensors) != stored:
@@ -159,27 +172,31 @@ def load_params(names: Mapping[str, str], tensors: Mapping[str, Tensor], device:
     return {key: tensors[name].to(device) for key, name in names.items()}
 
 
-def _read_header(path: Path, kind: Kind) -> dict[str, Any]:
-    """Read and validate the metadata, so that every error can say what is wrong."""
+def _check_file(path: Path, kind: Kind) -> None:
+    """Validate that a path can be read."""
     if path.is_dir():
         raise IsADirectoryError(f"{path} is a folder; pass the file that {kind.writer} wrote.")
     if not path.exists():
         raise FileNotFoundError(f"{path} was not found; pass the file that {kind.writer} wrote.")
+    if not path.is_file():  # opening a FIFO would not end
+        raise FormatError(f"{path} is not a regular file; pass the file that {kind.writer} wrote.")
+
+
+def _read_header(path: Path, file: BinaryIO, kind: Kind) -> dict[str, Any]:
+    """Read and validate the metadata, so that every error can say what is wrong."""
     foreign = f"{path} is not a kvcodec {kind.noun}"
-    with path.open("rb") as file:
-        size = path.stat().st_size
-        length = int.from_bytes(file.read(8), "little")
-        if size < 8 or length > size - 8:
-            raise FormatError(
-                f"{foreign}, or it is cut ({size} bytes); pass a file written by {kind.writer}, or {kind.again}."
-            )
-        text = file.read(length)
+    size = os.fstat(file.fileno()).st_size
+    length = int.from_bytes(file.read(8), "little")
+    if size < 8 or length > size - 8:
+        raise FormatError(
+            f"{foreign}, or it is cut ({size} bytes); pass a file written by {kind.writer}, or {kind.again}."
+        )
     try:
-        entries = json.loads(text)
+        entries = json.loads(file.read(length))
         metadata = entries.pop("__metadata__", {})
-        end = max((e["data_offsets"][1] for e in entries.values()), default=0)
+        end = max((int(e["data_offsets"][1]) for e in entries.values()), default=0)
         header = json.loads(metadata[kind.mark]) if kind.mark in metadata else None
-    except (ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
+    except BROKEN_JSON as error:
         raise FormatError(f"{foreign}: its header is not safetensors JSON, or was altered; {kind.again}.") from error
     if header is None:
         raise FormatError(

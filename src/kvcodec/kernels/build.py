@@ -13,9 +13,7 @@ import ctypes
 import hashlib
 import importlib
 import importlib.util
-import os
 import re
-import tempfile
 import threading
 from collections.abc import Iterator, Sequence
 from functools import cache, lru_cache
@@ -24,6 +22,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from kvcodec.atomic import whole_file
 from kvcodec.errors import UnsupportedError
 from kvcodec.files.folder import cache_dir
 from kvcodec.progress import Progress
@@ -194,14 +193,8 @@ def write_cached(path: Path, cubin: bytes) -> None:
     with contextlib.suppress(OSError):
         path.parent.mkdir(parents=True, exist_ok=True)
         # if several processes compile at once the last one wins, with the same bytes
-        handle, name = tempfile.mkstemp(prefix=".part-", dir=path.parent)
-        try:
-            with os.fdopen(handle, "wb") as file:
-                file.write(MAGIC + hashlib.sha256(cubin).digest() + cubin)
-            os.replace(name, path)
-        except BaseException:
-            os.unlink(name)
-            raise
+        with whole_file(path) as part:
+            part.write_bytes(MAGIC + hashlib.sha256(cubin).digest() + cubin)
 
 
 @lru_cache

@@ -73,12 +73,17 @@ def _cpu_order(codec: Hqmq, head_dim: int) -> tuple[int, int]:
 
 
 def cpu_tables(params: Params) -> Tensor:
-    """Every second row of each head's codebook, float32: uint8 ``[H, 16 * 12 S]``; odd rows are their negatives."""
+    """Every second row of each head's codebook, float32: uint8 ``[H, 16 * 2^(code_bits - 1)]``.
+
+    Odd rows are their negatives. Zeros follow the 12 S rows: slots that were never written hold any codes.
+    """
     codebook = params["codebook"][0]
     table = codebook.float()
     if codebook.dtype == torch.int8:
         table = table / 127
-    return table[:, ::2].flatten(1).contiguous().view(torch.uint8)
+    named = 1 << (table.shape[1] - 1).bit_length()  # by the bits of a code
+    rows = torch.nn.functional.pad(table, (0, 0, 0, named - table.shape[1]))[:, ::2]
+    return rows.flatten(1).contiguous().view(torch.uint8)
 
 
 def encoder(codec: Codec, head_dim: int, role: Role) -> Encoder:

@@ -2,13 +2,13 @@
 
 import json
 import math
-import os
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from kvcodec.atomic import whole_file
 from kvcodec.errors import KVError
 from kvcodec_lab.report.tables import aligned, cell, columns_of, with_reference
 
@@ -66,13 +66,8 @@ def write_whole(path: Path, text: str) -> None:
     """
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        part = path.with_name(f".{path.name}.{os.getpid()}.part")
-        try:
+        with whole_file(path) as part:
             part.write_text(text, encoding="utf-8")
-            part.replace(path)
-        except BaseException:  # a full disk, an interrupt: remove the partial file
-            part.unlink(missing_ok=True)
-            raise
     except OSError as error:
         raise KVError(f"{path} cannot be written ({error.strerror or error}); choose another file.") from error
 

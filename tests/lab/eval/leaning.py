@@ -29,7 +29,8 @@ class Leaning(Codec):
         folded = queries.float().reshape(b, site.num_heads, hq // site.num_heads * n, d)
         params = {"lean": folded.square().mean(2).sqrt().clamp_min(1e-3)}
         if self.drawing:
-            params["draw"] = torch.stack([torch.rand(3, generator=site.generator(h)) for h in range(site.num_heads)])
+            draws = [torch.rand(3, generator=site.generator(h)) for h in range(site.num_heads)]
+            params["draw"] = torch.stack(draws)[None]
         return params
 
     def settle(self, fitted: Sequence[Params]) -> list[Params]:

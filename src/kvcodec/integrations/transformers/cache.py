@@ -15,6 +15,7 @@ The last two need the attention function, which importing this module registers:
     model.set_attn_implementation("kvcodec")
 """
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, get_args
 
@@ -22,7 +23,10 @@ from transformers.cache_utils import Cache, EncoderDecoderCache
 
 from kvcodec.cache.device import DeviceCache
 from kvcodec.cache.host import LayerCache
+from kvcodec.cache.site import check_role
+from kvcodec.codec import ROLES, Site
 from kvcodec.errors import FitError, FormatError, SpecError, UnsupportedError, nearest
+from kvcodec.files.container import BROKEN_JSON
 from kvcodec.files.params import FittedParams, LayerParams, check_given, check_queries
 from kvcodec.integrations.transformers.arrivals import Arrivals
 from kvcodec.integrations.transformers.identity import check_params, load_params
@@ -322,6 +326,11 @@ def cache_for(
     check_layouts(plan, schemes, page_tokens)
     given = _given(params, model_or_config, scheme, seed)
     check_given(plan.name, [layer.index for layer in kv_layers], given)
+    for layer, own in zip(kv_layers, schemes, strict=True):
+        if layer.heads and layer.head_dim and layer.index in given:
+            for role in ROLES:
+                site = Site(layer.index, role, layer.heads, layer.head_dim, seed)
+                check_role(own.codec(role), site, given[layer.index])
     for stack in plan.stacks:
         check_queries(scheme, [layer.index for layer in stack], given)
     schemes = decided(model_or_config, plan, scheme, given)
@@ -381,17 +390,20 @@ def load_cache(path: str | Path, model_or_config: Any, *, attention: Attention |
         # the constants come from the file, layer by layer
         fitted = {layer.layer: layer.fitted for layer in held}
         cache = cache_for(model_or_config, scheme, attention=way, params=fitted, probe="warn", **options)
-    except (KeyError, TypeError, ValueError, FitError) as error:
+    except (*BROKEN_JSON, FitError) as error:
         raise FormatError(f"{path}: its description of the cache is damaged ({error}); save it again.") from error
     reason = check_fits(cache.plan, held)
     if not reason and saved != _described(cache.plan):
         reason = f"its layer types differ from those of {cache.plan.name}"
     if not reason and len(seen) != len(held):
         reason = f"it states {len(seen)} lengths for {len(held)} layers"
+    reason = reason or _check_lengths(cache.packed_layers, held, seen)
     if reason:
         raise FormatError(f"{path} does not fit this model: {reason}. Load it with the model it was saved from.")
     for layer, layer_cache, count in zip(cache.packed_layers, held, seen, strict=True):
         _give_mean(path, layer_cache, layer.cache)
+        if layer_cache.site.energy is None:  # a file that older versions wrote
+            layer_cache.site.energy, layer_cache.site.most = layer.cache.site.energy, layer.cache.site.most
         layer.cache = layer_cache
         follows = layer_cache.places_tokens and not layer.is_cross
         layer.hook = hook_of(model_or_config) if follows else None
@@ -401,6 +413,18 @@ def load_cache(path: str | Path, model_or_config: Any, *, attention: Attention |
     if isinstance(cache, EncoderDecoderKVCache):  # the model is not to fill the cross-attention's layers again
         cache.is_updated = dict.fromkeys(cache.is_updated, True)
     return cache
+
+
+def _check_lengths(layers: Sequence[PackedCacheLayer], held: Sequence[LayerCache], seen: Sequence[int]) -> str:
+    """Return why loaded layers are not those of one forward pass, or ``""`` if they are."""
+    lengths, batches = [len(cache) for cache in held], {cache.batch for cache in held}
+    fit = all(
+        n >= length if isinstance(layer, WindowedLayer) else n == length
+        for layer, n, length in zip(layers, seen, lengths, strict=True)
+    )
+    if not fit or len({n for layer, n in zip(layers, seen, strict=True) if not layer.is_cross}) > 1:
+        return f"its layers have seen {seen} tokens and hold {lengths}"
+    return f"its layers hold {sorted(batches)} sequences" if len(batches) > 1 else ""
 
 
 def _described(plan: ModelPlan) -> list[dict[str, Any]]:
@@ -421,6 +445,8 @@ def _check_option(name: str, value: Any, allowed: tuple[str, ...]) -> None:
 
 def _given(params: LayerParams | str | Path | None, model_or_config: Any, scheme: KVScheme, seed: int) -> LayerParams:
     """Constants by layer, after verifying that they fit model, scheme and seed."""
+    if params == "":
+        raise SpecError("params='': expected the path of a file of `kvcodec fit`, or None for no constants.")
     if isinstance(params, str | Path):
         return load_params(params, model_or_config, scheme, seed=seed)
     if isinstance(params, FittedParams):
@@ -436,8 +462,9 @@ def _give_mean(path: str | Path, loaded: LayerCache, fresh: LayerCache) -> None:
             f"does not give; load it with the model it was saved from."
         )
     loaded.site.mean = fresh.site.mean
-    if loaded.recent is not None and loaded.recent.site.mean is not None:
-        loaded.recent.site.mean = fresh.site.mean
+    vars(loaded.site).pop("recent", None)  # the site of the newest tokens has the same mean
+    if loaded.recent is not None and loaded.site.recent is not None:
+        loaded.recent.site = loaded.site.recent
     if loaded.mean is None and loaded.site.mean is not None:  # also a file that older versions wrote
         loaded.mean = loaded.site.mean.given
     if loaded.mean is not None and loaded.store is not None:

@@ -1,0 +1,246 @@
+"""Files with a right checksum and false contents: refused at loading, or of finite numbers; never a crash.
+
+A checksum is no signature: whoever changes a file signs it again. A seed says what is changed: a value of the header,
+or bits, shape or dtype of a tensor.
+"""
+
+import copy
+import json
+import random
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+import kvcodec
+from kvcodec.cache.host import LayerCache
+from kvcodec.codec import ROLES
+from kvcodec.files import caches, container, params
+from kvcodec.files.params import FittedParams, ModelIdentity, read_params
+from kvcodec.recipe import LayerChoice, read_choices, write_choices
+
+from .support import block_of, dim_of, fit, gaussian, kv, site_of
+
+FORGED = (
+    -1,
+    0,
+    1,
+    7,
+    2**31 - 1,
+    2**63,
+    10**30,
+    0.5,
+    float("nan"),
+    "",
+    "key",
+    None,
+    True,
+    [],
+    [0],
+    {},
+    [[5, 1], [0, 9]],
+)
+SAMPLE = 12
+"""Files of each preset in every run; the others are nightly."""
+
+
+def saved_cache(path, spec) -> LayerCache:
+    scheme = kvcodec.get(spec)
+    n = scheme.sink + scheme.window + block_of(scheme) + 70
+    cache = LayerCache(scheme, page_tokens=None if block_of(scheme) > 64 else 64)
+    cache.append(*kv(max(n, scheme.fit_tokens + 8), dim=dim_of(scheme)))
+    cache.evict(3, keep=scheme.sink + 2)
+    caches.save_layers(path, [cache], {"note": 1})
+    return cache
+
+
+def saved_params(path, spec) -> None:
+    scheme, dim = kvcodec.get(spec), dim_of(kvcodec.get(spec))
+    fitted = {role: fit(scheme.codec(role), site_of(role, dim=dim)) for role in ROLES}
+    model = ModelIdentity("tiny", "llama", (0,), 2, dim, {"weight": (3, 0.5, 0.25)})
+    FittedParams(scheme, model, {0: fitted}, 0, False, 9, 1, 9).save(path)
+
+
+def contents(path, kind) -> tuple[dict, dict[str, torch.Tensor]]:
+    raw = path.read_bytes()
+    length = int.from_bytes(raw[:8], "little")
+    return json.loads(json.loads(raw[8 : 8 + length])["__metadata__"][kind.mark]), load_file(path)
+
+
+def signed(path, kind, header, tensors) -> None:
+    header = {name: value for name, value in header.items() if name != "sha256"}
+    tensors = {name: x.contiguous() for name, x in tensors.items()}
+    header["sha256"] = container.digest(header, tensors)
+    save_file(tensors, path, metadata={kind.mark: json.dumps(header, sort_keys=True)})
+
+
+def leaves(value, at=()) -> list[tuple]:
+    """Paths of everything in JSON."""
+    inner = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    return [*([at] if at else []), *(leaf for key, own in inner for leaf in leaves(own, (*at, key)))]
+
+
+def forge_header(header, choose: random.Random) -> str:
+    """Change one value of a header, or leave it out."""
+    *above, last = choose.choice(leaves(header))
+    at = header
+    for key in above:
+        at = at[key]
+    value = at[last]
+    if isinstance(at, dict) and choose.random() < 0.15:
+        del at[last]
+        return f"{above} without {last}"
+    own = [value + 1, value - 1, value * 3] if type(value) is int else []
+    at[last] = choose.choice([*FORGED, *own, *own])
+    return f"{above} {last}: {value!r:.60} -> {at[last]!r}"
+
+
+def forge_tensor(tensors, choose: random.Random) -> str:
+    """Change bits, numbers, shape or dtype of one tensor."""
+    name = choose.choice([name for name, x in sorted(tensors.items()) if x.numel()])
+    x = tensors[name].clone()
+    how = choose.choice(["bits", "bits", "bits", "NaN", "bytes", "cut", "cut first", "dtype", "flat", "doubled"])
+    raw = x.flatten().view(torch.uint8)
+    if how == "bits":
+        for _ in range(choose.choice((1, 3, 50))):
+            raw[choose.randrange(len(raw))] ^= 1 << choose.randrange(8)
+    elif how == "bytes":
+        raw.copy_(torch.randint(0, 256, raw.shape, generator=torch.Generator().manual_seed(choose.randrange(1000))))
+    changed = {
+        "NaN": lambda: x.fill_(torch.nan) if x.is_floating_point() else x.fill_(127),
+        "cut": lambda: x[..., : x.shape[-1] // 2],
+        "cut first": lambda: x[:-1],
+        "dtype": lambda: x.double() if x.is_floating_point() else x.long(),
+        "flat": lambda: x.flatten(),
+        "doubled": lambda: torch.cat([x, x]),
+    }
+    tensors[name] = changed[how]() if how in changed else x
+    return f"{name} {how}"
+
+
+def finite(*tensors: torch.Tensor) -> bool:
+    return all(bool(x.isfinite().all()) for x in tensors)
+
+
+def use(layer: LayerCache, dim: int) -> None:
+    """Read and go on with a loaded cache: numbers are finite, or an error is ours."""
+    if layer.store is None:
+        return
+    q = gaussian(layer.batch, 4, 2, dim, seed=3).float()
+    assert finite(*layer.decode()), "decoded"
+    if len(layer) > 2:
+        assert finite(layer.attend(q.to(layer.dtype))), "attended"
+    layer.append(*(x.to(layer.dtype) for x in kv(70, batch=layer.batch, dim=dim, seed=4)))
+    assert finite(*layer.decode()), "went on"
+
+
+def forged_caches(path, spec, seeds) -> None:
+    saved_cache(path, spec)
+    header, tensors = contents(path, caches.KIND)
+    for seed in seeds:
+        choose, own, changed = random.Random(f"{spec} {seed}"), copy.deepcopy(header), dict(tensors)
+        what = forge_header(own, choose) if choose.random() < 0.6 else forge_tensor(changed, choose)
+        signed(path, caches.KIND, own, changed)
+        try:
+            layers = caches.load_layers(path)[0]
+        except kvcodec.FormatError:
+            continue
+        try:
+            for layer in layers:
+                use(layer, dim_of(kvcodec.get(spec)))
+        except kvcodec.KVError:
+            pass
+        except Exception as error:
+            raise AssertionError(f"{spec}, seed {seed}, {what}: {error!r}") from error
+
+
+def forged_params(path, spec, seeds) -> None:
+    saved_params(path, spec)
+    header, tensors = contents(path, params.KIND)
+    scheme, dim = kvcodec.get(spec), dim_of(kvcodec.get(spec))
+    for seed in seeds:
+        choose, own, changed = random.Random(f"{spec} {seed}"), copy.deepcopy(header), dict(tensors)
+        what = forge_tensor(changed, choose) if tensors and choose.random() < 0.6 else forge_header(own, choose)
+        signed(path, params.KIND, own, changed)
+        try:
+            given = read_params(path)
+            given.check(ModelIdentity("tiny", "llama", (0,), 2, dim), scheme)
+            cache = LayerCache(scheme, params=given.get(0))
+            cache.append(*kv(scheme.sink + scheme.window + block_of(scheme) + 70, dim=dim))
+        except kvcodec.KVError:
+            continue
+        except Exception as error:
+            raise AssertionError(f"{spec}, seed {seed}, {what}: {error!r}") from error
+        assert finite(*cache.decode(), cache.attend(gaussian(2, 4, 1, dim, seed=3))), f"{spec}, seed {seed}, {what}"
+
+
+def test_forged_caches_are_refused_or_finite(spec, tmp_path):
+    forged_caches(tmp_path / "file", spec, range(SAMPLE))
+
+
+@pytest.mark.nightly
+def test_all_forged_caches_are_refused_or_finite(spec, tmp_path):
+    forged_caches(tmp_path / "file", spec, range(SAMPLE, 2000))
+
+
+def test_forged_params_are_refused_or_finite(spec, tmp_path):
+    forged_params(tmp_path / "file", spec, range(SAMPLE))
+
+
+@pytest.mark.nightly
+def test_all_forged_params_are_refused_or_finite(spec, tmp_path):
+    forged_params(tmp_path / "file", spec, range(SAMPLE, 2000))
+
+
+def flipped(path, read, choose: random.Random, times: int) -> None:
+    """Bits flipped and not signed again."""
+    raw = path.read_bytes()
+    for _ in range(times):
+        at = choose.randrange(len(raw))
+        path.write_bytes(raw[:at] + bytes([raw[at] ^ 1 << choose.randrange(8)]) + raw[at + 1 :])
+        with pytest.raises(kvcodec.FormatError):
+            read(path)
+
+
+def cut(path, read) -> None:
+    """Cut at every boundary of a tensor, and beside it."""
+    raw = path.read_bytes()
+    length = int.from_bytes(raw[:8], "little")
+    entries = json.loads(raw[8 : 8 + length])
+    ends = {end for name, own in entries.items() if name != "__metadata__" for end in own["data_offsets"]}
+    for end in {0, 1, 7, 8, 9, length, 8 + length, *(8 + length + end + more for end in ends for more in (-1, 0, 1))}:
+        if end < len(raw):
+            path.write_bytes(raw[:end])
+            with pytest.raises(kvcodec.FormatError):
+                read(path)
+
+
+@pytest.mark.parametrize("times", [10, pytest.param(2000, marks=pytest.mark.nightly)])
+def test_flipped_bits_and_cuts_are_refused(spec, tmp_path, times):
+    path = tmp_path / "file"
+    for save, read in ((saved_cache, caches.load_layers), (saved_params, read_params)):
+        save(path, spec)
+        whole = path.read_bytes()
+        flipped(path, read, random.Random(times), times)
+        path.write_bytes(whole)
+        cut(path, read)
+
+
+@pytest.mark.parametrize("times", [300, pytest.param(20_000, marks=pytest.mark.nightly)])
+def test_a_forged_recipe_is_refused_or_a_scheme(tmp_path, times):
+    path, choose = tmp_path / "r.json", random.Random(times)
+    write_choices(path, [LayerChoice("int-8", "hqmq-s96_r4"), LayerChoice("kivi-4", "dense", 4, 64)], {"tokens": 9})
+    text, whole = path.read_text(), json.loads(path.read_text())
+    for _ in range(times):
+        if choose.random() < 0.5:
+            forged = copy.deepcopy(whole)
+            forge_header(forged, choose)
+            path.write_text(json.dumps(forged))
+        else:
+            at = choose.randrange(len(text))
+            path.write_text(text[:at] + chr(choose.randrange(1, 128)) + text[at + choose.randrange(3) :])
+        try:
+            assert read_choices(path)[0]
+            kvcodec.get(str(path))
+        except kvcodec.KVError:
+            continue
