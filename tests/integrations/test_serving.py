@@ -13,7 +13,7 @@ from kvcodec.cache.site import LayerSite
 from kvcodec.codec import ROLES
 from kvcodec.errors import SpecError, UnsupportedError
 from kvcodec.integrations.vllm.layer import EngineLayer, Rules
-from kvcodec.integrations.vllm.options import check_command, read_options
+from kvcodec.integrations.vllm.options import read_options
 from kvcodec.integrations.vllm.servable import PAGE_STEP, group_tokens, page_step, refusal, verdicts
 from kvcodec.scheme import mix_of
 
@@ -268,38 +268,3 @@ def test_on_a_gpu_nothing_falls_back_to_the_reference() -> None:
     with pytest.raises(UnsupportedError, match=r"polarquant-3: no CUDA kernel reads PolarQuant"):
         layer.find_kernels(64)
     assert layer.unserved == ""
-
-
-GIVEN = ["--additional-config", '{"kvcodec": {"preset": "saw-int4"}}']
-SERVER = "/x/site-packages/vllm/entrypoints/openai/api_server.py"
-
-
-@pytest.mark.parametrize(
-    "argv",
-    [
-        ["/x/bin/vllm", "serve", "M", *GIVEN],
-        [SERVER, "--model", "M", "--additional_config=" + GIVEN[1]],
-        ["vllm", "serve", "M", "--additional-config.kvcodec.preset", "saw-int4", "--kv-cache-dtype", "auto"],
-    ],
-)
-def test_a_command_that_would_serve_16_bit_is_refused(argv: list[str]) -> None:
-    with pytest.raises(UnsupportedError, match="serve 16 bit; add --attention-backend CUSTOM"):
-        check_command(argv)
-
-
-@pytest.mark.parametrize(
-    "argv",
-    [
-        [],
-        ["vllm", "serve", "M"],
-        ["vllm", "serve", "M", "--additional-config", '{"other": 1}', "--served-model-name", "kvcodec"],
-        ["vllm", "serve", "M", *GIVEN, "--attention-backend", "CUSTOM"],
-        ["vllm", "serve", "M", *GIVEN, "--attention_backend=CUSTOM"],
-        ["vllm", "serve", "M", *GIVEN, "-ac.backend", "CUSTOM"],
-        ["vllm", "serve", "M", *GIVEN, "--config", "server.yaml"],
-        ["vllm", "serve", "M", *GIVEN, "--kv-cache-dtype", "kvcodec"],
-        ["/home/me/vllm/tool.py", *GIVEN],  # not vLLM's: what it makes of its options is not known
-    ],
-)
-def test_a_command_that_serves_what_it_says_is_left_alone(argv: list[str]) -> None:
-    check_command(argv)

@@ -26,6 +26,9 @@ SIXTEEN_BIT = ("float16", "bfloat16")
 SCHEMES = ("kv_cache_scheme", "kv_cache_quant_algo")
 """Keys of a quantized checkpoint that name a KV-cache dtype: compressed-tensors' and ModelOpt's."""
 
+WITHOUT_LAYERS = ("ngram", "ngram_gpu", "suffix")
+"""Methods of speculative decoding that run no draft model."""
+
 
 def check_arguments() -> None:
     """Wrap ``EngineArgs.create_engine_config``, once in a process."""
@@ -66,6 +69,15 @@ def before(args: EngineArgs) -> Options | None:
     for own in dict.fromkeys(scheme.layer_schemes):
         if why := refusal(own, fitted=options.fitted):
             raise UnsupportedError(f"kvcodec: {why}")
+    asked = {
+        "decode context parallelism (--decode-context-parallel-size)": args.decode_context_parallel_size > 1,
+        "prefill context parallelism (--prefill-context-parallel-size)": args.prefill_context_parallel_size > 1,
+        "dual-batch overlap (--enable-dbo)": args.enable_dbo,
+        "--kv-sharing-fast-prefill": args.kv_sharing_fast_prefill,
+    }
+    for what, is_asked in asked.items():
+        if is_asked:
+            raise UnsupportedError(f"kvcodec: {what} is not supported with packed pages; leave it out.")
     if args.enable_sleep_mode:
         raise UnsupportedError(
             "kvcodec: --enable-sleep-mode frees memory that holds constants of packed layers, and vLLM does not "
@@ -159,13 +171,13 @@ def _custom() -> AttentionBackendEnum:
 
 
 def check_engine(config: VllmConfig, options: Options) -> None:
-    """Raise for engine options that the backend does not support.
+    """Raise for models and drafts that the backend does not support.
 
     Raises
     ------
     UnsupportedError
     """
-    model, parallel = config.model_config, config.parallel_config
+    model = config.model_config
     if model.is_attention_free:
         raise UnsupportedError(
             f"kvcodec: {model.model} has no attention, so {options.scheme} would pack nothing; serve it without "
@@ -183,7 +195,7 @@ def check_engine(config: VllmConfig, options: Options) -> None:
                 f"kvcodec: {options.scheme} encodes {least} tokens together, and a request may have fewer drafts than "
                 f"that in a step, not {drafts.num_speculative_tokens}."
             )
-    if options.names_draft and (drafts is None or drafts.draft_model_config is None):
+    if options.names_draft and (drafts is None or drafts.method in WITHOUT_LAYERS):
         raise UnsupportedError(
             'kvcodec: "draft" is the preset of a draft model\'s layers, and --speculative-config names no draft model; '
             "leave it out."
@@ -194,12 +206,3 @@ def check_engine(config: VllmConfig, options: Options) -> None:
             f"kvcodec: {kept} keeps the first {kept.sink} tokens dense, for which each block has room, and vLLM counts "
             f'the blocks of a hybrid model in tokens of equal size; give "sink": 0 to serve it without.'
         )
-    asked = {
-        "decode context parallelism": parallel.decode_context_parallel_size > 1,
-        "prefill context parallelism": parallel.prefill_context_parallel_size > 1,
-        "dual-batch overlap": parallel.enable_dbo,
-        "--kv-sharing-fast-prefill": config.cache_config.kv_sharing_fast_prefill,
-    }
-    for what, is_asked in asked.items():
-        if is_asked:
-            raise UnsupportedError(f"kvcodec: {what} is not served from packed pages; switch it off.")
