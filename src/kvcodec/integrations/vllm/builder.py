@@ -193,7 +193,7 @@ def _log_preset(impls: list[Any], page_tokens: int) -> None:
     bits = 8 * sum(layer.heads * layer.token_bytes(page_tokens) for layer in layers) / numbers
     params = lead.options.params
     logger.info(
-        "kvcodec: preset %s: %.3g bits a number, %.2fx as many tokens as 16 bit",
+        "kvcodec: preset %s: %.4g bits a number, %.2fx as many tokens as 16 bit",
         *(lead.options.scheme, bits, 16 / bits),
     )
     logger.info(
