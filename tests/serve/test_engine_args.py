@@ -58,11 +58,10 @@ HONORED = {
     "quantization": "of weights; a KV cache that it brings is replaced, below",
     "quantization_config": "as quantization",
     "weight_transfer_config": "new weights bind the layers again (test_reload)",
-    "enable_mamba_shared_prefix_checkpoint": "recurrent states are vLLM's own",
     "mm_encoder_attn_backend": "encoders keep no cache",
 }
 NO_EFFECT = {
-    "mamba": r"mamba_.*|enable_mamba_cache_stochastic_rounding|replayssm_.*|use_replayssm",  # recurrent states
+    "mamba": r".*mamba_.*|replayssm_.*|use_replayssm",  # recurrent states
     "context parallelism": r"dcp_kv_cache_interleave_size|cp_kv_cache_interleave_size",  # which is refused
     "overlap": r"ubatch_size|dbo_.*_token_threshold",  # which is refused
     "sleep mode": r"sleep_.*",  # which is refused
@@ -70,7 +69,7 @@ NO_EFFECT = {
     "images": r"mm_processor_cache_.*|mm_shm_cache_.*|mm_ipc_gpu_memory_gb",
     "scheduling": r"watermark",
     "DeepSeek-V4.1": r"swa_bounded_replay",
-    "set by vLLM itself": r"skip_page_size_padded",
+    "set by vLLM itself": r"skip_page_size_padded|simple_cpu_offload_num_blocks",
 }
 """Options that do not reach the packed layers."""
 
@@ -124,6 +123,7 @@ def test_an_option_is_refused_in_the_first_process(name: str, llama: Any) -> Non
     ("given", "sentence"),
     [
         ({"preset": "saw-int5"}, r"unknown codec 'saw-int5'\. Did you mean 'saw-int4'"),
+        ({"preset": "SAW-INT4"}, r"Did you mean 'saw-int4'"),
         ({"preset": "kivi-2"}, r'keeps the newest 128 tokens dense.*; give "window": 0'),
         ({"preset": "innerq-base", "window": 0, "sink": 0}, "run kvcodec fit"),
         ({**SAW, "draft": "int-8"}, '"draft" is the preset of a draft model'),

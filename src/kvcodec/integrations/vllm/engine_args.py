@@ -65,8 +65,7 @@ def before(args: EngineArgs) -> Options | None:
             f"kvcodec: --kv-cache-dtype {args.kv_cache_dtype} and the preset {options.scheme} are two KV caches; leave "
             f"it out."
         )
-    scheme = options.scheme
-    for own in dict.fromkeys(scheme.layer_schemes):
+    for own in dict.fromkeys(options.scheme.layer_schemes):
         if why := refusal(own, fitted=options.fitted):
             raise UnsupportedError(f"kvcodec: {why}")
     asked = {
@@ -93,24 +92,26 @@ def after(args: EngineArgs, config: VllmConfig, options: Options | None) -> None
     ------
     UnsupportedError
     """
-    chosen = _of_checkpoint(args, config)
+    given, cache, model = args.kv_cache_dtype, config.cache_config, config.model_config
+    scheme = checkpoint_scheme(config)
+    if given == "auto" and cache.cache_dtype != "auto":
+        scheme = scheme or f"--kv-cache-dtype {cache.cache_dtype}"
     if options is None:
-        plain = args.kv_cache_dtype == "auto" and not chosen
+        plain = given == "auto" and not scheme
         logger.info("kvcodec is installed, no preset named: %s", "16 bit" if plain else "vLLM's own KV cache")
         return
-    model, cache = config.model_config, config.cache_config
     held = str(model.dtype).removeprefix("torch.")
-    if args.kv_cache_dtype in SIXTEEN_BIT and args.kv_cache_dtype != held and not _of_checkpoint(None, config):
+    if given in SIXTEEN_BIT and given != held and not scheme:
         raise UnsupportedError(
-            f"kvcodec: --kv-cache-dtype {args.kv_cache_dtype}: the model runs in {held}, and {options.scheme} decides "
-            f"what its pages hold; leave it out, or give --dtype {args.kv_cache_dtype}."
+            f"kvcodec: --kv-cache-dtype {given}: the model runs in {held}, and {options.scheme} decides what its pages "
+            f"hold; leave it out, or give --dtype {given}."
         )
     check_engine(config, options)
     check_backend(config, options)
-    if chosen:
+    if given == "auto" and scheme:
         # as a dtype that the user gives, this one wins over the checkpoint's
         cache.cache_dtype = "float16" if model.dtype == torch.float16 else "bfloat16"
-        logger.info("kvcodec: the checkpoint asks for another KV cache (%s), which %s replaces", chosen, options.scheme)
+        logger.info("kvcodec: the checkpoint asks for another KV cache (%s), which %s replaces", scheme, options.scheme)
     # labels of vLLM's metric cache_config_info
     cache.kvcodec_preset, cache.kvcodec_seed = str(options.scheme), options.seed
     cache.kvcodec_params = "none" if options.params is None else options.params.sha256[:12]
@@ -121,15 +122,11 @@ def leaves_bytes_to_us(cache_dtype: str | None) -> bool:
     return cache_dtype in (None, "auto", *SIXTEEN_BIT) or str(cache_dtype).startswith(DTYPE)
 
 
-def _of_checkpoint(args: EngineArgs | None, config: VllmConfig) -> str:
-    """Return the KV-cache dtype that the checkpoint of the model, or of its drafts, asks for; '' if it is not taken."""
-    if args is not None and args.kv_cache_dtype != "auto":
-        return ""
+def checkpoint_scheme(config: VllmConfig) -> str:
+    """Return how the checkpoint of the model, or of its drafts, quantizes KV caches; '' if it does not."""
     drafts = config.speculative_config
     models = [config.model_config, *([] if drafts is None else [drafts.draft_model_config])]
-    found = next(filter(None, map(_scheme_of, models)), "")
-    dtype = config.cache_config.cache_dtype
-    return found or (f"--kv-cache-dtype {dtype}" if args is not None and dtype != "auto" else "")
+    return next(filter(None, map(_scheme_of, models)), "")
 
 
 def _scheme_of(model: ModelConfig | None) -> str:
