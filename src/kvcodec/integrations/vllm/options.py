@@ -9,7 +9,8 @@ key        meaning
 ``window`` 0: serve a preset without its dense window of newest tokens
 ``sink``   0: serve a preset without its dense first tokens
 ``seed``   seed of random constants; default 0
-``draft``  spec of a draft model's layers in speculative decoding; default ``dense``: drafts keep 16 bit
+``draft``  spec of a draft model's layers in speculative decoding; default ``dense``: drafts keep 16 bit;
+           refused without a draft model
 ``probe``  for a preset that breaks on the model's key biases: ``refuse`` to start (default), ``warn`` in the log and
            go on, or ``off``: do not check
 ========== ===========================================================================================================
