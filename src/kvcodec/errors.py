@@ -57,5 +57,6 @@ class KVCodecWarning(UserWarning):
 
 def nearest(word: str, known: Iterable[str], n: int = 3) -> str:
     """Return `` Did you mean 'a', 'b'?`` for the known words closest to ``word``, or ``""``."""
-    close = difflib.get_close_matches(word, sorted(set(known)), n=n, cutoff=0.5)
-    return f" Did you mean {', '.join(repr(c) for c in close)}?" if close else ""
+    names = {name.lower(): name for name in sorted(set(known))}
+    close = difflib.get_close_matches(word.lower(), names, n=n, cutoff=0.5)
+    return f" Did you mean {', '.join(repr(names[c]) for c in close)}?" if close else ""

@@ -1,7 +1,7 @@
 """What an engine's pages can serve, and a layer over pages that it owns. The engine itself: tests/serve."""
 
 import math
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -9,12 +9,13 @@ import torch
 import kvcodec
 from kvcodec.cache.host import LayerCache
 from kvcodec.cache.kept_rows import kept_rows
-from kvcodec.cache.site import LayerSite
+from kvcodec.cache.site import LayerSite, MeanRemoval
 from kvcodec.codec import ROLES
 from kvcodec.errors import SpecError, UnsupportedError
 from kvcodec.integrations.vllm.layer import EngineLayer, Rules
-from kvcodec.integrations.vllm.options import check_command, read_options
+from kvcodec.integrations.vllm.options import read_options
 from kvcodec.integrations.vllm.servable import PAGE_STEP, group_tokens, page_step, refusal, verdicts
+from kvcodec.ops.rope import Rotary
 from kvcodec.scheme import mix_of
 
 CPU = torch.device("cpu")
@@ -270,36 +271,26 @@ def test_on_a_gpu_nothing_falls_back_to_the_reference() -> None:
     assert layer.unserved == ""
 
 
-GIVEN = ["--additional-config", '{"kvcodec": {"preset": "saw-int4"}}']
-SERVER = "/x/site-packages/vllm/entrypoints/openai/api_server.py"
+@pytest.mark.parametrize("kind", ["pre", "post"])
+def test_a_layer_takes_another_mean_in_place(kind: Literal["pre", "post"]) -> None:
+    """As one that was made with it, in tensors that keep their addresses; another kind needs another layer."""
 
+    def removal(seed: int) -> MeanRemoval:
+        mean = 20 * torch.randn(1, HEADS, DIM, generator=torch.Generator().manual_seed(seed))
+        return MeanRemoval(kind, Rotary(torch.logspace(0, -4, DIM // 2)) if kind == "pre" else None, mean, "weights")
 
-@pytest.mark.parametrize(
-    "argv",
-    [
-        ["/x/bin/vllm", "serve", "M", *GIVEN],
-        [SERVER, "--model", "M", "--additional_config=" + GIVEN[1]],
-        ["vllm", "serve", "M", "--additional-config.kvcodec.preset", "saw-int4", "--kv-cache-dtype", "auto"],
-    ],
-)
-def test_a_command_that_would_serve_16_bit_is_refused(argv: list[str]) -> None:
-    with pytest.raises(UnsupportedError, match="serve 16 bit; add --attention-backend CUSTOM"):
-        check_command(argv)
-
-
-@pytest.mark.parametrize(
-    "argv",
-    [
-        [],
-        ["vllm", "serve", "M"],
-        ["vllm", "serve", "M", "--additional-config", '{"other": 1}', "--served-model-name", "kvcodec"],
-        ["vllm", "serve", "M", *GIVEN, "--attention-backend", "CUSTOM"],
-        ["vllm", "serve", "M", *GIVEN, "--attention_backend=CUSTOM"],
-        ["vllm", "serve", "M", *GIVEN, "-ac.backend", "CUSTOM"],
-        ["vllm", "serve", "M", *GIVEN, "--config", "server.yaml"],
-        ["vllm", "serve", "M", *GIVEN, "--kv-cache-dtype", "kvcodec"],
-        ["/home/me/vllm/tool.py", *GIVEN],  # not vLLM's: what it makes of its options is not known
-    ],
-)
-def test_a_command_that_serves_what_it_says_is_left_alone(argv: list[str]) -> None:
-    check_command(argv)
+    k, v = rows()
+    layer, fresh = (made("saw-int4", mean=removal(seed)) for seed in (1, 2))
+    assert layer.mean is not None
+    address = layer.mean.data_ptr()
+    found, want = pool(layer), pool(layer)
+    for own, cache in ((layer, found), (fresh, want)):
+        own.encode(k, v, cache, slots(0, TOKENS), torch.arange(TOKENS)[None].int())
+    assert not torch.equal(found, want)
+    assert layer.renew(removal(2))
+    layer.encode(k, v, found, slots(0, TOKENS), torch.arange(TOKENS)[None].int())
+    assert torch.equal(found, want)
+    assert layer.mean.data_ptr() == address
+    other = MeanRemoval("post" if kind == "pre" else "pre", Rotary(torch.ones(8)), layer.mean.clone(), "weights")
+    assert [layer.renew(None), layer.renew(other), made("saw-int4").renew(other)] == [False] * 3
+    assert made("saw-int4").renew(None)

@@ -1,5 +1,6 @@
 """The real engine on the CPU, in this process: the library's tokens, whatever the scheduler does with the requests."""
 
+import re
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -180,6 +181,11 @@ def test_without_compiled_kernels_the_reference_serves_and_says_so(
             with engine(llama.folder, given, max_num_batched_tokens=16, block_size=16) as llm:
                 assert generate(llm, IDS) == want
         said = " ".join(told)
+        assert f"kvcodec: preset {preset}: " in said
+        assert said.count("x as many tokens as 16 bit") == 1
+        assert re.search(
+            r"seed 0, params none, 0 of 6 layers hold keys without their mean, identity [0-9a-f]{12}-16", said
+        )
         assert ("are served by the kernels 'cpu" in said) == compiled
         assert ("layers are served by the reference, which is slow: " in said) != compiled
         assert ("the CPU kernels are not compiled (missing.so is missing)" in said) != compiled

@@ -1,12 +1,10 @@
 """What cannot be served: the engine does not start, and one sentence says what to do."""
 
-import sys
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from kvcodec.errors import KVError, UnsupportedError
+from kvcodec.errors import KVError
 from tests.serve.engines import engine
 
 REFUSED = {
@@ -32,22 +30,6 @@ def test_the_engine_does_not_start(case: str, llama: Any) -> None:
     with pytest.raises(KVError, match=sentence) as error, engine(llama.folder, given, **options):
         pass
     assert "\n" not in str(error.value)
-
-
-def test_a_command_on_a_gpu_that_leaves_the_backend_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As where vLLM is built for one; which commands are meant is said in tests/integrations/test_serving.py."""
-    from kvcodec.integrations.vllm import plugin
-
-    registered: list[Any] = []
-    monkeypatch.setattr(plugin, "current_platform", SimpleNamespace(is_cpu=lambda: False))
-    monkeypatch.setattr(plugin, "register_backend", lambda *given: registered.append(given))
-    argv = ["vllm", "serve", "M", "--additional-config", '{"kvcodec": {"preset": "saw-int4"}}']
-    monkeypatch.setattr(sys, "argv", argv)
-    with pytest.raises(UnsupportedError, match="add --attention-backend CUSTOM"):
-        plugin.register_backends()
-    monkeypatch.setattr(sys, "argv", [*argv, "--attention-backend", "CUSTOM"])
-    plugin.register_backends()
-    assert registered[-1][1].endswith("backend.PackedBackend")
 
 
 def test_a_head_size_that_a_codec_cannot_take(saved: Any) -> None:

@@ -1,6 +1,7 @@
 """The OpenAI server over HTTP: a process for one that serves and one that is refused, started together."""
 
 import json
+import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -52,6 +53,7 @@ def test_a_server_streams_what_the_library_generates(servers: Any, llama: Any) -
     )
     assert int(server.setting("num_gpu_blocks")) == MEMORY // block
     assert int(server.setting("block_size")) == BLOCK
+    assert [server.setting(f"kvcodec_{name}") for name in ("preset", "seed", "params")] == [PRESET, "0", "none"]
     (ids,) = prompts(70)
     want = [f"t{i}" for i in generated(llama.model, spec, ids)]
     for hits in (0, 64):  # three chunks; then two whole blocks from the prefix cache
@@ -62,9 +64,11 @@ def test_a_server_streams_what_the_library_generates(servers: Any, llama: Any) -
 
 
 def test_a_refused_preset_ends_the_server_with_the_reason(servers: Any) -> None:
+    """By the first process, before the engine: the reason is the last line."""
     server = servers["kivi-2"]
     assert server.wait() not in (None, 0)
-    assert (
-        "kivi-2: it keeps the newest 128 tokens dense, which is not in the pages that requests share; give"
-        in server.text()
+    assert re.search(
+        r"kvcodec: kivi-2: it keeps the newest 128 tokens dense, which is not in the pages .*; give \"window\": 0",
+        server.text().splitlines()[-1],
     )
+    assert "EngineCore" not in server.text()

@@ -1,6 +1,7 @@
 """vLLM's attention backend, implemented by ``EngineLayer``. vLLM 0.32 and 0.33.
 
 A layer is bound when its weights are loaded: only then are its name, and so its number, scheme and constants, known.
+New weights in a running engine bind it again: means are taken of the new weights.
 From then on it has a backend class for its scheme, which tells vLLM how many bytes a token takes. Layers
 of different schemes (outer layers, recipes) may share blocks: vLLM gives each its own page size.
 
@@ -20,6 +21,8 @@ import torch
 from torch import Tensor
 from vllm.config import VllmConfig, get_current_vllm_config, get_current_vllm_config_or_none
 from vllm.logger import init_logger
+from vllm.model_executor.models.utils import extract_layer_index
+from vllm.platforms import current_platform
 from vllm.v1.attention.backend import AttentionBackend, AttentionImpl, AttentionType, MultipleOf
 from vllm.v1.kv_cache_interface import AttentionSpec, KVCacheLayout
 
@@ -28,15 +31,16 @@ from kvcodec.cache.positions import part_of
 from kvcodec.cache.site import MeanRemoval
 from kvcodec.errors import UnsupportedError
 from kvcodec.integrations.vllm.biases import Around
-from kvcodec.integrations.vllm.bind import bind, caching_layers, check_engine, check_weights
+from kvcodec.integrations.vllm.bind import bind, caching_layers, check_weights, skipping
 from kvcodec.integrations.vllm.builder import PackedBuilder
+from kvcodec.integrations.vllm.engine_args import check_engine, leaves_bytes_to_us
 from kvcodec.integrations.vllm.fitting import fitted_file
 from kvcodec.integrations.vllm.flash import flash_for
 from kvcodec.integrations.vllm.groups import GroupedLayer
 from kvcodec.integrations.vllm.identity import digest_of
 from kvcodec.integrations.vllm.layer import EngineLayer, Live, Rules
 from kvcodec.integrations.vllm.metadata import PackedMetadata, SharedStep, longest_sequence, metadata_of
-from kvcodec.integrations.vllm.options import DTYPE, EXAMPLE, Options, read_options
+from kvcodec.integrations.vllm.options import EXAMPLE, Options, read_options
 from kvcodec.integrations.vllm.pending import PendingGroups
 from kvcodec.integrations.vllm.servable import (
     BLOCK,
@@ -63,8 +67,7 @@ def options_of(config: VllmConfig, made: Path | None = None) -> Options | None:
     """Read kvcodec's options from the configuration, ``made`` as in ``read_options``; None: there are none."""
     additional = config.additional_config
     plain = dict(additional) if isinstance(additional, dict) else {}
-    own = json.dumps({k: v for k, v in plain.items() if k == "kvcodec"})
-    return _options(own, config.cache_config.cache_dtype, made)
+    return _options(json.dumps(plain, default=str), config.cache_config.cache_dtype, made)
 
 
 def current_options() -> Options | None:
@@ -117,7 +120,12 @@ class PackedBackend(AttentionBackend):  # type: ignore[misc]
     @classmethod
     def supports_kv_cache_dtype(cls, kv_cache_dtype: str | None) -> bool:
         """Return whether the dtype leaves the meaning of the bytes to the backend."""
-        return kv_cache_dtype in (None, "auto", "float16", "bfloat16") or str(kv_cache_dtype).startswith(DTYPE)
+        return leaves_bytes_to_us(kv_cache_dtype)
+
+    @classmethod
+    def supports_per_head_quant_scales(cls) -> bool:
+        """Return True: a checkpoint may have scales of another KV cache, which are not used."""
+        return True
 
     @classmethod
     def supports_sliding_window(cls) -> bool:
@@ -176,6 +184,7 @@ def backend_for(name: str, token_bytes: int, room: int, unit: int, cache_config:
         "get_name": staticmethod(lambda: f"{name}-{cache_config.block_size}"),
         "get_supported_kernel_block_sizes": staticmethod(lambda kv_cache_spec=None: [MultipleOf(lcm(PAGE_STEP, unit))]),
         "__doc__": PackedBackend.__doc__,
+        "__module__": __name__,
     }
     # vLLM distinguishes backends by class name
     return type(f"PackedBackend{token_bytes}x{unit}" + f"and{room}" * (room > 0), (PackedBackend,), own)
@@ -215,7 +224,10 @@ class PackedImpl(AttentionImpl[PackedMetadata]):  # type: ignore[misc]
                 f"encoder-decoder models without kvcodec in --additional-config."
             )
         if not PackedBackend.supports_kv_cache_dtype(kv_cache_dtype):
-            raise UnsupportedError(f"kvcodec: --kv-cache-dtype {kv_cache_dtype} says otherwise; leave it out.")
+            raise UnsupportedError(
+                f"kvcodec: --kv-cache-dtype, or the checkpoint, asks for a KV cache of {kv_cache_dtype}; give "
+                f"--kv-cache-dtype bfloat16."
+            )
         check_engine(self.config, options)
         self.options = self._with_constants(options)
         # vLLM builds drafts when the model is loaded
@@ -228,12 +240,15 @@ class PackedImpl(AttentionImpl[PackedMetadata]):  # type: ignore[misc]
         self.around = Around(self)
         self.packed: EngineLayer | None = None
         self.digest = ""
-        self.backends: dict[tuple[int, int, int], type[PackedBackend]] = {}
+        self.backends: dict[tuple[str, int, int, int], type[PackedBackend]] = {}
+        self.named = ""
         self.means: dict[int, MeanRemoval] = {}
         self.kinds: tuple[Mean, ...] = ()
         self.shared: SharedStep | None = None
         self.pending: PendingGroups | None = None
         self.leads = False
+        self.stopped = ""
+        """Why no step may run any more."""
 
     def _with_constants(self, options: Options) -> Options:
         """Return the options with the constants that are fitted at the start, once for all layers."""
@@ -246,17 +261,33 @@ class PackedImpl(AttentionImpl[PackedMetadata]):  # type: ignore[misc]
         return found
 
     def process_weights_after_loading(self, act_dtype: torch.dtype) -> None:
-        """Bind the layer; see the module's text."""
+        """Bind the layer, or bind it to new weights; see the module's text.
+
+        Raises
+        ------
+        UnsupportedError
+            It cannot be served. With new weights the engine runs no further step.
+        """
+        again = any(impl.shared is not None for impl in self._impls().values())
+        try:
+            self._bind(act_dtype, again)
+        except Exception as error:
+            for impl in self._impls().values() if again else ():
+                impl.stopped = f"kvcodec: the weights were replaced, and they cannot be served: {error}"
+            raise
+
+    def _bind(self, act_dtype: torch.dtype, again: bool) -> None:
         layers = self.config.compilation_config.static_forward_context
         name = next(n for n, layer in layers.items() if getattr(layer, "impl", None) is self)
-        self._check_biases()
+        self._check_biases(again)
         if self.kv_sharing_target_layer_name is not None:
             if isinstance(layers[self.kv_sharing_target_layer_name].impl.packed, GroupedLayer):
                 raise UnsupportedError(
                     f"kvcodec: {name} reads another layer's cache, but not the tokens of its unfinished groups; serve "
                     f"the model with a preset that encodes each token alone, such as saw-int4."
                 )
-            return  # reads the pages of an earlier layer, with its constants
+            self.packed = None  # reads the pages of an earlier layer, with its constants
+            return
         if not layers[name].attn_backend.__module__.startswith("kvcodec."):
             # a class derived by vLLM, which passes other block tables
             kind = layers[name].attn_backend.__name__
@@ -264,44 +295,62 @@ class PackedImpl(AttentionImpl[PackedMetadata]):  # type: ignore[misc]
                 f"kvcodec: {name} is attention of a kind of its own ({kind}), which is not served from packed pages; "
                 f"serve the model without kvcodec in --additional-config."
             )
+        digest = digest_of(self.options, self.head_size, act_dtype, self.kinds)
+        if again and digest != self.digest:
+            self._check_running()
+        mean = None if self.draft else self.means.get(extract_layer_index(name))
+        if self.packed is None or not self.packed.renew(mean):
+            if again:
+                self._check_running()
+            self.packed = self._layer(name, layers[name], act_dtype)
+        self.digest, self.named = digest, self.named or layers[name].attn_backend.get_name()
+        layers[name].attn_backend = self._backend(self.packed, self.named)
+
+    def _layer(self, name: str, layer: Any, act_dtype: torch.dtype) -> EngineLayer:
+        """Return what stores and attends the tokens of vLLM's layer of this name."""
         order = [] if self.draft else caching_layers(self.config, self._impls())
-        self.packed = bind(
-            self.config,
-            self.options,
-            self.num_kv_heads,
-            self.head_size,
-            name,
-            layers[name],
-            act_dtype,
-            order,
-            self.means,
-        )
+        heads, head_dim = self.num_kv_heads, self.head_size
+        packed = bind(self.config, self.options, heads, head_dim, name, layer, act_dtype, order, self.means)
         page_tokens = self.config.cache_config.block_size
-        if self.config.cache_config.user_specified_block_size and (
-            why := page_refusal(self.packed.scheme, page_tokens)
-        ):
+        if self.config.cache_config.user_specified_block_size and (why := page_refusal(packed.scheme, page_tokens)):
             raise UnsupportedError(f"kvcodec: {why}")
-        if self.packed.device.type != "cpu":
-            self.packed.flash = flash_for(self.head_size, self.rules.softcap > 0)
-            self.packed.find_kernels(preferred_page(self.packed.scheme))  # raises before memory is allocated
-        self.digest = digest_of(self.options, self.head_size, act_dtype, self.kinds)
-        layers[name].attn_backend = self._backend(self.packed, layers[name].attn_backend.get_name())
+        if packed.device.type != "cpu":
+            packed.flash = flash_for(self.head_size, self.rules.softcap > 0)
+            packed.find_kernels(preferred_page(packed.scheme))  # raises before memory is allocated
+        return packed
+
+    def _check_running(self) -> None:
+        """Raise if pages cannot change their meaning: other servers, or graphs, know the old one."""
+        others = {
+            "a KV connector has announced": self.config.kv_transfer_config is not None,
+            "CUDA graphs have captured": self.config.compilation_config.cudagraph_mode.has_full_cudagraphs()
+            and not current_platform.is_cpu(),
+        }
+        for who, is_there in others.items():
+            if is_there:
+                raise UnsupportedError(
+                    f"kvcodec: with the new weights {self.options.scheme} removes other means from keys than {who}; "
+                    f"start the server anew with these weights."
+                )
 
     def _backend(self, packed: EngineLayer, name: str) -> type[PackedBackend]:
         """Return the backend of layers whose tokens take as many bytes as this one's; the first layer keeps them."""
         unit, room = group_tokens(packed.scheme), rows_bytes(packed.sink, self.head_size)
         codes = packed.layout(packed.step).page_bytes // packed.step
         backends = next(iter(self._impls().values())).backends  # an engine's own, as two may differ in block size
-        if (codes, room, unit) not in backends:
-            named = f"{name}-{self.digest}"
-            backends[codes, room, unit] = backend_for(named, codes, room, unit, self.config.cache_config)
-        return backends[codes, room, unit]
+        if (key := (self.digest, codes, room, unit)) not in backends:
+            backends[key] = backend_for(f"{name}-{self.digest}", codes, room, unit, self.config.cache_config)
+        return backends[key]
 
-    def _check_biases(self) -> None:
+    def _check_biases(self, again: bool) -> None:
         """Check the preset against the model's key biases and decide means, once, when the first layer is bound."""
-        impls = self._impls()
-        if next(iter(impls.values())) is self and self.packed is None:
-            told, means, kinds = check_weights(self.config, self.options, impls)
+        impls = {name: impl for name, impl in self._impls().items() if not impl.draft}
+        if next(iter(impls.values())) is self:
+            options = self.options if again else skipping(self.config, self.options, impls)
+            if options is not self.options:
+                skipped = self.config.cache_config.kv_cache_dtype_skip_layers
+                logger.info("kvcodec: --kv-cache-dtype-skip-layers keeps layers in 16 bit: %s", ", ".join(skipped))
+            told, means, kinds = check_weights(self.config, options, impls)
             for text in told:
                 logger.warning("kvcodec: %s", text)
             for (kind, source), count in Counter((mean.kind, mean.source) for mean in means.values()).items():
@@ -309,8 +358,16 @@ class PackedImpl(AttentionImpl[PackedMetadata]):  # type: ignore[misc]
                 logger.info(
                     "kvcodec: %d layers hold keys without their mean %s RoPE, which the %s give", count, side, source
                 )
+            if again:
+                logger.info("kvcodec: the weights were replaced; means of keys are those of the new weights")
+                if kinds != self.kinds:
+                    logger.warning(
+                        "kvcodec: other layers than before hold keys without their mean; reset the prefix cache"
+                    )
+                if options.params is not None:
+                    logger.warning("kvcodec: the constants of %s were fitted to other weights", options.params.file)
             for impl in impls.values():
-                impl.means, impl.kinds = means, kinds
+                impl.options, impl.means, impl.kinds = options, means, kinds
         self.around.end()
 
     def _impls(self) -> dict[str, "PackedImpl"]:

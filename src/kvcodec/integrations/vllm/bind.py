@@ -1,4 +1,4 @@
-"""Make an ``EngineLayer`` for a layer of vLLM's model: scheme, constants, and checks of the engine's options."""
+"""Make an ``EngineLayer`` for a layer of vLLM's model: its scheme and constants."""
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -31,37 +31,8 @@ from kvcodec.integrations.vllm.means import KINDS, Rotaries, decided, means_of
 from kvcodec.integrations.vllm.options import Options
 from kvcodec.integrations.vllm.servable import group_tokens, preferred_page, refusal
 from kvcodec.ops.rope import Rotary
-from kvcodec.scheme import KVScheme, Mean, Mix
-
-
-def check_engine(config: VllmConfig, options: Options) -> None:
-    """Raise for engine options that the backend does not support."""
-    parallel = config.parallel_config
-    if (drafts := config.speculative_config) is not None:
-        if group_tokens(options.draft) > 1:
-            raise UnsupportedError(
-                f"kvcodec: {options.draft} encodes {group_tokens(options.draft)} tokens together, and the layers of a "
-                f'draft model are served without; give "draft" a preset that encodes each token alone, such as int-8.'
-            )
-        least = min((group_tokens(own) for own in options.scheme.layer_schemes if group_tokens(own) > 1), default=0)
-        if least and drafts.num_speculative_tokens >= least:
-            raise UnsupportedError(
-                f"kvcodec: {options.scheme} encodes {least} tokens together, and a request may have fewer drafts than "
-                f"that in a step, not {drafts.num_speculative_tokens}."
-            )
-    kept = next((own for own in options.scheme.layer_schemes if own.sink), None)
-    if kept is not None and config.model_config.is_hybrid:
-        raise UnsupportedError(
-            f"kvcodec: {kept} keeps the first {kept.sink} tokens dense, for which each block has room, and vLLM counts "
-            f'the blocks of a hybrid model in tokens of equal size; give "sink": 0 to serve it without.'
-        )
-    asked = {
-        "decode context parallelism": parallel.decode_context_parallel_size > 1,
-        "dual-batch overlap": parallel.enable_dbo,
-    }
-    for what, is_asked in asked.items():
-        if is_asked:
-            raise UnsupportedError(f"kvcodec: {what} is not served from packed pages; switch it off.")
+from kvcodec.registry import get
+from kvcodec.scheme import KVScheme, Mean, Mix, mix_of
 
 
 def caching_layers(config: VllmConfig, impls: Mapping[str, Any]) -> list[int]:
@@ -173,6 +144,41 @@ def _first_head(config: VllmConfig, heads: int) -> int:
     return rank // max(1, size // config.model_config.get_total_num_kv_heads()) * heads
 
 
+def skipping(config: VllmConfig, options: Options, impls: Mapping[str, Any]) -> Options:
+    """Return the options with layers of ``--kv-cache-dtype-skip-layers`` in 16 bit, as a recipe has them.
+
+    Parameters
+    ----------
+    config, options, impls
+        As ``caching_layers``.
+
+    Raises
+    ------
+    UnsupportedError
+        A name is of no layer, or none is left to pack.
+    """
+    if not (names := config.cache_config.kv_cache_dtype_skip_layers):
+        return options
+    order, option = caching_layers(config, impls), "--kv-cache-dtype-skip-layers"
+    sliding = {extract_layer_index(name) for name, impl in impls.items() if impl.rules.window and not impl.draft}
+    if config.parallel_config.pipeline_parallel_size > 1:  # other stages' too
+        sliding = {own.index for own in plan_for(config.model_config.hf_config, "decoded").kv_layers if own.window}
+    skipped: set[int] = set()
+    for name in names:
+        found = {i for i in order if str(i) == name or (name == "sliding_window" and i in sliding)}
+        if not found:
+            raise UnsupportedError(
+                f"kvcodec: {option} {name} is no layer of this model that caches keys and values; give numbers from "
+                f"{order[0]} to {order[-1]}, or sliding_window where layers have one."
+            )
+        skipped |= found
+    if skipped >= set(order):
+        raise UnsupportedError(f"kvcodec: {option} leaves no layer to pack; serve the model without kvcodec.")
+    own, dense = packed_everywhere(config, options.scheme), replace(get("dense"), mean="none")
+    layers = [dense if i in skipped else own.for_layer(at, len(order)) for at, i in enumerate(order)]
+    return replace(options, scheme=mix_of(layers, f"{own} without layers {', '.join(map(str, sorted(skipped)))}"))
+
+
 def packed_everywhere(config: VllmConfig, scheme: KVScheme) -> KVScheme:
     """Return the scheme, without dense outer layers for a hybrid model.
 
@@ -238,7 +244,8 @@ def bind(
     params = None
     if fitted is not None:
         check_params(fitted, hf_config, fitted.scheme, seed=options.seed)
-        params = {role: _own_heads(p, first_head, heads, total) for role, p in fitted.get(index, {}).items()}
+        held = {} if dense else fitted.get(index, {})
+        params = {role: _own_heads(p, first_head, heads, total) for role, p in held.items()}
     device = layer._k_scale.device  # these scales of vLLM's own caches are on the layer's device
     grouped = group_tokens(scheme) > 1
     transfer = config.kv_transfer_config

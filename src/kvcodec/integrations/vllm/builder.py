@@ -42,7 +42,8 @@ class PackedBuilder(AttentionMetadataBuilder[PackedMetadata]):  # type: ignore[m
         if getattr(kv_cache_spec, "page_size_padded", None) is not None:
             raise UnsupportedError(
                 "kvcodec: layers with and without a sliding window take different numbers of bytes per token, which "
-                "vLLM evens out with gaps between pages; use a preset that treats all layers alike, such as saw-int4."
+                "vLLM evens out with gaps between pages; use a preset that treats all layers alike, such as saw-int4, "
+                "and leave --kv-cache-dtype-skip-layers out."
             )
         scheduler = vllm_config.scheduler_config
         context = vllm_config.compilation_config.static_forward_context
@@ -60,6 +61,11 @@ class PackedBuilder(AttentionMetadataBuilder[PackedMetadata]):  # type: ignore[m
         self.expanded: Expanded | None = None
         self.joint = all(impl.packed.takes_several(impl.rules) for impl in impls)
         self.windows = {impl.rules.window for impl in impls}
+        everywhere = [
+            layer.impl for layer in context.values() if isinstance(getattr(layer, "impl", None), type(impls[0]))
+        ]
+        if all(impl.shared is None for impl in everywhere):  # the first builder
+            _log_preset([impl for impl in everywhere if not impl.draft], block)
         _log_kernels([impl.packed for impl in impls], kv_cache_spec.block_size)
         if device.type == "cuda":
             compile_ahead(impls, kv_cache_spec.block_size, vllm_config, device, self.most_queries)
@@ -72,6 +78,7 @@ class PackedBuilder(AttentionMetadataBuilder[PackedMetadata]):  # type: ignore[m
             )
         tokens = max(scheduler.max_num_batched_tokens, vllm_config.compilation_config.max_cudagraph_capture_size or 0)
         self.first: EngineLayer = impls[0].packed
+        self.leader = impls[0]
         shared = self.shared = SharedStep(tokens, max(scheduler.max_num_seqs, tokens if self.fused else 1), device)
         shared.most, shared.queries = scheduler.max_num_seqs * self.most_queries, self.most_queries
         for impl in impls:
@@ -109,6 +116,8 @@ class PackedBuilder(AttentionMetadataBuilder[PackedMetadata]):  # type: ignore[m
     ) -> PackedMetadata:
         """Return the metadata of a step; only prompt chunks need numbers on the host."""
         c = common_attn_metadata
+        if self.leader.stopped:
+            raise UnsupportedError(self.leader.stopped)
         if self.pending is not None:
             queries = None if self.vllm_config.speculative_config is None else self._split(c)[2]
             given = c.block_table_tensor, c.seq_lens, c.query_start_loc, c.slot_mapping, c.req_idx, queries
@@ -174,6 +183,24 @@ class PackedBuilder(AttentionMetadataBuilder[PackedMetadata]):  # type: ignore[m
                 ]
             prompts[window] = Prompts(together, alone)
         return prompts
+
+
+def _log_preset(impls: list[Any], page_tokens: int) -> None:
+    """Log what the layers of this process hold, in numbers that servers can be compared by."""
+    lead = impls[0]
+    layers = [impl.packed for impl in impls if impl.kv_sharing_target_layer_name is None]
+    numbers = sum(2 * layer.heads * layer.head_dim for layer in layers)
+    bits = 8 * sum(layer.heads * layer.token_bytes(page_tokens) for layer in layers) / numbers
+    params = lead.options.params
+    logger.info(
+        "kvcodec: preset %s: %.4g bits a number, %.2fx as many tokens as 16 bit",
+        *(lead.options.scheme, bits, 16 / bits),
+    )
+    logger.info(
+        "kvcodec: seed %d, params %s, %d of %d layers hold keys without their mean, identity %s-%d",
+        *(lead.options.seed, "none" if params is None else f"{params.file} ({params.sha256[:12]})"),
+        *(sum(layer.mean is not None for layer in layers), len(layers), lead.digest, page_tokens),
+    )
 
 
 def _log_kernels(layers: list[EngineLayer], page_tokens: int) -> None:

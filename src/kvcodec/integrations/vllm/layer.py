@@ -249,6 +249,21 @@ class EngineLayer:
             return None
         return self.site.mean.at(self.mean, self._needed(positions))
 
+    def renew(self, mean: MeanRemoval | None) -> bool:
+        """Hold keys without another mean; False if that needs another layer. Captured graphs remain valid."""
+        old = self.site.mean
+        if old is None or mean is None or self.mean is None or mean.given is None:
+            return old is None and mean is None
+        same = old.kind == mean.kind and self.mean.shape == mean.given.shape
+        if not same or (old.rotary is not None and mean.rotary is not None and old.rotary.name != mean.rotary.name):
+            return False
+        self.site.mean = mean
+        self.mean.copy_(mean.given)
+        held = {engine: engine.mean for engine in self.engines.values()}
+        for engine in held:
+            engine.hold_without(self.mean, self.turning)
+        return self.device.type == "cpu" or all(engine.mean is own for engine, own in held.items())
+
     def _turned(self, positions: Tensor) -> Turned:
         assert self.mean is not None
         return Turned(self.mean, *angles_at(positions, self.turning), self.turning.interleaved)

@@ -9,21 +9,24 @@ key        meaning
 ``window`` 0: serve a preset without its dense window of newest tokens
 ``sink``   0: serve a preset without its dense first tokens
 ``seed``   seed of random constants; default 0
-``draft``  spec of a draft model's layers in speculative decoding; default ``dense``: drafts keep 16 bit
+``draft``  spec of a draft model's layers in speculative decoding; default ``dense``: drafts keep 16 bit;
+           refused without a draft model
 ``probe``  for a preset that breaks on the model's key biases: ``refuse`` to start (default), ``warn`` in the log and
            go on, or ``off``: do not check
 ========== ===========================================================================================================
 """
 
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from difflib import SequenceMatcher
 from pathlib import Path
 from typing import Any
 
-from kvcodec.errors import SpecError, UnsupportedError, nearest
+from kvcodec.errors import SpecError, nearest
 from kvcodec.files.params import FittedParams, read_params
 from kvcodec.key_bias import Probe, probe_option
-from kvcodec.registry import get
+from kvcodec.registry import get, presets
 from kvcodec.scheme import KVScheme, Mix
 
 KEY = "kvcodec"
@@ -32,6 +35,8 @@ DTYPE = "kvcodec"
 FIT = "fit"
 """``params``: no file, but what ``kvcodec fit`` makes of the model when the server starts."""
 NAMES = ("preset", "params", "window", "sink", "seed", "draft", "probe")
+ALIKE = 0.7
+"""Share of letters in common from which a key is taken for a misspelled ``kvcodec``."""
 EXAMPLE = """--additional-config '{"kvcodec": {"preset": "saw-int4"}}'"""
 
 
@@ -50,6 +55,8 @@ class Options:
         Of the layers of a draft model.
     to_fit : str
         The preset as it was named, if its constants are yet to be fitted; ``params`` is None until they are.
+    names_draft : bool
+        Whether ``draft`` was given.
     """
 
     scheme: KVScheme
@@ -58,6 +65,7 @@ class Options:
     probe: Probe = "refuse"
     draft: KVScheme = field(default_factory=lambda: get("dense"))
     to_fit: str = ""
+    names_draft: bool = False
 
     @property
     def fitted(self) -> bool:
@@ -79,13 +87,16 @@ def read_options(
     FormatError, FileNotFoundError
         The file of constants.
     """
-    given = additional.get(KEY) if isinstance(additional, Mapping) else None
+    additional = additional if isinstance(additional, Mapping) else {}
+    _check_keys(additional)
     named = cache_dtype.partition(":")[2] if cache_dtype.startswith(DTYPE) else ""
-    if given is None and not cache_dtype.startswith(DTYPE):
+    if KEY not in additional and not cache_dtype.startswith(DTYPE):
         return None
-    given = {} if given is None else given
+    given = additional.get(KEY, {})
     if not isinstance(given, Mapping):
-        raise SpecError(f"kvcodec: got {given!r}; expected an object, e.g. {EXAMPLE}.")
+        raise SpecError(
+            f"kvcodec: got {KEY!r}: {given!r}; expected an object, e.g. {EXAMPLE}, or no such key for 16 bit."
+        )
     for name in given:
         if name not in NAMES:
             raise SpecError(f"kvcodec: unknown key {name!r}.{nearest(str(name), NAMES)} Keys: {', '.join(NAMES)}.")
@@ -99,6 +110,8 @@ def read_options(
         raise SpecError(f"kvcodec: seed={seed!r}; give an integer >= 0.")
     scheme = get(preset)
     params, path = None, given.get("params")
+    if "params" in given and (not isinstance(path, str | Path) or not str(path)):
+        raise SpecError(f'kvcodec: params={path!r}; give the path of a file of `kvcodec fit`, or "{FIT}".')
     if (fits := path == FIT) and not scheme.is_fitted:
         raise SpecError(f'kvcodec: {preset} has no constants to fit; leave "params": "{FIT}" out.')
     if (path := made if fits else path) is not None:
@@ -111,7 +124,32 @@ def read_options(
         raise SpecError(f"kvcodec: draft={draft!r}; name a spec of `kvcodec list`, or leave it out for 16 bit.")
     own = _without(get(draft), given)
     to_fit = preset if fits and params is None else ""
-    return Options(_without(scheme, given), params, seed, _probe(given.get("probe", "refuse")), own, to_fit)
+    probe = _probe(given.get("probe", "refuse"))
+    return Options(_without(scheme, given), params, seed, probe, own, to_fit, "draft" in given)
+
+
+def _check_keys(additional: Mapping[str, Any]) -> None:
+    """Raise for keys beside ``kvcodec`` that are meant for it: misspelled, or options that lie outside of its object.
+
+    Keys of other plugins are left alone.
+    """
+
+    def letters(key: Any) -> str:
+        return re.sub(r"[^a-z0-9]", "", str(key).lower())
+
+    def is_ours(value: Any) -> bool:
+        preset = value.get("preset") if isinstance(value, Mapping) else None
+        return isinstance(preset, str) and preset.partition(":")[0] in presets()
+
+    for key, value in additional.items():
+        if key == KEY:
+            continue
+        if SequenceMatcher(None, letters(key), KEY).ratio() >= ALIKE or is_ours(value):
+            raise SpecError(f"kvcodec: --additional-config has {key!r}. Did you mean {KEY!r}? E.g. {EXAMPLE}.")
+        if key == "preset" or (KEY in additional and key in NAMES):
+            raise SpecError(
+                f"kvcodec: --additional-config has {key!r} outside of {KEY!r}; put it there, e.g. {EXAMPLE}."
+            )
 
 
 def _probe(given: Any) -> Probe:
@@ -133,34 +171,3 @@ def _without(scheme: KVScheme, given: Mapping[str, Any]) -> KVScheme:
     if isinstance(scheme, Mix):
         scheme = replace(scheme, layers=tuple(map(bare, scheme.layers)))
     return bare(scheme)
-
-
-def check_command(argv: Sequence[str]) -> None:
-    """Raise if a vLLM command line for a GPU names a preset but no attention backend.
-
-    vLLM would choose a backend of its own, ignore the options and silently serve 16 bit. Only vLLM's own commands are
-    checked, except those that may name the backend elsewhere (``--config FILE``).
-
-    Parameters
-    ----------
-    argv : sequence of str
-        ``sys.argv``.
-
-    Raises
-    ------
-    UnsupportedError
-    """
-    words = [word.replace("_", "-") if word.startswith("--") else word for word in argv[1:]]
-
-    def names(option: str, text: str) -> bool:
-        return any(word.startswith(option) and text in " ".join(words[i : i + 2]) for i, word in enumerate(words))
-
-    elsewhere = any(names(option, "") for option in ("--attention-", "-ac", "--config"))
-    if not names("--additional-config", KEY) or names("--kv-cache-dtype", DTYPE) or elsewhere:
-        return
-    program = Path(argv[0])
-    if program.name == "vllm" or "vllm/entrypoints/" in program.as_posix():
-        raise UnsupportedError(
-            f"kvcodec: --additional-config names {KEY!r}, but vLLM would choose an attention backend of its own and "
-            "serve 16 bit; add --attention-backend CUSTOM."
-        )

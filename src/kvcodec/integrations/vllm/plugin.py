@@ -1,25 +1,20 @@
-"""What the plugin registers with vLLM, by dotted path: nothing else of vLLM is imported before a layer asks for it."""
+"""What the plugin registers with vLLM: backends by dotted path, KV-cache dtypes, checks of the engine's options."""
 
-import sys
 from typing import Any
 
 from vllm.platforms import current_platform
 from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 
-from kvcodec.integrations.vllm.options import DTYPE, check_command
+from kvcodec.integrations.vllm.engine_args import check_arguments
+from kvcodec.integrations.vllm.options import DTYPE
 
 HERE = "kvcodec.integrations.vllm"
 
 
 def register_backends() -> None:
-    """Register the backends of this platform, and the KV-cache dtypes where vLLM takes new ones.
-
-    Raises
-    ------
-    UnsupportedError
-        vLLM's own command names a preset but would not use it.
-    """
+    """Register the backends of this platform, the KV-cache dtypes where vLLM takes new ones, and the checks."""
     register_dtypes()
+    check_arguments()
     if current_platform.is_cpu():
         # that platform's backends are built in; ours behave the same until the options name a preset
         register_backend(AttentionBackendEnum.CPU_ATTN, f"{HERE}.cpu.Attention")
@@ -27,7 +22,6 @@ def register_backends() -> None:
         register_backend(AttentionBackendEnum.AMX_MLA, f"{HERE}.cpu.TiledLatent")
     else:
         register_backend(AttentionBackendEnum.CUSTOM, f"{HERE}.backend.PackedBackend")
-        check_command(sys.argv)
 
 
 def register_dtypes() -> None:

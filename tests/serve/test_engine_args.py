@@ -1,0 +1,305 @@
+"""Every option of vLLM that concerns KV caches is honored or refused; one of a newer vLLM fails the first test."""
+
+import dataclasses
+import json
+import re
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from kvcodec.errors import KVError, SpecError, UnsupportedError
+from kvcodec.integrations.vllm.options import read_options
+from kvcodec.recipe import LayerChoice
+from kvcodec.registry import write_recipe
+from tests.serve.engines import engine, generate, layers, prompts
+from tests.serve.test_engine import generated
+
+IDS = prompts(40, 7, 33)
+SAW = {"preset": "saw-int4"}
+CONCERNS = re.compile(
+    r"kv_|cache|block|prefix|sliding|mamba|attention|attn_backend|context_parallel|sleep|cumem|offload|dbo|ubatch|"
+    r"gpu_memory|weight_transfer|speculative|^dtype$|quantization|additional|watermark$|replayssm|swa_"
+)
+"""Names of options that may concern KV caches."""
+REFUSED: dict[str, tuple[dict[str, Any], str]] = {
+    "kv_cache_dtype": ({"kv_cache_dtype": "fp8"}, r"--kv-cache-dtype fp8 .* leave it out"),
+    "decode_context_parallel_size": ({"decode_context_parallel_size": 2, "tensor_parallel_size": 2}, "decode context"),
+    "prefill_context_parallel_size": ({"prefill_context_parallel_size": 2}, "prefill context parallelism"),
+    "enable_dbo": ({"enable_dbo": True, "tensor_parallel_size": 2}, "dual-batch overlap"),
+    "enable_sleep_mode": ({"enable_sleep_mode": True}, r"--enable-sleep-mode frees memory"),
+    "kv_sharing_fast_prefill": ({"kv_sharing_fast_prefill": True}, "--kv-sharing-fast-prefill"),
+    "additional_config": ({"additional_config": {"kvcodecs": SAW}}, r"has 'kvcodecs'\. Did you mean 'kvcodec'"),
+}
+"""A value, and the sentence."""
+HONORED = {
+    "block_size": "a multiple of 16 tokens; others are refused (test_refusals)",
+    "kv_cache_dtype_skip_layers": "below",
+    "enable_prefix_caching": "test_engine",
+    "num_gpu_blocks_override": "test_engine: preemption",
+    "kv_cache_memory_bytes": "test_server: the number of blocks",
+    "gpu_memory_utilization": "vLLM divides the memory by the bytes of a packed token",
+    "prefix_match_unit": "vLLM refuses it where groups of layers do not agree; packed blocks are found whole",
+    "prefix_caching_hash_algo": "of tokens, not of pages",
+    "prefix_cache_retention_interval": "which whole blocks stay",
+    "kv_transfer_config": "test_connectors",
+    "kv_offloading_size": "becomes a kv_transfer_config, below",
+    "kv_offloading_backend": "becomes a kv_transfer_config, below",
+    "kv_events_config": "events of whole blocks",
+    "kv_cache_metrics": "counts whole blocks",
+    "kv_cache_metrics_sample": "counts whole blocks",
+    "disable_hybrid_kv_cache_manager": "sliding windows are masked by attention as well",
+    "disable_sliding_window": "shortens the longest request",
+    "attention_config": "check_backend: a backend of vLLM's own on a GPU is refused, below; a CPU has one backend",
+    "attention_backend": "as attention_config",
+    "speculative_config": "test_speculation",
+    "dtype": "of keys and values before they are encoded",
+    "quantization": "of weights; a KV cache that it brings is replaced, below",
+    "quantization_config": "as quantization",
+    "weight_transfer_config": "new weights bind the layers again (test_reload)",
+    "mm_encoder_attn_backend": "encoders keep no cache",
+}
+NO_EFFECT = {
+    "mamba": r".*mamba_.*|replayssm_.*|use_replayssm",  # recurrent states
+    "context parallelism": r"dcp_kv_cache_interleave_size|cp_kv_cache_interleave_size",  # which is refused
+    "overlap": r"ubatch_size|dbo_.*_token_threshold",  # which is refused
+    "sleep mode": r"sleep_.*",  # which is refused
+    "weights": r"(cpu_)?offload_.*|allow_deprecated_quantization|safetensors_prefetch_.*|enable_cumem_allocator",
+    "images": r"mm_processor_cache_.*|mm_shm_cache_.*|mm_ipc_gpu_memory_gb",
+    "scheduling": r"watermark",
+    "DeepSeek-V4.1": r"swa_bounded_replay",
+    "set by vLLM itself": r"skip_page_size_padded|simple_cpu_offload_num_blocks",
+}
+"""Options that do not reach the packed layers."""
+
+
+@pytest.fixture(autouse=True)
+def _in_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As ``engines.engine``: vLLM looks at a model's class without another process."""
+    from vllm.model_executor.models import registry
+    from vllm.plugins import load_general_plugins
+
+    load_general_plugins()
+    monkeypatch.setattr(registry, "_run_in_subprocess", lambda look: look())
+
+
+def config_of(folder: Path, given: Any = SAW, **options: Any) -> Any:
+    """The engine's config, as a server makes it before any other process starts."""
+    from vllm.engine.arg_utils import EngineArgs
+
+    own = {"dtype": "float32", "max_model_len": 512, "enforce_eager": True, "skip_tokenizer_init": True}
+    additional = {} if given is None else {"kvcodec": given}
+    return EngineArgs(
+        **{"model": str(folder), "additional_config": additional, **own, **options}
+    ).create_engine_config()
+
+
+def test_every_option_has_a_verdict() -> None:
+    from vllm.config import CacheConfig
+    from vllm.engine.arg_utils import AsyncEngineArgs
+
+    fields = {own.name for own in dataclasses.fields(AsyncEngineArgs)}
+    mapped = {"cache_dtype": "kv_cache_dtype", "is_attention_free": "", "sliding_window": ""}  # "": the model's
+    cache = {own.name for own in dataclasses.fields(CacheConfig) if own.init}
+    concerned = {name for name in fields if CONCERNS.search(name)} | {mapped.get(name, name) for name in cache} - {""}
+    without = {name for name in concerned if any(re.fullmatch(own, name) for own in NO_EFFECT.values())}
+    verdicts = [set(REFUSED), set(HONORED), without]
+    assert concerned - set.union(*verdicts) == set(), "say in this file what becomes of these options"
+    assert set.union(*verdicts) - concerned == set()
+    assert sum(map(len, verdicts)) == len(set.union(*verdicts))
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_an_option_is_refused_in_the_first_process(name: str, llama: Any) -> None:
+    options, sentence = REFUSED[name]
+    with pytest.raises(KVError, match=sentence) as error:
+        config_of(llama.folder, **options)
+    assert str(error.value).startswith("kvcodec: ")
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("given", "sentence"),
+    [
+        ({"preset": "saw-int5"}, r"unknown codec 'saw-int5'\. Did you mean 'saw-int4'"),
+        ({"preset": "SAW-INT4"}, r"Did you mean 'saw-int4'"),
+        ({"preset": "kivi-2"}, r'keeps the newest 128 tokens dense.*; give "window": 0'),
+        ({"preset": "innerq-base", "window": 0, "sink": 0}, "run kvcodec fit"),
+        ({**SAW, "draft": "int-8"}, '"draft" is the preset of a draft model'),
+    ],
+    ids=str,
+)
+def test_a_preset_is_refused_in_the_first_process(given: dict[str, Any], sentence: str, llama: Any) -> None:
+    with pytest.raises(KVError, match=sentence):
+        config_of(llama.folder, given)
+
+
+def test_a_model_without_attention(tmp_path: Path) -> None:
+    """A preset that packs nothing is an option without effect."""
+    from transformers import Mamba2Config, Mamba2ForCausalLM
+
+    sizes = {"num_heads": 4, "head_dim": 32, "hidden_size": 64, "state_size": 16, "n_groups": 1, "vocab_size": 128}
+    Mamba2ForCausalLM(Mamba2Config(num_hidden_layers=2, expand=2, **sizes)).save_pretrained(tmp_path)
+    with pytest.raises(UnsupportedError, match=r"has no attention, so saw-int4 would pack nothing; serve it without"):
+        config_of(tmp_path)
+    assert config_of(tmp_path, None).model_config.is_attention_free
+
+
+@pytest.mark.parametrize(
+    "additional",
+    [
+        *({key: SAW} for key in ("kvcodecs", "KVCodec", "kv_codec", "kv-codec", "kvcdec", "KVCODEC ", "codec")),
+        {"vllm_kvcodec": {}},
+        {"kv": SAW},
+        {"preset": "saw-int4"},
+        {"kvcodec": None},
+        {"kvcodec": "saw-int4"},
+        {"kvcodec": SAW, "seed": 3},
+        {"kvcodec": SAW, "kvcodec2": SAW},
+        *({"kvcodec": {**SAW, "params": path}} for path in (5, "", None, True, ["a"])),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_keys_that_are_meant_for_us_are_not_passed_over(additional: dict[str, Any]) -> None:
+    with pytest.raises(SpecError, match=r"^kvcodec: .*(Did you mean|outside of|expected an object|params=)"):
+        read_options(additional)
+
+
+def test_keys_of_other_plugins_are_left_alone(llama: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    from kvcodec.integrations.vllm import engine_args
+
+    told: list[str] = []
+    monkeypatch.setattr(engine_args.logger, "info", lambda text, *given: told.append(text % given))
+    others = {"kv_cache": {"preset": "fast"}, "window": 8, "gdn_prefill_backend": "triton", "vcore": 1}
+    assert read_options(others) is None
+    assert read_options({"kvcodec": SAW, "vcore": 1}) is not None
+    config_of(llama.folder, additional_config=others)
+    assert told == ["kvcodec is installed, no preset named: 16 bit"]
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_a_sixteen_bit_cache_dtype_is_the_models(dtype: str, llama: Any) -> None:
+    assert config_of(llama.folder, dtype=dtype, kv_cache_dtype=dtype).cache_config.kvcodec_preset == "saw-int4"
+    other = {"bfloat16": "float16", "float16": "bfloat16"}[dtype]
+    with pytest.raises(UnsupportedError, match=rf"--kv-cache-dtype {other}: the model runs in {dtype}, .*leave it out"):
+        config_of(llama.folder, dtype=dtype, kv_cache_dtype=other)
+
+
+COMPRESSED = {
+    "quant_method": "compressed-tensors",
+    "config_groups": {},
+    "format": "dense",
+    "ignore": [],
+    "quantization_status": "compressed",
+    "kv_cache_scheme": {"num_bits": 8, "type": "float", "strategy": "tensor", "dynamic": False, "symmetric": True},
+}
+MODELOPT = {"quant_method": "modelopt", "quant_algo": "FP8", "kv_cache_quant_algo": "FP8", "exclude_modules": ["*"]}
+
+
+def with_scheme(folder: Path, to: Path, scheme: dict[str, Any]) -> Path:
+    """A checkpoint that says how its KV cache is quantized."""
+    for file in folder.iterdir():
+        (to / file.name).write_bytes(file.read_bytes())
+    config = json.loads((to / "config.json").read_text())
+    (to / "config.json").write_text(json.dumps({**config, "quantization_config": scheme}))
+    return to
+
+
+def test_a_checkpoints_own_kv_cache_is_replaced(llama: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM takes its dtype from the checkpoint; nobody gave it."""
+    from kvcodec.integrations.vllm import engine_args
+
+    told: list[str] = []
+    monkeypatch.setattr(engine_args.logger, "info", lambda text, *given: told.append(text % given))
+    folder = with_scheme(llama.folder, tmp_path, COMPRESSED)
+    with engine(folder, SAW, max_num_batched_tokens=16, block_size=16) as llm:
+        assert generate(llm, IDS) == [generated(llama.model, "saw-int4", ids) for ids in IDS]
+    assert re.match(
+        r"kvcodec: the checkpoint asks for another KV cache \(kv_cache_scheme .*\), which saw-int4", told[0]
+    )
+    for dtype in ("fp8", "fp8_e4m3"):  # this one was given
+        with pytest.raises(
+            UnsupportedError, match=rf"--kv-cache-dtype {dtype} and the preset saw-int4 are two KV caches"
+        ):
+            config_of(folder, kv_cache_dtype=dtype)
+
+
+@pytest.mark.parametrize("scheme", [COMPRESSED, MODELOPT], ids=lambda scheme: scheme["quant_method"])
+@pytest.mark.parametrize("drafts", [False, True])
+def test_schemes_of_models_and_drafts(scheme: Any, drafts: bool, llama: Any, saved: Any, tmp_path: Path) -> None:
+    found = with_scheme((saved("llama-mqa") if drafts else llama).folder, tmp_path, scheme)
+    speculative = {"method": "draft_model", "model": str(found), "num_speculative_tokens": 2}
+    options = {"dtype": "bfloat16", "kv_cache_dtype": "auto"}
+    if drafts:
+        config = config_of(llama.folder, **options, speculative_config=speculative)
+    else:
+        config = config_of(found, **options)
+    assert config.cache_config.cache_dtype == "bfloat16"
+
+
+def test_offloading_becomes_a_connector(llama: Any) -> None:
+    config = config_of(llama.folder, kv_offloading_size=1, kv_offloading_backend="native")
+    assert config.kv_transfer_config.kv_connector == "OffloadingConnector"
+
+
+def test_skipped_layers_stay_in_16_bit(llama: Any, tmp_path: Path) -> None:
+    """As a recipe that names them."""
+    from vllm.config import set_current_vllm_config
+
+    recipe, kinds = tmp_path / "recipe.json", ["dense", "saw-int4", "saw-int4", "dense", "saw-int4", "saw-int4"]
+    write_recipe(recipe, [LayerChoice(kind, kind) for kind in kinds])
+    with engine(llama.folder, SAW, block_size=16, kv_cache_dtype_skip_layers=["3", "0"]) as llm:
+        assert generate(llm, IDS) == [generated(llama.model, str(recipe), ids) for ids in IDS]
+        found = layers(llm)
+        assert [str(layer.impl.packed.scheme) for layer in found.values()] == kinds
+        sizes = [layer.kv_cache[0].numel() for layer in found.values()]
+        assert len(set(sizes)) == 2
+        impl = next(iter(found.values())).impl
+        config = llm.llm_engine.vllm_config
+        from kvcodec.integrations.vllm.bind import skipping
+        from kvcodec.integrations.vllm.identity import digest_of
+
+        plain = read_options({"kvcodec": SAW})
+        assert plain is not None
+        assert impl.digest != digest_of(plain, 64, impl.packed.dtype, ("none",) * 6)
+        impls = {name: layer.impl for name, layer in found.items()}
+        for names, sentence in (
+            (["9"], r"skip-layers 9 is no layer of this model .* from 0 to 5"),
+            (["sliding_window"], r"skip-layers sliding_window is no layer"),
+            ([str(i) for i in range(6)], "leaves no layer to pack"),
+        ):
+            config.cache_config.kv_cache_dtype_skip_layers = names
+            with set_current_vllm_config(config), pytest.raises(UnsupportedError, match=sentence):
+                skipping(config, plain, impls)
+        impl.rules = impl.rules._replace(window=40)
+        config.cache_config.kv_cache_dtype_skip_layers = ["sliding_window"]
+        mixed = skipping(config, plain, impls).scheme
+        assert [str(own) for own in mixed.layer_schemes] == ["dense"] + ["saw-int4"] * 5
+
+
+def test_on_a_gpu_a_backend_that_ignores_the_preset_is_refused(llama: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whether the preset is named in a command, in a file or in Python."""
+    from vllm.v1.attention.backends.registry import AttentionBackendEnum
+
+    from kvcodec.integrations.vllm import engine_args
+
+    config = config_of(llama.folder)
+    monkeypatch.setattr(engine_args, "current_platform", SimpleNamespace(is_cpu=lambda: False))
+    options = read_options({"kvcodec": SAW})
+    assert options is not None
+    attention, cache = config.attention_config, config.cache_config
+    for backend in (None, AttentionBackendEnum.FLASH_ATTN):
+        attention.backend = backend
+        with pytest.raises(UnsupportedError, match=r"serve 16 bit; add --attention-backend CUSTOM"):
+            engine_args.check_backend(config, options)
+    cache.cache_dtype = "kvcodec"  # no other backend takes it
+    engine_args.check_backend(config, options)
+    cache.kv_cache_dtype_skip_layers = ["0"]  # which vLLM gives the dtype auto
+    with pytest.raises(UnsupportedError, match="add --attention-backend CUSTOM"):
+        engine_args.check_backend(config, options)
+    attention.backend = AttentionBackendEnum.CUSTOM
+    engine_args.check_backend(config, options)
+    attention.backend_per_kind = {"sliding_window": AttentionBackendEnum.FLASH_ATTN}
+    with pytest.raises(UnsupportedError, match=r"backend_per_kind gives layers to another backend \(sliding_window\)"):
+        engine_args.check_backend(config, options)
