@@ -12,8 +12,8 @@ import sys
 from contextlib import nullcontext
 from pathlib import Path
 
+from kvcodec.integrations.transformers.biases import biases_of
 from kvcodec.integrations.transformers.plan import plan_for
-from kvcodec.key_bias import biases_of
 from kvcodec.key_layer import frequencies_of
 from kvcodec.progress import Progress
 from kvcodec.registry import presets, split_specs

@@ -303,11 +303,11 @@ def test_either_tier_may_ask_for_keys_without_their_mean(tmp_path: Path) -> None
     with torch.no_grad():
         for name, x in model.named_parameters():
             if name.endswith("k_proj.bias"):
-                x.copy_(40 * torch.randn(x.shape))
+                x.zero_()[61::64] = 400.0  # a pair that turns slowly
         found = {}
         for spec in ("kivi-4:window=8", "kivi-4:window=8,recent=int-8", "kivi-4:window=8,recent=saw-int4"):
             found[spec] = cache_for(model, spec, attention="decoded").report()["mean"]
-        assert list(found.values()) == ["none", "none", "pre"]  # groups and eight bits hold with the biases
+        assert list(found.values()) == ["none", "pre", "pre"]  # groups along tokens lose nothing by such a bias
         cache = cache_for(model, "saw-int4:window=8,recent=int-8", attention="decoded")
         model(ids[:, :80], **passing(model, cache))
         cache.save(tmp_path / "cache.safetensors")

@@ -6,6 +6,7 @@ import re
 import warnings
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,11 +17,13 @@ from torch import nn
 import kvcodec
 from kvcodec.errors import BrokenPresetError, KVCodecWarning, KVError, SpecError, UnsupportedError
 from kvcodec.integrations.transformers.argument import passing
+from kvcodec.integrations.transformers.biases import biases_of
 from kvcodec.integrations.transformers.plan import plan_for
 from kvcodec.integrations.vllm.biases import ALTERNATIVES as SERVED
-from kvcodec.integrations.vllm.biases import Around, check_biases, find_biases
+from kvcodec.integrations.vllm.biases import Around, check_biases, complete, find_biases
+from kvcodec.integrations.vllm.means import Rotaries, keys_at
 from kvcodec.integrations.vllm.options import Options, read_options
-from kvcodec.key_bias import ALTERNATIVES, LIMIT, KeyBiases, biases_of, probe_option
+from kvcodec.key_bias import ALTERNATIVES, GAIN, LIMIT, KeyBiases, probe_option
 from kvcodec.progress import Progress
 from kvcodec.scheme import mix_of
 from kvcodec_lab import cli
@@ -36,6 +39,7 @@ from tests.lab.eval.tiny import TEXT, tiny_llama, tiny_tokenizer
 
 ROOT = Path(__file__).parents[1]
 LARGE = 400.0
+DYNAMIC = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}
 RAW = "saw-int4:mean=none"
 BROKEN = (RAW, "turboquant-4:mean=none", "int-4:mean=none", "q4_0:mean=none")
 HOLDING = ("kivi-4", "int-8", "dense")
@@ -189,20 +193,208 @@ def test_a_coarse_codec_is_not_refused_for_what_it_loses_without_biases(model: A
     assert not replace(worst, plain=0.6 * worst.error).broken
 
 
-def test_weights_that_cannot_be_called_are_not_guessed() -> None:
-    class Quantized(nn.Module):
+def test_weights_that_cannot_be_called_give_way_to_the_first_tokens(caplog: pytest.LogCaptureFixture) -> None:
+    class Sharded(nn.Module):
         bias = nn.Parameter(torch.ones(64))
 
         def forward(self, x: torch.Tensor) -> torch.Tensor:
-            raise RuntimeError("needs a GPU")
+            raise RuntimeError("needs all ranks")
 
     made = biased()
-    made.model.layers[1].self_attn.k_proj = Quantized()
-    assert biases_of(made, plan_for(made, "decoded")) is None
-    kvcodec.cache_for(made, "saw-int4")
+    made.model.layers[1].self_attn.k_proj = Sharded()
+    biases = biases_of(made, plan_for(made, "decoded"))
+    assert biases is not None
+    assert (sorted(biases.known), biases.unread) == ([0], {1: "needs all ranks"})
+    layers = kvcodec.cache_for(made, "saw-int4").report()["layers"]
+    assert [(own["mean"], own["mean_from"]) for own in layers] == [("pre", "weights"), ("pre", "first tokens")]
+    made.model.layers[0].self_attn.k_proj = Sharded()  # looked at again: values may be read later
+    with caplog.at_level("INFO", "kvcodec"):
+        layers = kvcodec.cache_for(made, "int-8").report()["layers"]
+    assert [(own["mean"], own["mean_from"]) for own in layers] == [("pre", "first tokens")] * 2
+    assert "whose values cannot be read (needs all ranks): mean=pre" in caplog.text
+
+
+def test_a_model_without_weights_is_treated_as_its_config() -> None:
     with torch.device("meta"):
         empty = transformers.Qwen2ForCausalLM(tiny_config("qwen2"))
-    kvcodec.cache_for(empty, "saw-int4")
+    assert biases_of(empty, plan_for(empty, "decoded")) is None
+    for given in (empty, empty.config):
+        assert kvcodec.cache_for(given, "saw-int4").report()["mean"] == "none"
+
+
+# -- weights that lie elsewhere ----------------------------------------------------------------------------------------
+
+
+def brought(made: Any) -> None:
+    """Leave all weights on meta; hooks bring a module's own when it is called, as accelerate's do."""
+    for module in made.modules():
+        own = {name: p.data for name, p in module.named_parameters(recurse=False)}
+        if not own:
+            continue
+
+        def put(module: nn.Module, found: dict[str, torch.Tensor]) -> None:
+            for name, x in found.items():
+                setattr(module, name, nn.Parameter(x, requires_grad=False))
+
+        away = {name: x.to("meta") for name, x in own.items()}
+        module.register_forward_pre_hook(lambda m, _, put=put, own=own: put(m, own))
+        module.register_forward_hook(lambda m, _, __, put=put, away=away: put(m, away))
+        put(module, away)
+
+
+def on_cpu(made: Any) -> None:
+    pytest.importorskip("accelerate").cpu_offload(made, execution_device="cpu")
+
+
+def on_disk(made: Any, folder: Path) -> None:
+    pytest.importorskip("accelerate").disk_offload(made, str(folder), execution_device="cpu")
+
+
+def in_parts(made: Any, folder: Path) -> None:
+    """Half of a partly offloaded model's layers on disk."""
+    places = {"model.embed_tokens": "cpu", "model.norm": "cpu", "model.rotary_emb": "cpu", "lm_head": "cpu"}
+    places |= {"model.layers.0": "cpu", "model.layers.1": "disk"}
+    pytest.importorskip("accelerate").dispatch_model(made, places, main_device="cpu", offload_dir=str(folder))
+
+
+@pytest.mark.parametrize("offload", [brought, on_cpu, on_disk, in_parts])
+def test_offloaded_weights_are_read_as_others(offload: Any, model: Any, tmp_path: Path) -> None:
+    made, ids = biased(), prompt(1, 40)
+    offload(made, *[tmp_path] * (offload.__code__.co_argcount - 1))
+    assert any(p.is_meta for p in made.parameters())
+    with pytest.raises(BrokenPresetError, match=SENTENCE):
+        kvcodec.cache_for(made, RAW)
+    for spec in ("saw-int4", "int-8", "kivi-4"):
+        found = []
+        for own in (model, made):
+            cache = kvcodec.cache_for(own, spec, prefill="decoded", probe="off")
+            with torch.no_grad():
+                logits = own(ids, **passing(own, cache)).logits
+            report = cache.report()
+            found.append((logits, [(layer["mean"], layer["mean_from"]) for layer in report["layers"]]))
+        assert found[0][1] == found[1][1], spec
+        assert torch.equal(found[0][0], found[1][0]), spec
+    assert any(p.is_meta for p in made.parameters())
+
+
+# -- which mean --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("size", [40.0, LARGE])
+def test_auto_is_the_better_of_both_for_every_preset(size: float) -> None:
+    """Within the margin, and none where the mean gains less than that."""
+    made = biased(size)
+    biases = biases_of(made, plan_for(made, "decoded"))
+    kinds: dict[str, set[str]] = {"none": set(), "pre": set()}
+    for spec in kvcodec.presets():
+        scheme = kvcodec.get(spec)
+        errors = {}
+        for mean in ("none", "pre"):
+            with_it = biases.worst(replace(scheme, mean=mean))
+            errors[mean] = 0.0 if with_it is None else with_it.error
+        taken = set(biases.means(scheme)) - {"none"} or {"none"}
+        (kind,) = taken
+        kinds[kind].add(spec)
+        if scheme.key.without_mean or not errors["none"]:
+            continue
+        assert (kind == "pre") == (errors["none"] >= GAIN * errors["pre"]), (spec, errors)
+        assert errors[kind] < GAIN * min(errors.values()), (spec, errors)
+    assert {"kivi-4", "kivi-2", "dense"} <= kinds["none"]
+    if size == LARGE:
+        assert {"saw-int4", "int-8", "fp8", "turboquant-4", "q4_0"} <= kinds["pre"]
+
+
+def test_a_gain_shows_in_the_logits() -> None:
+    """Biases in all channels, the largest in one that turns slowly."""
+    model, ids = biased(), prompt(2, 60)
+    with torch.no_grad():
+        for i, layer in enumerate(model.model.layers):
+            bias = layer.self_attn.k_proj.bias
+            bias += 20 * torch.randn(bias.shape, generator=torch.Generator().manual_seed(i))
+        wanted = model(ids).logits
+        for spec in ("int-8", "fp8"):
+            lost = []
+            for asked_for in (spec, f"{spec}:mean=pre", f"{spec}:mean=none"):
+                cache = kvcodec.cache_for(model, asked_for, prefill="decoded", probe="off")
+                lost.append(float((model(ids, **passing(model, cache)).logits - wanted).norm()))
+            assert lost[0] == lost[1] < 0.4 * lost[2], (spec, lost)
+
+
+def test_a_log_line_says_what_was_found(model: Any, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level("INFO", "kvcodec"):
+        kvcodec.cache_for(model, "int-8")
+        kvcodec.cache_for(model, "kivi-4")
+        kvcodec.cache_for(tiny_model("llama-gqa"), "int-8")
+    first, second = caplog.messages
+    found = r"Qwen2ForCausalLM adds large biases to the keys of 2 of 2 layers \(up to 400, \d+ times .*\): mean="
+    assert re.search(found + r"pre; int-8 moves attention scores by 0\.0\d+ nats, with mean=none by \d", first)
+    assert re.search(found + r"none; kivi-4 moves attention scores by 0\.\d+ nats$", second)
+
+
+# -- advice ------------------------------------------------------------------------------------------------------------
+
+
+def with_biases(family: str, **changed: Any) -> Any:
+    """A model of ``FAMILIES`` with large key biases, and queries that see them."""
+    options, projection, _ = FAMILIES[family]
+    torch.manual_seed(0)
+    config = getattr(transformers, f"{family}Config")(**{**options, **changed})
+    made = transformers.AutoModelForCausalLM.from_config(config).eval()
+    hidden, heads = made.config.hidden_size, made.config.num_attention_heads
+    with torch.no_grad():
+        for name, weight in made.named_parameters():
+            if name.endswith(f"{projection}.bias"):
+                weight.zero_()
+                keys = weight if projection == "k_proj" else weight[hidden : hidden + hidden // heads]
+                if projection == "query_key_value":  # a head's queries, keys and values
+                    keys = weight.view(heads, 3, -1)[:, 1]
+                keys.normal_(0.0, 40.0)
+            elif name.endswith((f"{projection}.weight", "q_proj.weight")):
+                weight.mul_(16)
+    return made
+
+
+ADVISED: dict[str, Any] = {
+    "fixed RoPE": (biased, {}),
+    "RoPE that changes": (lambda: biased(rope_parameters=DYNAMIC), {}),
+    "short heads": (lambda: biased(hidden_size=80, num_attention_heads=2, num_key_value_heads=1), {}),
+    "pages of 16": (biased, {"page_tokens": 16}),
+    "learned positions": (lambda: with_biases("GPT2"), {}),
+    "one KV head": (lambda: with_biases("GPTBigCode"), {}),
+    "learned positions, a norm before": (lambda: with_biases("OPT"), {}),
+    "partial RoPE": (lambda: with_biases("GPTNeoX"), {}),
+    "a norm with a bias": (lambda: with_biases("Starcoder2"), {}),
+}
+
+
+@pytest.mark.parametrize("case", ADVISED)
+def test_what_a_refusal_names_is_accepted(case: str) -> None:
+    make, given = ADVISED[case]
+    made = make()
+    dim = made.config.hidden_size // made.config.num_attention_heads
+    spec = RAW if dim & (dim - 1) == 0 else "int-4:mean=none"
+    with pytest.raises(BrokenPresetError, match="breaks on the key biases") as error:
+        kvcodec.cache_for(made, spec, **given)
+    named = re.findall(r"'([a-z0-9_:=,-]+)' \((?:outer|\d)", str(error.value))
+    assert len(named) > 1, str(error.value)
+    for other in named:
+        cache = kvcodec.cache_for(made, other, **given)
+        with torch.no_grad():
+            made(prompt(1, 40) % 60 + 3, **passing(made, cache))
+
+
+def test_a_probe_names_what_is_accepted() -> None:
+    """Keys with outlier channels, found in the first prefill; the first preset in its order cannot be had here."""
+    made, ids = tiny_model("qwen2"), prompt(2)
+    with pytest.raises(BrokenPresetError, match="breaks on this model's keys") as error, torch.no_grad():
+        made(ids, **passing(made, kvcodec.cache_for(made.config, "int-4")))
+    (first,) = re.findall(r"Use '([^']+)' instead", str(error.value))
+    cache = kvcodec.cache_for(made.config, "int-4")
+    assert cache.probe is not None
+    cache.probe.starts = lambda spec: spec != first
+    with pytest.raises(BrokenPresetError, match="breaks on this model's keys") as error, torch.no_grad():
+        made(ids, **passing(made, cache))
+    assert repr(first) not in str(error.value)
 
 
 def test_the_probe_option_takes_booleans_and_names() -> None:
@@ -245,7 +437,7 @@ def test_the_prefill_does_not_contradict_the_scores() -> None:
             made(ids, **passing(made, kvcodec.cache_for(made.config, "int-4")))
         with warnings.catch_warnings():
             warnings.simplefilter("error")
-            cache = kvcodec.cache_for(made, "int-4")
+            cache = kvcodec.cache_for(made, "int-4:mean=none")
             made(ids, **passing(made, cache))
     assert cache.report()["keys"][0]["channel_error"] > 0.5
 
@@ -434,6 +626,127 @@ def test_a_server_says_when_nothing_is_known(model: Any) -> None:
     assert "layer 0 was not seen" in said
 
 
+class Inner(nn.Module):
+    """vLLM's attention layer."""
+
+    def __init__(self, impl: Any) -> None:
+        super().__init__()
+        self.impl = impl
+
+    def forward(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        return query
+
+
+class Projecting(nn.Module):
+    """What the attention modules below share: projections and an attention layer; ``impl`` is made beside it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.qkv_proj = nn.Linear(128, 384)
+        impl = Impl()
+        self.attn = Inner(impl)
+        impl.around.end()
+
+    def keys(self, x: torch.Tensor) -> torch.Tensor:
+        q, k, v = self.qkv_proj(x).flatten(0, -2).chunk(3, -1)
+        return self.attn(q, k, v)
+
+
+class States(Projecting):
+    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        return self.keys(hidden_states)
+
+
+class PositionsFirst(Projecting):
+    def forward(self, position_ids: torch.Tensor, hidden_states: torch.Tensor) -> torch.Tensor:
+        return self.keys(hidden_states + 0 * position_ids[:, None])
+
+
+class Further(Projecting):
+    def forward(
+        self, x: torch.Tensor, positions: torch.Tensor, scaling: Any, *rest: Any, mask: Any = 1
+    ) -> torch.Tensor:
+        assert scaling is None
+        assert mask == 1
+        return self.keys(x + 0 * positions[:, None])
+
+
+class Batched(Projecting):
+    """As transformers' attention in vLLM: a batch of one, and cosines and sines that the decoder makes."""
+
+    config = SimpleNamespace(_attn_implementation="vllm")
+
+    def forward(self, hidden_states: torch.Tensor, position_embeddings: Any, attention_mask: Any, **more: Any) -> Any:
+        cos, sin = position_embeddings
+        q, k, v = self.qkv_proj(hidden_states).chunk(3, -1)
+        k = k.unflatten(-1, (-1, 64)).transpose(1, 2)
+        k = k * cos[:, None] + torch.cat([-k[..., 32:], k[..., :32]], -1) * sin[:, None]
+        return self.attn(q, k.transpose(1, 2).flatten(2), v)
+
+
+class Angles(nn.Module):
+    """A rotary embedding of transformers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("inv_freq", 100.0 ** (-torch.arange(32) / 32))
+
+    def forward(self, x: torch.Tensor, position_ids: torch.Tensor) -> Any:
+        angle = (position_ids[..., None] * self.inv_freq).repeat(1, 1, 2)
+        return angle.cos(), angle.sin()
+
+
+def placed(attention: nn.Module) -> Any:
+    """The implementation of an attention that is in a model of two layers; its module was there before its layer."""
+    block, decoder = nn.Module(), nn.Module()
+    block.norm, block.self_attn = nn.LayerNorm(128), attention
+    decoder.rotary_emb, decoder.layers = Angles(), nn.ModuleList([block])
+    impl = attention.attn.impl
+    impl.model = decoder  # keeps it alive
+    impl.around.modules[:] = [attention]
+    complete([impl.around])
+    assert impl.around.modules == [attention, block, decoder.layers, decoder]
+    return impl
+
+
+@pytest.mark.parametrize("form", [States, PositionsFirst, Further, Batched])
+def test_a_server_calls_any_attention_as_its_model_does(form: Any) -> None:
+    attention = form()
+    impl, states, places = placed(attention), torch.randn(5, 128), torch.tensor([0, 1, 7, 30, 90])
+    own = attention.qkv_proj(states)[:, 128:256].view(5, 2, 64)
+    rotates = form is Batched
+    angle = (places[:, None] * Angles().inv_freq).repeat(1, 2)[:, None]
+    turned = own * angle.cos() + torch.cat([-own[..., 32:], own[..., :32]], -1) * angle.sin()
+    torch.testing.assert_close(keys_at(impl, states, places), turned if rotates else own, rtol=1e-4, atol=1e-4)
+    rotaries = Rotaries({0: impl}, 128, torch.float32, 512, False)
+    assert rotaries.removable([0]) == ("pre" if rotates else "post")
+    if rotates:
+        torch.testing.assert_close(rotaries.of(0).frequencies, Angles().inv_freq)
+    else:
+        mean = attention.qkv_proj.bias[128:256].detach().view(1, 2, 64)
+        torch.testing.assert_close(rotaries.mean_after(0), mean, rtol=0, atol=1e-4)
+    assert "forward" not in vars(attention.attn)
+
+
+def test_a_mean_that_no_call_gives_is_left_alone() -> None:
+    class Odd(Projecting):
+        def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+            return self.keys(tokens)
+
+    rotaries = Rotaries({0: placed(Odd())}, 128, torch.float32, 512, False)
+    assert "Odd takes tokens" in rotaries.mean_after(0)
+    assert rotaries.removable([0]) == "none"
+    made = biased()
+    biases = biases_of(made, plan_for(made, "decoded"))
+    biases.removable = lambda scheme: "none"
+    try:
+        assert set(biases.means(kvcodec.get("saw-int4"))) == {"none"}
+        assert "mean=" not in biases.refusal(kvcodec.get(RAW)).partition(" Use ")[2]
+    finally:
+        biases.removable = lambda scheme: "pre"
+
+
 def test_a_server_s_option() -> None:
     assert asked("saw-int4").probe == "refuse"
     assert asked("saw-int4", probe="warn").probe == "warn"
@@ -444,7 +757,7 @@ def test_a_server_s_option() -> None:
 def test_models_without_biases_are_walked_once(monkeypatch: pytest.MonkeyPatch) -> None:
     made = tiny_llama()
     kvcodec.cache_for(made, "saw-int4")
-    monkeypatch.setattr("kvcodec.key_bias.layers_of", lambda *_: pytest.fail("walked again"))
+    monkeypatch.setattr("kvcodec.integrations.transformers.biases._layers_of", lambda *_: pytest.fail("walked again"))
     kvcodec.cache_for(made, "int-2")
     assert not KeyBiases("none", [], [0])
 

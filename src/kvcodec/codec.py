@@ -164,7 +164,7 @@ class Codec(ABC):
 
     @property
     def without_mean(self) -> bool:
-        """Whether ``mean=auto`` encodes keys without their mean in every model, not only where biases break it."""
+        """Whether ``mean=auto`` encodes keys without their mean in every model, not only where biases are large."""
         return False
 
     @property

@@ -16,20 +16,20 @@ On Qwen2.5-Coder-1.5B this error is within a factor of 2.3 of that on the keys a
 presets as their perplexity does.
 
 Layers whose biases are smaller than the differences between tokens are skipped; of the others, those with the largest
-product of bias and query are measured. A model without biases costs one walk over its modules. If a module cannot be
-called, nothing is reported, and only the probe of the prefill remains. ``key_layer.py`` makes the keys and queries.
+product of bias and query are measured. A model without biases costs one walk over its modules. ``key_layer.py`` makes
+the keys and queries.
+
+``mean=auto`` compares this error with the error of keys without their mean, and takes the mean where it divides the
+error by ``GAIN`` or more. A smaller gain is not worth the time that attention takes to add the mean again.
 """
 
-import weakref
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, get_args
-
-from torch import nn
+from typing import Any, Literal, NamedTuple, get_args
 
 from kvcodec.codec import Codec, Dense, Params
 from kvcodec.errors import ShapeError, SpecError, nearest
-from kvcodec.key_layer import KeyLayer, changing_rope, layers_of
+from kvcodec.key_layer import KeyLayer
 from kvcodec.registry import get, with_option
 from kvcodec.scheme import KVScheme, Mean, Mix
 
@@ -38,6 +38,9 @@ Probe = Literal["refuse", "warn", "off"]
 LIMIT = 3.0
 """Error in nats from which a preset breaks. Measured on Qwen2.5-Coder-1.5B: octopus-3, the worst that holds (perplexity
 14.1; uncompressed 13.1), has 2.8; fp8 (16.7) has 3.5; all that lose more have 4.8 or above."""
+GAIN = 2.0
+"""``mean=auto``: keys are encoded without their mean where this divides the error of the scores by so much or more. On
+Qwen2.5-Coder-1.5B codecs that encode each token alone gain a factor of 5 or more, groups along tokens 1.3."""
 ALTERNATIVES = ("kivi-tq-4", "kivi-4", "octopus-4", "int-8")
 """Presets tried, in this order, where one breaks; octopus-4 keeps the outer layers' keys dense."""
 LAYERS = 4
@@ -89,15 +92,34 @@ class KeyBiases:
         Layers that add a bias to their keys.
     order : sequence of int
         All layers that cache keys: a scheme may treat outer layers differently.
-    turned : bool
-        Whether keys are turned by fixed frequencies, as ``mean=pre`` needs; otherwise ``auto`` becomes ``post``.
     """
 
-    def __init__(self, name: str, layers: Iterable[KeyLayer], order: Sequence[int], turned: bool = True) -> None:
-        self.name, self.order, self.turned, known = name, list(order), turned, list(layers)
-        self.layers = {layer.index: layer for layer in known if layer.size > 0}
-        self.known = {layer.index: layer for layer in known}
-        self._parameters = [b for layer in known for b in layer.biases]
+    removable: Callable[[KVScheme], Mean]
+    """Which mean the keys of a layer with this scheme can be encoded without: ``pre``, ``post``, or ``none``."""
+
+    def __init__(self, name: str, layers: Iterable[KeyLayer], order: Sequence[int]) -> None:
+        self.name, self.order, found = name, list(order), list(layers)
+        self.removable = lambda scheme: "pre"
+        self.known: dict[int, KeyLayer] = {}
+        self.unread: dict[int, str] = {}
+        """Layers that have a bias whose values cannot be read, and why: their projections cannot be called alone."""
+        for layer in found:
+            try:
+                layer.size  # noqa: B018
+            except Exception as error:  # modules of any form, sharding and quantization are called
+                self.unread[layer.index] = str(error)
+            else:
+                self.known[layer.index] = layer
+        self.layers = {index: layer for index, layer in self.known.items() if layer.size > 0}
+        self._parameters = [b for layer in found for b in layer.biases]
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "KeyBiases":
+        """Return these biases: the copy of a cache is of the same model."""
+        return self
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Pickle None: a cache is pickled without its model."""
+        return type(None), ()
 
     def versions(self) -> tuple[Any, ...]:
         """Return a key that changes when the biases are written to or moved."""
@@ -128,44 +150,51 @@ class KeyBiases:
         """
         found = [
             max(errors, key=_badness)
-            for (codec, mean), members in self._groups(scheme).items()
-            if (errors := self._errors(codec, self._decided(codec, mean, members, params), members, params))
+            for group, members in self._groups(scheme).items()
+            if (errors := self._errors(group.codec, self._decided(group, members, params), members, params))
         ]
         return max(found, key=_badness, default=None)
 
     def means(self, scheme: KVScheme, params: Mapping[int, Mapping[Any, Params]] | None = None) -> list[Mean]:
         """``mean`` of every layer's scheme, in order; ``auto`` is decided.
 
-        By codec: where it breaks on one of its layers, those whose biases are large encode keys without their mean,
-        before RoPE if the model's frequencies are fixed. Everywhere else keys keep it.
+        By codec: where the mean divides the error by ``GAIN``, layers whose biases are large encode keys without it.
+        So do layers whose biases cannot be read. Everywhere else keys keep it.
         """
         own = [scheme.for_layer(place, len(self.order)) for place in range(len(self.order))]
         decided: dict[int, Mean] = {}
-        for (codec, mean), members in self._groups(scheme).items():
-            found = self._decided(codec, mean, members, params)
-            for index in members:  # with age tiers a layer has two codecs: one that breaks decides
+        for group, members in self._groups(scheme).items():
+            found = self._decided(group, members, params)
+            for index in members:  # with age tiers a layer has two codecs: one that gains decides
                 decided[index] = decided.get(index, found) if found == "none" else found
+        for index, of in zip(self.order, own, strict=True):
+            if index in self.unread and of.mean == "auto" and not isinstance(of.key, Dense):
+                decided[index] = self.removable(of)
         kept: list[Mean] = ["none" if of.mean == "auto" else of.mean for of in own]
         return [decided.get(index, mean) for index, mean in zip(self.order, kept, strict=True)]
 
-    def _groups(self, scheme: KVScheme) -> dict[tuple[Codec, Mean], list[int]]:
+    def _groups(self, scheme: KVScheme) -> dict["_Group", list[int]]:
         """Layers with large biases whose keys are encoded alike; with age tiers by each of two codecs."""
-        groups: dict[tuple[Codec, Mean], list[int]] = {}
+        groups: dict[_Group, list[int]] = {}
         for place, index in enumerate(self.order):
             own = scheme.for_layer(place, len(self.order))
             for codec in (own.key,) if own.recent is None else (own.key, own.recent.key):
                 if index in self.layers and not isinstance(codec, Dense):
-                    groups.setdefault((codec, own.mean), []).append(index)
+                    groups.setdefault(_Group(codec, own.mean, self.removable(own)), []).append(index)
         return groups
 
     def _decided(
-        self, codec: Codec, mean: Mean, members: Sequence[int], params: Mapping[int, Mapping[Any, Params]] | None
+        self, group: "_Group", members: Sequence[int], params: Mapping[int, Mapping[Any, Params]] | None
     ) -> Mean:
-        if mean != "auto":
-            return mean
-        if not codec.without_mean and not any(e.broken for e in self._errors(codec, "none", members, params)):
-            return "none"
-        return "pre" if self.turned else "post"
+        if group.mean != "auto":
+            return group.mean
+        if group.removable == "none" or group.codec.without_mean:
+            return group.removable
+        kept, without = (
+            max((e.error for e in self._errors(group.codec, mean, members, params)), default=0.0)
+            for mean in ("none", group.removable)
+        )
+        return "none" if kept < GAIN * without else group.removable  # NaN counts as a gain
 
     def _errors(
         self, codec: Codec, mean: Mean, members: Sequence[int], params: Mapping[int, Mapping[Any, Params]] | None
@@ -182,7 +211,8 @@ class KeyBiases:
         scheme: KVScheme,
         *,
         params: Mapping[int, Mapping[Any, Params]] | None = None,
-        alternatives: Sequence[str] | None = None,
+        alternatives: Sequence[str] = ALTERNATIVES,
+        starts: Callable[[str], bool] = lambda spec: True,
         further: str = "pass probe='warn' to go on",
     ) -> str:
         """Say how a scheme breaks on the biases and which specs do not; ``""`` if it does not break.
@@ -192,8 +222,10 @@ class KeyBiases:
         scheme : KVScheme
         params : mapping, optional
             Fitted constants by layer and role.
-        alternatives : sequence of str, optional
-            Specs to try behind the scheme's own with another mean; default: ``ALTERNATIVES``.
+        alternatives : sequence of str
+            Specs to try behind the scheme's own with another mean.
+        starts : callable
+            Whether a spec is accepted where this scheme was given; others are not named.
         further : str
             How to use the scheme anyway.
         """
@@ -206,12 +238,33 @@ class KeyBiases:
             f"moves attention scores by {worst.error:.1f} nats (without biases by {worst.plain:.1f}; up to {LIMIT:g} "
             f"does little harm)."
         )
-        own = _without_mean(scheme, "pre" if self.turned else "post")
-        tried = (*own, *(ALTERNATIVES if alternatives is None else alternatives))
-        holding = [f"{spec!r} ({e})" for spec in tried if (e := self._holds(spec)) is not None]
+        tried = (*_without_mean(scheme, self.removable(scheme)), *alternatives)
+        holding = [f"{spec!r} ({e})" for spec in tried if (e := self._holds(spec)) is not None and starts(spec)]
         if not holding:
             return f"{text} Every preset tried does; use 'dense', or {further}."
         return f"{text} Use {' or '.join(holding)}, or {further}."
+
+    def summary(self, scheme: KVScheme, means: Sequence[Mean]) -> str:
+        """Return a line for a log: the biases, which mean the keys are encoded without, and the error of the scores.
+
+        Parameters
+        ----------
+        scheme : KVScheme
+        means : sequence of {"none", "pre", "post"}
+            Of the model's layers in order, as ``means`` decided.
+        """
+        count, taken = len(self.layers), "+".join(sorted(set(means) - {"none"})) or "none"
+        if not count:
+            why = next(iter(self.unread.values()))
+            return f"{self.name} adds biases to keys whose values cannot be read ({why}): mean={taken}"
+        *_, bias, share = max((layer.where() for layer in self.layers.values()), key=lambda at: at[3])
+        worst, kept = self.worst(scheme), self.worst(scheme.with_means(["none"] * len(scheme.layer_schemes)))
+        moved = "" if worst is None else f"; {scheme} moves attention scores by {worst.error:.2g} nats"
+        moved += "" if taken == "none" or kept is None else f", with mean=none by {kept.error:.2g}"
+        return (
+            f"{self.name} adds large biases to the keys of {count} of {len(self.order)} layers (up to {abs(bias):.0f}, "
+            f"{share:.0f} times what differs between tokens): mean={taken}{moved}"
+        )
 
     def _holds(self, spec: str) -> str | None:
         scheme = get(spec)
@@ -225,37 +278,20 @@ class KeyBiases:
         return f"{dense}{worst.error:.1f} nats"
 
 
+class _Group(NamedTuple):
+    """Layers whose keys are encoded alike: their codec, ``mean`` as given, and the mean that they can do without."""
+
+    codec: Codec
+    mean: Mean
+    removable: Mean
+
+
 def _badness(error: BiasError) -> tuple[bool, float]:
     return error.broken, error.error
 
 
 def _without_mean(scheme: KVScheme, mean: Mean) -> tuple[str, ...]:
     """Spec of the same scheme that encodes keys without their mean; empty for a recipe and where it does so already."""
-    if not scheme.spec or isinstance(scheme, Mix) or scheme.mean != "none":
+    if not scheme.spec or isinstance(scheme, Mix) or scheme.mean != "none" or mean == "none":
         return ()
     return (with_option(scheme.spec, "mean", mean),)
-
-
-_known: "weakref.WeakKeyDictionary[nn.Module, tuple[tuple[Any, ...], KeyBiases]]" = weakref.WeakKeyDictionary()
-
-
-def biases_of(model: Any, plan: Any) -> KeyBiases | None:
-    """Return the key biases of a transformers model; None: unknown, because it is a config or has another structure.
-
-    Parameters
-    ----------
-    model : PreTrainedModel or PreTrainedConfig
-    plan : ModelPlan
-        Its name, and the layers that cache keys.
-    """
-    order = [layer.index for layer in plan.kv_layers]
-    if not isinstance(model, nn.Module):
-        return None
-    if model in _known and _known[model][0] == _known[model][1].versions():
-        return _known[model][1]
-    try:
-        found = KeyBiases(plan.name, layers_of(model, set(order)), order, not changing_rope(model.config))
-    except Exception:  # a projection that cannot be called by itself: offloaded, distributed or adapted
-        return None
-    _known[model] = found.versions(), found
-    return found

@@ -1,7 +1,7 @@
 """Keys and queries of one layer of a model, made from its weights alone: its norm, projections and RoPE.
 
-Modules are called instead of their weights read, so quantized weights work as well. A norm of the keys after the
-projection (QK-norm) is applied as in the model.
+Modules are called instead of their weights read, so quantized and offloaded weights work as well. A norm of the keys
+after the projection (QK-norm) is applied as in the model.
 """
 
 from collections.abc import Callable, Mapping
@@ -12,7 +12,6 @@ import torch
 from torch import Tensor, nn
 
 from kvcodec.codec import Codec, Params, Site, roundtrip, storage_dtype
-from kvcodec.errors import UnsupportedError
 from kvcodec.scheme import Mean
 
 TOKENS, QUERIES, RANKED = 256, 64, 8
@@ -190,8 +189,10 @@ def key_layer(
     interleaved = fused == "query_key_value" and type(children[fused]).__name__ != "QKVParallelLinear"
     norms = {side: _qk_norm(children, side) for side in "qk"}
     held = [p for m in (before, *adding) if m is not None for p in m.parameters() if p.is_floating_point()]
-    if not held or any(p.is_meta for p in held):
+    if not held:
         return None
+    # weights on meta are brought by hooks of their modules when these are called (accelerate's offload), states as well
+    device = next((p.device for p in held if not p.is_meta), torch.device("cpu"))
 
     def project(h: Tensor) -> tuple[Tensor, Tensor]:
         x = h if before is None else _called(before, h)
@@ -215,7 +216,7 @@ def key_layer(
         scale,
         frequencies_of(config, head_dim),
         held[0].dtype if held[0].dtype.itemsize > 1 else torch.float32,
-        held[0].device,
+        device,
         biases,
         attention,
     )
@@ -268,34 +269,3 @@ def changing_rope(config: Any) -> str:
         if "mrope_section" in own:
             return "a token has positions on several axes here (M-RoPE)"
     return ""
-
-
-def layers_of(model: Any, wanted: set[int]) -> list[KeyLayer]:
-    """Layers of a transformers model that add a bias to their keys.
-
-    Raises
-    ------
-    UnsupportedError
-        If a layer has two attention modules.
-    """
-    decoder, found = model.get_decoder(), []
-    config = model.config.get_text_config(decoder=True)
-    modules = dict(decoder.named_modules())
-    for name, module in modules.items():
-        if (index := getattr(module, "layer_idx", None)) not in wanted:
-            continue
-        head_dim = getattr(module, "head_dim", None) or getattr(config, "head_dim", None)
-        head_dim = head_dim or config.hidden_size // config.num_attention_heads
-        own = key_layer(
-            module,
-            modules.get(name.rpartition(".")[0]) if name else None,
-            index,
-            config,
-            query_heads=config.num_attention_heads,
-            head_dim=head_dim,
-            scale=float(getattr(module, "scaling", None) or head_dim**-0.5),
-        )
-        found += [own] if own is not None else []
-    if len({layer.index for layer in found}) != len(found):
-        raise UnsupportedError("two attention modules of one layer")
-    return found

@@ -131,10 +131,18 @@ class OutlierProbe:
         What to do where it breaks on outlier channels.
     biases : KeyBiases, optional
         What is known from the weights.
+    starts : callable
+        Whether another spec is accepted where this scheme was given; others are not named.
     """
 
-    def __init__(self, scheme: KVScheme, action: Probe = "warn", biases: KeyBiases | None = None) -> None:
-        self.scheme, self.action, self.biases = scheme, action, biases
+    def __init__(
+        self,
+        scheme: KVScheme,
+        action: Probe = "warn",
+        biases: KeyBiases | None = None,
+        starts: Callable[[str], bool] = lambda spec: True,
+    ) -> None:
+        self.scheme, self.action, self.biases, self.starts = scheme, action, biases, starts
         self.undo: Callable[[], None] = lambda: None
         """Called before a refusal, to drop the prefill."""
         self.found: dict[int, KeyProbe] = {}
@@ -227,10 +235,10 @@ class OutlierProbe:
             f"{found.outlier_ratio:.0f} times the median one, and encoding loses {min(found.channel_error, 1):.0%} of "
             f"what tells keys apart in the median channel."
         )
-        better = [(name, e) for name in CANDIDATES if (e := self._error_of(name, sample)) is not None and e < LIMIT]
-        if not better:
-            return f"{text} Every preset tried does; use 'dense' or dense_keys where the codec has it, or {further}."
-        return f"{text} Use {better[0][0]!r} instead ({better[0][1]:.0%} there), or {further}."
+        for name in CANDIDATES:
+            if (error := self._error_of(name, sample)) is not None and error < LIMIT and self.starts(name):
+                return f"{text} Use {name!r} instead ({error:.0%} there), or {further}."
+        return f"{text} Every preset tried does; use 'dense' or dense_keys where the codec has it, or {further}."
 
     def _error_of(self, name: str, sample: Tensor) -> float | None:
         if name not in presets() or name == str(self.scheme):

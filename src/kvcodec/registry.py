@@ -89,8 +89,8 @@ COMMON = {
         "mean",
         Mean,
         "auto",
-        "Encode keys without their mean before RoPE (pre) or after it (post); auto: pre where the model's key biases "
-        "would break the codec.",
+        "Encode keys without their mean before RoPE (pre) or after it (post); auto: pre where it halves the "
+        "error that the model's key biases cause.",
     ),
 }
 """Options of every method: fields of the scheme. A recipe with a default of its own has it among its parameters."""

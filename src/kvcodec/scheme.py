@@ -43,9 +43,10 @@ class KVScheme:
     mean : {"none", "pre", "post", "auto"}
         ``pre``: the mean of a head's keys before RoPE is subtracted from them before they are encoded and added again
         when they are decoded, turned as RoPE turns it at the token's position. ``post``: the same with the mean after
-        RoPE, which is one key for all positions. Neither costs bytes of a token. ``auto``: where a model's key biases
-        would break the codec, or the codec asks for it (``Codec.without_mean``), ``pre``, elsewhere ``none``; decided
-        when a cache is made for a model, ``none`` without one. Keys held dense keep their mean.
+        RoPE, which is one key for all positions. Neither costs bytes of a token. ``auto``: ``pre`` where it halves the
+        error of attention scores on a model's key biases (``kvcodec.key_bias``), or the codec asks for it
+        (``Codec.without_mean``), elsewhere ``none``; decided when a cache is made for a model, ``none`` without one.
+        Keys held dense keep their mean.
     recent : KVScheme or None
         Age tiers: its codecs hold the newest ``window`` tokens, which are decoded and encoded by ``key`` and ``value``
         when they age, in blocks of both. Codecs that encode each token alone, with constants that need no data.

@@ -6,7 +6,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from kvcodec.key_bias import biases_of
 from kvcodec.progress import Progress
 from kvcodec.registry import get
 from kvcodec_lab.eval.compare import Settings, about, compare
@@ -142,6 +141,7 @@ def run_demo(
 
 def _breaking(model: LoadedModel) -> dict[str, str]:
     """Return which presets of the demo break on the model's key biases, and how."""
+    from kvcodec.integrations.transformers.biases import biases_of
     from kvcodec.integrations.transformers.plan import plan_for
 
     if not (biases := biases_of(model.model, plan_for(model.model, "decoded"))):

@@ -156,9 +156,10 @@ def fit_model(
     >>> fitted = fit_model(load("smollm2-135m"), "innerq-base", text.text)  # doctest: +SKIP
     >>> fitted.save("innerq.safetensors")  # doctest: +SKIP
     """
-    from kvcodec.integrations.transformers.identity import identify  # needs transformers
+    from kvcodec.integrations.transformers.biases import rotary_of  # needs transformers
+    from kvcodec.integrations.transformers.identity import identify
     from kvcodec.integrations.transformers.plan import plan_for
-    from kvcodec.integrations.transformers.schemes import check_layouts, decided, rotary_of
+    from kvcodec.integrations.transformers.schemes import check_layouts, decided
 
     scheme, shown = get(spec), progress or Progress(False)
     check_fit(scheme, text, window_tokens)

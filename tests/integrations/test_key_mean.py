@@ -13,6 +13,7 @@ from kvcodec.codec import roundtrip
 from kvcodec.codecs.rope_pairs import RopePairs
 from kvcodec.errors import BrokenPresetError, FitError, FormatError, UnsupportedError
 from kvcodec.integrations.transformers.argument import passing
+from kvcodec.integrations.transformers.biases import biases_of
 from kvcodec.integrations.transformers.plan import plan_for
 from kvcodec.integrations.transformers.rope import record_positions
 from kvcodec.integrations.vllm.means import decided
@@ -20,7 +21,6 @@ from kvcodec.integrations.vllm.options import read_options
 from kvcodec.integrations.vllm.servable import refusal
 from kvcodec.kernels.cpu import compile as sources
 from kvcodec.kernels.cpu import library
-from kvcodec.key_bias import biases_of
 from kvcodec.scheme import mix_of
 from kvcodec.shared import drawn
 from kvcodec_lab.fit import fit_model
@@ -28,10 +28,9 @@ from kvcodec_lab.models import LoadedModel
 from tests.conftest import tiny_model
 from tests.integrations.test_generate import prompt
 from tests.lab.eval.tiny import TEXT, tiny_tokenizer
-from tests.test_key_bias import biased
+from tests.test_key_bias import DYNAMIC, biased
 
 SPEC, RAW = "saw-int4:mean=pre", "saw-int4:mean=none"
-DYNAMIC = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}
 
 
 @pytest.fixture(scope="module")
@@ -311,7 +310,7 @@ def test_auto_is_pre_where_biases_break_the_preset(model: Any) -> None:
     assert kvcodec.cache_for(model.config, "saw-int4").report()["mean"] == "none"
 
 
-@pytest.mark.parametrize("spec", ["kivi-4", "int-8", "dense", "octopus-4"])
+@pytest.mark.parametrize("spec", ["kivi-4", "kivi-tq-4", "dense", "octopus-4"])
 def test_auto_is_none_for_what_holds(spec: str) -> None:
     made = biased(num_hidden_layers=4, layers=(0,))
     assert kvcodec.cache_for(made, spec).report()["mean"] == "none"

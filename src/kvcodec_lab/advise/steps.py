@@ -11,8 +11,9 @@ from torch import Tensor
 from kvcodec.codec import ROLES, Role
 from kvcodec.description import kernels_for
 from kvcodec.errors import BrokenPresetError, KVCodecWarning, KVError, SpecError
+from kvcodec.integrations.transformers.biases import biases_of
 from kvcodec.integrations.transformers.plan import LayerPlan, ModelPlan, plan_for
-from kvcodec.key_bias import KeyBiases, Probe, biases_of
+from kvcodec.key_bias import KeyBiases, Probe
 from kvcodec.progress import Progress
 from kvcodec.recipe import LayerChoice
 from kvcodec.registry import get, scheme_of

@@ -16,6 +16,7 @@ The last two need the attention function, which importing this module registers:
 """
 
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, get_args
 
@@ -32,6 +33,7 @@ from kvcodec.integrations.transformers.arrivals import Arrivals
 from kvcodec.integrations.transformers.identity import check_params, load_params
 from kvcodec.integrations.transformers.layers import PackedCacheLayer, Prefill
 from kvcodec.integrations.transformers.making import (
+    Trial,
     check_rounding,
     kernels_of,
     layers_of,
@@ -315,6 +317,8 @@ def cache_for(
         raise SpecError(f"max_len={max_len!r}: expected a whole number of tokens, at least 1, or None.")
     action = probe_option(probe)
     scheme = get(spec)
+    again: dict[str, Any] = {"prefill": prefill, "seed": seed, "page_tokens": page_tokens, "max_len": max_len}
+    trial = Trial(partial(cache_for, attention=attention, probe="off", **again), model_or_config)
     left_open, unfused = attention is None, ""
     if attention is None:
         unfused = unfused_reason(model_or_config)
@@ -335,7 +339,7 @@ def cache_for(
         check_queries(scheme, [layer.index for layer in stack], given)
     schemes = decided(model_or_config, plan, scheme, given)
     scheme = scheme.with_means([own.mean for own in schemes[: len(plan.stacks[0])]])
-    watch = outlier_probe(model_or_config, plan, scheme, given, action, attention)
+    watch = outlier_probe(model_or_config, plan, scheme, given, action, trial)
     sites = sites_of(model_or_config, plan, schemes, given, seed)
     kernels = None
     if attention == "fused":

@@ -1,7 +1,8 @@
 """The parts of which ``cache_for`` builds a cache: the site of each layer, its kernels, and the layers themselves."""
 
 import warnings
-from collections.abc import Mapping, Sequence
+import weakref
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -12,9 +13,10 @@ from kvcodec.cache.growing import GrowingCache
 from kvcodec.cache.host import LayerCache
 from kvcodec.cache.site import LayerSite, codec_params
 from kvcodec.cache.static import StaticCache
-from kvcodec.errors import BrokenPresetError, KVCodecWarning, UnsupportedError
+from kvcodec.errors import BrokenPresetError, KVCodecWarning, KVError, UnsupportedError
 from kvcodec.files.params import LayerParams
 from kvcodec.integrations.transformers.arrivals import Arrivals
+from kvcodec.integrations.transformers.biases import biases_of
 from kvcodec.integrations.transformers.cross import CrossLayer
 from kvcodec.integrations.transformers.layers import PackedCacheLayer
 from kvcodec.integrations.transformers.plan import Attention, ModelPlan, plan_for
@@ -23,7 +25,7 @@ from kvcodec.integrations.transformers.rope import PositionHook, hook_of
 from kvcodec.integrations.transformers.schemes import means_of, of_kind
 from kvcodec.integrations.transformers.windowed import WindowedLayer
 from kvcodec.kernels.choose import Kernels
-from kvcodec.key_bias import ALTERNATIVES, Probe, biases_of
+from kvcodec.key_bias import Probe
 from kvcodec.probe import OutlierProbe
 from kvcodec.scheme import KVScheme
 
@@ -154,16 +156,58 @@ def layers_of(
     return layers
 
 
+class Trial:
+    """Whether a model takes a cache with another spec; errors name such specs only.
+
+    Parameters
+    ----------
+    make : callable
+        (model or config, spec) -> cache.
+    model_or_config : PreTrainedModel or PreTrainedConfig
+        A model is not kept alive, copied or pickled with a cache.
+    """
+
+    def __init__(self, make: Callable[[Any, str], Any], model_or_config: Any) -> None:
+        self._make = make
+        is_model = isinstance(model_or_config, torch.nn.Module)
+        self._model = weakref.ref(model_or_config) if is_model else lambda: model_or_config
+
+    def __call__(self, spec: str) -> bool:
+        """Make an empty cache, and drop it."""
+        if (model_or_config := self._model()) is None:
+            return False
+        try:
+            self._make(model_or_config, spec)
+        except KVError:
+            return False
+        return True
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "Trial":
+        """Return this trial: the copy of a cache is of the same model."""
+        return self
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Pickle a trial without a model, which accepts nothing."""
+        return Trial, (self._make, type(self))
+
+
 def outlier_probe(
-    model_or_config: Any, plan: ModelPlan, scheme: KVScheme, given: LayerParams, action: Probe, attention: Attention
+    model_or_config: Any,
+    plan: ModelPlan,
+    scheme: KVScheme,
+    given: LayerParams,
+    action: Probe,
+    starts: Trial,
 ) -> OutlierProbe | None:
-    """Check a scheme against the model's key biases, and return the probe of the first prefill."""
+    """Check a scheme against the model's key biases, and return the probe of the first prefill.
+
+    ``starts`` tries other specs, of which errors name those that a cache can be made with.
+    """
     if action == "off":
         return None
     biases = biases_of(model_or_config, plan)
-    watch = OutlierProbe(scheme, action, biases)
-    tried = ALTERNATIVES if attention == "fused" else None
-    if biases and (why := biases.refusal(scheme, params=given, alternatives=tried)):
+    watch = OutlierProbe(scheme, action, biases, starts)
+    if biases and (why := biases.refusal(scheme, params=given, starts=starts)):
         if action == "refuse":
             raise BrokenPresetError(why)
         warnings.warn(why, KVCodecWarning, stacklevel=3)

@@ -1,5 +1,6 @@
 """The scheme of each layer of a model: what its kind of attention leaves of it, and the mean of its keys."""
 
+import logging
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -7,13 +8,13 @@ from typing import Any
 import torch
 
 from kvcodec.cache.site import MEAN, MeanRemoval, codec_params
-from kvcodec.errors import FitError, ShapeError, UnsupportedError
+from kvcodec.errors import FitError, ShapeError
 from kvcodec.files.params import LayerParams
+from kvcodec.integrations.transformers.biases import biases_of, is_followed, rotary_of
 from kvcodec.integrations.transformers.plan import LayerPlan, ModelPlan
-from kvcodec.integrations.transformers.rope import rope_of
-from kvcodec.key_bias import biases_of
-from kvcodec.ops.rope import Rotary
 from kvcodec.scheme import KVScheme, Mean
+
+logger = logging.getLogger(__name__)
 
 
 def by_layer(plan: ModelPlan, scheme: KVScheme) -> list[KVScheme]:
@@ -54,7 +55,9 @@ def decided(
     if all(own.mean != "auto" for own in schemes):
         return schemes
     biases = biases_of(model_or_config, plan)
-    means = biases.means(scheme) if biases else [own.mean for own in schemes]
+    means = [own.mean for own in schemes] if biases is None else biases.means(scheme)
+    if biases is not None and (biases.layers or biases.unread) and not given:
+        logger.info("kvcodec: %s", biases.summary(scheme, means))
     found = []
     made: dict[tuple[int, Mean], KVScheme] = {}
     for layer, own, mean in zip(plan.kv_layers, schemes, means, strict=True):
@@ -63,9 +66,7 @@ def decided(
             if keys:
                 mean = "pre" if MEAN in keys else "none"
             elif own.key.without_mean and isinstance(model_or_config, torch.nn.Module):
-                mean = "pre"
-            if not keys and mean == "pre" and not _is_followed(model_or_config, layer):
-                mean = "post"
+                mean = "pre" if is_followed(model_or_config, layer) else "post"
             chosen: Mean = "none" if mean == "auto" else mean
             if (id(own), chosen) not in made:
                 made[id(own), chosen] = replace(own, mean=chosen)
@@ -105,33 +106,8 @@ def means_of(
         biases = None if waits else biases_of(model_or_config, plan)
         if mean is not None:
             means[layer.index] = MeanRemoval("pre", rotary, mean, "params")
-        elif not biases:
+        elif not biases or layer.index in biases.unread:
             means[layer.index] = MeanRemoval("pre", rotary)
         elif layer.index in biases.layers:
             means[layer.index] = MeanRemoval("pre", rotary, biases.layers[layer.index].mean[None], "weights")
     return means
-
-
-def rotary_of(model: Any, layer: LayerPlan) -> Rotary:
-    """How the model turns the keys of a layer.
-
-    Raises
-    ------
-    UnsupportedError
-        In a way that ``mean=pre`` cannot follow.
-    """
-    rope = rope_of(model)
-    if (found := rope.attention(layer.index, model)) is None:
-        raise UnsupportedError(
-            f"{type(model).__name__}: no module of layer {layer.index} was found; use mean=post or mean=none."
-        )
-    return rope.rotary(found)
-
-
-def _is_followed(model: Any, layer: LayerPlan) -> bool:
-    """Whether ``mean=pre`` can follow how the model turns the keys of a layer."""
-    try:
-        rotary_of(model, layer)
-    except UnsupportedError:
-        return False
-    return True

@@ -1,11 +1,14 @@
 """The check of ``key_bias`` on vLLM's modules: a preset that breaks on the model's key biases is not served.
 
 vLLM passes only the attention layer to a backend. The modules around it are found while the model is built: a torch
-hook reports every module that becomes a child of another.
+hook reports every module that becomes a child of another. Models of the Transformers backend exist before their
+attention layers do; there the modules around are found among the objects of the process.
 """
 
+import gc
+import logging
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from torch import nn
@@ -17,12 +20,14 @@ from kvcodec.integrations.vllm.options import Options
 from kvcodec.key_bias import KeyBiases
 from kvcodec.key_layer import KeyLayer, key_layer
 
+logger = logging.getLogger("vllm.kvcodec")
+
 ALTERNATIVES = ("kivi-tq-4", "kivi-4:window=0", "octopus-4:window=0", "int-8")
 """Presets to try where one breaks, in forms that a server takes."""
 
 
 class Around:
-    """The modules around an implementation's attention layer: its parent, which has the projections, and grandparent.
+    """The modules around an implementation's attention layer: its parent, which has the projections, and those above.
 
     Parameters
     ----------
@@ -47,6 +52,19 @@ class Around:
         self._hook.remove()
 
 
+def complete(arounds: Sequence[Around]) -> None:
+    """Find the modules above those that had a parent before they had an attention layer."""
+    if not (short := [around for around in arounds if len(around.modules) == 1]):
+        return
+    parents: dict[int, nn.Module] = {}
+    for found in gc.get_objects():
+        if issubclass(type(found), nn.Module):
+            parents |= {id(child): found for child in found.__dict__.get("_modules", {}).values() if child is not None}
+    for around in short:
+        while (above := parents.get(id(around.modules[-1]))) is not None and above not in around.modules:
+            around.modules.append(above)
+
+
 def find_biases(name: str, text_config: Any, order: Sequence[int], impls: Mapping[int, Any]) -> KeyBiases | str:
     """Return the key biases of a model's layers, or why they are not known.
 
@@ -62,13 +80,23 @@ def find_biases(name: str, text_config: Any, order: Sequence[int], impls: Mappin
         By layer, the implementations of this process, with ``around, num_heads, head_size, scale``.
     """
     try:
+        complete([impl.around for impl in impls.values()])
         layers = [own for index, impl in impls.items() if (own := _layer(index, impl, text_config)) is not None]
-        return KeyBiases(name, layers, order)
-    except Exception as error:  # projections of any form and quantization are called here
-        return f"key biases are not known, for the projections cannot be called by themselves ({error})"
+        found = KeyBiases(name, layers, order)
+    except Exception as error:  # modules of any form
+        return f"key biases are not known ({error})"
+    if found.unread:
+        why = next(iter(found.unread.values()))
+        return f"key biases are not known, for the projections cannot be called by themselves ({why})"
+    return found
 
 
-def check_biases(options: Options, biases: KeyBiases | str, params: FittedParams | None = None) -> list[str]:
+def check_biases(
+    options: Options,
+    biases: KeyBiases | str,
+    params: FittedParams | None = None,
+    starts: Callable[[str], bool] = lambda spec: True,
+) -> list[str]:
     """Check a preset against the key biases of a model's layers.
 
     Parameters
@@ -78,6 +106,8 @@ def check_biases(options: Options, biases: KeyBiases | str, params: FittedParams
         Of ``find_biases``.
     params : FittedParams, optional
         Only if they are for these heads.
+    starts : callable
+        Whether this engine can serve another spec; others are not named.
 
     Returns
     -------
@@ -93,7 +123,11 @@ def check_biases(options: Options, biases: KeyBiases | str, params: FittedParams
     if isinstance(biases, str):
         return [biases]
     why = biases.refusal(
-        options.scheme, params=params, alternatives=ALTERNATIVES, further='give "probe": "warn" to serve it'
+        options.scheme,
+        params=params,
+        alternatives=ALTERNATIVES,
+        starts=starts,
+        further='give "probe": "warn" to serve it',
     )
     if why and options.probe == "refuse":
         raise BrokenPresetError(f"kvcodec: {why}")

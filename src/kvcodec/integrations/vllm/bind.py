@@ -18,19 +18,21 @@ from vllm.model_executor.models.utils import extract_layer_index
 
 from kvcodec.cache.site import MeanRemoval
 from kvcodec.codec import ROLES, Dense, Params, Role
-from kvcodec.errors import UnsupportedError
+from kvcodec.errors import KVError, UnsupportedError
 from kvcodec.files.params import FittedParams
 from kvcodec.integrations.transformers.identity import check_params
 from kvcodec.integrations.transformers.plan import plan_for
-from kvcodec.integrations.vllm.biases import check_biases, find_biases
+from kvcodec.integrations.vllm.biases import check_biases, find_biases, logger
+from kvcodec.integrations.vllm.engine_args import check_engine
 from kvcodec.integrations.vllm.fitting import check_same_model
 from kvcodec.integrations.vllm.groups import GroupedLayer
 from kvcodec.integrations.vllm.identity import WHOLE_BLOCKS
 from kvcodec.integrations.vllm.layer import EngineLayer
 from kvcodec.integrations.vllm.means import KINDS, Rotaries, decided, means_of
-from kvcodec.integrations.vllm.options import Options
+from kvcodec.integrations.vllm.options import KEY, Options, read_options
 from kvcodec.integrations.vllm.servable import group_tokens, preferred_page, refusal
-from kvcodec.ops.rope import Rotary
+from kvcodec.kernels.choose import choose
+from kvcodec.key_bias import KeyBiases
 from kvcodec.registry import get
 from kvcodec.scheme import KVScheme, Mean, Mix, mix_of
 
@@ -94,13 +96,55 @@ def check_weights(
         biases = None if isinstance(found, str) else found
         rotaries = Rotaries(own, text_config.hidden_size, model.dtype, model.max_model_len, model.uses_mrope)
         if biases:
-            biases.turned = all(isinstance(rotaries.of(index), Rotary) for index in biases.layers)
+            mean = rotaries.removable(biases.layers)
+            biases.removable = lambda layer: "none" if group_tokens(layer) > 1 else mean  # unfinished groups keep it
         agreed = _same_on_all_processes(decided(scheme, order, biases, params))
-        kinds = dict(zip(order, agreed, strict=True))
-        told = check_biases(options, found, params=params if whole else None)
-        asked = frozenset(i for at, i in enumerate(order) if scheme.for_layer(at, len(order)).mean in ("pre", "post"))
+        starts = partial(_starts, config, order=order, impls=own, biases=biases, rotaries=rotaries)
+        told = check_biases(options, found, params if whole else None, starts)
+        if biases and params is None:
+            logger.info("kvcodec: %s", biases.summary(scheme, agreed))
         given = None if params is None else {i: _own_params(config, params, i, impl) for i, impl in own.items()}
-        return told, means_of(scheme, kinds, own, biases, given, rotaries, asked), tuple(agreed)
+        kinds = dict(zip(order, agreed, strict=True))
+        return told, means_of(scheme, kinds, own, biases, given, rotaries, _asked(scheme, order), starts), tuple(agreed)
+
+
+def _asked(scheme: KVScheme, order: list[int]) -> frozenset[int]:
+    """The layers whose mean the spec names."""
+    return frozenset(i for at, i in enumerate(order) if scheme.for_layer(at, len(order)).mean in ("pre", "post"))
+
+
+def _starts(
+    config: VllmConfig,
+    spec: str,
+    *,
+    order: list[int],
+    impls: Mapping[int, Any],
+    biases: KeyBiases | None,
+    rotaries: Rotaries,
+) -> bool:
+    """Whether the engine would start with another spec in place of its preset, and the spec holds on these weights."""
+    given = (config.additional_config or {}).get(KEY, {})
+    try:
+        options = read_options({KEY: {"preset": spec, **{name: 0 for name in ("window", "sink") if name in given}}})
+        assert options is not None
+        check_engine(config, options)
+        scheme = packed_everywhere(config, options.scheme)
+        kinds = dict(zip(order, decided(scheme, order, biases, None), strict=True))
+        page = config.cache_config.block_size if config.cache_config.user_specified_block_size else None
+        for index, impl in impls.items():
+            layer = replace(scheme.for_layer(order.index(index), len(order)), mean=kinds[index])
+            if refusal(layer, impl.head_size, page):
+                return False
+            device = next(impl.around.modules[0].parameters()).device
+            if device.type != "cpu":
+                tokens = page or preferred_page(layer)
+                key, value = (layer.codec(role).for_dtype(config.model_config.dtype) for role in ROLES)
+                choose(replace(layer, key=key, value=value), impl.head_size, device, tokens, static=True)
+        means_of(scheme, kinds, impls, biases, None, rotaries, _asked(scheme, order))
+        worst = biases.worst(scheme) if biases else None
+    except KVError:
+        return False
+    return worst is None or not worst.broken
 
 
 def _same_on_all_processes(means: list[Mean]) -> list[Mean]:

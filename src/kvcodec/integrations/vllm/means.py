@@ -9,7 +9,7 @@ they differ, or a token has several positions (M-RoPE), only a mean after RoPE i
 import inspect
 import math
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -18,10 +18,12 @@ from torch import Tensor, nn
 from kvcodec.cache.site import MEAN, MeanRemoval
 from kvcodec.codec import Params
 from kvcodec.errors import UnsupportedError
+from kvcodec.integrations.vllm.biases import ALTERNATIVES
 from kvcodec.kernels.mean import MOST_POSITIONS
 from kvcodec.key_bias import KeyBiases
 from kvcodec.ops.rope import Rotary
-from kvcodec.scheme import KVScheme, Mean
+from kvcodec.registry import with_option
+from kvcodec.scheme import KVScheme, Mean, Mix
 
 PLACES = (0, 1, 7, 100, 1000)
 """Positions at which a ``Rotary`` is compared with the layer, and the last one."""
@@ -39,8 +41,14 @@ class _Seen(Exception):
         self.keys = keys
 
 
+STATES, POSITIONS, ANGLES = ("hidden_states", "x"), ("positions", "position_ids"), "position_embeddings"
+"""Names of what attention modules are called with; everything else that they require is None."""
+
+
 def keys_at(impl: Any, states: Tensor, positions: Tensor) -> Tensor:
     """Keys ``[n, H, D]`` that a layer makes of states ``[n, hidden]`` at ``positions [n]``, float32.
+
+    The layer's attention module is called as its model calls it, and ends where it calls its attention layer.
 
     Parameters
     ----------
@@ -50,16 +58,12 @@ def keys_at(impl: Any, states: Tensor, positions: Tensor) -> Tensor:
     Raises
     ------
     UnsupportedError
-        The layer is called with something else than states and positions.
+        The module is called with something else than states, positions, and cosines and sines of the positions.
     """
     if not (held := impl.around.modules):
         raise UnsupportedError("the module around a layer's attention was not seen")
     attention: nn.Module = held[0]
     inner = next(child for child in attention.children() if getattr(child, "impl", None) is impl)
-    taken = inspect.signature(attention.forward).parameters
-    needed = {name for name, p in taken.items() if p.default is p.empty and p.kind is p.POSITIONAL_OR_KEYWORD}
-    if needed != {"positions", "hidden_states"}:
-        raise UnsupportedError(f"{type(attention).__name__} takes {', '.join(taken)}, not positions and hidden_states")
 
     def stop(query: Tensor, key: Tensor, *rest: Any, **more: Any) -> None:
         raise _Seen(key)
@@ -67,15 +71,46 @@ def keys_at(impl: Any, states: Tensor, positions: Tensor) -> Tensor:
     inner.forward = stop
     try:
         with torch.no_grad():
-            attention(positions=positions, hidden_states=states)
+            attention(**_arguments(held, states, positions))
     except _Seen as seen:
-        return seen.keys.detach().view(len(positions), -1, impl.head_size).float()
+        return seen.keys.detach().reshape(len(positions), -1, impl.head_size).float()
     finally:
         del inner.forward
     raise UnsupportedError(f"{type(attention).__name__} does not call its attention layer")
 
 
-_rotaries: "weakref.WeakKeyDictionary[nn.Module, Rotary]" = weakref.WeakKeyDictionary()
+def _arguments(around: Sequence[nn.Module], states: Tensor, positions: Tensor) -> dict[str, Any]:
+    """What an attention module is called with, by name; those of transformers have a batch."""
+    attention, given = around[0], dict[str, Any]()
+    taken = inspect.signature(attention.forward).parameters
+    set_on = getattr(getattr(attention, "config", None), "_attn_implementation", None)
+    if str(set_on).startswith("vllm"):  # the name under which vLLM registers its attention with transformers
+        states, positions = states[None], positions[None]
+    for name, parameter in taken.items():
+        if name in STATES:
+            given[name] = states
+        elif name in POSITIONS:
+            given[name] = positions
+        elif name == ANGLES and (above := _embeddings(around)):
+            with torch.no_grad():
+                given[name] = above[0](states, positions)
+        elif parameter.default is parameter.empty and parameter.kind is parameter.POSITIONAL_OR_KEYWORD:
+            given[name] = None
+    if not set(STATES) & given.keys():
+        raise UnsupportedError(f"{type(attention).__name__} takes {', '.join(taken)}, not {' or '.join(STATES)}")
+    return given
+
+
+def _embeddings(around: Sequence[nn.Module]) -> list[nn.Module]:
+    """The rotary embeddings of a layer: beside its attention layer (vLLM), or of the whole decoder (transformers)."""
+    for module in around:
+        found = [m for m in module.children() if hasattr(m, "_compute_cos_sin_cache") or hasattr(m, "inv_freq")]
+        if found:
+            return found
+    return []
+
+
+_rotaries: "weakref.WeakKeyDictionary[nn.Module, list[Rotary]]" = weakref.WeakKeyDictionary()
 
 
 def rotary_beside(impl: Any, last: int, hidden: int, dtype: torch.dtype) -> Rotary:
@@ -97,23 +132,30 @@ def rotary_beside(impl: Any, last: int, hidden: int, dtype: torch.dtype) -> Rota
         In a way that is not known here.
     """
     attention = impl.around.modules[0] if impl.around.modules else nn.Module()
-    found = [m for m in attention.children() if hasattr(m, "_compute_cos_sin_cache")]
+    found = _embeddings(impl.around.modules)
     if len(found) != 1:
         raise UnsupportedError(f"{type(attention).__name__} has {len(found) or 'no'} rotary embeddings beside it")
     module, device = found[0], next(p for p in attention.parameters()).device
-    if (known := _rotaries.get(module)) is None:
-        known = _rotaries[module] = _read(module, device)
+    if module not in _rotaries:
+        _rotaries[module] = _read(module, device)
     places = torch.tensor([*(p for p in PLACES if p < last), last], device=device)
     state = torch.randn(1, hidden, generator=torch.Generator().manual_seed(0)).to(device, dtype)
     keys = keys_at(impl, state.expand(len(places), -1).contiguous(), places).transpose(0, 1)[None]  # [1, H, n, D]
-    turned = known.turn(known.turn_back(keys[:, :, :1], places[None, :1]), places[None])
-    if not bool(((turned - keys).norm(dim=-1) <= ALIKE * keys.norm(dim=-1)).all()):
-        raise UnsupportedError(f"{type(attention).__name__} turns its keys in another way than {type(module).__name__}")
-    return known
+    for known in _rotaries[module]:
+        turned = known.turn(known.turn_back(keys[:, :, :1], places[None, :1]), places[None])
+        if bool(((turned - keys).norm(dim=-1) <= ALIKE * keys.norm(dim=-1)).all()):
+            return known
+    raise UnsupportedError(f"{type(attention).__name__} turns its keys in another way than {type(module).__name__}")
 
 
-def _read(module: Any, device: torch.device) -> Rotary:
-    """Frequencies and scaling of a rotary embedding, from the table of cosines and sines that it makes in float32."""
+def _read(module: Any, device: torch.device) -> list[Rotary]:
+    """Frequencies and scaling of a rotary embedding, with the pairs of channels that it may turn.
+
+    vLLM's say which pairs. Their frequencies are read from the table of cosines and sines, made in float32.
+    """
+    if not hasattr(module, "_compute_cos_sin_cache"):
+        scaling = float(getattr(module, "attention_scaling", 1.0))
+        return [Rotary(module.inv_freq.detach().float().to(device), scaling, pairs) for pairs in (False, True)]
     try:
         cosines, sines = module._compute_cos_sin_cache()[:2].double().cpu().chunk(2, -1)
     except Exception as error:  # a class with tables of another kind
@@ -127,7 +169,7 @@ def _read(module: Any, device: torch.device) -> Rotary:
         if exact.shape == frequencies.shape and torch.allclose(exact, frequencies, rtol=1e-4, atol=1e-9):
             frequencies = exact
     scaling = round(scaling, 6) if math.isclose(scaling, 1.0, abs_tol=1e-6) else scaling
-    return Rotary(frequencies.to(device), scaling, not module.is_neox_style)
+    return [Rotary(frequencies.to(device), scaling, not module.is_neox_style)]
 
 
 def decided(
@@ -160,6 +202,7 @@ def means_of(
     params: Mapping[int, Mapping[Any, Params]] | None,
     rotaries: "Rotaries",
     asked: frozenset[int],
+    starts: Callable[[str], bool] = lambda spec: True,
 ) -> dict[int, MeanRemoval]:
     """Means of the layers of this process that hold keys without one.
 
@@ -177,6 +220,8 @@ def means_of(
     rotaries : Rotaries
     asked : frozenset of int
         Layers whose mean the spec names, so that it was not decided: one with a small bias keeps its mean.
+    starts : callable
+        Whether this engine can serve another spec; errors name no other.
 
     Raises
     ------
@@ -190,7 +235,7 @@ def means_of(
         given = None if params is None else params[index].get("key", {}).get(MEAN)
         rotary = rotaries.of(index) if kind == "pre" else None
         if isinstance(rotary, str):
-            cure = "use mean=post or mean=none" if given is None else "fit the constants again with mean=post"
+            cure = _cure(scheme, starts) if given is None else "fit the constants again with mean=post"
             raise UnsupportedError(f"kvcodec: {scheme}, layer {index}: mean=pre cannot be followed: {rotary}; {cure}.")
         if given is not None:
             means[index] = MeanRemoval(kind, rotary, given.float(), "params")
@@ -203,8 +248,19 @@ def means_of(
             )
         elif index in biases.known and (index not in asked or index in biases.layers):
             mean = biases.known[index].mean[None] if kind == "pre" else rotaries.mean_after(index)
+            if isinstance(mean, str):
+                raise UnsupportedError(
+                    f"kvcodec: {scheme}, layer {index}: mean=post is not known: {mean}; {_cure(scheme, starts)}."
+                )
             means[index] = MeanRemoval(kind, rotary, mean, "weights")
     return means
+
+
+def _cure(scheme: KVScheme, starts: Callable[[str], bool]) -> str:
+    named = scheme.spec and not isinstance(scheme, Mix)
+    own = [with_option(scheme.spec, "mean", mean) for mean in ("post", "none")] if named else []
+    holding = [spec for spec in (*own, *ALTERNATIVES) if starts(spec)]
+    return f"use {' or '.join(map(repr, holding))}" if holding else "serve the model without kvcodec"
 
 
 class Rotaries:
@@ -225,6 +281,14 @@ class Rotaries:
     def __init__(self, impls: Mapping[int, Any], hidden: int, dtype: torch.dtype, most: int, axes: bool) -> None:
         self.impls, self.hidden, self.dtype, self.most, self.axes = impls, hidden, dtype, most, axes
         self._found: dict[int, Rotary | str] = {}
+        self._after: dict[int, Tensor | str] = {}
+
+    def removable(self, layers: Iterable[int]) -> Mean:
+        """Which mean the keys of all these layers can be held without."""
+        indices = list(layers)
+        if all(isinstance(self.of(index), Rotary) for index in indices):
+            return "pre"
+        return "post" if all(isinstance(self.mean_after(index), Tensor) for index in indices) else "none"
 
     def of(self, index: int) -> Rotary | str:
         """How a layer turns its keys, or why that is not known."""
@@ -242,8 +306,17 @@ class Rotaries:
         except Exception as error:  # the model's own code is called
             return str(error)
 
-    def mean_after(self, index: int) -> Tensor:
-        """Mean after RoPE of the keys of random states at the first positions, float32 ``[1, H, D]`` on the CPU."""
+    def mean_after(self, index: int) -> Tensor | str:
+        """Mean of a layer's keys after RoPE, float32 ``[1, H, D]`` on the CPU, or why it is not known."""
+        if index not in self._after:
+            try:
+                self._after[index] = self._mean_after(index)
+            except Exception as error:  # the model's own code is called
+                self._after[index] = str(error)
+        return self._after[index]
+
+    def _mean_after(self, index: int) -> Tensor:
+        """Mean of the keys of random states at the first positions."""
         impl, count = self.impls[index], min(self.most, MEASURED)
         attention, *outer = impl.around.modules
         device = next(p for p in attention.parameters()).device
