@@ -316,10 +316,10 @@ def test_a_prompt_that_the_cache_holds_already_is_refused_in_words(tiny: Any, na
     model = tiny(name)
     cache = cache_for(model, "saw-int4")
     with torch.no_grad():
-        model(tokens(3, 40), **passing(model, cache))
-    with pytest.raises(UnsupportedError, match=r"no new tokens: the cache holds 40, .* call cache.reset\(\)"):
+        model(tokens(1, 60), **passing(model, cache))
+    with pytest.raises(UnsupportedError, match=r"no new tokens: the cache holds 60, .* call cache.reset\(\)"):
         generated(model, cache, 6)
-    assert cache.get_seq_length() == 40
+    assert cache.get_seq_length() == 60
 
 
 # -- autocast, copies of K and V ---------------------------------------------------------------------------------------

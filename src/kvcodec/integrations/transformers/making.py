@@ -24,6 +24,7 @@ from kvcodec.integrations.transformers.schemes import means_of, of_kind
 from kvcodec.integrations.transformers.windowed import WindowedLayer
 from kvcodec.kernels.choose import Kernels
 from kvcodec.key_bias import ALTERNATIVES, Probe, biases_of
+from kvcodec.ops.precision import without_modes
 from kvcodec.probe import OutlierProbe
 from kvcodec.scheme import KVScheme
 
@@ -49,6 +50,7 @@ def check_rounding(scheme: KVScheme, attention: Attention) -> None:
         )
 
 
+@without_modes
 def sites_of(
     model_or_config: Any, plan: ModelPlan, schemes: Sequence[KVScheme], given: LayerParams, seed: int
 ) -> list[LayerSite]:
@@ -164,6 +166,7 @@ def layers_of(
     return layers
 
 
+@without_modes
 def outlier_probe(
     model_or_config: Any, plan: ModelPlan, scheme: KVScheme, given: LayerParams, action: Probe, attention: Attention
 ) -> OutlierProbe | None:
@@ -176,6 +179,6 @@ def outlier_probe(
     if biases and (why := biases.refusal(scheme, params=given, alternatives=tried)):
         if action == "refuse":
             raise BrokenPresetError(why)
-        warnings.warn(why, KVCodecWarning, stacklevel=3)
+        warnings.warn(why, KVCodecWarning, stacklevel=4)
         watch.warned = True
     return watch

@@ -12,6 +12,7 @@ from kvcodec.files.params import LayerParams
 from kvcodec.integrations.transformers.plan import LayerPlan, ModelPlan
 from kvcodec.integrations.transformers.rope import rope_of
 from kvcodec.key_bias import biases_of
+from kvcodec.ops.precision import without_modes
 from kvcodec.ops.rope import Rotary
 from kvcodec.scheme import KVScheme, Mean
 
@@ -46,6 +47,7 @@ def check_layouts(plan: ModelPlan, schemes: Sequence[KVScheme], page_tokens: int
             raise ShapeError(f"{plan.name}, layer {layer.index}: {error}") from error
 
 
+@without_modes
 def decided(
     model_or_config: Any, plan: ModelPlan, scheme: KVScheme, given: LayerParams | None = None
 ) -> list[KVScheme]:
