@@ -1,4 +1,4 @@
-"""Every architecture of transformers: equal to ``DynamicCache`` within what 16-bit storage loses, or refused at once."""
+"""Every architecture of transformers equals ``DynamicCache`` within what 16-bit storage loses, or is refused at once."""
 
 import copy
 from collections.abc import Iterator
@@ -180,7 +180,9 @@ def test_every_architecture_equals_a_plain_cache_or_is_refused(kind: str, spec: 
 def test_a_model_that_works_on_cached_tensors_is_refused_by_the_expression(attention: str) -> None:
     model = small_model("diffllama")
     with attending(model, "kvcodec"):
-        with pytest.raises(UnsupportedError, match=r"DiffLlamaAttention uses `torch.chunk\(value_states, 2, dim=1\)` of"):
+        with pytest.raises(
+            UnsupportedError, match=r"DiffLlamaAttention uses `torch.chunk\(value_states, 2, dim=1\)` of"
+        ):
             cache_for(model, "saw-int4", attention=attention)  # type: ignore[arg-type]
         assert "torch.chunk" in cache_for(model, "saw-int4").report()["unfused"]
 
@@ -217,8 +219,7 @@ class Option(nn.Module):
         k, v = cache.update(x, x, 0)
         if upcast:
             return k.float() @ v
-        else:
-            return attend(self, x, k, v, None)
+        return attend(self, x, k, v, None)
 
 
 ALL_ATTENTION_FUNCTIONS: Any = {}
@@ -305,7 +306,7 @@ def test_more_tokens_than_max_len_are_refused(tiny: Any, attention: str, name: s
         cache = cache_for(model, "saw-int4", max_len=20)
         model(tokens(1, 19), **passing(model, cache))
         model(tokens(1, 1), **passing(model, cache))
-        with pytest.raises(ShapeError, match="token 21 does not fit the .*cache of max_len=20"):
+        with pytest.raises(ShapeError, match=r"token 21 does not fit the .*cache of max_len=20"):
             model(tokens(1, 1), **passing(model, cache))
         assert [layer.get_seq_length() for layer in cache.layers] == [20, 20]
 

@@ -14,8 +14,8 @@ from kvcodec.integrations.transformers.layers import PackedCacheLayer
 class CrossCache(Cache):  # type: ignore[misc]
     """The cross-attention layers of a packed cache.
 
-    T5Gemma's ``generate`` puts another cache of the same class, made of a config, in the place of its cross-attention's.
-    One without layers stands for the layers that are there: they are packed, and see all of an encoder's output.
+    T5Gemma's ``generate`` replaces it by another object of this class, made of a config. One without layers stands
+    for the layers that are there: they are packed, and see all of an encoder's output.
     """
 
     def __init__(self, layers: Sequence[Any] = (), *, offloading: bool = False, **_config: Any) -> None:

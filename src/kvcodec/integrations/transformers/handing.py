@@ -18,8 +18,8 @@ INTERFACES = "ALL_ATTENTION_FUNCTIONS"
 def use_of_cached(model: Any) -> str:
     """Name the first expression of a model that uses cached K or V as tensors; ``""``: there is none."""
     decoder = model.get_decoder() if hasattr(model, "get_decoder") else model
-    kinds = dict.fromkeys(type(module) for module in (decoder or model).modules())
-    return next(filter(None, map(_use_in, kinds)), "")
+    kinds: dict[Any, None] = dict.fromkeys(type(module) for module in (decoder or model).modules())
+    return next((found for kind in kinds if (found := _use_in(kind))), "")
 
 
 @cache

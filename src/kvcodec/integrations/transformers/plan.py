@@ -268,9 +268,7 @@ def _states(text: Any, option: str) -> bool:
     return option in (text.per_layer_attributes or ()) or getattr(text, option, None) is not None
 
 
-def _layer(
-    name: str, index: int, kind: str, options: dict[str, Any], *sizes: int | None
-) -> LayerPlan:
+def _layer(name: str, index: int, kind: str, options: dict[str, Any], *sizes: int | None) -> LayerPlan:
     if kind in _STATE_ONLY:
         # of the options that transformers 5.17 and 5.18 give for all layers, these layers use only this one
         states = {key: value for key, value in options.items() if key == "number_of_states"}
@@ -284,7 +282,8 @@ def _layer(
             f"model."
         )
     window = options["sliding_window"] if kind in _WINDOWED else None
-    return LayerPlan(index, kind, window, True, *sizes)
+    heads, head_dim, value_dim = sizes
+    return LayerPlan(index, kind, window, True, heads, head_dim, value_dim)
 
 
 def _heads(own: Any) -> tuple[int | None, int | None, int | None]:
