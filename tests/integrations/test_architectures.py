@@ -1,4 +1,4 @@
-"""Every architecture of transformers equals ``DynamicCache`` within what 16-bit storage loses, or is refused at once."""
+"""Every architecture of transformers equals ``DynamicCache`` within the loss of 16-bit storage, or is refused at once."""
 
 import copy
 from collections.abc import Iterator
