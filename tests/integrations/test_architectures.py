@@ -1,4 +1,4 @@
-"""Every architecture of transformers equals ``DynamicCache`` within the loss of 16-bit storage, or is refused at once."""
+"""Every architecture of transformers equals ``DynamicCache`` within the loss of 16-bit storage, or is refused."""
 
 import copy
 from collections.abc import Iterator
@@ -218,8 +218,10 @@ class Option(nn.Module):
         attend = ALL_ATTENTION_FUNCTIONS.get_interface("name", None)
         k, v = cache.update(x, x, 0)
         if upcast:
-            return k.float() @ v
-        return attend(self, x, k, v, None)
+            out = k.float() @ v
+        else:
+            out = attend(self, x, k, v, None)
+        return out
 
 
 ALL_ATTENTION_FUNCTIONS: Any = {}
