@@ -218,7 +218,8 @@ class Option(nn.Module):
         attend = ALL_ATTENTION_FUNCTIONS.get_interface("name", None)
         k, v = cache.update(x, x, 0)
         if upcast:
-            out = k.float() @ v
+            scores = x @ k.float()
+            out = scores @ v
         else:
             out = attend(self, x, k, v, None)
         return out
