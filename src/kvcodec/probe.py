@@ -37,6 +37,7 @@ from kvcodec.codec import FP16_MAX, Codec, Dense, Params, Site, roundtrip, stora
 from kvcodec.errors import BrokenPresetError, KVCodecWarning, KVError, ShapeError
 from kvcodec.kernels.engine import Engine
 from kvcodec.key_bias import KeyBiases, Probe
+from kvcodec.ops.precision import without_modes
 from kvcodec.registry import get, presets
 from kvcodec.scheme import KVScheme
 
@@ -160,6 +161,7 @@ class OutlierProbe:
         copied.__dict__ |= {name: copy.deepcopy(x, memo) for name, x in self.__getstate__().items() if name != "biases"}
         return copied
 
+    @without_modes
     def __call__(self, layer: int, cache: LayerCache, keys: Tensor) -> None:
         """Probe one layer's new keys ``[B, H, n, D]``; a second call for the layer does nothing.
 
@@ -190,6 +192,7 @@ class OutlierProbe:
         self.noted.pop(layer, None)
         self.measured.pop(layer, None)
 
+    @without_modes
     def measure(self) -> None:
         """Start the measurements on the GPU whose results ``settle`` reads."""
         fresh = [one for one in self.noted.values() if one.layer not in self.measured]
@@ -204,6 +207,7 @@ class OutlierProbe:
             for part in _foldable(group):
                 self.measured |= zip((one.layer for one in part), _measured(part).unbind(1), strict=True)
 
+    @without_modes
     def settle(self) -> None:
         """Report on the layers that were noted: one synchronisation per device."""
         self.measure()

@@ -1,6 +1,7 @@
 """LayerCache: whatever the split into calls and whatever is removed, it answers as a list of decoded tokens would."""
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -8,6 +9,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import kvcodec
+from kvcodec.cache.growing import GrowingCache
+from kvcodec.cache.host import LayerCache
+from kvcodec.cache.site import LayerSite
+from kvcodec.errors import UnsupportedError
+from kvcodec.integrations.transformers.argument import passing
+from kvcodec.kernels.choose import Kernels
 
 from .conftest import in_turn
 from .support import (
@@ -293,3 +300,42 @@ def test_a_stream_of_fixed_length_stays_bounded(scheme, first):
         sizes.append(sum(cache.nbytes().values()))
     assert len(cache) == held
     assert max(sizes[rounds // 2 :]) <= max(sizes[: rounds // 2]), sizes
+
+
+LENGTHS = ((1, 1), (3, 70))
+"""Sequences and tokens."""
+
+
+@pytest.mark.parametrize("kind", [LayerCache, GrowingCache])
+@pytest.mark.parametrize("spec", kvcodec.presets())
+def test_a_cache_is_never_larger_than_none(spec: str, kind: Any) -> None:
+    """A sequence has at most one page that is not full, and a step reserves 1/32 of the pages."""
+    for batch, tokens in LENGTHS:
+        site = LayerSite(kvcodec.get(spec).for_layer(1, 3))
+        try:
+            cache = kind(site, kernels=Kernels(None)) if kind is GrowingCache else kind(site)
+            k, v = torch.randn(2, batch, 2, tokens, 64, generator=torch.Generator().manual_seed(0))
+            cache.append(k, v)
+        except UnsupportedError:
+            pytest.skip("no CPU kernels")
+        for _ in range(2):
+            held, plain = sum(cache.nbytes().values()), 2 * (k.numel() + v.numel()) // tokens * len(cache)
+            page = 2 * cache.store.heads * cache.store.layout.page_bytes  # with that of recent tokens
+            assert held <= plain * 33 // 32 + batch * (page + 4 * cache.store.table.shape[1] + 64)
+            cache.append(k[:, :, :1], v[:, :, :1])
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "kvcodec"])
+@pytest.mark.parametrize("spec", ["ghost-4", "ghost-2", "saw-int4:mean=pre"])
+def test_no_page_is_held_while_a_padded_batch_waits_for_its_constants(tiny: Any, spec: str, attention: str) -> None:
+    """The shortest sequence decides when constants are fitted; until then no token leaves the dense window."""
+    model, lengths = tiny("llama-gqa"), (5, 40, 600)
+    ids, mask = torch.zeros(3, 600, dtype=torch.long), torch.zeros(3, 600, dtype=torch.long)
+    for row, length in enumerate(lengths):
+        ids[row, -length:] = torch.randint(3, 128, (length,))
+        mask[row, -length:] = 1
+    model.set_attn_implementation(attention)
+    cache = kvcodec.cache_for(model, spec, probe=False)
+    with torch.no_grad():
+        model(ids, attention_mask=mask, position_ids=(mask.cumsum(-1) - 1).clamp(min=0), **passing(model, cache))
+    assert cache.report()["ratio_to_16bit"] >= 0.99

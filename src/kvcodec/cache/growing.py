@@ -111,9 +111,7 @@ class GrowingCache(DeviceCache):
             self.refuse(*check_tensors(keys, values, *earlier))  # one synchronisation
         self.check_shapes(keys, values)
         if self.store is None:
-            leaving = max(0, n - self.scheme.sink - self.scheme.window) // self.unit * self.unit
-            leaving = leaving if n >= self.site.fit_tokens else 0
-            self._start(keys, values, max(leaving, self.reserve))
+            self._start(keys, values, self.reserve)  # pages come with the tokens that leave, which may have to wait
         assert self.store is not None
         assert self.engine is not None
         refused = n == 1 and self.engine.refuses_at_once

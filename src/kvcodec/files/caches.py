@@ -236,7 +236,8 @@ def _rebuild(name: str, state: Mapping[str, Any], saved: _Saved, aged: LayerCach
             )
     if "energy" in state:
         site.energy = load_params(state["energy"], saved.tensors, saved.device)[ENERGY]
-        if why := unfit(Constant(tuple(site.energy.shape[1:]), torch.float64, 0.0), site.energy):
+        dtype = torch.float32 if site.energy.dtype == torch.float32 else torch.float64
+        if why := unfit(Constant(tuple(site.energy.shape[1:]), dtype, 0.0), site.energy):
             raise FormatError(f"the energies of layer {name}'s queries: the tensor {why}.")
     if (held := state.get("held")) is None:
         return layer

@@ -1,4 +1,4 @@
-"""The argument by which a model takes its cache: ``cache`` from transformers 5.24 on, ``past_key_values`` before.
+"""How a model takes its cache: ``cache`` from transformers 5.24 on, ``past_key_values`` before; wrappers around models.
 
 The model's signature decides, not the version: code that comes with a model may use the older name under a newer
 transformers.
@@ -8,10 +8,25 @@ import inspect
 from functools import lru_cache
 from typing import Any
 
+from torch import nn
+from transformers import PreTrainedModel
+
 from kvcodec.errors import UnsupportedError
 
 NAMES = ("cache", "past_key_values")
 """Names that are known, the newest first."""
+
+
+def unwrapped(model_or_config: Any) -> Any:
+    """Return the model inside ``PeftModel``, ``torch.compile``, ``DataParallel``, DDP or FSDP; others as they are."""
+    model = model_or_config
+    while isinstance(model, nn.Module) and not isinstance(model, PreTrainedModel):
+        peft = getattr(model, "get_base_model", None)
+        inside = peft() if callable(peft) else getattr(model, "_orig_mod", None) or getattr(model, "module", None)
+        if not isinstance(inside, nn.Module):
+            return model_or_config
+        model = inside
+    return model
 
 
 def cache_argument(model: Any) -> str | None:
@@ -35,7 +50,7 @@ def passing(model: Any, cache: Any) -> dict[str, Any]:
 
     Parameters
     ----------
-    model : PreTrainedModel
+    model : PreTrainedModel, or a wrapper around one
     cache : Cache
 
     Raises
@@ -49,7 +64,7 @@ def passing(model: Any, cache: Any) -> dict[str, Any]:
     >>> passing(SimpleNamespace(forward=lambda input_ids, past_key_values=None: None), "a cache")
     {'past_key_values': 'a cache'}
     """
-    name = cache_argument(model)
+    name = cache_argument(unwrapped(model))
     if name is None:
         raise UnsupportedError(
             f"{type(model).__name__}: its forward takes no cache, neither as {NAMES[0]!r} (transformers 5.24 and "

@@ -16,6 +16,7 @@ from transformers.masking_utils import causal_mask_function, sdpa_mask
 
 from kvcodec.attention import Seen, attend, partial, with_sinks
 from kvcodec.cache.device import DeviceCache
+from kvcodec.codec import Role
 from kvcodec.errors import ShapeError, UnsupportedError
 from kvcodec.integrations.transformers.plan import ATTENTION_NAME
 from kvcodec.kernels.flash import by_flash
@@ -36,10 +37,17 @@ QUERY_CHUNK = 256
 
 
 class PackedKV:
-    """Handle that stands for the K and V of a packed layer; any use of it as a tensor raises ``UnsupportedError``."""
+    """Handle that stands for the K or V of a packed layer; any use of it as a tensor raises ``UnsupportedError``.
 
-    def __init__(self, layer: "PackedCacheLayer") -> None:
-        self.layer = layer
+    An index decodes: it copies K or V out of the cache (Whisper's ``return_dict_in_generate``).
+    """
+
+    def __init__(self, layer: "PackedCacheLayer", role: Role) -> None:
+        self.layer, self.role = layer, role
+
+    def __getitem__(self, index: Any) -> Tensor:
+        """Tensors of ``[B, H, N, D]``, decoded for this read."""
+        return self.layer.read(self.role)[index]
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):  # copying and tracing probe for special methods
@@ -98,6 +106,8 @@ def kvcodec_attention(
         )
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
+    if attention_mask is None and getattr(module, "is_decoder", False):
+        causal = True  # ``kvcodec_mask`` leaves out no other; some decoders (NLLB) do not say that they are causal
     if not isinstance(key, PackedKV) and attention_mask is not None:
         filled: PackedCacheLayer | None = getattr(key, LAYER, None)
         if filled is not None and not torch.compiler.is_compiling():
@@ -106,7 +116,9 @@ def kvcodec_attention(
     if isinstance(key, PackedKV):
         way = _streamed
         if isinstance(key.layer.cache, DeviceCache):
-            way = _token if query.shape[2] == 1 else _chunk_apart if torch.compiler.is_compiling() else _chunk
+            compiled = torch.compiler.is_compiling()  # where a mask of the encoder's output is not looked at
+            one = query.shape[2] == 1 and not (compiled and key.layer.is_cross and attention_mask is not None)
+            way = _token if one else _chunk_apart if compiled else _chunk
         out = way(query, key.layer, attention_mask, scale, causal, s_aux, softcap or 0.0)
     elif s_aux is None and not softcap:
         n, held = query.shape[2], key.shape[2]
@@ -345,6 +357,8 @@ def kvcodec_mask(*args: Any, **kwargs: Any) -> Tensor | None:
     """
     if _is_causal(**kwargs):
         return None
+    if getattr(kwargs.get("config"), "is_encoder_decoder", False):
+        kwargs["allow_is_bidirectional_skip"] = False  # None is causal
     mask: Tensor | None = sdpa_mask(*args, **kwargs)
     if mask is not None and mask.shape[-2] == 1 and not torch.compiler.is_compiling():
         setattr(mask, START, left_padding(mask))

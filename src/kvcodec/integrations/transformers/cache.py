@@ -29,7 +29,9 @@ from kvcodec.codec import ROLES, Site
 from kvcodec.errors import FitError, FormatError, SpecError, UnsupportedError, nearest
 from kvcodec.files.container import BROKEN_JSON
 from kvcodec.files.params import FittedParams, LayerParams, check_given, check_queries
+from kvcodec.integrations.transformers.argument import unwrapped
 from kvcodec.integrations.transformers.arrivals import Arrivals
+from kvcodec.integrations.transformers.cross import CrossCache
 from kvcodec.integrations.transformers.identity import check_params, load_params
 from kvcodec.integrations.transformers.layers import PackedCacheLayer, Prefill
 from kvcodec.integrations.transformers.making import (
@@ -82,6 +84,7 @@ class KVCache(Cache):  # type: ignore[misc]
     ) -> None:
         Cache.__init__(self, layers=layers)
         self.scheme, self.plan, self.options, self.probe = scheme, plan, options, probe
+        self.layer_class_to_replicate = partial(_refuse_layer, plan.name, len(layers))  # called for a layer beyond them
 
     @property
     def packed_layers(self) -> list[PackedCacheLayer]:
@@ -235,7 +238,19 @@ class EncoderDecoderKVCache(KVCache, EncoderDecoderCache):  # type: ignore[misc]
     ) -> None:
         super().__init__(layers, scheme, plan, options, probe)
         own = sum(not layer.is_cross for layer in plan.layers)
-        EncoderDecoderCache.__init__(self, Cache(layers=layers[:own]), Cache(layers=layers[own:]))
+        EncoderDecoderCache.__init__(self, Cache(layers=layers[:own]), CrossCache(layers[own:]))
+        for half in (self.self_attention_cache, self.cross_attention_cache):
+            half.layer_class_to_replicate = partial(_refuse_layer, plan.name, own)
+
+    @property
+    def cross_attention_cache(self) -> Cache:
+        """The cross-attention's layers."""
+        return self._cross
+
+    @cross_attention_cache.setter
+    def cross_attention_cache(self, given: Cache) -> None:
+        if given.layers or not hasattr(self, "_cross"):
+            self._cross = given
 
     def check_dynamic_cache(self, method: str) -> None:
         """Do nothing: packed caches are cropped, selected and repeated as ``DynamicCache`` is."""
@@ -261,6 +276,7 @@ def cache_for(
     Parameters
     ----------
     model_or_config : PreTrainedModel or PreTrainedConfig
+        Of a ``PeftModel``, ``torch.compile``, ``DataParallel``, DDP or FSDP the model inside is taken.
     spec : str or KVScheme
         E.g. ``"saw-int4"``, ``"kivi-2:window=64"``.
     prefill : {"exact", "decoded"}
@@ -280,8 +296,8 @@ def cache_for(
     page_tokens : int, optional
         Tokens of a page; default 64, rounded up to whole blocks.
     max_len : int, optional
-        Tokens to allocate for at once. With ``fused`` the cache is then static: a decode step neither synchronises nor
-        allocates, so it can be captured in a CUDA graph.
+        Tokens to allocate for at once; more are refused. With ``fused`` the cache is then static: a decode step neither
+        synchronises nor allocates, so it can be captured in a CUDA graph.
     probe : {"refuse", "warn", "off"} or bool
         What to do if the codec breaks on this model's keys. Large key biases are found in the weights, before the first
         token; outlier channels otherwise on the first prefill. ``refuse`` or True: raise, and name
@@ -316,7 +332,7 @@ def cache_for(
     if max_len is not None and (not isinstance(max_len, int) or max_len < 1):
         raise SpecError(f"max_len={max_len!r}: expected a whole number of tokens, at least 1, or None.")
     action = probe_option(probe)
-    scheme = get(spec)
+    model_or_config, scheme = unwrapped(model_or_config), get(spec)
     again: dict[str, Any] = {"prefill": prefill, "seed": seed, "page_tokens": page_tokens, "max_len": max_len}
     trial = Trial(partial(cache_for, attention=attention, probe="off", **again), model_or_config)
     left_open, unfused = attention is None, ""
@@ -383,6 +399,7 @@ def load_cache(path: str | Path, model_or_config: Any, *, attention: Attention |
         raise UnsupportedError("a saved cache is not loaded into the fused path; use 'streamed' or 'decoded'.")
     if attention is not None:
         _check_option("attention", attention, ("decoded", "streamed"))
+    model_or_config = unwrapped(model_or_config)
     held, meta = load_layers(path, device=getattr(model_or_config, "device", "cpu"))
     if meta.get("integration") != "transformers":
         raise FormatError(f"{path}: holds no transformers cache; load_cache reads what KVCache.save wrote.")
@@ -434,6 +451,13 @@ def _check_lengths(layers: Sequence[PackedCacheLayer], held: Sequence[LayerCache
 def _described(plan: ModelPlan) -> list[dict[str, Any]]:
     """Describe the packed layers for a file; the other layers depend on transformers' version."""
     return [{"type": layer.type, "window": layer.window} for layer in plan.kv_layers]
+
+
+def _refuse_layer(name: str, layers: int) -> Any:
+    """Raise: the model has more layers than the one that the cache was made for."""
+    raise UnsupportedError(
+        f"this cache was made for {name} with {layers} layers, and the model has more: make one with cache_for(model)."
+    )
 
 
 def _unpacked_note(planned: LayerPlan) -> str:

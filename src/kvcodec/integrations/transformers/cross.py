@@ -1,12 +1,27 @@
 """Cross-attention layers of a packed cache: K and V of an encoder's output, written once and read at every step."""
 
+from collections.abc import Sequence
 from typing import Any
 
 from torch import Tensor
+from transformers.cache_utils import Cache
 
 from kvcodec.codec import Role
 from kvcodec.errors import UnsupportedError
 from kvcodec.integrations.transformers.layers import PackedCacheLayer
+
+
+class CrossCache(Cache):  # type: ignore[misc]
+    """The cross-attention layers of a packed cache.
+
+    T5Gemma's ``generate`` replaces it by another object of this class, made of a config. One without layers stands
+    for the layers that are there: they are packed, and see all of an encoder's output.
+    """
+
+    def __init__(self, layers: Sequence[Any] = (), *, offloading: bool = False, **_config: Any) -> None:
+        if offloading:
+            raise UnsupportedError("a packed cache is not offloaded; it is small enough to stay on the device.")
+        super().__init__(layers=list(layers))
 
 
 class CrossLayer(PackedCacheLayer):
@@ -36,10 +51,8 @@ class CrossLayer(PackedCacheLayer):
 
     @property
     def keys(self) -> Any:
-        """Keys ``[B, H, N, D]``, decoded for this read, or the layer's handle."""
-        if self.attention == "decoded" and self.filled:
-            self.calls["decoded"] += 1
-        return self._read("key")
+        """Keys ``[B, H, N, D]``, decoded for this read, or the layer's handle: attention reads them at every step."""
+        return self._attended("key")
 
     @keys.setter
     def keys(self, given: None) -> None:
@@ -48,16 +61,16 @@ class CrossLayer(PackedCacheLayer):
     @property
     def values(self) -> Any:
         """Values, as ``keys``."""
-        return self._read("value")
+        return self._attended("value")
 
     @values.setter
     def values(self, given: None) -> None:
         """As for ``keys``."""
 
-    def _read(self, role: Role) -> Any:
+    def _attended(self, role: Role) -> Any:
         if not self.filled:
             return None
-        return self._decoded_role(role, 0) if self.attention == "decoded" else self.handle
+        return self.read(role) if self.attention == "decoded" else self.handles[role == "value"]
 
     def note(self) -> str:
         """Return a short description of what is special about this layer."""

@@ -25,6 +25,7 @@ from transformers import PreTrainedModel
 
 from kvcodec.codec import Params, Role
 from kvcodec.errors import FitError, ShapeError, UnsupportedError
+from kvcodec.integrations.transformers.argument import unwrapped
 from kvcodec.integrations.transformers.plan import plan_for
 from kvcodec.integrations.transformers.weights import (
     ChangedWeights,
@@ -110,6 +111,7 @@ def fold_key_norms(model: Any, params: Mapping[int, Mapping[Role, Params]]) -> F
     >>> fold_key_norms(LlamaForCausalLM(config), {0: {"key": {"norm": norm}}})
     FoldedKeyNorms(LlamaForCausalLM, layers=[0])
     """
+    model = unwrapped(model)
     plan = plan_for(model, "decoded")
     if not isinstance(model, PreTrainedModel):
         raise UnsupportedError(f"{plan.name} has no weights to fold into; pass the loaded model.")

@@ -6,6 +6,7 @@ from typing import Any
 import torch
 
 from kvcodec.files.params import WEIGHTS, FittedParams, ModelIdentity, figures, read_params
+from kvcodec.integrations.transformers.argument import unwrapped
 from kvcodec.integrations.transformers.plan import plan_for
 from kvcodec.scheme import KVScheme
 
@@ -24,6 +25,7 @@ def identify(model_or_config: Any, name: str = "") -> ModelIdentity:
     UnsupportedError
         If the model cannot be served.
     """
+    model_or_config = unwrapped(model_or_config)
     plan = plan_for(model_or_config, "decoded")
     config = getattr(model_or_config, "config", model_or_config).get_text_config(decoder=True)
     layers = tuple(layer.index for layer in plan.kv_layers)
@@ -43,6 +45,7 @@ def check_params(fitted: FittedParams, model_or_config: Any, spec: str | KVSchem
     FormatError
         If they differ; the text says how. Weights are compared if a model is given, not a config.
     """
+    model_or_config = unwrapped(model_or_config)
     here = identify(getattr(model_or_config, "config", model_or_config))
     model = model_or_config if isinstance(model_or_config, torch.nn.Module) else None
     fitted.check(here, spec, seed=seed, model=model)

@@ -75,7 +75,7 @@ class PackedCacheLayer(CacheLayerMixin):  # type: ignore[misc]
         self.arrivals = arrivals or Arrivals(1)
         self.is_compileable = isinstance(cache, StaticCache)
         self.sampled = cache.site.fit_tokens == 1  # constants are fitted on the whole prefill
-        self.handle = PackedKV(self)
+        self.handles = PackedKV(self, "key"), PackedKV(self, "value")
         self.workspace_bytes = 0
         self.calls = dict.fromkeys(("exact", "decoded", "streamed", "fused", "staged", "scored"), 0)
         self.compiled = False
@@ -84,6 +84,7 @@ class PackedCacheLayer(CacheLayerMixin):  # type: ignore[misc]
         self.hides_more: bool | None = None  # whether masks hide more than left padding; None: not known
         self.hook: PositionHook | None = None  # records the positions of new tokens
         self.taken = 0  # number of the pass whose positions were taken last
+        self.last: PackedCacheLayer | None = None  # of the first layer: the one that a pass fills last
 
     @property
     def cache(self) -> LayerCache:
@@ -107,6 +108,30 @@ class PackedCacheLayer(CacheLayerMixin):  # type: ignore[misc]
             raise AttributeError("batch_size")
         return self.cache.batch
 
+    @property
+    def keys(self) -> Any:
+        """Keys ``[B, H, N, D]`` of all tokens held, decoded for this read; None before the first token."""
+        return self.read("key") if self.filled else None
+
+    @keys.setter
+    def keys(self, given: None) -> None:
+        """Do nothing: transformers' constructor sets None."""
+
+    @property
+    def values(self) -> Any:
+        """Values, as ``keys``."""
+        return self.read("value") if self.filled else None
+
+    @values.setter
+    def values(self, given: None) -> None:
+        """As for ``keys``."""
+
+    def read(self, role: Role) -> Tensor:
+        """Copy K or V ``[B, H, N, D]`` of all tokens held out of the cache."""
+        if role == "key":
+            self.calls["decoded"] += 1
+        return self._decoded_role(role, 0)
+
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         """Do nothing: the LayerCache allocates at the first append."""
 
@@ -129,6 +154,7 @@ class PackedCacheLayer(CacheLayerMixin):  # type: ignore[misc]
             the last layer has its tokens, without the position.
         """
         first = not self.filled
+        key_states, value_states = in_one_dtype(key_states, value_states)
         if torch.compiler.is_compiling() and (first or key_states.shape[2] > 1):
             self._take_several(key_states, value_states, first)
         else:
@@ -176,6 +202,7 @@ class PackedCacheLayer(CacheLayerMixin):  # type: ignore[misc]
 
     def _append(self, keys: Tensor, values: Tensor) -> None:
         n = keys.shape[2]
+        self._check_length(n)
         if self.arrivals.noted and (n == 1 or self.index in self.arrivals.noted):  # that pass has ended
             self.arrivals.settle()
         positions = self._positions(keys)
@@ -199,6 +226,29 @@ class PackedCacheLayer(CacheLayerMixin):  # type: ignore[misc]
             if not self.filled:  # drop an incomplete prefill
                 self.cache.reset()
             raise
+
+    def _check_length(self, fresh: int) -> None:
+        """Raise before a token is stored that the cache has no room for, or that another model gives.
+
+        Raises
+        ------
+        ShapeError
+            More tokens than ``max_len``. A static cache counts apart.
+        UnsupportedError
+            The earlier passes did not reach the model's last layer.
+        """
+        held = self._cache
+        if held.reserve and not self.is_compileable and (total := self.get_seq_length() + fresh) > held.reserve:
+            raise ShapeError(
+                f"layer {self.index}: token {total} does not fit the cache of max_len={held.reserve}; make it with a "
+                f"larger max_len, or crop it."
+            )
+        if self.last is not None and self.filled and not self.last.filled:
+            raise UnsupportedError(
+                f"layer {self.index} holds {self.get_seq_length()} tokens and layer {self.last.index} none: a model of "
+                f"fewer layers used this cache, or a pass stopped half-way. Call cache.reset(), or make a cache for "
+                f"this model with cache_for."
+            )
 
     def _positions(self, keys: Tensor) -> Tensor | None:
         """Positions of the newest tokens, ``[B, n]`` or ``[1, n]``, where the cache needs them; None: in order.
@@ -242,7 +292,7 @@ class PackedCacheLayer(CacheLayerMixin):  # type: ignore[misc]
         """Return what is held: a handle, or decoded K and V."""
         if self.attention == "decoded":
             return self._decoded(0)
-        return self.handle, self.handle
+        return self.handles
 
     def _decoded(self, first: int) -> tuple[Tensor, Tensor]:
         """Decode tokens ``[first, length)``, a chunk at a time into tensors of their final size."""
@@ -254,7 +304,7 @@ class PackedCacheLayer(CacheLayerMixin):  # type: ignore[misc]
         """As ``_decoded``, of one role; besides the result, one decoded chunk is in memory at a time."""
         cache, last = self.cache, len(self.cache)
         end = min(first + CHUNK_TOKENS, last)
-        out = cache.decode_role(role, first, end)
+        out = cache.decode_role(role, first, end).contiguous()  # models take views
         peak = _chunk_bytes(out)
         if end < last:
             whole = out.new_empty(*out.shape[:2], last - first, out.shape[3])
@@ -264,8 +314,9 @@ class PackedCacheLayer(CacheLayerMixin):  # type: ignore[misc]
                 b = min(a + CHUNK_TOKENS, last)
                 whole[:, :, a - first : b - first] = cache.decode_role(role, a, b)
             out = whole
-        # the other role's result may exist as well
-        self.workspace_bytes = max(self.workspace_bytes, 2 * out.nbytes + peak)
+        if not torch.compiler.is_compiling():  # lengths may be symbols there
+            # the other role's result may exist as well
+            self.workspace_bytes = max(self.workspace_bytes, 2 * out.nbytes + peak)
         return out
 
     def attended(self, path: str, need: Callable[[], int]) -> None:
@@ -313,9 +364,18 @@ class PackedCacheLayer(CacheLayerMixin):  # type: ignore[misc]
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         """Length and offset of the mask that the next call needs."""
+        self._check_fresh(query_length)
         if self.is_compileable:
             return self.cache.reserve, 0
         return self.cache.length + query_length, 0
+
+    def _check_fresh(self, fresh: int) -> None:
+        """Raise for a pass without tokens: ``generate`` leaves out those that the cache should hold already."""
+        if fresh == 0:
+            raise UnsupportedError(
+                f"no new tokens: the cache holds {self.get_seq_length()}, as many as the prompt or more. A prompt goes "
+                f"on where the cache ends; call cache.reset() before another text."
+            )
 
     def reset(self) -> None:
         """Forget every token."""
@@ -365,6 +425,18 @@ class PackedCacheLayer(CacheLayerMixin):  # type: ignore[misc]
     def note(self) -> str:
         """Return a short description of what is special about this layer."""
         return "full attention"
+
+
+def in_one_dtype(keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+    """Return K and V in the narrower of their dtypes.
+
+    Under ``torch.autocast`` a projection gives 16 bit and RoPE leaves float32; the attention that follows computes in
+    16 bit.
+    """
+    if keys.dtype != values.dtype:
+        narrow = min(values.dtype, keys.dtype, key=lambda dtype: dtype.itemsize)
+        keys, values = keys.to(narrow), values.to(narrow)
+    return keys, values
 
 
 def _chunk_bytes(chunk: Tensor) -> int:

@@ -26,6 +26,7 @@ from kvcodec.integrations.transformers.schemes import means_of, of_kind
 from kvcodec.integrations.transformers.windowed import WindowedLayer
 from kvcodec.kernels.choose import Kernels
 from kvcodec.key_bias import Probe
+from kvcodec.ops.precision import without_modes
 from kvcodec.probe import OutlierProbe
 from kvcodec.scheme import KVScheme
 
@@ -51,6 +52,7 @@ def check_rounding(scheme: KVScheme, attention: Attention) -> None:
         )
 
 
+@without_modes
 def sites_of(
     model_or_config: Any, plan: ModelPlan, schemes: Sequence[KVScheme], given: LayerParams, seed: int
 ) -> list[LayerSite]:
@@ -98,6 +100,11 @@ def kernels_of(
     kernels = Kernels(page_tokens, static=max_len is not None)
     device, dtype = (getattr(model_or_config, name, None) for name in ("device", "dtype"))
     for layer, site in zip(plan.kv_layers, sites, strict=True):
+        if layer.value_dim not in (None, layer.head_dim):
+            raise UnsupportedError(
+                f"{plan.name}, layer {layer.index}: keys have {layer.head_dim} channels and values {layer.value_dim}; "
+                f"kernels take one head_dim. Use attention='decoded' or 'streamed'."
+            )
         if device is None or layer.head_dim is None:
             continue
         try:
@@ -153,6 +160,11 @@ def layers_of(
         if cache.places_tokens and not planned.is_cross:
             hook = hook or hook_of(model_or_config)
             layers[-1].hook = hook
+    config = getattr(model_or_config, "config", model_or_config).get_text_config(decoder=True)
+    skipped = getattr(config, "cross_attention_layers", None) or ()  # Mllama's, which a pass without images leaves out
+    own = [x for x in layers if isinstance(x, PackedCacheLayer) and not x.is_cross and x.index not in skipped]
+    if len(own) > 1:
+        own[0].last = own[-1]
     return layers
 
 
@@ -191,6 +203,7 @@ class Trial:
         return Trial, (self._make, type(self))
 
 
+@without_modes
 def outlier_probe(
     model_or_config: Any,
     plan: ModelPlan,
@@ -210,6 +223,6 @@ def outlier_probe(
     if biases and (why := biases.refusal(scheme, params=given, starts=starts)):
         if action == "refuse":
             raise BrokenPresetError(why)
-        warnings.warn(why, KVCodecWarning, stacklevel=3)
+        warnings.warn(why, KVCodecWarning, stacklevel=4)
         watch.warned = True
     return watch

@@ -17,7 +17,8 @@ from transformers import __version__ as transformers_version
 from transformers.cache_utils import get_layer_types_and_kwargs
 
 from kvcodec.errors import UnsupportedError
-from kvcodec.integrations.transformers.argument import cache_argument
+from kvcodec.integrations.transformers.argument import cache_argument, unwrapped
+from kvcodec.integrations.transformers.handing import use_of_cached
 
 Attention = Literal["decoded", "streamed", "fused"]
 
@@ -45,6 +46,7 @@ _REASONS = {
     "heavily_compressed_attention": "the model compresses its own cache",
     "compressed_sparse_attention": "the model compresses its own cache",
 }
+_ADDS_MASKS = ("bigbird_pegasus", "nllb-moe")
 _OWN_CACHE = ("reformer", "xlnet", "rwkv", "xlstm", "minimax")
 
 
@@ -64,6 +66,8 @@ class LayerPlan:
         False for layers that keep another state, or nothing.
     heads, head_dim : int or None
         KV heads and channels, as the config states them for this layer.
+    value_dim : int or None
+        Channels of a value, where the config states them apart (MiMo-V2).
     options : dict
         Arguments of transformers' own cache layer of this type.
     """
@@ -74,6 +78,7 @@ class LayerPlan:
     holds_kv: bool = True
     heads: int | None = None
     head_dim: int | None = None
+    value_dim: int | None = None
     options: dict[str, Any] = field(default_factory=dict, hash=False)
 
     @property
@@ -123,6 +128,7 @@ def plan_for(model_or_config: Any, attention: Attention, *, encoder_decoder: boo
     Parameters
     ----------
     model_or_config : PreTrainedModel or PreTrainedConfig
+        Or a wrapper around a model.
     attention : {"decoded", "streamed", "fused"}
     encoder_decoder : bool
         Whether the caller takes encoder-decoder models.
@@ -136,6 +142,7 @@ def plan_for(model_or_config: Any, attention: Attention, *, encoder_decoder: boo
     UnsupportedError
         If the model, or one of its layers, cannot be served; the text names the layer and the reason.
     """
+    model_or_config = unwrapped(model_or_config)
     model = model_or_config if isinstance(model_or_config, PreTrainedModel) else None
     config = model.config if model is not None else model_or_config
     if not isinstance(config, PreTrainedConfig):
@@ -175,7 +182,10 @@ def _decoder_config(config: Any) -> Any:
     layers = getattr(config, "num_decoder_layers", None)  # T5 and its kind state it beside the encoder's
     if config.is_encoder_decoder and layers is not None and layers != text.num_hidden_layers:
         text = copy.deepcopy(text)
-        text.num_hidden_layers = layers
+        try:
+            text.num_hidden_layers = layers
+        except NotImplementedError:  # ProphetNet gives the encoder's by that name
+            text.num_encoder_layers = layers
     return text
 
 
@@ -227,6 +237,11 @@ def _check_model(name: str, model: Any, text: Any, crossed: bool) -> None:
 
 
 def _check_attention(name: str, model: Any, config: Any, text: Any, attention: Attention) -> None:
+    if text.model_type in _ADDS_MASKS and text._attn_implementation == ATTENTION_NAME:
+        raise UnsupportedError(
+            f"{name}: its encoder computes with attention masks itself, and those of {ATTENTION_NAME!r} are boolean; "
+            f"call model.set_attn_implementation('eager') first."
+        )
     if attention == "decoded":
         return
     set_on = {c._attn_implementation for c in (config, text)}
@@ -241,6 +256,11 @@ def _check_attention(name: str, model: Any, config: Any, text: Any, attention: A
             f"{name}: the last {text.num_kv_shared_layers} layers borrow K and V from earlier ones, which "
             f"attention={attention!r} does not hand on; use attention='decoded'."
         )
+    if model is not None and (used := use_of_cached(model)):
+        raise UnsupportedError(
+            f"{name}: {used} of cached keys or values, which attention={attention!r} leaves packed; use "
+            f"attention='decoded'."
+        )
 
 
 def _states(text: Any, option: str) -> bool:
@@ -248,9 +268,7 @@ def _states(text: Any, option: str) -> bool:
     return option in (text.per_layer_attributes or ()) or getattr(text, option, None) is not None
 
 
-def _layer(
-    name: str, index: int, kind: str, options: dict[str, Any], heads: int | None, head_dim: int | None
-) -> LayerPlan:
+def _layer(name: str, index: int, kind: str, options: dict[str, Any], *sizes: int | None) -> LayerPlan:
     if kind in _STATE_ONLY:
         # of the options that transformers 5.17 and 5.18 give for all layers, these layers use only this one
         states = {key: value for key, value in options.items() if key == "number_of_states"}
@@ -264,16 +282,17 @@ def _layer(
             f"model."
         )
     window = options["sliding_window"] if kind in _WINDOWED else None
-    return LayerPlan(index, kind, window, heads=heads, head_dim=head_dim)
+    heads, head_dim, value_dim = sizes
+    return LayerPlan(index, kind, window, True, heads, head_dim, value_dim)
 
 
-def _heads(own: Any) -> tuple[int | None, int | None]:
-    """KV heads and head_dim that a config states; None: it does not."""
+def _heads(own: Any) -> tuple[int | None, int | None, int | None]:
+    """KV heads, head_dim and channels of a value that a config states; None: it does not."""
     queries = getattr(own, "num_attention_heads", None)
     head_dim, hidden = getattr(own, "head_dim", None), getattr(own, "hidden_size", None)
     if head_dim is None and hidden and queries:
         head_dim = hidden // queries
-    return getattr(own, "num_key_value_heads", None) or queries, head_dim
+    return getattr(own, "num_key_value_heads", None) or queries, head_dim, getattr(own, "v_head_dim", None)
 
 
 def _common(sizes: Iterable[int | None]) -> int | None:

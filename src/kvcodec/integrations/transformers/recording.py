@@ -7,6 +7,7 @@ from typing import Any, Literal
 from kvcodec.codec import Params, Role
 from kvcodec.errors import UnsupportedError
 from kvcodec.files.params import LayerParams
+from kvcodec.integrations.transformers.argument import unwrapped
 from kvcodec.integrations.transformers.watching import implementation
 from kvcodec.key_bias import Probe
 from kvcodec.registry import get
@@ -46,7 +47,7 @@ def generating_cache(
     from kvcodec.integrations.transformers.cache import cache_for  # registers the attention function
     from kvcodec.integrations.transformers.plan import ATTENTION_NAME
 
-    scheme = get(spec)
+    model, scheme = unwrapped(model), get(spec)
     given: dict[str, Any] = {"seed": seed, "params": params, "probe": "off"}
     with implementation(model, ATTENTION_NAME):
         try:
@@ -91,7 +92,7 @@ class CacheMaker:
         remember: bool = False,
         probe: Probe = "warn",
     ) -> None:
-        self.model, self.scheme, self.prefill, self.seed = model, get(spec), prefill, seed
+        self.model, self.scheme, self.prefill, self.seed = unwrapped(model), get(spec), prefill, seed
         self.params, self.remember, self.probe = params, remember, probe
         self._first: Any = None
         self._drawn = False

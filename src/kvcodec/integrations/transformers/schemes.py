@@ -12,6 +12,7 @@ from kvcodec.errors import FitError, ShapeError
 from kvcodec.files.params import LayerParams
 from kvcodec.integrations.transformers.biases import biases_of, is_followed, rotary_of
 from kvcodec.integrations.transformers.plan import LayerPlan, ModelPlan
+from kvcodec.ops.precision import without_modes
 from kvcodec.scheme import KVScheme, Mean
 
 logger = logging.getLogger(__name__)
@@ -47,6 +48,7 @@ def check_layouts(plan: ModelPlan, schemes: Sequence[KVScheme], page_tokens: int
             raise ShapeError(f"{plan.name}, layer {layer.index}: {error}") from error
 
 
+@without_modes
 def decided(
     model_or_config: Any, plan: ModelPlan, scheme: KVScheme, given: LayerParams | None = None
 ) -> list[KVScheme]:

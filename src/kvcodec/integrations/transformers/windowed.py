@@ -7,7 +7,7 @@ from torch import Tensor
 
 from kvcodec.cache.host import LayerCache
 from kvcodec.integrations.transformers.arrivals import Arrivals, Before
-from kvcodec.integrations.transformers.layers import PackedCacheLayer, Prefill
+from kvcodec.integrations.transformers.layers import PackedCacheLayer, Prefill, in_one_dtype
 from kvcodec.integrations.transformers.plan import Attention
 
 
@@ -53,6 +53,7 @@ class WindowedLayer(PackedCacheLayer):
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
         """As ``PackedCacheLayer.update``; returns the tokens that a query of this call can see."""
         first, fresh = not self.filled, key_states.shape[2]
+        key_states, value_states = in_one_dtype(key_states, value_states)
         past = min(self.cumulative_length, self.window - 1)
         exact = first and self.prefill == "exact"
         # no later query sees the older tokens of an exact prefill: they are not encoded
@@ -108,6 +109,7 @@ class WindowedLayer(PackedCacheLayer):
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         """Length and offset of the mask that the next call needs."""
+        self._check_fresh(query_length)
         past = min(self.cumulative_length, self.window - 1)
         return past + query_length, self.cumulative_length - past
 

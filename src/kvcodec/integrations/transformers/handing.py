@@ -1,0 +1,135 @@
+"""Whether a model hands cached K and V to transformers' attention interface unchanged, read from its source code.
+
+``streamed`` and ``fused`` attention give the model a handle instead of keys and values. A handle can be passed on and
+nothing else: attention that repeats, splits or measures what the cache returns cannot run with it.
+"""
+
+import ast
+import inspect
+from functools import cache
+from typing import Any
+
+from torch import nn
+
+INTERFACES = "ALL_ATTENTION_FUNCTIONS"
+"""Name of the registry of attention functions in transformers' modules."""
+
+
+def use_of_cached(model: Any) -> str:
+    """Name the first expression of a model that uses cached K or V as tensors; ``""``: there is none."""
+    decoder = model.get_decoder() if hasattr(model, "get_decoder") else model
+    kinds: dict[Any, None] = dict.fromkeys(type(module) for module in (decoder or model).modules())
+    return next((found for kind in kinds if (found := _use_in(kind))), "")
+
+
+@cache
+def _use_in(kind: type[nn.Module]) -> str:
+    try:
+        source = inspect.getsource(inspect.unwrap(kind.forward))
+    except (OSError, TypeError):  # no source: nothing is known, and the handle itself raises
+        return ""
+    if ".update(" not in source and ".layers[" not in source:
+        return ""
+    tree = ast.parse("class _:\n" + source if source[0].isspace() else source)
+    forward = next(node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef))
+    found = _Reader().block(forward.body)
+    return f"{kind.__name__} uses `{found}`" if found else ""
+
+
+class _Reader:
+    """Follows the names of cached tensors through the statements of one function.
+
+    Attributes
+    ----------
+    cached : set of str
+        Names that hold what a cache returned.
+    interfaces : set of str
+        Names that hold an attention function of transformers' registry.
+    handed : bool
+        Whether cached tensors were passed to such a function.
+    """
+
+    def __init__(self) -> None:
+        self.cached, self.interfaces = set[str](), set[str]()
+        self.handed = False
+
+    def block(self, statements: list[ast.stmt]) -> str:
+        """Return the first expression that uses a cached tensor other than to pass it to an attention function."""
+        return next(filter(None, map(self._statement, statements)), "")
+
+    def _statement(self, statement: ast.stmt) -> str:
+        if isinstance(statement, ast.Assign) and len(statement.targets) == 1:
+            return self._assign(statement.targets[0], statement.value)
+        if isinstance(statement, ast.AnnAssign) and statement.value is not None:
+            return self._assign(statement.target, statement.value)
+        if isinstance(statement, ast.If):
+            return self._use(statement.test) or self._branches(statement.body, statement.orelse)
+        inner = [node for node in ast.iter_child_nodes(statement) if isinstance(node, ast.stmt)]
+        outer = [node for node in ast.iter_child_nodes(statement) if not isinstance(node, ast.stmt)]
+        return next(filter(None, map(self._use, outer)), "") or self.block(inner)
+
+    def _branches(self, *branches: list[ast.stmt]) -> str:
+        """Read both branches of an ``if``; where one hands over what is cached, the other is an option (GPT-2)."""
+        before, after, reasons = self.cached, set[str](), []
+        handed, self.handed = self.handed, False
+        for branch in branches:
+            self.cached = set(before)
+            reasons.append(self.block(branch))
+            after |= self.cached
+        self.cached = after
+        option, self.handed = self.handed, self.handed or handed
+        return "" if option else next(filter(None, reasons), "")
+
+    def _assign(self, target: ast.expr, value: ast.expr) -> str:
+        if _has(value, {INTERFACES}) and not _has(value, self.cached):
+            self.interfaces |= _stored(target)
+            return ""
+        pair = isinstance(target, ast.Tuple) and isinstance(value, ast.Tuple)
+        pairs = list(zip(target.elts, value.elts, strict=False)) if pair else [(target, value)]  # type: ignore[attr-defined]
+        for part in value.elts if isinstance(value, ast.Tuple) else [value]:  # another name is no use
+            if not isinstance(part, ast.Name) and (found := self._use(part)):
+                return found
+        before = self.cached
+        for name, part in pairs:
+            held = _is_named(part, before) or _is_layers(part) or (_is_update(part) and isinstance(name, ast.Tuple))
+            self.cached = self.cached | _stored(name) if held else self.cached - _stored(name)
+        return ""
+
+    def _use(self, node: ast.AST) -> str:
+        for parent in ast.walk(node):
+            for child in ast.iter_child_nodes(parent):
+                child = child.value if isinstance(child, ast.keyword) else child
+                if not _is_named(child, self.cached):
+                    continue
+                if isinstance(parent, ast.Call) and _has(parent.func, self.interfaces | {INTERFACES}):
+                    self.handed = True
+                elif not _is_update(parent) and not isinstance(parent, ast.Compare | ast.keyword):
+                    return ast.unparse(parent)
+        return ""
+
+
+def _stored(target: ast.expr) -> set[str]:
+    """Names that an assignment sets."""
+    return {node.id for node in ast.walk(target) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)}
+
+
+def _has(expression: ast.AST, names: set[str]) -> bool:
+    return any(_is_named(node, names) for node in ast.walk(expression))
+
+
+def _is_named(node: ast.AST, names: set[str]) -> bool:
+    return isinstance(node, ast.Name) and node.id in names
+
+
+def _is_update(value: ast.AST) -> bool:
+    """Whether an expression is ``cache.update(keys, values, layer, ...)``."""
+    called = isinstance(value, ast.Call) and isinstance(value.func, ast.Attribute) and value.func.attr == "update"
+    return called and len(value.args) + len(value.keywords) >= 3  # type: ignore[attr-defined]
+
+
+def _is_layers(value: ast.AST) -> bool:
+    """Whether an expression is ``cache.layers[i].keys`` or ``.values``."""
+    if not isinstance(value, ast.Attribute) or value.attr not in ("keys", "values"):
+        return False
+    layers = value.value.value if isinstance(value.value, ast.Subscript) else None
+    return isinstance(layers, ast.Attribute) and layers.attr == "layers"

@@ -1,0 +1,365 @@
+"""Every architecture of transformers equals ``DynamicCache`` within the loss of 16-bit storage, or is refused."""
+
+import copy
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from kvcodec.errors import FitError, ShapeError, UnsupportedError
+from kvcodec.integrations.transformers import cache_for, load_cache
+from kvcodec.integrations.transformers.argument import passing
+from kvcodec.integrations.transformers.fold import fold_key_norms
+from kvcodec.integrations.transformers.handing import use_of_cached
+from tests.conftest import tiny_model
+from tests.integrations.architectures import NotBuilt, causal_types, seq2seq_types, small_model
+
+LOSS = 0.05
+"""Largest difference of a logit, in standard deviations of the logits: float32 numbers are stored in 16 bit."""
+TURNS = (9, 1, 1, 6, 1, 1)
+"""Tokens of each forward pass: a prompt, steps, a second turn, steps."""
+
+
+def tokens(rows: int, count: int, seed: int = 0) -> Tensor:
+    return torch.randint(3, 128, (rows, count), generator=torch.Generator().manual_seed(seed))
+
+
+@contextmanager
+def attending(model: Any, attention: str | None) -> Iterator[None]:
+    own = model.config._attn_implementation
+    try:
+        if attention is not None:
+            model.set_attn_implementation(attention)
+        yield
+    finally:
+        model.set_attn_implementation(own)
+
+
+def turns(model: Any, cache: Any, *, padding: int, seed: int) -> list[Tensor]:
+    """Logits of the newest token after each pass of ``TURNS``, for two sequences of which one has left padding."""
+    ids, mask = tokens(2, sum(TURNS), seed), torch.ones(2, sum(TURNS), dtype=torch.long)
+    found, done = [], 0
+    given: dict[str, Any] = {}
+    name = "input_ids"
+    if model.config.is_encoder_decoder:
+        source, seen = tokens(2, 11, seed + 1), torch.ones(2, 11, dtype=torch.long)
+        if padding:
+            seen[1, -padding:] = 0
+        given = {"encoder_outputs": model.get_encoder()(source, attention_mask=seen), "attention_mask": seen}
+        name = "decoder_input_ids"
+    elif padding:
+        mask[1, :padding] = 0
+    for count in TURNS:
+        own = {} if given else {"attention_mask": mask[:, : done + count]}
+        if own:
+            own["position_ids"] = (own["attention_mask"].cumsum(-1) - 1).clamp(min=0)[:, done:]
+        out = model(**{name: ids[:, done : done + count]}, **given, **own, **passing(model, cache), use_cache=True)
+        found.append(out.logits[:, -1])
+        done += count
+    return found
+
+
+def generated(model: Any, cache: Any, seed: int, **options: Any) -> Any:
+    return model.generate(
+        tokens(1, 9, seed).repeat(1, 3),
+        **({} if cache is None else passing(model, cache)),
+        max_new_tokens=6,
+        do_sample=False,
+        return_dict_in_generate=True,
+        output_logits=True,
+        **options,
+    )
+
+
+def plain_cache(model: Any) -> Any:
+    from transformers import DynamicCache, EncoderDecoderCache
+
+    config = model.config.get_text_config(decoder=True)
+    if model.config.is_encoder_decoder:
+        return EncoderDecoderCache(DynamicCache(config=config), DynamicCache())
+    return DynamicCache(config=config)
+
+
+def alike(ours: list[Tensor], theirs: list[Tensor]) -> float:
+    """Largest difference in standard deviations, up to the first token that differs because two were nearly equal."""
+    worst = 0.0
+    for a, b in zip(ours, theirs, strict=False):
+        if a.shape != b.shape:
+            return torch.inf
+        worst = max(worst, float((a - b).abs().max() / b.std()))
+        if not torch.equal(a.argmax(-1), b.argmax(-1)):
+            break
+    return worst
+
+
+def attempt(call: Any) -> Any:
+    """Result of a call, or None where transformers itself does not serve the model so."""
+    try:
+        return call()
+    except Exception:
+        return None
+
+
+def check(kind: str, spec: str, attention: str | None) -> str:
+    """Compare a packed cache with ``DynamicCache`` in each situation; return how the model was served."""
+    model = small_model(kind)
+    with torch.no_grad(), attending(model, None):
+        wanted: dict[str, Any] = {}
+        for padding in (0, 4):
+            wanted[f"padding {padding}"] = attempt(lambda: turns(model, plain_cache(model), padding=padding, seed=3))  # noqa: B023
+        wanted["greedy"] = attempt(lambda: generated(model, plain_cache(model), 5))
+        wanted["prompt look-up"] = attempt(lambda: generated(model, plain_cache(model), 5, prompt_lookup_num_tokens=3))
+        wanted["beams"] = attempt(lambda: generated(model, plain_cache(model), 5, num_beams=3, output_scores=True))
+        if all(result is None for result in wanted.values()):
+            raise NotBuilt(f"{kind} does not run")
+    with torch.no_grad(), attending(model, attention):
+
+        def cache() -> Any:
+            return cache_for(model, spec, probe=False)
+
+        try:
+            way = cache().options["attention"]
+        except (UnsupportedError, ShapeError) as error:
+            return f"refused: {error}"
+        for padding in (0, 4):
+            if (want := wanted[f"padding {padding}"]) is not None:
+                got = turns(model, cache(), padding=padding, seed=3)
+                assert spec != "dense" or alike(got, want) < LOSS, (kind, padding, alike(got, want))
+        for name, options in (
+            ("greedy", {}),
+            ("prompt look-up", {"prompt_lookup_num_tokens": 3}),
+            ("beams", {"num_beams": 3, "output_scores": True}),
+        ):
+            if (want := wanted[name]) is None:
+                continue
+            got = generated(model, cache(), 5, **options)
+            if spec == "dense" and name == "beams":
+                assert float((got.sequences_scores - want.sequences_scores).abs().max()) < LOSS, (kind, name)
+            elif spec == "dense":
+                assert alike(list(got.logits), list(want.logits)) < LOSS, (kind, name)
+    return str(way)
+
+
+SAMPLE = {
+    "bart": "fused",  # some sequences hide a part of the encoder's output
+    "t5gemma": "fused",  # its generate makes the cross-attention's cache anew
+    "prophetnet": "decoded",  # the decoder's layers are not num_hidden_layers
+    "nllb-moe": "refused",
+    "mllama": "fused",
+    "diffllama": "decoded",
+    "jetmoe": "decoded",
+    "doge": "decoded",
+    "mimo_v2_flash": "decoded",
+    "gpt_neox_japanese": "decoded",  # takes views of what the cache returns
+    "moshi": "fused",
+    "qwen3_next": "fused",
+}
+"""How each is served to a model that attends with ``kvcodec``."""
+
+
+@pytest.mark.parametrize("kind", SAMPLE)
+def test_an_architecture_equals_a_plain_cache_or_is_refused(kind: str) -> None:
+    assert check(kind, "dense", "kvcodec").startswith(SAMPLE[kind])
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize(("spec", "attention"), [("dense", None), ("dense", "kvcodec"), ("saw-int4", "kvcodec")])
+@pytest.mark.parametrize("kind", sorted({*causal_types(), *seq2seq_types()}))
+def test_every_architecture_equals_a_plain_cache_or_is_refused(kind: str, spec: str, attention: str | None) -> None:
+    try:
+        check(kind, spec, attention)
+    except NotBuilt as error:
+        pytest.skip(str(error))
+
+
+@pytest.mark.parametrize("attention", ["streamed", "fused"])
+def test_a_model_that_works_on_cached_tensors_is_refused_by_the_expression(attention: str) -> None:
+    model = small_model("diffllama")
+    with attending(model, "kvcodec"):
+        with pytest.raises(
+            UnsupportedError, match=r"DiffLlamaAttention uses `torch.chunk\(value_states, 2, dim=1\)` of"
+        ):
+            cache_for(model, "saw-int4", attention=attention)  # type: ignore[arg-type]
+        assert "torch.chunk" in cache_for(model, "saw-int4").report()["unfused"]
+
+
+class Plain(nn.Module):
+    def forward(self, x: Tensor, cache: Any) -> Any:
+        k, v = x, x.transpose(0, 1)  # before the cache
+        if cache is not None:
+            k, v = cache.update(k, v, 0)
+        else:
+            k = k.repeat(2)
+        attend = ALL_ATTENTION_FUNCTIONS.get_interface("name", None)
+        return attend(self, x, k, v, None)
+
+
+class Renamed(nn.Module):
+    def forward(self, x: Tensor, cache: Any) -> Any:
+        k, v = cache.update(x, x, 0)
+        keys, values = k, v
+        return ALL_ATTENTION_FUNCTIONS["name"](self, x, keys.float(), values, None)
+
+
+class Layers(nn.Module):
+    def forward(self, x: Tensor, cache: Any) -> Any:
+        keys = cache.layers[0].keys
+        for _ in range(2):
+            x = x @ keys
+        return x
+
+
+class Option(nn.Module):
+    def forward(self, x: Tensor, cache: Any, upcast: bool = False) -> Any:
+        attend = ALL_ATTENTION_FUNCTIONS.get_interface("name", None)
+        k, v = cache.update(x, x, 0)
+        if upcast:
+            scores = x @ k.float()
+            out = scores @ v
+        else:
+            out = attend(self, x, k, v, None)
+        return out
+
+
+ALL_ATTENTION_FUNCTIONS: Any = {}
+
+
+@pytest.mark.parametrize(
+    ("module", "used"),
+    [(Plain, ""), (Option, ""), (Renamed, "Renamed uses `keys.float`"), (Layers, "Layers uses `x @ keys`")],
+)
+def test_uses_of_cached_tensors_are_read_from_the_source(module: type[nn.Module], used: str) -> None:
+    assert use_of_cached(module()) == used
+
+
+# -- wrappers, and caches of another model -----------------------------------------------------------------------------
+
+
+class Adapted(nn.Module):
+    """What PEFT's models offer."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.base = model
+
+    def get_base_model(self) -> nn.Module:
+        return self.base
+
+
+def wrappers() -> dict[str, Any]:
+    return {
+        "peft": Adapted,
+        "compiled": lambda model: torch.compile(model, backend="eager"),
+        "parallel": nn.DataParallel,
+        "both": lambda model: torch.compile(Adapted(model), backend="eager"),
+    }
+
+
+@pytest.mark.parametrize("name", wrappers())
+def test_the_model_inside_a_wrapper_is_taken(tiny: Any, tmp_path: Path, name: str) -> None:
+    model = tiny("qwen2")
+    wrapped = wrappers()[name](model)
+    cache = cache_for(wrapped, "kivi-4:mean=pre")
+    with torch.no_grad():
+        model(tokens(1, 40), **passing(wrapped, cache))
+    assert cache.plan.name == "Qwen2ForCausalLM"
+    cache.save(tmp_path / "cache.safetensors")
+    assert load_cache(tmp_path / "cache.safetensors", wrapped).get_seq_length() == 40
+    with pytest.raises(FitError, match="params hold no key norms"):  # not that it is no model
+        fold_key_norms(wrapped, {})
+
+
+def test_another_module_is_no_wrapper() -> None:
+    with pytest.raises(UnsupportedError, match="got Linear; expected a transformers model"):
+        cache_for(nn.Linear(2, 2), "saw-int4")
+
+
+def test_peft_is_taken(tiny: Any) -> None:
+    peft = pytest.importorskip("peft")
+    model = copy.deepcopy(tiny("llama-gqa"))
+    adapted = peft.get_peft_model(model, peft.LoraConfig(task_type="CAUSAL_LM", target_modules=["q_proj"]))
+    assert cache_for(adapted, "saw-int4").plan.name == "LlamaForCausalLM"
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "kvcodec"])
+def test_a_cache_of_a_model_with_another_number_of_layers_is_refused(attention: str) -> None:
+    two, three = (tiny_model("llama-gqa", num_hidden_layers=n) for n in (2, 3))
+    with torch.no_grad(), attending(two, attention), attending(three, attention):
+        cache = cache_for(two, "saw-int4")
+        with pytest.raises(UnsupportedError, match="made for LlamaForCausalLM with 2 layers, and the model has more"):
+            three(tokens(1, 20), **passing(three, cache))
+        cache = cache_for(three, "saw-int4")
+        two(tokens(1, 20), **passing(two, cache))
+        with pytest.raises(UnsupportedError, match="layer 0 holds 20 tokens and layer 2 none"):
+            two(tokens(1, 1), **passing(two, cache))
+        assert cache.get_seq_length() == 20
+        cache.reset()
+        three(tokens(1, 20), **passing(three, cache))
+        three(tokens(1, 1), **passing(three, cache))
+
+
+@pytest.mark.parametrize(("attention", "name"), [("sdpa", "llama-gqa"), ("kvcodec", "llama-gqa"), ("sdpa", "mistral")])
+def test_more_tokens_than_max_len_are_refused(tiny: Any, attention: str, name: str) -> None:
+    model = tiny(name)
+    with torch.no_grad(), attending(model, attention):
+        cache = cache_for(model, "saw-int4", max_len=20)
+        model(tokens(1, 19), **passing(model, cache))
+        model(tokens(1, 1), **passing(model, cache))
+        with pytest.raises(ShapeError, match=r"token 21 does not fit the .*cache of max_len=20"):
+            model(tokens(1, 1), **passing(model, cache))
+        assert [layer.get_seq_length() for layer in cache.layers] == [20, 20]
+
+
+@pytest.mark.parametrize("name", ["llama-gqa", "mistral"])
+def test_a_prompt_that_the_cache_holds_already_is_refused_in_words(tiny: Any, name: str) -> None:
+    """A pipeline called twice with one cache: transformers leaves no token of the second prompt."""
+    model = tiny(name)
+    cache = cache_for(model, "saw-int4")
+    with torch.no_grad():
+        model(tokens(1, 60), **passing(model, cache))
+    with pytest.raises(UnsupportedError, match=r"no new tokens: the cache holds 60, .* call cache.reset\(\)"):
+        generated(model, cache, 6)
+    assert cache.get_seq_length() == 60
+
+
+# -- autocast, copies of K and V ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "spec", "attention"),
+    [
+        ("llama-gqa", "saw-int4", "eager"),
+        ("llama-gqa", "dense", "kvcodec"),
+        ("qwen3", "kivi-4", "kvcodec"),
+        ("gemma3", "ghost-4", "kvcodec"),
+        ("gemma3", "dense", "eager"),
+        ("gpt-oss", "saw-int4", "kvcodec"),
+    ],
+)
+def test_autocast_around_a_float32_model(tiny: Any, name: str, spec: str, attention: str) -> None:
+    """RoPE leaves keys in float32 beside values in bfloat16; both are stored as attention computes, in bfloat16."""
+    model = tiny(name)
+    with torch.no_grad(), attending(model, attention), torch.autocast("cpu", torch.bfloat16):
+        ours, theirs = cache_for(model, spec, probe=False), plain_cache(model)
+        for count in (30, 1, 1):
+            got, want = (model(tokens(2, count), **passing(model, c)).logits[:, -1].float() for c in (ours, theirs))
+            limit = 0.1 if spec == "dense" and name != "gpt-oss" else 1.0  # its router may choose another expert
+            assert (got - want).square().mean().sqrt() < limit * want.std()
+    assert ours.layer_caches[0].dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "kvcodec"])
+def test_keys_and_values_are_copied_out_of_the_layers(tiny: Any, attention: str) -> None:
+    model = tiny("mistral")
+    with torch.no_grad(), attending(model, attention):
+        cache, plain = cache_for(model, "dense"), plain_cache(model)
+        assert cache.layers[0].keys is None
+        for held in (cache, plain):
+            model(tokens(2, 20), **passing(model, held))
+        for ours, theirs in zip(cache.layers, plain.layers, strict=True):
+            torch.testing.assert_close(ours.keys, theirs.keys, rtol=1e-3, atol=1e-3)
+            torch.testing.assert_close(ours.values[1], theirs.values[1], rtol=1e-3, atol=1e-3)
