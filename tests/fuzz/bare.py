@@ -401,16 +401,8 @@ class Machine:
         path = self.folder / "cache.safetensors"
         save_layers(path, [of.cache], {})
         (cache,), _meta = load_layers(path)
-        if self.site.mean is not None:
-            cache.site.mean = self.site.mean
-            if cache.recent is not None and cache.recent.site.mean is not None:
-                cache.recent.site.mean = self.site.mean
-            if cache.mean is None:
-                cache.mean = self.site.mean.given
-        cache.site.energy = self.site.energy
-        cache.site.most = self.site.most
+        cache.give_mean(self.site.mean)
         tokens = of.tokens.copy()
-        tokens.together = False
         if both % 3 and len(self.held) < MOST_CACHES:
             self.held.append(Held(cache, tokens, of.place, of.kept))
         else:

@@ -21,7 +21,7 @@ from kvcodec.attention import Partial, Seen, attend, checked_mask, merge, rounde
 from kvcodec.cache.pages import PageStore
 from kvcodec.cache.positions import Positions
 from kvcodec.cache.role import RoleState
-from kvcodec.cache.site import WITHOUT_MODEL, LayerSite, Removed, RoleSite
+from kvcodec.cache.site import WITHOUT_MODEL, LayerSite, MeanRemoval, Removed, RoleSite
 from kvcodec.checks import check_tensors
 from kvcodec.codec import ROLES, Params, Role, saturated
 from kvcodec.errors import ShapeError, SpecError, UnsupportedError
@@ -116,6 +116,17 @@ class LayerCache:
         self.positions = Positions()  # only with a mean, or constants that are fitted on a number of tokens
         mean = self.site.mean
         self.mean: Tensor | None = None if mean is None else mean.given  # float32 [1 or B, H, D]; None: not known yet
+
+    def give_mean(self, mean: MeanRemoval | None) -> None:
+        """Give a cache that was read from a file the mean removal of its model, which no file holds."""
+        self.site.mean = mean
+        vars(self.site).pop("recent", None)  # the site of the newest tokens has the same mean
+        if self.recent is not None and self.site.recent is not None:
+            self.recent.site = self.site.recent
+        if self.mean is None and mean is not None:
+            self.mean = mean.given
+        if self.mean is not None and self.store is not None:
+            self.mean = self.mean.to(self.store.pages.device)
 
     @property
     def scheme(self) -> KVScheme:

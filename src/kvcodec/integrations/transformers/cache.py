@@ -489,14 +489,7 @@ def _give_mean(path: str | Path, loaded: LayerCache, fresh: LayerCache) -> None:
             f"{path}: the keys of layer {loaded.layer} were saved with mean={loaded.scheme.mean}, which this model "
             f"does not give; load it with the model it was saved from."
         )
-    loaded.site.mean = fresh.site.mean
-    vars(loaded.site).pop("recent", None)  # the site of the newest tokens has the same mean
-    if loaded.recent is not None and loaded.site.recent is not None:
-        loaded.recent.site = loaded.site.recent
-    if loaded.mean is None and loaded.site.mean is not None:  # also a file that older versions wrote
-        loaded.mean = loaded.site.mean.given
-    if loaded.mean is not None and loaded.store is not None:
-        loaded.mean = loaded.mean.to(loaded.store.pages.device)
+    loaded.give_mean(fresh.site.mean)
 
 
 def _workspace_bytes(layer: PackedCacheLayer) -> int:
