@@ -7,6 +7,7 @@ cache holds, so that a program stays valid when operations are left out of it.
 import copy
 import pickle
 import tempfile
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from random import Random
@@ -22,7 +23,7 @@ from kvcodec.cache.growing import GrowingCache
 from kvcodec.cache.host import LayerCache
 from kvcodec.cache.site import LayerSite, MeanRemoval
 from kvcodec.cache.static import StaticCache
-from kvcodec.codec import ROLES, Site
+from kvcodec.codec import ROLES, Role, Site
 from kvcodec.errors import KVError, UnsupportedError
 from kvcodec.files.caches import load_layers, save_layers
 from kvcodec.kernels.choose import Kernels, refusal
@@ -137,6 +138,15 @@ def _normal(seed: int, *shape: int) -> Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
 
+class HostStatic(StaticCache):
+    """A static cache on the CPU kernels, which do not drop what a step writes behind the capacity, as CUDA's do."""
+
+    def _write(self, new: Mapping[Role, Tensor], first: Tensor, bad: Tensor) -> None:
+        assert self.store is not None
+        if int(first[0]) < self.store.capacity:
+            super()._write(new, first, bad)
+
+
 class Held:
     """A cache, its oracle, the position of the next token of each sequence, and the most tokens before an eviction."""
 
@@ -185,7 +195,7 @@ class Machine:
         if kind == "growing":
             return GrowingCache(self.site, page_tokens=pages)
         if kind == "static":  # on a CPU no model is given one; its schedule is the same
-            return StaticCache(self.site, page_tokens=pages, capacity=CAPACITY, kernels=Kernels(pages, static=False))
+            return HostStatic(self.site, page_tokens=pages, capacity=CAPACITY, kernels=Kernels(pages, static=False))
         capacity = 200 if kind == "fixed" else 0
         return LayerCache(self.site, page_tokens=pages, capacity=capacity, remember=self.setting["remember"])
 

@@ -463,10 +463,9 @@ class Machine:
         of.cache.reset()
         of.ids, of.mask = of.ids[:, :0], of.mask[:, :0]
 
-    def _copied(self, of: Held, cache: Any, both: int, together: bool = True) -> None:
+    def _copied(self, of: Held, cache: Any, both: int) -> None:
         for old, new in zip(of.cache.packed_layers, cache.packed_layers, strict=True):
             tokens = self.tokens(old).copy()
-            tokens.together = tokens.together and together
             self._watch(new, tokens, self.seen[id(old)])
         if both % 3 and len(self.held) < MOST_CACHES:
             self.held.append(Held(cache, of.ids, of.mask, list(of.padding)))
@@ -483,7 +482,7 @@ class Machine:
         if of.ids.shape[1] and not any(layer.holds_state for layer in of.cache.plan.layers):
             path = self.folder / "cache.safetensors"
             of.cache.save(path)
-            self._copied(of, load_cache(path, self.model), both, together=False)
+            self._copied(of, load_cache(path, self.model), both)
 
 
 @contextlib.contextmanager

@@ -134,7 +134,7 @@ class LayerTokens:
         if not self.missing:
             return True
         wanted, sink, batch = self.site.fit_tokens, self.sink, self.batch
-        padding = (-self.positions[:, 0] - sink).clamp_min(0).expand(batch)
+        padding = ((self.positions < 0).long().cumprod(1).sum(1) - sink).clamp_min(0).expand(batch)
         if wanted > 1 and len(self) < sink + wanted + int(padding.max()):
             return False
         for role, tokens in self.roles.items():

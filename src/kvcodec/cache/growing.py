@@ -51,12 +51,15 @@ class Leaving(NamedTuple):
         As in ``append``.
     flagged : bool
         Whether the encoder says at once that the token cannot be held.
+    placed : tuple
+        Runs of positions, positions of the slots and ``slots_freed`` before the append.
     """
 
     new: dict[Role, Tensor]
     tokens: int
     flag: Tensor | None
     flagged: bool
+    placed: tuple[list[tuple[int, Tensor]], SlotPositions | None, int]
 
 
 class GrowingCache(DeviceCache):
@@ -119,12 +122,13 @@ class GrowingCache(DeviceCache):
         if refused and not flagged:
             check_tensors(keys, values)
         self.unchecked |= n == 1 and not refused
+        placed = list(self.positions.runs), self.slots, self.slots_freed
         if self.places_tokens and n:
             self._place(keys, positions, now=n != 1 and flag is None)
         new: dict[Role, Tensor] = {"key": keys, "value": values} if flagged else self._held(keys, values)
         if self.holds_dense or not self.is_fitted:
             new = self._pass_dense(new, self._waits())
-        return Leaving(new, n, flag, flagged)
+        return Leaving(new, n, flag, flagged, placed)
 
     @without_modes
     def end_append(self, leaving: Leaving) -> None:
@@ -132,7 +136,7 @@ class GrowingCache(DeviceCache):
         assert self.store is not None
         assert self.engine is not None
         self.engine.launch_fits()
-        new, n, flag, flagged = leaving
+        new, n, flag, flagged, placed = leaving
         if (count := new["key"].shape[2]) == 0:
             self.length += n
             return
@@ -145,6 +149,7 @@ class GrowingCache(DeviceCache):
         self._write(new, _number(last, self.batch, new["key"].device), flag)
         if flagged and (number := flag.item()):
             flag.zero_()
+            self.positions.runs, self.slots, self.slots_freed = placed
             check_tensors(new["key"], new["value"])  # says where; the slot is free still, for the next token
             self.refuse(number)
         for state in self.roles.values():

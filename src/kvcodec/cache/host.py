@@ -258,7 +258,7 @@ class LayerCache:
 
     def _padding(self, sink: int) -> Tensor:
         """Tokens behind the ``sink`` first ones that are left padding: int64 ``[B]``, or ``[1]`` for all."""
-        return (-self.positions.of(0, 1)[:, 0] - sink).clamp_min(0)
+        return (self.positions.padding() - sink).clamp_min(0)
 
     def _fit(self, behind: Mapping[Role, Tensor], whole: Mapping[Role, Tensor] | None) -> None:
         """Fit the missing constants.

@@ -67,14 +67,23 @@ class Positions:
             self.runs.append((n, first))
 
     def _move_padding(self, first: Tensor) -> None:
-        """Place rows that hold nothing but padding right before ``first [B or 1]``, the positions that follow."""
+        """Place rows that hold nothing but padding right before ``first [B or 1]``, where they reach beyond it."""
         if not self.runs:
             return
         newest = [start + (count - 1) for count, start in self.runs]
         padding = torch.stack(torch.broadcast_tensors(first, *newest)).amax(0) <= 0
-        move = torch.where(padding, first - newest[-1] - 1, 0)
+        move = torch.where(padding, first - newest[-1] - 1, 0).clamp_max(0)
         if bool(move.any()):
             self.runs = [(count, start + move) for count, start in self.runs]
+
+    def padding(self) -> Tensor:
+        """How many of the first tokens are padding: int64 ``[B]``, or ``[1]`` for all."""
+        found, leading = torch.zeros(1, dtype=torch.long), torch.ones(1, dtype=torch.bool)
+        for count, start in self.runs:
+            own = (-start).clamp(0, count)
+            found = found.to(own.device) + torch.where(leading.to(own.device), own, 0)
+            leading = leading.to(own.device) & (own == count)
+        return found
 
     def next(self, n: int, first: int, device: torch.device) -> Tensor:
         """Positions of n tokens that follow the last run, or ``first`` where there is none: int64 ``[B or 1, n]``."""
