@@ -330,8 +330,13 @@ class LayerCache:
         for role, x in new.items():
             self.roles[role].window = _no_tokens(x.shape[0], x.shape[1], x.shape[3], x.dtype, x.device)
         recent.mean = None if recent.site.mean is None else self.mean
-        placed = self.positions.of(len(self.positions) - n, len(self.positions)) if recent.places_tokens else None
-        recent.append(new["key"].to(self._dtype), new["value"].to(self._dtype), placed)
+        at, total = 0, len(self.positions)
+        runs = self.positions.within(total - n, total) if recent.places_tokens else [(n, None)]
+        for count, start in runs:  # tokens that waited may have lost others between them
+            placed = None if start is None else start[:, None] + torch.arange(count, device=start.device)
+            key, value = (new[role].narrow(2, at, count).to(self._dtype) for role in ROLES)
+            recent.append(key, value, placed)
+            at += count
         unit = self.scheme.unit("key")
         if not (count := max(0, len(recent) - self.scheme.window) // unit * unit):
             return {}

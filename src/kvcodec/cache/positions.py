@@ -98,21 +98,20 @@ class Positions:
         """Positions of the live tokens ``[first, last)``: int64 ``[B, last - first]``, or ``[1, last - first]``."""
         if first == last:
             return torch.empty(1, 0, dtype=torch.long)
-        parts = [
-            start[:, None] + torch.arange(count, device=start.device) for count, start in self._within(first, last)
-        ]
+        parts = [start[:, None] + torch.arange(count, device=start.device) for count, start in self.within(first, last)]
         rows = max(part.shape[0] for part in parts)
         return torch.cat([part.expand(rows, -1) for part in parts], 1)
 
     def remove(self, first: int, last: int) -> None:
         """Forget the live tokens ``[first, last)``."""
-        self.runs = [*self._within(0, first), *self._within(last, len(self))]
+        self.runs = [*self.within(0, first), *self.within(last, len(self))]
 
     def select(self, indices: Tensor) -> None:
         """Keep these sequences of the batch, in this order."""
         self.runs = [(n, start if len(start) == 1 else start.index_select(0, indices)) for n, start in self.runs]
 
-    def _within(self, first: int, last: int) -> Iterator[tuple[int, Tensor]]:
+    def within(self, first: int, last: int) -> Iterator[tuple[int, Tensor]]:
+        """Runs of the live tokens ``[first, last)``: how many, and the position of the first."""
         at = 0
         for count, start in self.runs:
             lo, hi = max(first, at), min(last, at + count)
