@@ -15,14 +15,13 @@ from tests.serve.engines import engine, generate, layers, prompts
 IDS = prompts(40, 2, 33)
 
 
-@pytest.fixture(scope="module")
-def other(biased: Biased, tmp_path_factory: pytest.TempPathFactory) -> Biased:
-    """The model with other weights and other, larger key biases."""
-    folder, model = tmp_path_factory.mktemp("other"), copy.deepcopy(biased.model)
+def changed(biased: Biased, folder: Path, factor: float) -> Biased:
+    """The model with other weights, and its key biases times ``factor``."""
+    model = copy.deepcopy(biased.model)
     generator = torch.Generator().manual_seed(5)
     with torch.no_grad():
         for layer in model.model.layers:
-            layer.self_attn.k_proj.bias.mul_(-1.7)
+            layer.self_attn.k_proj.bias.mul_(factor)
             weight = layer.self_attn.v_proj.weight
             weight.copy_(weight[torch.randperm(weight.shape[0], generator=generator)])
     for file in biased.folder.iterdir():
@@ -43,20 +42,20 @@ def identity(llm: Any) -> str:
     return str(next(iter(layers(llm).values())).attn_backend.get_name())
 
 
-def test_means_are_those_of_the_new_weights(biased: Biased, other: Biased) -> None:
-    """From random weights without biases, with which some engines start; then from one mean to another, and back."""
+def test_means_are_those_of_the_new_weights(biased: Biased, tmp_path_factory: pytest.TempPathFactory) -> None:
+    """From random weights, with which some engines start; from one mean to another, to no mean, and back."""
     preset = "saw-int4"
-    want = {own.folder: [library(own.model, preset, ids) for ids in IDS] for own in (biased, other)}
-    assert want[biased.folder] != want[other.folder]
+    larger, none = (changed(biased, tmp_path_factory.mktemp("changed"), factor) for factor in (-1.7, 0.0))
+    want = {own.folder: [library(own.model, preset, ids) for ids in IDS] for own in (biased, larger, none)}
+    assert want[biased.folder] != want[larger.folder]
     with engine(biased.folder, {"preset": preset}, load_format="dummy", block_size=16) as llm:
-        started = identity(llm)
         generate(llm, IDS[:1])
         names = []
-        for own in (biased, other, biased):
+        for own in (biased, larger, none, biased):
             load(llm, own.folder)
             assert generate(llm, IDS) == want[own.folder]
             names.append(identity(llm))
-        assert len({started, *names}) == 2  # pages without a mean, and with one
+        assert names[0] == names[1] == names[3] != names[2]  # pages with a mean, and without one
         assert re.fullmatch(r"[A-Z_]+-[0-9a-f]{12}-16", names[-1])
 
 
