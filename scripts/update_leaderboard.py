@@ -42,9 +42,10 @@ No results are published yet: `benchmarks/evaluate.py` makes them.
 READING = """\
 Bits are true ones: every byte held when the scored text was read x 8 / elements, in the first run's prompts. Brackets
 are 95 % intervals over items; `difference` is from the uncompressed model on the same items, paired. Presets stand in
-the order of the first value column; where intervals overlap, that order says little. A run that is called `mean=auto`
-was made with today's default, [which takes a model's key biases out of the keys](key-biases.md); all others with
-`mean=none`, the default before, unless a row says `mean=pre`.
+the order of the first value column; where intervals overlap, that order says little. Runs called `mean=auto`
+[remove key biases from the keys](key-biases.md) where a preset breaks on them; all others have `mean=none`, unless a row
+says `mean=pre`. The default today also removes them for `int-8`, `octopus`, `octopus-qjl`, `ultra-tq`, `ultraquant` and
+`rope-pairs`, which lose less with it.
 """
 PREDICTS = f"""\
 ## What one model says about another
