@@ -43,8 +43,8 @@ READING = """\
 Bits are true ones: every byte held when the scored text was read x 8 / elements, in the first run's prompts. Brackets
 are 95 % intervals over items; `difference` is from the uncompressed model on the same items, paired. Presets stand in
 the order of the first value column; where intervals overlap, that order says little. Runs called `mean=auto`
-[remove key biases from the keys](key-biases.md) where a preset breaks on them; all others have `mean=none`, unless a row
-says `mean=pre`. The default today also removes them for `int-8`, `octopus`, `octopus-qjl`, `ultra-tq`, `ultraquant` and
+[remove key biases from the keys](key-biases.md) where a preset breaks on them; all others have `mean=none`, unless a
+row says `mean=pre`. The default also removes them for `int-8`, `octopus`, `octopus-qjl`, `ultra-tq`, `ultraquant` and
 `rope-pairs`, which lose less with it.
 """
 PREDICTS = f"""\
