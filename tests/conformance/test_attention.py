@@ -134,5 +134,5 @@ def test_output_has_the_queries_dtype_and_empty_caches_say_so(spec, filled):
 
 @pytest.mark.parametrize(("shape", "kv_heads"), [((2, 4, 1, 64), 0), ((2, 0, 1, 64), 0), ((2, 3, 1, 64), 2)])
 def test_queries_that_fit_no_heads_are_refused(shape, kv_heads):
-    with pytest.raises(kvcodec.ShapeError, match="multiple of the KV heads, which are one or more"):
+    with pytest.raises(kvcodec.ShapeError, match=r"multiple of the KV heads, which are one or more|0 KV heads"):
         check_queries(torch.zeros(shape), 2, Site(0, "key", kv_heads, 64))

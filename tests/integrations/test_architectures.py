@@ -286,20 +286,12 @@ def test_peft_is_taken(tiny: Any) -> None:
 
 
 @pytest.mark.parametrize("attention", ["sdpa", "kvcodec"])
-def test_a_cache_of_a_model_with_another_number_of_layers_is_refused(attention: str) -> None:
+def test_a_cache_of_a_model_with_fewer_layers_is_refused(attention: str) -> None:
     two, three = (tiny_model("llama-gqa", num_hidden_layers=n) for n in (2, 3))
     with torch.no_grad(), attending(two, attention), attending(three, attention):
         cache = cache_for(two, "saw-int4")
         with pytest.raises(UnsupportedError, match="made for LlamaForCausalLM with 2 layers, and the model has more"):
             three(tokens(1, 20), **passing(three, cache))
-        cache = cache_for(three, "saw-int4")
-        two(tokens(1, 20), **passing(two, cache))
-        with pytest.raises(UnsupportedError, match="layer 0 holds 20 tokens and layer 2 none"):
-            two(tokens(1, 1), **passing(two, cache))
-        assert cache.get_seq_length() == 20
-        cache.reset()
-        three(tokens(1, 20), **passing(three, cache))
-        three(tokens(1, 1), **passing(three, cache))
 
 
 @pytest.mark.parametrize(("attention", "name"), [("sdpa", "llama-gqa"), ("kvcodec", "llama-gqa"), ("sdpa", "mistral")])

@@ -38,7 +38,7 @@ def logits_and_keys(model, ids):
 
 def fitted(model, ids):
     """Norms that innerq-base fits on a prompt, as ``cache_for(params=)`` takes them."""
-    cache = kvcodec.cache_for(model, "innerq-base", probe=False)
+    cache = kvcodec.cache_for(model, "innerq-base:mean=none", probe=False)
     with torch.no_grad():
         model(ids, **passing(model, cache))
     return {layer.index: {"key": layer.cache.roles["key"].params} for layer in cache.packed_layers}
@@ -101,9 +101,9 @@ def check_same_codes(model, ids, filled):
         return codes, keys, torch.cat(steps, 1)
 
     logits, exact = logits_and_keys(model, ids)
-    codes, keys, expected = run("innerq-base", params)
+    codes, keys, expected = run("innerq-base:mean=none", params)
     with fold_key_norms(model, params):
-        folded_codes, folded_keys, found = run("innerq-base:norm=false", None)
+        folded_codes, folded_keys, found = run("innerq-base:norm=false,mean=none", None)
     for layer, k in enumerate(exact):
         assert float((codes[layer] == folded_codes[layer]).float().mean()) > 0.995  # bytes, of two codes each
         other = folded_keys[layer] * params[layer]["key"]["norm"][:, :, None]

@@ -84,7 +84,6 @@ class PackedCacheLayer(CacheLayerMixin):  # type: ignore[misc]
         self.hides_more: bool | None = None  # whether masks hide more than left padding; None: not known
         self.hook: PositionHook | None = None  # records the positions of new tokens
         self.taken = 0  # number of the pass whose positions were taken last
-        self.last: PackedCacheLayer | None = None  # of the first layer: the one that a pass fills last
 
     @property
     def cache(self) -> LayerCache:
@@ -228,26 +227,17 @@ class PackedCacheLayer(CacheLayerMixin):  # type: ignore[misc]
             raise
 
     def _check_length(self, fresh: int) -> None:
-        """Raise before a token is stored that the cache has no room for, or that another model gives.
+        """Raise before a token is stored that exceeds ``max_len``. A static cache counts apart.
 
         Raises
         ------
         ShapeError
-            More tokens than ``max_len``. A static cache counts apart.
-        UnsupportedError
-            The earlier passes did not reach the model's last layer.
         """
         held = self._cache
         if held.reserve and not self.is_compileable and (total := self.get_seq_length() + fresh) > held.reserve:
             raise ShapeError(
                 f"layer {self.index}: token {total} does not fit the cache of max_len={held.reserve}; make it with a "
                 f"larger max_len, or crop it."
-            )
-        if self.last is not None and self.filled and not self.last.filled:
-            raise UnsupportedError(
-                f"layer {self.index} holds {self.get_seq_length()} tokens and layer {self.last.index} none: a model of "
-                f"fewer layers used this cache, or a pass stopped half-way. Call cache.reset(), or make a cache for "
-                f"this model with cache_for."
             )
 
     def _positions(self, keys: Tensor) -> Tensor | None:

@@ -160,11 +160,6 @@ def layers_of(
         if cache.places_tokens and not planned.is_cross:
             hook = hook or hook_of(model_or_config)
             layers[-1].hook = hook
-    config = getattr(model_or_config, "config", model_or_config).get_text_config(decoder=True)
-    skipped = getattr(config, "cross_attention_layers", None) or ()  # Mllama's, which a pass without images leaves out
-    own = [x for x in layers if isinstance(x, PackedCacheLayer) and not x.is_cross and x.index not in skipped]
-    if len(own) > 1:
-        own[0].last = own[-1]
     return layers
 
 

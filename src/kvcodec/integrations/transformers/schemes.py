@@ -57,9 +57,11 @@ def decided(
     if all(own.mean != "auto" for own in schemes):
         return schemes
     biases = biases_of(model_or_config, plan)
-    means = [own.mean for own in schemes] if biases is None else biases.means(scheme)
-    if biases is not None and (biases.layers or biases.unread) and not given:
-        logger.info("kvcodec: %s", biases.summary(scheme, means))
+    means = [own.mean for own in schemes]
+    if biases is not None and (biases.layers or biases.unread):
+        means = biases.means(scheme)
+        if not given:
+            logger.info("kvcodec: %s", biases.summary(scheme, means))
     found = []
     made: dict[tuple[int, Mean], KVScheme] = {}
     for layer, own, mean in zip(plan.kv_layers, schemes, means, strict=True):
