@@ -316,6 +316,8 @@ class Machine:
         length = max(0, held - left % 12) if small % 2 else left % (held + 1)
         if self.fused and length <= of.kept and of.kept:
             return  # positions of what follows would go back behind evicted ones, which these caches refuse
+        if self.setting["told"] != "always" and of.kept and length <= of.kept:
+            return  # which position follows, of that before the gap or behind it, is for the caller to say
         if self.fused and isinstance(of.cache, DeviceCache) and tokens.refuses(length, held):
             self._refuses(lambda: of.cache.crop(length), UnsupportedError, f"crop({length}) cuts a block")
             tokens.check_decoded(of.cache.decode(), of="after a refusal: ")
