@@ -237,16 +237,26 @@ def test_default_settings_change_little(tiny: Any) -> None:
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:Dynamo:UserWarning")
-@pytest.mark.parametrize("attention", ["sdpa", "kvcodec"])
-def test_a_compiled_model_gives_the_same_logits(tiny: Any, attention: str) -> None:
-    """``torch.compile`` breaks its graphs at the cache, on CPU kernels too, and changes nothing."""
-    model = tiny("llama-gqa")
+@pytest.mark.parametrize(
+    ("attention", "name", "spec", "dynamic"),
+    [
+        ("sdpa", "llama-gqa", "saw-int4", True),
+        ("sdpa", "gemma3", "kivi-4", None),
+        ("kvcodec", "llama-gqa", "saw-int4", None),
+    ],
+)
+def test_a_compiled_model_gives_the_same_logits(
+    tiny: Any, attention: str, name: str, spec: str, dynamic: bool | None
+) -> None:
+    """``torch.compile`` breaks its graphs at the cache, on CPU kernels too, and changes nothing as the cache grows."""
+    model = tiny(name)
     model.set_attn_implementation(attention)
-    steps = []
-    for forward in (model, torch.compile(model, backend="eager")):
-        cache = cache_for(model, "saw-int4")
-        with torch.no_grad():
+    steps: list[torch.Tensor] = []
+    with torch.no_grad(), torch._dynamo.config.patch(recompile_limit=64):
+        for forward in (model, torch.compile(model, backend="aot_eager", dynamic=dynamic)):
+            cache = cache_for(model, spec)
             model(prompt(), **passing(model, cache))
-            steps.append(forward(prompt(1, 1, seed=3), **passing(model, cache)).logits)
+            found = [forward(prompt(1, 1, seed=i), **passing(model, cache)).logits for i in range(2)]
+            steps.append(torch.cat(found))
     torch._dynamo.reset()
     torch.testing.assert_close(steps[1], steps[0], rtol=0, atol=1e-5)

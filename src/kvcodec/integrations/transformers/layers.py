@@ -152,6 +152,8 @@ class PackedCacheLayer(CacheLayerMixin):  # type: ignore[misc]
             NaN, Inf or |x| > 65504 in the new tokens, with the position. For a fused cache on a GPU it is raised once
             the last layer has its tokens, without the position.
         """
+        if self.attention == "decoded" and torch.compiler.is_compiling():
+            return self._update_apart(key_states, value_states)
         first = not self.filled
         key_states, value_states = in_one_dtype(key_states, value_states)
         if torch.compiler.is_compiling() and (first or key_states.shape[2] > 1):
@@ -161,6 +163,10 @@ class PackedCacheLayer(CacheLayerMixin):  # type: ignore[misc]
         if first and self.prefill == "exact":
             return self._exact(key_states, value_states)
         return self._stored(key_states.shape[2])
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]  # lengths on the host would make one graph per step
+    def _update_apart(self, keys: Tensor, values: Tensor) -> tuple[Any, Any]:
+        return self.update(keys, values)
 
     def _exact(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
         """Return the fresh K and V; the attention function finds the layer at the keys, to read its mask."""

@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from kvcodec.cache.host import LayerCache
@@ -52,6 +53,8 @@ class WindowedLayer(PackedCacheLayer):
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
         """As ``PackedCacheLayer.update``; returns the tokens that a query of this call can see."""
+        if self.attention == "decoded" and torch.compiler.is_compiling():
+            return self._update_apart(key_states, value_states)
         first, fresh = not self.filled, key_states.shape[2]
         key_states, value_states = in_one_dtype(key_states, value_states)
         past = min(self.cumulative_length, self.window - 1)
