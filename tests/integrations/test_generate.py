@@ -253,7 +253,7 @@ def test_a_compiled_model_gives_the_same_logits(
     model.set_attn_implementation(attention)
     steps: list[torch.Tensor] = []
     with torch.no_grad(), torch._dynamo.config.patch(recompile_limit=64):
-        for forward in (model, torch.compile(model, backend="aot_eager", dynamic=dynamic)):
+        for forward in (model, torch.compile(model, backend="eager", dynamic=dynamic)):
             cache = cache_for(model, spec)
             model(prompt(), **passing(model, cache))
             found = [forward(prompt(1, 1, seed=i), **passing(model, cache)).logits for i in range(2)]
