@@ -53,6 +53,8 @@ class Leaving(NamedTuple):
         Whether the encoder says at once that the token cannot be held.
     placed : tuple
         Runs of positions, positions of the slots and ``slots_freed`` before the append.
+    was_broken : bool
+        Whether positions were out of order before a token that may be refused at once.
     """
 
     new: dict[Role, Tensor]
@@ -60,6 +62,7 @@ class Leaving(NamedTuple):
     flag: Tensor | None
     flagged: bool
     placed: tuple[list[tuple[int, Tensor]], SlotPositions | None, int]
+    was_broken: bool
 
 
 class GrowingCache(DeviceCache):
@@ -123,12 +126,13 @@ class GrowingCache(DeviceCache):
             check_tensors(keys, values)
         self.unchecked |= n == 1 and not refused
         placed = list(self.positions.runs), self.slots, self.slots_freed
+        was_broken = flagged and self.slots is not None and bool(self.slots.broken)
         if self.places_tokens and n:
             self._place(keys, positions, now=n != 1 and flag is None)
         new: dict[Role, Tensor] = {"key": keys, "value": values} if flagged else self._held(keys, values)
         if self.holds_dense or not self.is_fitted:
             new = self._pass_dense(new, self._waits())
-        return Leaving(new, n, flag, flagged, placed)
+        return Leaving(new, n, flag, flagged, placed, was_broken)
 
     @without_modes
     def end_append(self, leaving: Leaving) -> None:
@@ -136,7 +140,7 @@ class GrowingCache(DeviceCache):
         assert self.store is not None
         assert self.engine is not None
         self.engine.launch_fits()
-        new, n, flag, flagged, placed = leaving
+        new, n, flag, flagged, placed, was_broken = leaving
         if (count := new["key"].shape[2]) == 0:
             self.length += n
             return
@@ -149,6 +153,8 @@ class GrowingCache(DeviceCache):
         self._write(new, _number(last, self.batch, new["key"].device), flag)
         if flagged and (number := flag.item()):
             flag.zero_()
+            if self.slots is not None and not was_broken:
+                self.slots.broken.zero_()
             self.positions.runs, self.slots, self.slots_freed = placed
             check_tensors(new["key"], new["value"])  # says where; the slot is free still, for the next token
             self.refuse(number)
