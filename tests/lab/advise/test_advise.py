@@ -3,6 +3,7 @@
 import argparse
 import json
 import math
+import shutil
 from dataclasses import replace
 
 import pytest
@@ -31,6 +32,12 @@ CONTEXT, WINDOW = 4096, 128
 @pytest.fixture(scope="module")
 def model():
     return tiny_loaded()
+
+
+@pytest.fixture
+def advised_folder(advised, tmp_path):
+    """A copy of the folder of ``advised``: another request in it would overwrite its recipe."""
+    return shutil.copytree(advised[1], tmp_path / "advice")
 
 
 def request_for(**options):
@@ -93,36 +100,36 @@ def test_the_result_says_what_was_chosen_where_and_what_was_not_measured(advised
     assert len((folder / "sensitivity.jsonl").read_text().splitlines()) == 1 + len(found["sensitivity"])
 
 
-def test_a_second_request_uses_the_rows_of_the_first(model, advised, monkeypatch):
+def test_a_second_request_uses_the_rows_of_the_first(model, advised, advised_folder, monkeypatch):
     from kvcodec_lab.eval import sensitivity
 
-    found, folder = advised
+    found, _ = advised
     monkeypatch.setattr(sensitivity, "_logits", lambda *_: pytest.fail("measured again"))
-    again = advise(model, TEXT, request_for(memory=2_000_000), output=folder)
+    again = advise(model, TEXT, request_for(memory=2_000_000), output=advised_folder)
     assert again["advised"]["kl"] < found["advised"]["kl"]
     assert again["advised"]["bytes"] <= 2_000_000
 
 
-def test_without_memory_the_fewest_bytes_within_the_kl_are_advised(model, advised):
-    found = advise(model, TEXT, request_for(max_kl=0.5), output=advised[1])
+def test_without_memory_the_fewest_bytes_within_the_kl_are_advised(model, advised_folder):
+    found = advise(model, TEXT, request_for(max_kl=0.5), output=advised_folder)
     assert found["met"]
     assert found["advised"]["kl"] <= 0.5
     good = [row for row in found["finalists"] if row["kl"] <= 0.5]
     assert found["advised"]["bytes"] == min(row["bytes"] for row in good)
-    looser = advise(model, TEXT, request_for(max_kl=1.5), output=advised[1])
+    looser = advise(model, TEXT, request_for(max_kl=1.5), output=advised_folder)
     assert looser["advised"]["bytes"] < found["advised"]["bytes"]
 
 
-def test_a_sum_that_promised_too_much_is_asked_for_more(model, advised, monkeypatch):
+def test_a_sum_that_promised_too_much_is_asked_for_more(model, advised_folder, monkeypatch):
     monkeypatch.setattr(steps.Search, "_measure", worse(steps.Search._measure, 3))
-    found = advise(model, TEXT, request_for(max_kl=0.3), output=advised[1])
+    found = advise(model, TEXT, request_for(max_kl=0.3), output=advised_folder)
     promised = sorted((r["predicted_kl"], -r["bytes"]) for r in found["finalists"] if r["predicted_kl"] is not None)
     assert 1 < len(promised) <= steps.TRIES
     assert promised == sorted(promised, key=lambda p: p[1]), "less KL was bought with more bytes"
 
 
-def test_a_kl_that_is_not_reached_within_the_memory_is_said(model, advised):
-    found = advise(model, TEXT, request_for(memory=1_400_000, max_kl=1e-4), output=advised[1])
+def test_a_kl_that_is_not_reached_within_the_memory_is_said(model, advised_folder):
+    found = advise(model, TEXT, request_for(memory=1_400_000, max_kl=1e-4), output=advised_folder)
     assert not found["met"]
     assert found["advised"]["bytes"] <= 1_400_000
 
