@@ -30,7 +30,7 @@ from kvcodec.kernels.choose import Kernels, refusal
 from kvcodec.ops.rope import Rotary
 from kvcodec.scheme import KVScheme, recent_of
 from tests.conformance.conftest import SPECS
-from tests.fuzz.oracle import LayerTokens, Mismatch, causal
+from tests.fuzz.oracle import LayerTokens, Mismatch, causal, unexpected
 
 Setting = dict[str, Any]
 Operation = list[Any]
@@ -214,7 +214,7 @@ class Machine:
             except Mismatch as error:
                 raise Mismatch(f"operation {i}, {name}: {error}") from None
             except Exception as error:
-                raise Mismatch(f"operation {i}, {name}: {type(error).__name__}: {error}") from error
+                raise Mismatch(f"operation {i}, {name}: {unexpected(error)}") from error
 
     # -- writing -----------------------------------------------------------------------------------------------------
 

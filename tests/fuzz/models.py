@@ -29,7 +29,7 @@ from kvcodec.integrations.transformers.attention import PackedKV, kvcodec_attent
 from kvcodec.integrations.transformers.layers import PackedCacheLayer
 from kvcodec.integrations.transformers.windowed import WindowedLayer
 from tests.conftest import SMALL, tiny_model
-from tests.fuzz.oracle import CLOSE, LayerTokens, Mismatch, attention64, causal
+from tests.fuzz.oracle import CLOSE, LayerTokens, Mismatch, attention64, causal, unexpected
 
 Setting = dict[str, Any]
 Operation = list[Any]
@@ -297,7 +297,7 @@ class Machine:
             except Mismatch as error:
                 raise Mismatch(f"operation {i}, {name}: {error}") from None
             except Exception as error:
-                raise Mismatch(f"operation {i}, {name}: {type(error).__name__}: {error}") from error
+                raise Mismatch(f"operation {i}, {name}: {unexpected(error)}") from error
         for of in self.held:
             self._check(of)
 

@@ -9,6 +9,8 @@ import copy
 import functools
 import math
 from collections.abc import Callable
+from pathlib import Path
+from traceback import extract_tb
 from typing import Any
 
 import torch
@@ -25,6 +27,12 @@ CLOSE = 1e-5
 
 class Mismatch(AssertionError):
     """A cache does not hold or attend what the oracle does."""
+
+
+def unexpected(error: Exception) -> str:
+    """An exception's type, text and the three innermost places: a bare ``assert`` says nothing else."""
+    places = " < ".join(f"{Path(f.filename).name}:{f.lineno}" for f in reversed(extract_tb(error.__traceback__)[-3:]))
+    return f"{type(error).__name__}: {error} (at {places})"
 
 
 def _apart(method: Callable[..., Any]) -> Callable[..., Any]:
