@@ -72,9 +72,9 @@ def check(seed: int, level: str = "") -> None:
         Its text has the script.
     """
     program = program_of(seed, level)
-    if fault_of(program):
-        program = shorter(program)
-        raise Mismatch(f"seed {seed}: {fault_of(program)}\n{script(program)}")
+    if text := fault_of(program):
+        fault = fault_with(seed, text, program)
+        raise Mismatch(f"seed {seed}: {fault.text}\n{script(fault.program)}")
 
 
 class Fault(NamedTuple):
@@ -83,6 +83,14 @@ class Fault(NamedTuple):
     seed: int
     text: str
     program: Program
+
+
+def fault_with(seed: int, text: str, program: Program) -> Fault:
+    """The fault of a program that failed with ``text``, shortened where it fails again."""
+    short = shorter(program)
+    if again := fault_of(short):
+        return Fault(seed, again, short)
+    return Fault(seed, f"{text} (passed when run again)", program)
 
 
 def uneven(program: Program) -> bool:
@@ -129,7 +137,6 @@ def run_seeds(seeds: Sequence[int], level: str, skipped: Sequence[str]) -> tuple
             continue
         counts[program.level] += 1
         counts.update(f"  {operation[0]}" for operation in program.operations)
-        if fault_of(program):
-            program = shorter(program)
-            faults.append(Fault(seed, fault_of(program), program))
+        if text := fault_of(program):
+            faults.append(fault_with(seed, text, program))
     return counts, faults

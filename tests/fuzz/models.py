@@ -249,18 +249,15 @@ class Machine:
         tokens, seen, number = self.tokens(layer), self.seen[id(layer)], int(number)
         keep = min(number, seen) if number > 0 else max(seen + number, 0)
         left = len(tokens) - (seen - keep)
-        if isinstance(layer.cache, DeviceCache) and tokens.refuses(max(left, 0), len(tokens)):
+        gone = isinstance(layer, WindowedLayer) and keep < seen and left < min(keep, layer.window - 1)
+        if gone or (isinstance(layer.cache, DeviceCache) and tokens.refuses(max(left, 0), len(tokens))):
+            refusal: type[Exception] = RuntimeError if gone else UnsupportedError
             try:
                 call()
-            except UnsupportedError as error:
+            except refusal as error:
                 raise Stopped from error
-            raise Mismatch(f"layer {layer.index}: crop({number}) cuts a block and is not refused")
-        if isinstance(layer, WindowedLayer) and keep < seen and left < min(keep, layer.window - 1):
-            try:
-                call()
-            except RuntimeError as error:
-                raise Stopped from error
-            raise Mismatch(f"layer {layer.index}: crop({number}) needs tokens that are gone and is not refused")
+            why = "needs tokens that are gone" if gone else "cuts a block"
+            raise Mismatch(f"layer {layer.index}: crop({number}) {why} and is not refused")
         call()
         if keep < seen:
             tokens.crop(left)
