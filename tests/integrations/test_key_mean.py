@@ -272,7 +272,8 @@ def test_a_model_that_turns_keys_otherwise_is_refused(model: Any, monkeypatch: p
     turn = modeling_qwen2.apply_rotary_pos_emb
     monkeypatch.setattr(modeling_qwen2, "apply_rotary_pos_emb", lambda q, k, cos, sin: turn(q, -k, cos, sin))
     keys = torch.stack([x[0] for x in own_keys(model, prompt(1, 9))])[:1]
-    record_positions(torch.arange(9)[None])
+    assert cache.layers[0].hook is not None
+    record_positions(torch.arange(9)[None], cache.layers[0].hook.name)
     with pytest.raises(UnsupportedError, match="turns its keys in another way"):
         cache.layers[0].update(keys, keys)
 

@@ -21,6 +21,7 @@ import kvcodec
 from kvcodec.errors import UnsupportedError
 from kvcodec.integrations.transformers import watching
 from kvcodec.integrations.transformers.argument import passing
+from tests.conftest import tiny_model
 from tests.integrations.test_generate import prompt
 from tests.test_key_bias import biased
 
@@ -97,6 +98,35 @@ def copies_go_on(shared_model: Any, cache: Any, spec: str, attention: str) -> No
     empty = pickle.loads(pickle.dumps(new_cache(shared_model, spec, attention)))
     logits(shared_model, empty, prompt(1, 40))
     assert same(keys_of(empty), keys_of(cache))
+
+
+@pytest.mark.parametrize("spec", ["kivi-4", "int-4:mean=post", "ghost-4"])
+@pytest.mark.parametrize("name", ["gemma3", "llama-gqa"])
+def test_positions_of_another_models_pass_are_not_taken(shared_model: Any, spec: str, name: str) -> None:
+    """Its cache is alive, its last pass ran without it, and this model's layers may not tell positions at all."""
+    model, ids = tiny_model(name), prompt(1, LONG)
+    expected = new_cache(model, spec, "decoded")
+    wanted = logits(model, expected, ids)
+    other = new_cache(shared_model, "saw-int4:mean=pre", "decoded")
+    mask = torch.ones(2, LONG, dtype=torch.long)
+    mask[1, :100] = 0
+    with torch.no_grad():
+        shared_model(prompt(2, LONG), attention_mask=mask, position_ids=(mask.cumsum(-1) - 1).clamp_min(0))
+    cache = new_cache(model, spec, "decoded")
+    assert torch.equal(logits(model, cache, ids), wanted)
+    assert same(keys_of(cache), keys_of(expected))
+    assert len(other.layer_caches[0]) == 0
+
+
+def test_a_copied_model_tells_the_positions_of_its_pass(shared_model: Any) -> None:
+    """To caches of the original, and where the copy has a cache of its own as well."""
+    ids, spec = prompt(1, 40), "saw-int4:mean=pre"
+    cache, expected = (new_cache(shared_model, spec, "decoded") for _ in range(2))
+    wanted = logits(shared_model, expected, ids)
+    copied = copy.deepcopy(shared_model)
+    own = new_cache(copied, spec, "decoded")
+    for each in (cache, own):
+        assert torch.equal(logits(copied, each, ids), wanted)
 
 
 @pytest.mark.parametrize("spec", SPECS)

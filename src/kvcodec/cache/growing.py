@@ -63,6 +63,7 @@ class Leaving(NamedTuple):
     flagged: bool
     placed: tuple[list[tuple[int, Tensor]], SlotPositions | None, int]
     was_broken: bool
+    first: bool
 
 
 class GrowingCache(DeviceCache):
@@ -116,10 +117,20 @@ class GrowingCache(DeviceCache):
             earlier = (self.bad,) if self.unchecked and self.bad is not None else ()
             self.refuse(*check_tensors(keys, values, *earlier))  # one synchronisation
         self.check_shapes(keys, values)
-        if self.store is None:
+        if self.store is not None:
+            return self._begin(keys, values, positions, flag, first=False)
+        try:
             self._start(keys, values, self.reserve)  # pages come with the tokens that leave, which may have to wait
-        assert self.store is not None
+            return self._begin(keys, values, positions, flag, first=True)
+        except BaseException:  # refused first tokens leave no batch and no dtype behind
+            self.reset()
+            raise
+
+    def _begin(
+        self, keys: Tensor, values: Tensor, positions: Tensor | None, flag: Tensor | None, first: bool
+    ) -> Leaving:
         assert self.engine is not None
+        n = keys.shape[2]
         refused = n == 1 and self.engine.refuses_at_once
         flagged = refused and self._flags_now(keys)
         if refused and not flagged:
@@ -132,15 +143,23 @@ class GrowingCache(DeviceCache):
         new: dict[Role, Tensor] = {"key": keys, "value": values} if flagged else self._held(keys, values)
         if self.holds_dense or not self.is_fitted:
             new = self._pass_dense(new, self._waits())
-        return Leaving(new, n, flag, flagged, placed, was_broken)
+        return Leaving(new, n, flag, flagged, placed, was_broken, first)
 
     @without_modes
     def end_append(self, leaving: Leaving) -> None:
         """Second half of ``append``: tokens that leave the window are encoded."""
+        try:
+            self._end(leaving)
+        except BaseException:
+            if leaving.first:
+                self.reset()
+            raise
+
+    def _end(self, leaving: Leaving) -> None:
         assert self.store is not None
         assert self.engine is not None
         self.engine.launch_fits()
-        new, n, flag, flagged, placed, was_broken = leaving
+        new, n, flag, flagged, placed, was_broken, _ = leaving
         if (count := new["key"].shape[2]) == 0:
             self.length += n
             return

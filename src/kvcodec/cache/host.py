@@ -202,7 +202,8 @@ class LayerCache:
         """
         check_tensors(keys, values)
         self.check_shapes(keys, values)
-        if self.store is None:
+        first = self.store is None
+        if first:
             self._allocate(keys, values)
         n = keys.shape[2]
         before = [(s, s.sink, s.window, list(s.runs), s.params) for s in self.roles.values()]
@@ -220,6 +221,9 @@ class LayerCache:
             if self.recent is not None and leaving:
                 self.recent._remove(0, leaving["key"].shape[2])
         except BaseException:  # out of memory, an interrupt: keep keys and values consistent
+            if first:  # refused first tokens leave no batch and no dtype behind
+                self.reset()
+                raise
             for state, sink, window, runs, params in before:
                 state.sink, state.window, state.runs, state.params = sink, window, runs, params
             self.positions.runs, self.mean = placed, mean

@@ -171,8 +171,17 @@ class StaticCache(DeviceCache):
                 self._forget_all()
             self.fresh = n > 1 and self.store is not None
         self.check_shapes(keys, values)
-        if self.store is None:
+        if self.store is not None:
+            return self._append(keys, values, positions, flag, empty)
+        try:
             self._allocate(keys, values)
+            self._append(keys, values, positions, flag, empty)
+        except BaseException:  # refused first tokens leave no batch and no dtype behind
+            self._forget_all()
+            raise
+
+    def _append(self, keys: Tensor, values: Tensor, positions: Tensor | None, flag: Tensor | None, empty: bool) -> None:
+        n = keys.shape[2]
         assert self.seq_lens is not None
         assert self.bad is not None
         new = self._held(keys, values)

@@ -116,7 +116,8 @@ def long_context(model: Any, ids: Tensor, window: int) -> list[tuple[Tensor, Ten
 def fill(cache: Any, context: list[tuple[Tensor, Tensor]]) -> None:
     """Store ``long_context`` in an empty cache, transformers' own or a ``KVCache``."""
     for i, (keys, values) in enumerate(context):
-        record_positions(torch.arange(keys.shape[2], device=keys.device)[None])
+        if (hook := getattr(cache.layers[i], "hook", None)) is not None:
+            record_positions(torch.arange(keys.shape[2], device=keys.device)[None], hook.name)
         cache.update(keys, values, i)
 
 

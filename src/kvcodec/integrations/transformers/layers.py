@@ -257,10 +257,10 @@ class PackedCacheLayer(CacheLayerMixin):  # type: ignore[misc]
         if not self.cache.places_tokens:
             return None
         mean, n = self.cache.site.mean, keys.shape[2]
-        positions, self.taken = take_positions(self.taken, self.arrivals.cache)
+        positions, self.taken = take_positions(self.taken, self.arrivals.cache, self.hook)
         if positions is not None and positions.shape[-1] != n:  # the same tensor in all layers, where it may be
             positions = positions[..., -n:] if n else positions[..., :0]
-        known = positions is not None and positions.ndim == 2 and positions.shape[1] == n
+        known = positions is not None and tuple(positions.shape) in ((1, n), (len(keys), n))
         if not self.cache.needs_order:
             return positions if known and consecutive(positions) else None
         if positions is None or not known:

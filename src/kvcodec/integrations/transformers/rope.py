@@ -15,6 +15,7 @@ import sys
 import threading
 import uuid
 import weakref
+from functools import partial
 from typing import Any
 
 import torch
@@ -32,26 +33,35 @@ ALIKE = 1e-2
 
 
 class _Newest(threading.local):
-    """The positions of the newest forward pass of the current thread."""
+    """The positions of the newest forward pass of the current thread, and the names of the hooks that saw them."""
 
+    given: Tensor | None = None
     positions: Tensor | None = None
+    hooks: tuple[str, ...] = ()
 
 
 _newest = _Newest()
 _numbers = itertools.count(1)
 
 
-def record_positions(positions: Tensor) -> None:
-    """Record the positions of the forward pass that this thread begins, as the hook does.
+def record_positions(positions: Tensor, hook: str) -> None:
+    """Record the positions of the forward pass that this thread begins, as a hook does.
 
     Parameters
     ----------
     positions : Tensor of int ``[B, n]`` or ``[1, n]``
+    hook : str
+        ``PositionHook.name``.
     """
-    _newest.positions = positions.detach()
+    if (
+        _newest.given is positions and hook not in _newest.hooks
+    ):  # a copied model has its original's hook beside its own
+        _newest.hooks = (*_newest.hooks, hook)
+    else:
+        _newest.given, _newest.positions, _newest.hooks = positions, positions.detach(), (hook,)
 
 
-def take_positions(taken: int, cache: int) -> tuple[Tensor | None, int]:
+def take_positions(taken: int, cache: int, hook: "PositionHook | None") -> tuple[Tensor | None, int]:
     """Positions of this thread's forward pass, and the number of the pass.
 
     Parameters
@@ -60,15 +70,19 @@ def take_positions(taken: int, cache: int) -> tuple[Tensor | None, int]:
         Number of the pass whose positions the layer took last.
     cache : int
         Number of the layer's cache.
+    hook : PositionHook or None
+        Of the model that the cache was made for.
 
     Returns
     -------
     (Tensor of int ``[B, n]`` or ``[1, n]``, or None; int)
         The same tensor for all layers of a pass. None: no pass was recorded, or the newest one is known to be another:
-        this layer has taken its positions already, or a layer of another cache has.
+        of another model, or this layer has taken its positions already, or a layer of another cache has.
     """
     positions = _newest.positions
-    if positions is None or torch.compiler.is_compiling():  # numbers would become guards: one graph per pass
+    if positions is None or hook is None or hook.name not in _newest.hooks:
+        return None, taken
+    if torch.compiler.is_compiling():  # numbers would become guards: one graph per pass
         return positions, taken
     computed = computed_of(positions)
     number = computed.setdefault("pass", 0) or next(_numbers)
@@ -83,24 +97,24 @@ def new_number() -> int:
     return next(_numbers)
 
 
-def _record(module: nn.Module, args: tuple[Any, ...], options: dict[str, Any]) -> None:
+def _record(hook: str, module: nn.Module, args: tuple[Any, ...], options: dict[str, Any]) -> None:
     """Forward pre-hook of a rotary embedding; a function of this module, so that the model can be pickled."""
     positions = args[1] if len(args) > 1 else options.get("position_ids")
     if isinstance(positions, Tensor):
-        record_positions(positions)
+        record_positions(positions, hook)
 
 
 class PositionHook:
     """Owner of the hook that records positions on one rotary embedding; the hook is removed with its owner.
 
-    A deep copy is the owner itself. Pickled, it is a name, by which this process finds it again; another process finds
-    nothing.
+    A copied model records under the same ``name``. A deep copy of the owner is the owner itself. Pickled, it is a name,
+    by which this process finds it again; another process finds nothing.
     """
 
     def __init__(self, embedding: nn.Module) -> None:
-        handle = embedding.register_forward_pre_hook(_record, with_kwargs=True)
+        self._embedding, self.name = weakref.ref(embedding), uuid.uuid4().hex
+        handle = embedding.register_forward_pre_hook(partial(_record, self.name), with_kwargs=True)
         weakref.finalize(self, handle.remove)
-        self._embedding, self._name = weakref.ref(embedding), uuid.uuid4().hex
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "PositionHook":
         """Return the owner itself."""
@@ -110,8 +124,8 @@ class PositionHook:
         """Pickle the name. The model keeps the hook from then on, for the cache that may be unpickled."""
         if (embedding := self._embedding()) is not None:
             _kept[embedding] = self
-            _by_name[self._name] = self
-        return _unpickled, (self._name,)
+            _by_name[self.name] = self
+        return _unpickled, (self.name,)
 
 
 _LOCK = threading.RLock()
