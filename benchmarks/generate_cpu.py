@@ -22,9 +22,9 @@ from serve_cpu import SHAPES
 from transformers import AutoModelForCausalLM, LlamaConfig, LogitsProcessorList
 
 import kvcodec.integrations.transformers.cache  # noqa: F401  # registers the attention function
+from kvcodec.cli.stamp import stamp
 from kvcodec.integrations.transformers.argument import passing
 from kvcodec_lab.bench.generate import Filler, Stamps
-from kvcodec_lab.stamp import stamp
 
 DENSE = "dense"
 NOISE = 1 << 20

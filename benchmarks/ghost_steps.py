@@ -14,12 +14,12 @@ from typing import Any
 
 import torch
 
+from kvcodec.cli.measure.compare import Settings, compare
+from kvcodec.cli.measure.rows import Row, write_json
 from kvcodec.codecs import ghost
 from kvcodec.files.params import read_params
+from kvcodec.models.loading import load, load_text
 from kvcodec.progress import Progress
-from kvcodec_lab.eval.compare import Settings, compare
-from kvcodec_lab.eval.rows import Row, write_json
-from kvcodec_lab.models import load, load_text
 
 ALIKE = {"query_cost": lambda energy: torch.ones_like(energy, dtype=torch.float64)}
 ONE_SCALE = {"TRIED": (0,)}

@@ -12,19 +12,20 @@ import sys
 from contextlib import nullcontext
 from pathlib import Path
 
+from kvcodec.cli.measure import fidelity
+from kvcodec.cli.measure.outliers import outliers_of
+from kvcodec.cli.measure.perplexity import uncompressed
+from kvcodec.cli.measure.rows import plain
+from kvcodec.cli.stamp import versions
 from kvcodec.integrations.transformers.biases import biases_of
 from kvcodec.integrations.transformers.plan import plan_for
 from kvcodec.key_layer import frequencies_of
+from kvcodec.models.loading import load, load_text
+from kvcodec.models.windows import split_windows, tokenize
 from kvcodec.progress import Progress
 from kvcodec.registry import presets, split_specs
-from kvcodec_lab.eval import fidelity
 from kvcodec_lab.eval.key_errors import key_errors
-from kvcodec_lab.eval.outliers import outliers_of
-from kvcodec_lab.eval.perplexity import split_windows, tokenize, uncompressed
-from kvcodec_lab.eval.rows import plain
 from kvcodec_lab.eval.stress import stress
-from kvcodec_lab.models import load, load_text
-from kvcodec_lab.stamp import versions
 
 WINDOW_TOKENS, QUERIES = 512, 128
 FURTHER = ("hqmq-s192_r6:outliers=3", "hqmq-s192_r6:outliers=3,slots=8", "int-4:outliers=3,slots=8")

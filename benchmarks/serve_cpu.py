@@ -210,7 +210,7 @@ def compare(given: argparse.Namespace) -> None:
     if given.out:
         import torch
 
-        from kvcodec_lab.stamp import stamp
+        from kvcodec.cli.stamp import stamp
 
         options = {name: x for name, x in vars(given).items() if name not in ("out", "way", "model", "ways")}
         found = {**stamp(torch.device("cpu"), 0), "options": options, "load_average": load, "rows": rows}

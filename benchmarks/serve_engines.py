@@ -183,8 +183,8 @@ class Worker:
         self.limit = float(line)
         import torch
 
+        from kvcodec.cli.stamp import stamp
         from kvcodec_lab.bench.record import Recorder
-        from kvcodec_lab.stamp import stamp
 
         self.begun = time.monotonic()
         common = stamp(torch.device("cuda" if self.on_gpu else "cpu"), SEED, args.commit or None) | {"run": args.run}

@@ -334,9 +334,9 @@ def main() -> int:
         return 0
     import torch
 
+    from kvcodec.cli.stamp import stamp
     from kvcodec_lab.bench.record import Recorder
     from kvcodec_lab.serve.metrics import flat
-    from kvcodec_lab.stamp import stamp
 
     on_gpu = torch.cuda.is_available()
     for name in ("logs", "answers"):

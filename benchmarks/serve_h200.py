@@ -211,7 +211,7 @@ class Visit:
 
     def done(self, job: Job, why: str, said: str, seconds: float) -> None:
         """Note how a job ended."""
-        from kvcodec_lab.report.rows import read_rows
+        from kvcodec.cli.page.rows import read_rows
 
         path = rows_file(self.out, job.part)
         with self.lock:

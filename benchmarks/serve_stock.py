@@ -176,7 +176,7 @@ def losses(folder: Path, text: str, given: dict[str, dict[str, Any]], device: st
 
     import kvcodec
     from kvcodec.integrations.transformers.argument import passing
-    from kvcodec_lab.models import load
+    from kvcodec.models.loading import load
 
     loaded = load(str(folder), progress=False, device=device, dtype=dtype)  # type: ignore[arg-type]
     pieces = [loaded.tokenizer(text[at : at + n])["input_ids"] for at, n in PIECES]
@@ -236,10 +236,10 @@ def main() -> int:
         )
     import torch
 
+    from kvcodec.cli.stamp import stamp
+    from kvcodec.models.loading import load_text
     from kvcodec_lab.bench.record import Recorder
-    from kvcodec_lab.models import load_text
     from kvcodec_lab.serve.metrics import flat
-    from kvcodec_lab.stamp import stamp
 
     on_gpu = torch.cuda.is_available()
     device, dtype = ("cuda", "bfloat16") if on_gpu else ("cpu", "float32")

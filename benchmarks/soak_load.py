@@ -74,7 +74,7 @@ def words_of(args):
         return size
     from transformers import AutoTokenizer
 
-    from kvcodec_lab.models import load_text
+    from kvcodec.models.loading import load_text
 
     ids = AutoTokenizer.from_pretrained(str(args.model))(load_text().text)["input_ids"]
     return ids if len(set(ids)) > 1000 else size

@@ -14,7 +14,7 @@ from serve_sizes import SMALL, config_of
 def save_packaged(folder, layers):
     import transformers
 
-    from kvcodec_lab.models import load
+    from kvcodec.models.loading import load
 
     loaded = load("smollm2-135m")
     config = loaded.model.config

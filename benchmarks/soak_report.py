@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from kvcodec_lab.stamp import stamp
+from kvcodec.cli.stamp import stamp
 
 MB = 1 << 20
 

@@ -57,7 +57,7 @@ from vllm.sampling_params import RequestOutputKind  # noqa: E402
 from vllm.v1.engine.async_llm import AsyncLLM  # noqa: E402
 from vllm.v1.metrics.loggers import StatLoggerBase  # noqa: E402
 
-from kvcodec_lab.stamp import commit as commit_here  # noqa: E402
+from kvcodec.cli.stamp import commit as commit_here  # noqa: E402
 
 HUNG = 3
 

@@ -39,8 +39,8 @@ from transformers import WhisperFeatureExtractor
 
 import kvcodec
 import kvcodec.integrations.transformers.cache  # registers the attention function
+from kvcodec.cli.stamp import stamp
 from kvcodec.integrations.transformers.argument import passing
-from kvcodec_lab.stamp import stamp
 
 DENSE = "dense"
 SPECS = (

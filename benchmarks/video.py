@@ -38,8 +38,8 @@ from video_model import TOKENS, WINDOW, VideoModel, frame_mask, videos
 
 import kvcodec
 from kvcodec.cache.fused import FusedLayerCache, fused_refusal
+from kvcodec.cli.stamp import stamp
 from kvcodec.scheme import KVScheme
-from kvcodec_lab.stamp import stamp
 
 DENSE = "dense"
 SPECS = (

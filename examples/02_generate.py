@@ -7,7 +7,7 @@ import sys
 from importlib.resources import files
 
 import kvcodec
-from kvcodec_lab.models import load
+from kvcodec.models.loading import load
 
 text = (files("kvcodec") / "data/wikitext2_test_head.txt").read_text(encoding="utf-8")
 lm = load("smollm2-135m")

@@ -9,14 +9,13 @@ import sys
 import zipfile
 from pathlib import Path
 
-ALWAYS = ("kvcodec/py.typed", "kvcodec/__init__.py", "kvcodec_lab/cli.py")
+ALWAYS = ("kvcodec/py.typed", "kvcodec/__init__.py", "kvcodec/cli/main.py")
 CPU = "kvcodec/kernels/cpu"
-PACKAGES = ("kvcodec/", "kvcodec_lab/")
 
 
 def main(wheel: str) -> int:
     """Compare and report; 1 when something is missing."""
-    held = {n for n in zipfile.ZipFile(wheel).namelist() if n.startswith(PACKAGES)}
+    held = {n for n in zipfile.ZipFile(wheel).namelist() if n.startswith("kvcodec/")}
     tracked = subprocess.run(["git", "ls-files", "src"], capture_output=True, text=True, check=True).stdout
     kernels = runpy.run_path(str(Path(__file__).parents[1] / "src" / CPU / "compile.py"))
     compiled = {f"{CPU}/{kernels['file_name'](variant)}" for variant in kernels["variants"]()}

@@ -17,9 +17,9 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 import architecture_drawing
 import kvcodec
+from kvcodec.cli.page.rows import read_rows
+from kvcodec.cli.page.tables import cell, columns_of, markdown
 from kvcodec.registry import method_of
-from kvcodec_lab.report.rows import read_rows
-from kvcodec_lab.report.tables import cell, columns_of, markdown
 from layout_drawing import drawing
 
 ROOT = Path(__file__).resolve().parents[1]

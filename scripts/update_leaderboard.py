@@ -16,11 +16,11 @@ import sys
 import tempfile
 from pathlib import Path
 
+from kvcodec.cli.page import pictures
+from kvcodec.cli.page.figures import Plot
 from kvcodec.errors import KVError
 from kvcodec_lab.eval.merge import PACKED, pack, unfinished, unpack, write_results
 from kvcodec_lab.eval.store import read_run
-from kvcodec_lab.report import pictures
-from kvcodec_lab.report.figures import Plot
 from kvcodec_lab.report.pages.leaderboard import Runs, pair_plots, plots, prediction, read_runs, tables
 from kvcodec_lab.report.ranks import WITHIN
 

@@ -13,9 +13,9 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from kvcodec_lab.report import tables as report_tables
+from kvcodec.cli.page import tables as report_tables
+from kvcodec.cli.page.rows import read_rows
 from kvcodec_lab.report.pages.serve import drawing
-from kvcodec_lab.report.rows import read_rows
 from kvcodec_lab.serve.tables import Grid, charts, tables
 
 ROOT = Path(__file__).resolve().parents[1]

@@ -61,7 +61,7 @@ def _nan_filled_memory(request: pytest.FixtureRequest) -> Iterator[None]:
 @pytest.fixture(scope="session")
 def smollm2() -> Any:
     """SmolLM2-135M in float32, loaded once per process: who changes it changes it back."""
-    from kvcodec_lab.models import load
+    from kvcodec.models.loading import load
 
     return load("smollm2-135m", progress=False)
 

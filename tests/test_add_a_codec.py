@@ -149,7 +149,7 @@ def test_a_file_that_imports_what_is_not_there(codec_file):
     reader = codec_file.with_name("spin_cuda.py")
     reader.write_text(code_block(1))
     codec_file.unlink()
-    done = run("-m", "kvcodec_lab.cli", "list", "--codec-file", str(reader), fails=True, stderr=True)
+    done = run("-m", "kvcodec.cli.main", "list", "--codec-file", str(reader), fails=True, stderr=True)
     assert done.strip() == (
         f"kvcodec: error: codec file {reader} imports spin, which is not found; "
         "install it or put its folder on PYTHONPATH."
@@ -169,7 +169,7 @@ def test_a_module_named_by_an_entry_point(codec_file, tmp_path):
 
 
 def test_a_file_named_on_the_command_line(codec_file):
-    rows = only_preset(run("-m", "kvcodec_lab.cli", "list", "--json", "-", "--codec-file", str(codec_file)))
+    rows = only_preset(run("-m", "kvcodec.cli.main", "list", "--json", "-", "--codec-file", str(codec_file)))
     assert [row["spec"] for row in rows] == PRESETS
     for row in rows:
         check_row(row)
@@ -177,11 +177,11 @@ def test_a_file_named_on_the_command_line(codec_file):
 
 def test_a_file_dropped_into_the_library_is_listed_and_described(copy):
     source = copy / "src"
-    rows = only_preset(run("-m", "kvcodec_lab.cli", "list", "--json", "-", source=source))
+    rows = only_preset(run("-m", "kvcodec.cli.main", "list", "--json", "-", source=source))
     assert [row["spec"] for row in rows] == PRESETS
     for row in rows:
         check_row(row)
-    described = json.loads(run("-m", "kvcodec_lab.cli", "describe", "spin-4:window=32", "--json", "-", source=source))
+    described = json.loads(run("-m", "kvcodec.cli.main", "describe", "spin-4:window=32", "--json", "-", source=source))
     described = described[0] if isinstance(described, list) else described
     options = {o["name"]: o for o in described["options"]}
     assert options["window"]["value"] == 32
@@ -192,7 +192,7 @@ def test_the_command_line_compares_it(copy, tmp_path):
     """The specs of ``compare`` are read before the model: a model that is not there is the only complaint."""
     command = (
         "-m",
-        "kvcodec_lab.cli",
+        "kvcodec.cli.main",
         "compare",
         str(tmp_path / "no-model"),
         "--specs",

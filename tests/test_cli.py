@@ -4,18 +4,20 @@ import json
 import pkgutil
 import subprocess
 import sys
+from importlib.metadata import entry_points
 from typing import get_args
 
 import pytest
 import torch
 
 import kvcodec
+from kvcodec.cli import arguments, commands
+from kvcodec.cli import main as cli
+from kvcodec.cli.demo import recommend
+from kvcodec.cli.measure import compare as compare_module
+from kvcodec.cli.measure import perplexity
 from kvcodec.registry import split_specs
-from kvcodec_lab import arguments, cli, commands
-from kvcodec_lab.demo import recommend
-from kvcodec_lab.eval import compare as compare_module
-from kvcodec_lab.eval import perplexity
-from tests.lab.eval.tiny import TEXT, save_tiny, tiny_llama, tiny_tokenizer
+from tests.cli.tiny import TEXT, save_tiny, tiny_llama, tiny_tokenizer
 
 SIZES = ["--windows", "2", "--window-tokens", "96"]
 
@@ -57,7 +59,7 @@ LINES = [["--help"], ["--version"], *([name, "--help"] for name in cli.COMMANDS)
 @pytest.mark.parametrize("line", LINES, ids=" ".join)
 def test_help_is_printed_without_torch(line):
     code = (
-        "import sys, kvcodec_lab.cli as cli\n"
+        "import sys, kvcodec.cli.main as cli\n"
         f"try: cli.main({line})\n"
         f"finally: print([m for m in {HEAVY} if m in sys.modules], file=sys.stderr)"
     )
@@ -72,9 +74,18 @@ def test_help_lists_every_command_and_each_has_its_file(capsys):
     out = capsys.readouterr().out
     files = {m.name for m in pkgutil.iter_modules(commands.__path__)}
     assert files == set(cli.COMMANDS)
-    for name, summary in cli.COMMANDS.items():
+    added = {point.name for point in entry_points(group=cli.GROUP)}
+    assert added == set(cli.LABORATORY)
+    for name, summary in (cli.COMMANDS | cli.LABORATORY).items():
         assert f"    {name} " in out
         assert summary.split()[0] in out
+
+
+def test_a_command_of_the_laboratory_says_what_to_install(capsys, monkeypatch):
+    monkeypatch.setattr(cli, "entry_points", lambda group: [])
+    with pytest.raises(SystemExit):
+        cli.main(["eval", "some-model"])
+    assert "pip install kvcodec-lab" in capsys.readouterr().err
 
 
 def test_the_choices_of_probe_are_the_librarys():
@@ -124,7 +135,7 @@ def test_describe_shows_every_option_and_field(capsys):
 
 def test_list_starts_without_transformers_triton_or_matplotlib():
     code = (
-        "import sys; from kvcodec_lab.cli import main; main(['list', '--json', '-']); "
+        "import sys; from kvcodec.cli.main import main; main(['list', '--json', '-']); "
         "print([m for m in ('transformers', 'triton', 'matplotlib') if m in sys.modules], file=sys.stderr)"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
@@ -310,7 +321,7 @@ def test_params_files_are_checked_before_the_model_is_loaded(capsys, text, tmp_p
 def test_a_params_file_of_no_spec_or_of_another_model_is_refused(capsys, model, text, tmp_path, monkeypatch):
     out_file = str(tmp_path / "params")
     run(capsys, "fit", model, INNERQ, "--text", text, "-o", out_file, *SIZES)
-    from kvcodec_lab import models
+    from kvcodec.models import loading as models
 
     with monkeypatch.context() as patch:
         patch.setattr(models, "load", lambda *_, **__: pytest.fail("the model was loaded first"))
@@ -366,10 +377,10 @@ def test_an_interrupt_before_any_result_says_so(capsys, model, text, monkeypatch
 
 @pytest.fixture
 def no_model(monkeypatch):
-    from kvcodec_lab import models
+    from kvcodec.models import loading as models
 
     monkeypatch.setattr(models, "load", lambda *_, **__: pytest.fail("the model was loaded first"))
-    monkeypatch.setattr("kvcodec_lab.demo.load", lambda *_, **__: pytest.fail("the model was loaded first"))
+    monkeypatch.setattr("kvcodec.cli.demo.load", lambda *_, **__: pytest.fail("the model was loaded first"))
 
 
 @pytest.mark.usefixtures("no_model")

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 import kvcodec
-import kvcodec_lab.models
-from kvcodec_lab.models import LoadedModel
+import kvcodec.models.loading
+from kvcodec.models.loading import LoadedModel
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 
@@ -44,7 +44,7 @@ def test_one_tensor_shows_every_preset_with_its_bits_and_a_bounded_cache(run: Ru
 def test_generate_shows_bytes_and_text_for_each_spec(
     run: Run, smollm2: LoadedModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(kvcodec_lab.models, "load", lambda name: smollm2)  # loaded once for many tests
+    monkeypatch.setattr(kvcodec.models.loading, "load", lambda name: smollm2)  # loaded once for many tests
     generate = smollm2.model.generate
     fewer = {"max_new_tokens": 6}  # each takes all layers of the model
     monkeypatch.setattr(smollm2.model, "generate", lambda **given: generate(**given | fewer))

@@ -95,4 +95,4 @@ def test_signatures_that_users_call():
 
 
 def test_models_are_loaded_by_the_name_they_had():
-    assert importlib.import_module("kvcodec.models").load is importlib.import_module("kvcodec_lab.models").load
+    assert importlib.import_module("kvcodec.models").load is importlib.import_module("kvcodec.models.loading").load

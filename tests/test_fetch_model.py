@@ -14,8 +14,8 @@ from pathlib import Path
 import pytest
 
 from kvcodec.errors import ModelError
+from kvcodec.models.named import QWEN_CODER
 from kvcodec.progress import Progress
-from kvcodec_lab.named_models import QWEN_CODER
 
 PIECES = [bytes([65 + i]) * (1000 + i) for i in range(3)]
 WHOLE = b"".join(PIECES)

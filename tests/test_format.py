@@ -10,10 +10,10 @@ from safetensors import safe_open
 import kvcodec
 from kvcodec.files import caches as persist
 from kvcodec.files import params
+from kvcodec.fitting.fit import fit_model
 from kvcodec.ops.bitpack import pack
 from kvcodec.ops.interleaved import interleave
-from kvcodec_lab.fit import fit_model
-from tests.lab.eval.tiny import TEXT, tiny_loaded
+from tests.cli.tiny import TEXT, tiny_loaded
 
 DOC = (Path(__file__).parents[1] / "docs" / "format.md").read_text()
 

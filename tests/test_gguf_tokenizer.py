@@ -12,9 +12,9 @@ from tokenizers.normalizers import Replace
 from transformers import AutoTokenizer
 
 from kvcodec.errors import ModelError
-from kvcodec_lab import gguf_tokenizer
-from kvcodec_lab.gguf_tokenizer import check_tokenizer
-from kvcodec_lab.models import load, load_text
+from kvcodec.models import gguf_tokenizer
+from kvcodec.models.gguf_tokenizer import check_tokenizer
+from kvcodec.models.loading import load, load_text
 
 WIDTH, HEADS, LAYERS = 32, 2, 1
 UNKNOWN, BOS, EOS = 0, 1, 2

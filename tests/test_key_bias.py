@@ -15,6 +15,11 @@ import transformers
 from torch import nn
 
 import kvcodec
+from kvcodec.cli import main as cli
+from kvcodec.cli.advise.run import advise
+from kvcodec.cli.advise.steps import Request
+from kvcodec.cli.demo import SPECS, run_demo, show
+from kvcodec.cli.measure.compare import Settings, about, compare
 from kvcodec.errors import BrokenPresetError, KVCodecWarning, KVError, SpecError, UnsupportedError
 from kvcodec.integrations.transformers.argument import passing
 from kvcodec.integrations.transformers.biases import biases_of
@@ -24,18 +29,13 @@ from kvcodec.integrations.vllm.biases import Around, check_biases, complete, fin
 from kvcodec.integrations.vllm.means import Rotaries, keys_at
 from kvcodec.integrations.vllm.options import Options, read_options
 from kvcodec.key_bias import ALTERNATIVES, GAIN, LIMIT, KeyBiases, probe_option
+from kvcodec.models.loading import LoadedModel, SampleText
 from kvcodec.progress import Progress
 from kvcodec.scheme import mix_of
-from kvcodec_lab import cli
-from kvcodec_lab.advise.run import advise
-from kvcodec_lab.advise.steps import Request
-from kvcodec_lab.demo import SPECS, run_demo, show
-from kvcodec_lab.eval.compare import Settings, about, compare
-from kvcodec_lab.models import LoadedModel, SampleText
 from kvcodec_lab.report.pages.leaderboard import read_runs
+from tests.cli.tiny import TEXT, tiny_llama, tiny_tokenizer
 from tests.conftest import tiny_config, tiny_model
 from tests.integrations.test_generate import prompt
-from tests.lab.eval.tiny import TEXT, tiny_llama, tiny_tokenizer
 
 ROOT = Path(__file__).parents[1]
 LARGE = 400.0
@@ -124,8 +124,8 @@ def test_the_keys_are_those_that_the_model_caches(family: str) -> None:
 
 def test_the_error_is_of_the_size_it_has_on_keys_of_the_model(model: Any) -> None:
     """Against scores of the model's own queries and keys, whose states are not Gaussian."""
+    from kvcodec.cli.measure import fidelity
     from kvcodec.codec import Site, roundtrip
-    from kvcodec_lab.eval import fidelity
 
     biases = biases_of(model, plan_for(model, "decoded"))
     ids = torch.randint(3, 256, (1, 200), generator=torch.Generator().manual_seed(0))
@@ -490,7 +490,7 @@ def test_compare_leaves_out_what_breaks_and_measures_it_when_told(
     assert row["spec"] == "kivi-4"
     assert re.search(SENTENCE, row["left_out"][RAW])
     assert "\nleft out: saw-int4:mean=none breaks on the key biases" in about([row])
-    monkeypatch.setattr("kvcodec_lab.eval.perplexity.uncompressed", lambda *_: pytest.fail("work was begun"))
+    monkeypatch.setattr("kvcodec.cli.measure.perplexity.uncompressed", lambda *_: pytest.fail("work was begun"))
     with pytest.raises(BrokenPresetError, match=SENTENCE):
         compare(loaded, [RAW], TEXT, SHORT)
 
@@ -498,7 +498,7 @@ def test_compare_leaves_out_what_breaks_and_measures_it_when_told(
 def test_demo_leaves_out_what_breaks_and_says_so(
     loaded: LoadedModel, tmp_path: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("kvcodec_lab.demo.load", lambda *_, **__: loaded)
+    monkeypatch.setattr("kvcodec.cli.demo.load", lambda *_, **__: loaded)
     given = {"text": SampleText(TEXT, "text", ""), "windows": 1, "budget": None, "progress": Progress(False)}
     rows, meta, paths = run_demo("biased", out=tmp_path, settings=SHORT, **given)
     assert "left_out" not in meta  # mean=auto
@@ -532,7 +532,7 @@ def test_advise_never_names_what_breaks() -> None:
 
 
 def test_the_commands_take_the_option(loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
-    monkeypatch.setattr("kvcodec_lab.models.load", lambda *_, **__: loaded)
+    monkeypatch.setattr("kvcodec.models.loading.load", lambda *_, **__: loaded)
     text = tmp_path / "text"
     text.write_text(TEXT)
     common = ["--text", str(text), "--windows", "1", "--window-tokens", "96", "--json", str(tmp_path / "rows")]

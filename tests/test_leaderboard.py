@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from lab.tests.eval.test_store import ABOUT
 
 import update_leaderboard as script
 from blocks import quality, sources
@@ -29,7 +30,6 @@ from kvcodec_lab.report.pages.leaderboard import (
     sentences,
     tables,
 )
-from tests.lab.eval.test_store import ABOUT
 
 ROOT = Path(__file__).parents[1]
 
@@ -345,7 +345,7 @@ def test_a_point_of_the_pairs_is_a_preset_on_both(three: Any) -> None:
 
 
 def test_the_report_page_is_made_of_a_published_run(root: Path, tmp_path: Path) -> None:
-    from kvcodec_lab.cli import main
+    from kvcodec.cli.main import main
 
     target = tmp_path / "page.html"
     assert main(["report", str(root / script.RUNS / quality.BOARD_RUNS[0]), "-o", str(target)]) == 0

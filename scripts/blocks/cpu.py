@@ -8,10 +8,10 @@ import json
 from pathlib import Path
 
 from blocks.sources import Blocks, MissingResultError, rows_of
+from kvcodec.cli.page import figures, pictures
+from kvcodec.cli.page.tables import markdown
+from kvcodec.cli.page.words import DASH
 from kvcodec_lab.bench.studies import number
-from kvcodec_lab.report import figures, pictures
-from kvcodec_lab.report.tables import markdown
-from kvcodec_lab.report.words import DASH
 
 CPU_ATTENTION = Path("benchmarks/results/cpu/attention.json")
 CPU_GENERATED = Path("benchmarks/results/cpu")

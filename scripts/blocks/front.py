@@ -28,12 +28,12 @@ from blocks.sources import (
     row_of,
     rows_of,
 )
+from kvcodec.cli.page.figures import SPEED_TITLES
+from kvcodec.cli.page.tables import markdown, with_reference
+from kvcodec.cli.page.words import DASH
 from kvcodec.description import kernels_for
 from kvcodec.registry import get, presets
 from kvcodec_lab.bench.summary import Table
-from kvcodec_lab.report.figures import SPEED_TITLES
-from kvcodec_lab.report.tables import markdown, with_reference
-from kvcodec_lab.report.words import DASH
 from kvcodec_lab.serve.tables import Found
 
 STEP, SESSIONS, ONE_CLIENT = "n32_i8192", "s32x6_p1024_c8192_t2048_a128_together", "c1_i1024_o1024"

@@ -28,19 +28,19 @@ from blocks.sources import (
     quality_rows,
     rows_of,
 )
+from kvcodec.cli.measure.rows import Row
+from kvcodec.cli.page import figures, pictures
+from kvcodec.cli.page.figures import SPEED_TITLES
+from kvcodec.cli.page.rows import UNCOMPRESSED, mapping, read_rows
+from kvcodec.cli.page.tables import markdown
+from kvcodec.cli.page.words import DASH, listed
 from kvcodec.errors import KVError
 from kvcodec.registry import presets
 from kvcodec_lab.bench.record import newest
 from kvcodec_lab.bench.summary import Table
 from kvcodec_lab.eval.merge import unpack
-from kvcodec_lab.eval.rows import Row
 from kvcodec_lab.eval.stats import against, summarize
 from kvcodec_lab.eval.store import Run
-from kvcodec_lab.report import figures, pictures
-from kvcodec_lab.report.figures import SPEED_TITLES
-from kvcodec_lab.report.rows import UNCOMPRESSED, mapping, read_rows
-from kvcodec_lab.report.tables import markdown
-from kvcodec_lab.report.words import DASH, listed
 
 FITTED = Path("benchmarks/results/cpu/ghost_smollm2-135m.json")
 FITTED_LARGE = Path("benchmarks/results/nvidia-h100/ghost_qwen2.5-coder-1.5b.json")

@@ -9,9 +9,9 @@ from functools import partial
 from pathlib import Path
 
 from blocks.sources import BOARD, JUDGE, Blocks, MissingResultError, read_runs, rows_of
+from kvcodec.cli.page.tables import cell, columns_of, markdown
 from kvcodec.errors import FormatError
 from kvcodec_lab.report.pages import key_errors
-from kvcodec_lab.report.tables import cell, columns_of, markdown
 
 KEY_ERRORS = tuple(
     Path(f"benchmarks/results/cpu/key_errors_{name}.json") for name in ("qwen2.5-coder-1.5b", "smollm2-135m-stressed")

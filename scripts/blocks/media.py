@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import Any
 
 from blocks.sources import Blocks, MissingResultError, row_of, rows_of
-from kvcodec_lab.report import figures, pictures
-from kvcodec_lab.report.tables import markdown
-from kvcodec_lab.report.words import listed
+from kvcodec.cli.page import figures, pictures
+from kvcodec.cli.page.tables import markdown
+from kvcodec.cli.page.words import listed
 from kvcodec_lab.reproduce import own_models
 
 SPEECH, SPEECH_TINY = (Path(f"benchmarks/results/cpu/speech_whisper-{name}.json") for name in ("base", "tiny.en"))

@@ -9,7 +9,7 @@ from functools import partial
 from pathlib import Path
 
 from blocks.sources import Blocks, MissingResultError
-from kvcodec_lab.report.tables import markdown
+from kvcodec.cli.page.tables import markdown
 
 
 def rooms_block(root: Path, package: str) -> str:

@@ -28,12 +28,12 @@ from blocks.sources import (
     rows_of,
     table_of,
 )
+from kvcodec.cli.page import figures, pictures
+from kvcodec.cli.page.tables import columns_of, markdown, with_reference
+from kvcodec.cli.page.words import DASH
 from kvcodec.errors import FormatError
 from kvcodec.registry import presets
-from kvcodec_lab.report import figures, pictures
 from kvcodec_lab.report.pages.leaderboard import found_values, retrieval_sentences, sentences
-from kvcodec_lab.report.tables import columns_of, markdown, with_reference
-from kvcodec_lab.report.words import DASH
 
 VARIANTS = Path("benchmarks/results/nvidia-h200/quality_smollm2-135m_variants.json")
 QUALITY_FIGURE = Path("docs/img/all-presets.png")

@@ -5,12 +5,12 @@ from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from kvcodec.cli.page.rows import UNCOMPRESSED, Results, read_rows
+from kvcodec.cli.page.tables import cell, markdown
 from kvcodec.errors import FormatError
 from kvcodec_lab.bench.record import newest
 from kvcodec_lab.report.pages import leaderboard
 from kvcodec_lab.report.ranks import EXACT
-from kvcodec_lab.report.rows import UNCOMPRESSED, Results, read_rows
-from kvcodec_lab.report.tables import cell, markdown
 
 read_runs = cache(leaderboard.read_runs)  # many blocks tell of the published runs: they are read once
 RESULTS = Path("benchmarks/results/cpu/smollm2-135m.json")

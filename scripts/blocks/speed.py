@@ -22,16 +22,16 @@ from blocks.sources import (
     median_of,
     rows_of,
 )
+from kvcodec.cli.measure.generation import CUDNN_OFF
+from kvcodec.cli.page import figures, pictures
+from kvcodec.cli.page.figures import SPEED_TITLES
+from kvcodec.cli.page.rows import read_rows
+from kvcodec.cli.page.tables import markdown
+from kvcodec.cli.page.words import DASH, listed
 from kvcodec_lab.bench.record import newest
 from kvcodec_lab.bench.shapes import SWEEP_BATCHES
 from kvcodec_lab.bench.studies import number
 from kvcodec_lab.bench.summary import Table, break_even, lines, speed_points, steps_of_a_model
-from kvcodec_lab.eval.generation import CUDNN_OFF
-from kvcodec_lab.report import figures, pictures
-from kvcodec_lab.report.figures import SPEED_TITLES
-from kvcodec_lab.report.rows import read_rows
-from kvcodec_lab.report.tables import markdown
-from kvcodec_lab.report.words import DASH, listed
 
 SPEED_FIGURE = Path("docs/img/speed.png")
 GENERATE_FILE = Path("benchmarks/results/nvidia-h100/generate.json")

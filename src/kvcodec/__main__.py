@@ -1,8 +1,8 @@
-"""``python -m kvcodec``: the command line of ``kvcodec_lab``."""
+"""``python -m kvcodec``: the command line."""
 
 import sys
 
-from kvcodec_lab.cli import main
+from kvcodec.cli.main import main
 
 if __name__ == "__main__":
     sys.exit(main())

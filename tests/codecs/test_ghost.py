@@ -29,13 +29,13 @@ from kvcodec.codecs.ghost import (
 )
 from kvcodec.codecs.turboquant import TurboQuant
 from kvcodec.errors import FitError, ShapeError, SpecError
+from kvcodec.fitting.fit import fit_model
 from kvcodec.integrations.transformers.argument import passing
 from kvcodec.integrations.transformers.cache import cache_for
+from kvcodec.models.windows import split_windows, tokenize
 from kvcodec.ops.lloyd_max import distortion, lloyd_max
-from kvcodec_lab.eval.perplexity import split_windows, tokenize
-from kvcodec_lab.fit import fit_model
+from tests.cli.tiny import TEXT, tiny_loaded, tiny_tokenizer
 from tests.codecs.draws import normal, score_mse, turned_pairs
-from tests.lab.eval.tiny import TEXT, tiny_loaded, tiny_tokenizer
 
 from .definitions import by_definition, smallest
 

@@ -10,9 +10,9 @@ from kvcodec.codecs.oscar import OscarRotated
 from kvcodec.codecs.saw_int4 import SawInt4
 from kvcodec.errors import FitError, SpecError
 from kvcodec.files.caches import load_layers, save_layers
+from kvcodec.fitting.fit import fit_model
 from kvcodec.ops.hadamard import block_hadamard
-from kvcodec_lab.fit import fit_model
-from tests.lab.eval.tiny import TEXT, tiny_loaded
+from tests.cli.tiny import TEXT, tiny_loaded
 
 from .draws import normal
 from .test_hessian import anisotropic

@@ -12,14 +12,14 @@ from kvcodec.codec import FP16_MAX, Site
 from kvcodec.codecs.rope_pairs import ERRORS, STEP, RopePairs, normal_levels
 from kvcodec.codecs.turboquant import TurboQuant
 from kvcodec.errors import FitError, ShapeError, SpecError
+from kvcodec.fitting.fit import capture, fit_model
 from kvcodec.integrations.transformers.argument import passing
 from kvcodec.integrations.transformers.cache import cache_for
+from kvcodec.models.windows import split_windows, tokenize
 from kvcodec.ops.lloyd_max import distortion
 from kvcodec.ops.widths import allot
-from kvcodec_lab.eval.perplexity import split_windows, tokenize
-from kvcodec_lab.fit import capture, fit_model
+from tests.cli.tiny import TEXT, tiny_loaded, tiny_tokenizer
 from tests.codecs.draws import normal, score_mse, turned_pairs
-from tests.lab.eval.tiny import TEXT, tiny_loaded, tiny_tokenizer
 from tests.ops.test_widths import one_at_a_time
 
 from .definitions import by_definition, nearest

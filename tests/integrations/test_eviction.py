@@ -14,7 +14,7 @@ import kvcodec
 from kvcodec.integrations.transformers import cache_for
 from kvcodec.integrations.transformers.argument import passing
 from kvcodec.integrations.transformers.attention import ATTENTION_NAME
-from tests.lab.eval.tiny import tiny_llama
+from tests.cli.tiny import tiny_llama
 
 TOKENS, KEPT, NEW = 96, 48, 20
 GUIDE = Path(__file__).parents[2] / "docs/evaluate.md"

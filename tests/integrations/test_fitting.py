@@ -13,12 +13,12 @@ import torch
 from safetensors.torch import save_file
 
 import kvcodec
+from kvcodec.cli.main import parse
 from kvcodec.errors import FitError, FormatError, ModelError, SpecError
 from kvcodec.files import checkpoint
 from kvcodec.files.params import FittedParams, ModelIdentity, figures
 from kvcodec.integrations.vllm import fitting
 from kvcodec.integrations.vllm.options import read_options
-from kvcodec_lab.cli import parse
 
 WEIGHT = "model.layers.0.self_attn.k_proj.weight"
 

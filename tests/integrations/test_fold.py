@@ -272,7 +272,7 @@ def test_norms_that_cannot_be_folded(params, error, message):
 
 @pytest.mark.slow
 def test_the_real_small_model(smollm2):
-    from kvcodec_lab.models import load_text
+    from kvcodec.models.loading import load_text
 
     ids = torch.tensor([smollm2.tokenizer(load_text().text[:4000])["input_ids"][:256]])
     model = smollm2.model

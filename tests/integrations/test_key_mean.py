@@ -12,6 +12,7 @@ from kvcodec.cache.positions import Positions
 from kvcodec.codec import roundtrip
 from kvcodec.codecs.rope_pairs import RopePairs
 from kvcodec.errors import BrokenPresetError, FitError, FormatError, UnsupportedError
+from kvcodec.fitting.fit import fit_model
 from kvcodec.integrations.transformers.argument import passing
 from kvcodec.integrations.transformers.biases import biases_of
 from kvcodec.integrations.transformers.plan import plan_for
@@ -21,13 +22,12 @@ from kvcodec.integrations.vllm.options import read_options
 from kvcodec.integrations.vllm.servable import refusal
 from kvcodec.kernels.cpu import compile as sources
 from kvcodec.kernels.cpu import library
+from kvcodec.models.loading import LoadedModel
 from kvcodec.scheme import mix_of
 from kvcodec.shared import drawn
-from kvcodec_lab.fit import fit_model
-from kvcodec_lab.models import LoadedModel
+from tests.cli.tiny import TEXT, tiny_tokenizer
 from tests.conftest import tiny_model
 from tests.integrations.test_generate import prompt
-from tests.lab.eval.tiny import TEXT, tiny_tokenizer
 from tests.test_key_bias import DYNAMIC, biased
 
 SPEC, RAW = "saw-int4:mean=pre", "saw-int4:mean=none"

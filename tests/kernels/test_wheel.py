@@ -33,7 +33,7 @@ COMMAND = """
 import sys
 import kvcodec
 from kvcodec.kernels import needed
-from kvcodec_lab.cli import main
+from kvcodec.cli.main import main
 assert kvcodec.__file__.startswith(sys.argv[1]), kvcodec.__file__
 needed.of_codecs = lambda *given, **more: iter([needed.Needed(needed.basis.program(64), "rows of 64 channels")])
 for arch in sys.argv[2].split(","):

@@ -7,9 +7,9 @@ import torch
 
 import kvcodec
 from kvcodec.files.params import FittedParams
+from kvcodec.fitting.fit import fit_model
 from kvcodec.integrations.transformers.argument import passing
-from kvcodec_lab.fit import fit_model
-from kvcodec_lab.models import LoadedModel
+from kvcodec.models.loading import LoadedModel
 from tests.serve.engines import NEW, WORDS, save_model
 
 

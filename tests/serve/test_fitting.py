@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 from safetensors.torch import load_file, save_file
 
+from kvcodec.cli.main import main
 from kvcodec.errors import FitError, FormatError, UnsupportedError
 from kvcodec.integrations.vllm import fitting
-from kvcodec_lab.cli import main
 from tests.serve.biased import Biased, library
 from tests.serve.engines import engine, generate, layers, prompts
 from tests.serve.test_parallel import by_two

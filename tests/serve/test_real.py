@@ -29,7 +29,7 @@ def loss(logits: torch.Tensor, ids: list[int]) -> float:
 def real(tmp_path_factory: pytest.TempPathFactory) -> Any:
     """The model, its folder, and pieces of a real text with what they lose uncompressed."""
     pytest.importorskip("gguf")
-    from kvcodec_lab.models import load, load_text
+    from kvcodec.models.loading import load, load_text
 
     loaded = load("smollm2-135m", progress=False)
     # the weights were unpacked while they were read, and a model that calls itself quantized cannot be saved

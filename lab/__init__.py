@@ -1,0 +1,1 @@
+"""Root of the laboratory's tests, which import each other as ``lab.tests``."""

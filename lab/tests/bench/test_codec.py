@@ -1,0 +1,177 @@
+"""Rows of `kvcodec bench codec`; the exhaustive searches find the codes of the codecs."""
+
+import itertools
+import json
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+import kvcodec
+from kvcodec.cli import stamp
+from kvcodec.codec import Site
+from kvcodec.errors import ShapeError, SpecError, UnsupportedError
+from kvcodec.ops.bitpack import unpack
+from kvcodec.ops.split_words import unpack_split
+from kvcodec_lab.bench import codec as bench
+from kvcodec_lab.bench import turns
+from kvcodec_lab.bench.codec import codec_rows
+from kvcodec_lab.bench.exhaustive import exhaustive
+from kvcodec_lab.bench.quantizer_rivals import QuantizerRival, quantizer_rivals
+from kvcodec_lab.bench.record import spread
+
+CODEC = {"kv_heads": 2, "head_dim": 64, "tokens": 96, "repeats": 2}
+CODEC_METRICS = ["encode_tokens_per_s", "decode_tokens_per_s", "encode_vs_int4", "decode_vs_int4"]
+
+
+@pytest.fixture(scope="module")
+def rows():
+    return list(codec_rows(["int-4", "kivi-2", "hqmq-s24_r3"], **CODEC, seed=1))
+
+
+def test_rows_of_every_spec_and_metric(rows):
+    ours = [(r["spec"], r["metric"]) for r in rows if "job" not in r]
+    expected = [(s, m) for s in ("int-4", "kivi-2", "hqmq-s24_r3") for m in CODEC_METRICS]
+    assert ours == [*expected, ("hqmq-s24_r3", "exhaustive_vs_encode")]
+    for row in json.loads(json.dumps(rows)):
+        assert row["shape"] == "b1_h2_d64_t96"
+        assert 0 < row["values"]["p20"] <= row["values"]["p50"] <= row["values"]["p80"]
+        assert row["versions"]["kvcodec"] == kvcodec.__version__
+
+
+def test_true_bits_and_codewords(rows):
+    found = {r["spec"]: r for r in rows if r["metric"] in ("encode_vs_int4", "exhaustive_vs_encode")}
+    assert found["kivi-2"]["effective_bits"] == kvcodec.get("kivi-2").effective_bits(64)
+    assert found["hqmq-s24_r3"]["codewords"] == 576
+
+
+def test_int4_beside_itself_costs_the_same_on_a_machine_that_slows_down(monkeypatch):
+    """Each call takes 1 % longer than the one before; what is timed in turn differs by that alone."""
+    now, calls = [0.0], itertools.count()
+
+    def slower(work):
+        now[0] += 0.01 * 1.01 ** next(calls)
+
+    monkeypatch.setattr(turns, "time", SimpleNamespace(perf_counter=lambda: now[0]))
+    monkeypatch.setattr(bench.CodecWork, "encode", slower)
+    monkeypatch.setattr(bench.CodecWork, "decode", slower)
+    found = {r["metric"]: r["values"] for r in codec_rows(["int-4"], **CODEC | {"repeats": 9}) if "job" not in r}
+    for job in ("encode", "decode"):
+        assert found[f"{job}_vs_int4"] == pytest.approx(dict.fromkeys(found[f"{job}_vs_int4"], 1 / 1.01), rel=1e-3)
+    # encode: warmed up by two calls, then nine pairs
+    assert found["encode_tokens_per_s"]["p50"] == pytest.approx(96 / (0.01 * 1.01 ** (2 + 2 * 4)), rel=1e-3)
+
+
+@pytest.mark.parametrize("spec", ["hqmq-s24_r3", "hqmq-s96_r4"])
+def test_the_search_through_all_products_finds_the_codes(spec):
+    codec = kvcodec.get(spec).key
+    params = codec.fit(Site(0, "key", 2, 64))
+    x = torch.randn(1, 2, 40, 64, generator=torch.Generator().manual_seed(2)).half().float()
+    count, search = exhaustive(codec)
+    assert count == params["codebook"].shape[2]
+    codes, _ = codec.unpack(codec.encode(x, params), 16)
+    assert torch.equal(search(x.double(), params), codes.long())
+
+
+def test_the_search_through_all_directions_finds_the_codes():
+    codec = kvcodec.get("octopus-3").key
+    params = codec.fit(Site(0, "key", 2, 64))
+    x = codec.to_code(torch.randn(1, 2, 40, 64, generator=torch.Generator().manual_seed(2)), params)
+    _, search = exhaustive(codec)
+    codes = unpack_split(codec.encode(x, params), codec.code_bits, 22, codec.low_bits).long() >> codec.norm_bits
+    assert torch.equal(search(x.double(), params), codes)
+
+
+@pytest.mark.parametrize("spec", ["turboquant-2", "turboquant-4", "turboquant-qjl-3", "ultra-tq"])
+def test_the_search_through_all_levels_finds_the_codes(spec):
+    codec = kvcodec.get(spec).key
+    params = codec.fit(Site(0, "key", 2, 64))
+    x = codec.to_code(torch.randn(1, 2, 40, 64, generator=torch.Generator().manual_seed(2)), params)
+    count, search = exhaustive(codec)
+    codes = unpack(codec.encode(x, params)["codes"], count.bit_length() - 1, 64).long()
+    differing = (search(x.double(), params) != codes).float().mean()
+    assert differing <= (1e-3 if spec == "ultra-tq" else 0)  # ultra-tq divides by the norm as it is held
+
+
+def test_additive_is_exhaustive_already():
+    codec = kvcodec.get("additive-k48_r4").key
+    params = codec.fit(Site(0, "key", 2, 64))
+    x = torch.randn(1, 2, 20, 64, generator=torch.Generator().manual_seed(2)).half().float()
+    count, search = exhaustive(codec)
+    codes = unpack(codec.encode(x, params)["codes"], codec.code_bits, 16).long()
+    assert count == 48**2
+    assert torch.equal(search(x.double(), params), codes)
+
+
+def test_refused_before_anything_is_timed():
+    with pytest.raises(SpecError, match="int5"):
+        codec_rows(["int5"])
+    with pytest.raises(ShapeError, match="tokens=0"):
+        codec_rows(["int-4"], tokens=0)
+    with pytest.raises(ShapeError, match="32 tokens at once"):
+        codec_rows(["kivi-2"], tokens=16)
+    with pytest.raises(UnsupportedError, match="bench codec: device 'nowhere' cannot be used here"):
+        codec_rows(["int-4"], device="nowhere")
+
+
+def test_a_codec_that_needs_queries_is_refused(monkeypatch):
+    monkeypatch.setattr(type(kvcodec.get("saw-int4").key), "needs_queries", True)
+    with pytest.raises(UnsupportedError, match="queries"):
+        codec_rows(["saw-int4"])
+
+
+class Copy:
+    """Stands for a library that keeps a float16 copy."""
+
+    name, module, job, missing = "copy-16", "copy", "int-4", False
+
+    def encode(self, x):
+        return x.half()
+
+    def decode(self, held):
+        return held.float()
+
+    def nbytes(self, held):
+        return held.nbytes
+
+
+def test_a_rival_is_timed_beside_the_preset_whose_job_it_does(monkeypatch):
+    monkeypatch.setattr(bench, "quantizer_rivals", lambda dim: [Copy()])
+    rows = [r for r in codec_rows([], **CODEC) if r["spec"] == "copy-16"]
+    metrics = [*CODEC_METRICS[:2], "encode_vs_preset", "decode_vs_preset"]
+    assert [(r["metric"], r["job"], r["effective_bits"]) for r in rows] == [(m, "int-4", 16.0) for m in metrics]
+    assert rows[0]["relative_mse"] < 1e-6
+
+
+def test_a_rival_that_is_not_installed_is_left_out_and_named(monkeypatch):
+    monkeypatch.setattr(
+        bench, "quantizer_rivals", lambda dim: [QuantizerRival("nobody-4", "nobody_has_this", "int-4", 4, dim)]
+    )
+    said = []
+    assert list(codec_rows([], **CODEC, progress=said.append)) == []
+    assert said == ["nobody-4: nobody_has_this is not installed, left out"]
+
+
+@pytest.mark.parametrize("rival", quantizer_rivals(64), ids=lambda r: r.name)
+def test_rivals_do_the_job_they_are_timed_for(rival):
+    if rival.missing:
+        pytest.skip(f"{rival.module} is not installed")
+    x = torch.randn(64, 64, generator=torch.Generator().manual_seed(3))
+    held = rival.encode(x)
+    ours, _ = kvcodec.fake_quant(rival.job, x[None, None], x[None, None])
+    error = float((rival.decode(held).float() - x).square().sum())
+    assert 0.5 < error / float((ours[0, 0] - x).square().sum()) < 2
+    assert rival.bits <= rival.nbytes(held) * 8 / x.numel() <= rival.bits + 2
+
+
+# -- values and commit -------------------------------------------------------------------------------------------------
+
+
+def test_spread_interpolates():
+    assert spread([1.0, 2.0, 3.0, 4.0, 11.0]) == {"p20": 1.8, "p50": 3.0, "p80": 5.4}
+    assert spread([7.0]) == {"p20": 7.0, "p50": 7.0, "p80": 7.0}
+
+
+def test_commit_is_none_outside_a_checkout(monkeypatch, tmp_path):
+    monkeypatch.setattr(stamp, "__file__", str(tmp_path / "stamp.py"))
+    assert stamp.commit() is None

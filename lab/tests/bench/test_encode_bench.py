@@ -1,0 +1,141 @@
+"""Rows of ``kvcodec bench encode``: bytes checked before timing, blocks counted per token, other libraries."""
+
+import pytest
+import torch
+
+from kvcodec.cli.stamp import stamp
+from kvcodec.codec import ROLES
+from kvcodec.errors import SpecError, UnsupportedError
+from kvcodec_lab.bench import encode, packed_encode
+from kvcodec_lab.bench.encode import append_shape, append_times, encode_rows
+from kvcodec_lab.bench.packed import scheme_of
+from kvcodec_lab.bench.packed_encode import differing_bytes, encode_operator
+from kvcodec_lab.bench.record import Recorder
+from kvcodec_lab.bench.shapes import PRESETS, Shape
+from lab.tests.bench.gpu_stubs import CPU, Clock
+
+WRITER = packed_encode.writer
+SMALL = Shape("llm64k", 2, 4, 2, 64, 200)
+
+
+def reference_writer(scheme, shape, store, params, first, mean):
+    """What a kernel does, by the reference: whole blocks from slot 0 on."""
+
+    def write(keys, values):
+        for role, x in zip(ROLES, (keys, values), strict=True):
+            if x is not None:
+                codec, x = scheme.codec(role), x.float()
+                if mean is not None and role == "key":
+                    x = x - mean.at(mean.given, torch.arange(x.shape[2])[None])
+                store.write(role, 0, codec.encode(codec.to_code(x, params[role]), params[role]))
+
+    return write
+
+
+@pytest.fixture(autouse=True)
+def _reference(monkeypatch):
+    monkeypatch.setattr(packed_encode, "writer", reference_writer)
+
+
+def run(specs, clock=None, shapes=(SMALL,), batches=(), **options):
+    recorder = Recorder(None, stamp(CPU, 0), lambda _: None)
+    options = {"timer": clock or Clock(), "device": CPU, "libraries": False, **options}
+    return list(encode_rows(specs, recorder, shapes=shapes, batches=batches, **options))
+
+
+@pytest.mark.parametrize("spec", [*PRESETS, "saw-int4:mean=pre", "turboquant-4:mean=post", "ghost-3"])
+def test_every_presets_bytes_are_checked_in_pages_of_random_order(spec):
+    work = encode_operator(spec, SMALL, CPU, 0)
+    assert differing_bytes(work) == 0
+    assert work.store.table.flatten().tolist() != list(range(8))
+    right = work.write
+
+    def wrong(keys, values):
+        right(keys, values)
+        work.store.pages[work.store.table[1, 0], 0, 5] ^= 1  # a byte of the last sequence's first codes
+
+    work.write = wrong
+    assert differing_bytes(work) > 0
+
+
+def test_wrong_bytes_are_not_timed(monkeypatch):
+    monkeypatch.setattr(encode, "differing_bytes", lambda _: 0.02)
+    rows = run(["int-4"])
+    assert [(r["metric"], r["values"]) for r in rows] == [("encode_us", None)]
+    assert rows[0]["status"] == "failed its gate: 2.0e-02 of the bytes are not the reference's"
+
+
+def test_rows_of_a_preset_with_its_floor():
+    rows = {r["metric"]: r for r in run(["int-4"])}
+    assert set(rows) == {"differing_bytes", "encode_roofline_us", "encode_us"}
+    both = 2 * 2 * 2 * 200
+    assert rows["encode_roofline_us"]["bytes"] == both * (64 * 2 + 32 + 4)
+    assert rows["encode_us"]["path"] == "cuda"
+    assert rows["encode_us"]["effective_bits"] == 4.5
+
+
+def test_the_steps_of_saw_int4_beside_the_fused_kernel():
+    clock = Clock()
+    clock.next_times = [80.0, 200.0, 900.0]
+    rows = {r["metric"]: r["values"]["p50"] for r in run(["saw-int4"], clock)}
+    assert (rows["encode_us"], rows["encode_us_unfused"], rows["encode_us_torch"]) == (80.0, 200.0, 900.0)
+
+
+@pytest.mark.parametrize(
+    ("spec", "times", "expected"),
+    [("int-4", [8.0], 8.0), ("kivi-2", [64.0, 3.0], 5.0), ("innerq-base", [3.0, 64.0], 5.0)],
+)
+def test_a_blocks_time_counts_by_its_tokens(spec, times, expected):
+    clock = Clock()
+    clock.next_times = list(times)
+    work = encode_operator(spec, append_shape(2), CPU, 0)
+    seen = []
+    right = work.write
+    work.write = lambda k, v: (seen.append([None if x is None else x.shape[2] for x in (k, v)]), right(k, v))
+    assert append_times(work, clock)["p50"] == expected
+    assert seen == {"int-4": [[1, 1]], "kivi-2": [[32, None], [None, 1]], "innerq-base": [[1, None], [None, 32]]}[spec]
+
+
+def test_append_rows_by_batch():
+    rows = run(["int-4"], shapes=(), batches=(1, 4))
+    assert [(r["metric"], r["shape"], r["sizes"]["batch"]) for r in rows] == [
+        ("append_us", "append_b1", 1), ("append_us", "append_b4", 4),
+    ]  # fmt: skip
+
+
+def test_one_token_with_the_rotation_apart():
+    clock = Clock()
+    clock.next_times = [3.0, 8.0, 3.5, 9.0]
+    rows = run(["saw-int4"], clock, shapes=(), batches=(1, 32))
+    assert [(r["metric"], r["shape"], r["values"]["p50"]) for r in rows] == [
+        ("append_us_unfused", "append_b1", 8.0), ("append_us", "append_b1", 3.0),
+        ("append_us_unfused", "append_b32", 9.0), ("append_us", "append_b32", 3.5),
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("names", ["append_b", "append_bx", "llm", ""])
+def test_shapes_of_the_encode_bench_are_named(names):
+    with pytest.raises(SpecError, match="no shape"):
+        encode.encode_shapes(names)
+
+
+def test_a_preset_without_an_encoder_says_so(monkeypatch):
+    monkeypatch.setattr(packed_encode, "writer", WRITER)
+    with pytest.raises(UnsupportedError, match="no kernel encodes octopus-4"):
+        encode_operator("octopus-4", SMALL, CPU, 0)
+    (row,) = run(["octopus-4"])
+    assert row["status"].startswith("no kernel: no kernel encodes octopus-4: ")
+
+
+def test_other_libraries_are_rows_even_when_missing():
+    rows = run([], libraries=True)
+    assert {r["spec"] for r in rows} == {"hqq-4", "hqq-2", "quanto-4", "quanto-2"}
+    for row in rows:
+        assert (row["values"] is None) == ("status" in row)
+
+
+def test_rotation_apart_is_the_codecs_rotation():
+    x = torch.randn(1, 1, 3, 64).bfloat16()
+    codec = scheme_of("saw-int4").key
+    matrix = encode.hadamard_matrix(64).float() * 64**-0.5
+    torch.testing.assert_close(x.float() @ matrix, codec.to_code(x.float(), {}), rtol=1e-4, atol=1e-4)

@@ -1,0 +1,233 @@
+"""benchmarks/run.py: commands of every plan, time limits, what goes on and what is left out."""
+
+import importlib
+import itertools
+import json
+import os
+import shlex
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from kvcodec.cli.main import main
+from kvcodec.registry import split_specs
+from kvcodec_lab.bench import decode, encode, first, generate, prefill, record, timing
+from lab.tests.bench.gpu_stubs import CPU, Clock
+
+ROOT = Path(__file__).parents[3]
+PARTS = {"decode": decode, "encode": encode, "prefill": prefill, "generate": generate, "first": first}
+
+
+@pytest.fixture
+def runner(monkeypatch):
+    """The script, on a machine that has everything."""
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    module = importlib.import_module("run")
+    monkeypatch.setattr(module, "missing", lambda job, args: [])
+    return module
+
+
+@pytest.fixture
+def told(runner, monkeypatch, tmp_path):
+    """Call the script: commands that it runs and its exit status; ``statuses`` are what the commands return."""
+
+    def call(*arguments, statuses=()):
+        commands, left = [], list(statuses)
+
+        def run(command, seconds, log, checkout):
+            commands.append(command)
+            return left.pop(0) if left else 0
+
+        monkeypatch.setattr(runner, "run", run)
+        monkeypatch.setattr(sys, "argv", ["run", "--out", str(tmp_path / "out"), *arguments])
+        return commands, runner.main()
+
+    return call
+
+
+def test_a_hanging_job_is_stopped_with_what_it_started(runner, tmp_path, monkeypatch):
+    begun, asked = tmp_path / "begun", []
+
+    class Timer(threading.Thread):
+        """Its seconds are over when the job hangs, however long that takes."""
+
+        def __init__(self, seconds, function):
+            super().__init__(daemon=True)
+            self.function = function
+            asked.append(seconds)
+
+        def run(self):
+            while not begun.exists():
+                time.sleep(0.01)
+            self.function()
+
+        def cancel(self):
+            pass
+
+    child = "import os, time; print(os.getpid(), flush=True); time.sleep(3600)"
+    script = (
+        "import subprocess, sys, time; "
+        f"p = subprocess.Popen([sys.executable, '-c', {child!r}], stdout=subprocess.PIPE); "
+        f"print(p.stdout.readline().decode().strip(), flush=True); open({str(begun)!r}, 'w').close(); time.sleep(3600)"
+    )
+    with monkeypatch.context() as patch:
+        patch.setattr(runner.threading, "Timer", Timer)
+        assert runner.run([sys.executable, "-c", script], 2.0, tmp_path / "log") == 124
+    assert asked == [2.0]
+    pid = int((tmp_path / "log").read_text())
+    end = time.monotonic() + 600
+    while Path(f"/proc/{pid}").exists() and time.monotonic() < end:
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+        if state == "Z":  # nobody has collected it
+            break
+        time.sleep(0.05)
+    assert time.monotonic() < end
+    assert runner.run([sys.executable, "-c", "raise SystemExit(7)"], 600.0, tmp_path / "log") == 7
+
+
+def test_a_job_runs_on_the_packages_of_its_checkout(runner, tmp_path):
+    (tmp_path / "src").mkdir()
+    code = "import os; print(os.getcwd()); print(os.environ['PYTHONPATH'])"
+    assert runner.run([sys.executable, "-c", code], 600.0, tmp_path / "log", tmp_path) == 0
+    cwd, path = (tmp_path / "log").read_text().splitlines()
+    assert cwd == str(tmp_path)
+    assert path.split(os.pathsep)[:2] == [str(tmp_path / "src"), str(tmp_path)]
+
+
+def test_a_bench_goes_on_when_the_device_was_lost(told, capsys):
+    options = ["--plan", "kernels", "--steps", "decode,encode", "--specs", "int-4", "--commit", "abc"]
+    options += ["--options", "--shapes spine", "--deadline", "200"]
+    commands, status = told(*options, statuses=[3, 3, 0, 0])
+    assert status == 0
+    assert [c[c.index("bench") + 1] for c in commands] == ["decode", "decode", "decode", "encode"]
+    for part in ("--specs int-4", "--shapes spine", "--commit abc", "--rows-only", "--device cuda"):
+        assert part in shlex.join(commands[0])
+    assert set(json.loads(capsys.readouterr().out.split("s\n")[-1])) == {"decode", "encode"}
+
+
+def test_a_failed_job_is_not_the_others_end(told):
+    commands, status = told("--plan", "kernels", "--steps", "tests,drift,decode", statuses=[3, 0, 1])
+    assert status == 1
+    assert len(commands) == 3  # of a test run that ends with 3 there is no second one
+
+
+NAMES = ("kernels", "studies", "rivals", "release", "serve", "soak", "cpu")
+
+
+@pytest.mark.parametrize("name", NAMES, ids="plan-{}".format)
+def test_every_job_of_a_plan_is_a_command_that_parses(runner, told, tmp_path, monkeypatch, capsys, name):
+    arguments = ["--plan", name, "--commit", "abc", "--deadline", "50000", "--other", str(tmp_path)]
+    commands, status = told(*arguments)
+    assert status == 0
+    assert len(commands) == sum(job.workers for job in runner.PLANS[name])
+    seen = []
+
+    def note(part):
+        def rows_of(*given, **options):
+            seen.append(part)
+            return iter([])
+
+        return rows_of
+
+    for part, module in PARTS.items():
+        monkeypatch.setattr(module, f"{part}_rows", note(part))
+    monkeypatch.setattr(record, "require_gpu", lambda what, device: CPU)
+    monkeypatch.setattr(timing, "Timer", lambda device: Clock())
+    wanted = []
+    for command in commands:
+        if command[1:4] == ["-m", "kvcodec", "bench"]:
+            if command[4] in PARTS:
+                wanted.append(command[4])
+                assert main(command[3:]) == 0
+        elif command[1].endswith(".py"):
+            assert takes(Path(command[1]).name, command[2:]), command
+        else:
+            assert command[1:3] in (["-m", "pytest"], ["-m", "tests.kernels.gpu_cases"]) or command[1] == "-c"
+    assert list(dict.fromkeys(seen)) == list(dict.fromkeys(wanted))
+
+
+def takes(file, arguments):
+    """Whether a script of the folder knows these options; it is only read, for some import what is not here (vLLM)."""
+    source = (ROOT / "benchmarks" / file).read_text()
+    return all(f'"{word}"' in source for word in arguments if word.startswith("--"))
+
+
+def test_plans_have_the_jobs_that_the_docs_need(runner):
+    studies, rivals = runner.PLANS["studies"], runner.PLANS["rivals"]
+    sweeps = next(job for job in studies if job.name == "sweeps")
+    assert set(sweeps.specs) == set(runner.MAIN)
+    assert "sweep32,sweep8,sweep1" in sweeps.command
+    assert "--ways graph,generate" in next(job for job in studies if job.name == "generate").command
+    assert not any("--no-libraries" in job.command for job in rivals if job.name == "spine")
+
+
+def test_processes_that_compile_share_the_specs_and_a_lock(runner, told, tmp_path):
+    commands, _ = told("--plan", "rivals", "--steps", "compiled", "--deadline", "500")
+    commands.sort(key=lambda a: "--no-dense" in a)
+    specs = [split_specs(a[a.index("--specs") + 1]) for a in commands]
+    assert sorted(itertools.chain(*specs)) == sorted(runner.MAIN)
+    assert {a[a.index("--turns") + 1] for a in commands} == {str(tmp_path / "out" / "turns")}
+    assert ["--no-dense" in a for a in commands] == [False, True, True, True]
+
+
+def test_a_job_takes_no_more_than_its_share(told):
+    commands, _ = told("--plan", "studies", "--deadline", "100")
+    limits = [int(a[a.index("--deadline") + 1]) for a in commands if "--deadline" in a]
+    assert all(limit <= 90 for limit in limits)
+    with pytest.raises(SystemExit):
+        told("--plan", "studies", "--steps", "innerq")
+
+
+def test_a_dry_run_prints_commands_and_does_nothing(runner, told, tmp_path, capsys):
+    commands, status = told("--plan", "rivals", "--dry-run")
+    assert (commands, status) == ([], 0)
+    out = capsys.readouterr().out
+    assert "# spine\n" in out
+    assert f"bench decode --device cuda --out {tmp_path / 'out'} --rows-only --shapes spine" in out
+    assert not (tmp_path / "out").exists()
+
+
+def test_without_a_plan_they_are_listed(runner, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["run"])
+    assert runner.main() == 0
+    out = capsys.readouterr().out
+    assert all(f"{name}:\n" in out for name in runner.PLANS)
+    assert "  spine: 5 min at most, needs gpu; 14 specs -> decode.jsonl" in out
+
+
+def test_what_a_job_needs_and_is_not_here(monkeypatch, tmp_path, capsys):
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    runner = importlib.import_module("run")
+    monkeypatch.setattr(runner, "run", lambda *_: pytest.fail("begun"))
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    arguments = ["run", "--plan", "release", "--steps", "beside", "--out", str(tmp_path)]
+    monkeypatch.setattr(sys, "argv", arguments)
+    assert runner.main() == 1
+    assert "beside: not begun: needs gpu, other" in capsys.readouterr().out
+    monkeypatch.setattr(sys, "argv", [*arguments, "--dry-run"])
+    assert runner.main() == 0
+    assert "# beside (not here: gpu, other)" in capsys.readouterr().out
+
+
+def test_random_cases_are_a_job(told, tmp_path):
+    (command,), _ = told("--plan", "kernels", "--steps", "cases", "--cases", "50", "--specs", "int-4")
+    assert "tests.kernels.gpu_cases --cases 50 --presets int-4 --deadline" in shlex.join(command)
+    assert command[-1] == str(tmp_path / "out/cases.json")
+
+
+def test_unknown_plans_and_steps_are_refused(told, capsys):
+    for arguments in (["--plan", "speed"], ["--plan", "kernels", "--steps", "decode,speed"]):
+        with pytest.raises(SystemExit):
+            told(*arguments)
+    assert "no step speed; the plan kernels has compile, tests, cases, decode" in capsys.readouterr().err
+
+
+def test_nothing_begins_when_time_is_out(told, capsys):
+    commands, status = told("--plan", "kernels", "--steps", "tests,decode", "--deadline", "5")
+    assert (commands, status) == ([], 0)
+    late = "not begun: out of time"
+    found = capsys.readouterr().out
+    assert json.loads(found[found.index("{") :]) == {"tests": late, "decode": late}

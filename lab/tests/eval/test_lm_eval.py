@@ -1,0 +1,554 @@
+"""The model ``kvcodec`` of lm-evaluation-harness: reads the packed cache, says so, and otherwise is lm-eval's ``hf``.
+
+Needs the extra ``eval`` (``make test-eval``). Small models are made here; the real one and its items run in ``slow``
+tests, which skip where the data or the model cannot be had.
+"""
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from tests.cli.corrupt import corrupt
+from tests.cli.tiny import TEXT, tiny_llama, tiny_tokenizer
+from tests.conftest import own_threads
+
+import kvcodec
+from kvcodec.cli.measure.perplexity import compressed_logits
+from kvcodec.errors import FormatError, ModelError, SpecError, UnsupportedError
+from kvcodec.integrations.transformers.recording import packed_cache
+from kvcodec.models.loading import LoadedModel, load
+
+pytest.importorskip("lm_eval", reason="needs the extra eval: make test-eval")
+pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning", "ignore::ResourceWarning")
+
+from lm_eval import simple_evaluate  # noqa: E402
+from lm_eval.api.instance import Instance  # noqa: E402
+from lm_eval.api.model import CachingLM  # noqa: E402
+from lm_eval.api.registry import get_model  # noqa: E402
+from lm_eval.models.huggingface import HFLM  # noqa: E402
+from lm_eval.tasks import TaskManager  # noqa: E402
+
+from kvcodec.integrations.transformers.argument import passing  # noqa: E402
+from kvcodec_lab.eval import lm_eval as integration  # noqa: E402
+from kvcodec_lab.eval.lm_eval import KVCodecLM  # noqa: E402
+
+ROOT = Path(__file__).parents[3]
+DATA = ROOT.parent / "shared/data"
+INT4 = "int-4"  # no window, no sink: every token is encoded
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _offline(tmp_path_factory):
+    """No test asks a hub for anything; data sets built from local files go to a folder that goes away."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path_factory.mktemp("datasets"))
+        patch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+        yield
+
+
+def tiny_loaded(dtype=torch.float32) -> LoadedModel:
+    tokenizer = tiny_tokenizer()
+    tokenizer.eos_token = tokenizer.pad_token = tokenizer.convert_ids_to_tokens(0)
+    return LoadedModel(tiny_llama().to(dtype), tokenizer, "tiny", "made in the test")
+
+
+@pytest.fixture(scope="module")
+def model():
+    return tiny_loaded()
+
+
+def requests(kind, *arguments):
+    return [Instance(kind, {}, args, i) for i, args in enumerate(arguments)]
+
+
+PAIRS = requests(
+    "loglikelihood",
+    (TEXT[:90], " what attention"),
+    (TEXT[:90], " what"),
+    (TEXT[:40], " every byte of it"),
+    (TEXT[5:45], " every byte of it"),
+    (TEXT[:90], "a"),
+    (TEXT[:90], "b"),
+    ("", "counted"),
+)
+DOCUMENTS = requests("loglikelihood_rolling", (TEXT[:200],), (TEXT[100:350],))
+PROMPTS = requests(
+    "generate_until",
+    *((text, {"until": ["zz"], "max_gen_toks": 12}) for text in (TEXT[:60], TEXT[3:90], TEXT[20:80])),
+)
+
+
+def answers(lm):
+    return [
+        lm.loglikelihood(PAIRS, disable_tqdm=True),
+        lm.loglikelihood_rolling(DOCUMENTS, disable_tqdm=True),
+        lm.generate_until(PROMPTS, disable_tqdm=True),
+    ]
+
+
+# -- the real model on real items: first, because they take longest ----------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def smollm2():
+    if not DATA.is_dir():
+        pytest.skip(f"the evaluation data ({DATA}) are not here")
+    try:
+        found = load("smollm2-135m", progress=False)
+    except ModelError as error:
+        pytest.skip(f"the model cannot be had here: {error}")
+    threads = torch.get_num_threads()
+    torch.set_num_threads(own_threads())
+    yield found
+    torch.set_num_threads(threads)
+
+
+def arc_easy(folder, count):
+    """The first questions with four answers, out of the data's instruction layout."""
+    rows = []
+    for item in json.loads((DATA / "commonsense_llm_adapters/ARC-Easy.test.json").read_text()):
+        question = re.search(r"question: (.*?)\n\nAnswer1", item["instruction"], re.S)
+        found = re.findall(r"Answer\d: (.*?)(?= Answer\d: |\n\n)", item["instruction"], re.S)
+        if question and len(found) == 4:
+            label = int(item["answer"].removeprefix("answer")) - 1
+            rows.append({"ctx": f"Question: {question[1]}\nAnswer:", "endings": found, "label": label})
+    return write_lines(folder / "arc_easy.jsonl", rows[:count])
+
+
+def piqa(folder, count):
+    labels = (DATA / "piqa/valid-labels.lst").read_text().split()
+    items = map(json.loads, (DATA / "piqa/valid.jsonl").read_text().splitlines())
+    rows = [
+        {"ctx": f"Question: {item['goal']}\nAnswer:", "endings": [item["sol1"], item["sol2"]], "label": int(label)}
+        for item, label in zip(items, labels, strict=True)
+    ]
+    return write_lines(folder / "piqa.jsonl", rows[:count])
+
+
+REAL = {"hellaswag": (6, 2), "piqa": (6, 2), "gsm8k": (1, 1)}
+"""Items of each task, and how many of them in float32 as well."""
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("name", REAL)
+def test_hf_and_the_dense_preset_give_the_same_scores_on_real_items(name, smollm2, tmp_path):
+    """Float32 weights: ``dense`` holds fp16, so log-likelihoods move in the third decimal; in float32 not a bit."""
+    tasks = {
+        "hellaswag": local_choices("hellaswag", DATA / "hellaswag/hellaswag_val_first500.jsonl"),
+        "piqa": local_choices("piqa", piqa(tmp_path, 6)),
+        "gsm8k": local_task(
+            "gsm8k", DATA / "gsm8k/test.jsonl", "generate_until", doc_to_text="Question: {{question}}\nAnswer:",
+            doc_to_target="{{answer}}", generation_kwargs={"until": ["Question:"], "max_gen_toks": 12},
+            metric_list=[{"metric": "exact_match"}],
+        ),
+    }  # fmt: skip
+    many, few = REAL[name]
+    own = evaluate(HFLM(smollm2.model, tokenizer=smollm2.tokenizer), tasks[name], limit=many)
+    if name != "gsm8k":
+        dense = evaluate(KVCodecLM(smollm2, "dense"), tasks[name], limit=many)
+        assert dense["results"] == own["results"]
+        for ours, theirs in zip(dense["samples"][name], own["samples"][name], strict=True):
+            assert (ours["acc"], ours["acc_norm"]) == (theirs["acc"], theirs["acc_norm"])
+            values = [[float(value) for ((value, _),) in sample["resps"]] for sample in (ours, theirs)]
+            assert values[0] == pytest.approx(values[1], abs=0.05)
+    same = evaluate(KVCodecLM(smollm2, "dense:dtype=float32"), tasks[name], limit=few)
+    found = [sample["resps"] for sample in same["samples"][name]]
+    assert len(found) == few
+    assert found == [sample["resps"] for sample in own["samples"][name][:few]]
+    assert same["config"]["kvcodec"]["sha256"] == smollm2.sha256
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+def test_a_cache_that_returns_noise_scores_at_chance(smollm2, tmp_path):
+    """The harness can fail: 48 questions of four answers, chance 0.25 with a standard error of 0.0625."""
+    task = local_choices("arc_easy", arc_easy(tmp_path, 48))
+    right, wrong = (
+        evaluate(KVCodecLM(smollm2, spec, batch_size=4), task)["results"]["arc_easy"]["acc,none"]
+        for spec in ("saw-int4", corrupt())
+    )
+    assert abs(wrong - 0.25) < 3 * 0.0625
+    assert right > 0.45, "where nothing is corrupted the same items are answered"
+
+
+# -- it is lm-eval's hf model ------------------------------------------------------------------------------------------
+
+
+def test_the_name_is_registered_by_the_import_and_by_the_package():
+    assert get_model("kvcodec") is KVCodecLM
+    pyproject = (ROOT / "pyproject.toml").read_text()
+    assert '[project.entry-points."lm_eval.models"]\nkvcodec = "kvcodec_lab.eval.lm_eval:KVCodecLM"' in pyproject
+    assert 'kvcodec-lm-eval = "kvcodec_lab.eval.lm_eval:main"' in pyproject
+
+
+@pytest.mark.parametrize("prefill", ["decoded", "exact"])
+@pytest.mark.parametrize(
+    ("dtype", "spec"), [("bfloat16", "dense"), ("float16", "dense"), ("float32", "dense:dtype=float32")]
+)
+def test_a_cache_that_rounds_nothing_gives_hf_s_answers_to_the_bit(dtype, spec, prefill):
+    loaded = tiny_loaded(getattr(torch, dtype))
+    own = answers(HFLM(loaded.model, tokenizer=loaded.tokenizer))
+    pairs, documents, texts = answers(KVCodecLM(loaded, spec, prefill))
+    assert texts == own[2]
+    if prefill == "decoded":
+        assert [pairs, documents] == own[:2]
+    else:  # split into calls, matrix products sum in another order
+        rel = {"float32": 1e-5, "float16": 2e-3, "bfloat16": 1e-2}[dtype]
+        assert [p for p, _ in pairs] == pytest.approx([p for p, _ in own[0]], rel=rel)
+        assert documents == pytest.approx(own[1], rel=1e-2)
+    assert all(len(text) for text in texts)
+
+
+def test_too_long_requests_lose_their_beginning_as_in_hf():
+    loaded = tiny_loaded()
+    asked = requests("loglikelihood", (TEXT[:700], TEXT[700:720]), (TEXT[:512], "x"), (TEXT[:511], "x"))
+    own = HFLM(loaded.model, tokenizer=loaded.tokenizer).loglikelihood(asked, disable_tqdm=True)
+    assert KVCodecLM(loaded, "dense:dtype=float32").loglikelihood(asked, disable_tqdm=True) == own
+
+
+def test_a_folder_is_loaded_as_hf_loads_it(tmp_path):
+    loaded = tiny_loaded(torch.bfloat16)
+    loaded.model.save_pretrained(tmp_path)
+    loaded.tokenizer.save_pretrained(tmp_path)
+    ours = KVCodecLM.create_from_arg_string(f"pretrained={tmp_path},spec=dense", {"batch_size": 1, "device": "cpu"})
+    assert ours.model.dtype == torch.bfloat16
+    assert answers(ours) == answers(HFLM(str(tmp_path), device="cpu"))
+    assert ours.get_model_info()["kvcodec"]["model"] == str(tmp_path)
+
+
+# -- every score comes from the packed cache ---------------------------------------------------------------------------
+
+
+def log_likelihood(logits, ids, n):
+    return logits[-n:].log_softmax(-1).gather(1, ids[-n:, None]).sum().item()
+
+
+def test_decoded_scores_are_those_of_the_perplexity_protocol(model):
+    """One call, decoded K and V of every token; the continuation's last token is not in it."""
+    lm = KVCodecLM(model, INT4)
+    found = lm.loglikelihood(PAIRS[:4], disable_tqdm=True)
+    for request, (value, _) in zip(PAIRS, found, strict=False):
+        ids = torch.tensor(model.tokenizer("".join(request.args))["input_ids"])
+        logits, _ = compressed_logits(model.model, INT4, ids[:-1])
+        last = compressed_logits(model.model, INT4, ids)[0][-1:]  # causal: the row of the last input token
+        n = len(request.args[1])
+        assert value == pytest.approx(log_likelihood(torch.cat([logits, last]), ids, n), abs=1e-3)
+    assert lm.held.calls == {"decoded": 3 * 4}, "three layers, four sequences, one call each"
+
+
+def test_exact_reads_fresh_what_comes_before_the_last_context_token_and_nothing_else(model):
+    lm = KVCodecLM(model, INT4, "exact")
+    found = lm.loglikelihood(PAIRS[:1], disable_tqdm=True)[0][0]
+    ids = torch.tensor(model.tokenizer("".join(PAIRS[0].args))["input_ids"])
+    with packed_cache(model.model, INT4, prefill="exact") as cache, torch.no_grad():
+        model.model(input_ids=ids[None, :89], **passing(model.model, cache))
+        logits = model.model(input_ids=ids[None, 89:-1], **passing(model.model, cache)).logits[0]
+    assert found == pytest.approx(log_likelihood(logits, ids, 15), abs=1e-4)
+    assert lm.held.calls == {"exact": 3, "decoded": 3}
+
+
+def test_an_exact_prefill_does_not_score_a_single_token_continuation(model):
+    """The trap: the token that is scored follows the context, so one call over the context would never read a code."""
+    asked = PAIRS[4:6]
+    plain = [p for p, _ in HFLM(model.model, tokenizer=model.tokenizer).loglikelihood(asked, disable_tqdm=True)]
+    for prefill in ("decoded", "exact"):
+        found = [p for p, _ in KVCodecLM(model, INT4, prefill).loglikelihood(asked, disable_tqdm=True)]
+        assert min(abs(a - b) for a, b in zip(plain, found, strict=True)) > 1e-3
+
+
+def test_rolling_has_nothing_to_prefill_and_reads_codes_throughout(model):
+    lm = KVCodecLM(model, INT4, "exact")
+    found = lm.loglikelihood_rolling(requests("loglikelihood_rolling", (TEXT[:400],)), disable_tqdm=True)[0]
+    assert lm.held.calls == {"decoded": 6}, "400 tokens are two calls of at most 256, in three layers"
+    decoded = KVCodecLM(model, INT4).loglikelihood_rolling(
+        requests("loglikelihood_rolling", (TEXT[:400],)), disable_tqdm=True
+    )[0]
+    assert found == pytest.approx(decoded, rel=1e-3), "without a window, the split into calls changes nothing"
+
+
+def test_rounded_queries_are_read_inside_attention(model):
+    lm = KVCodecLM(model, "ultraquant:queries=fp8,dense_layers=0")
+    answers(lm)
+    assert set(lm.held.calls) == {"streamed"}
+    assert lm.get_model_info()["kvcodec"]["attention"] == "streamed"
+    assert model.model.config._attn_implementation == "sdpa", "the model's own attention is set again"
+
+
+@pytest.mark.parametrize("prefill", ["decoded", "exact"])
+def test_a_generation_reads_the_packed_cache(model, prefill):
+    lm = KVCodecLM(model, INT4, prefill)
+    found = lm.generate_until(PROMPTS[:1], disable_tqdm=True)
+    ids = torch.tensor([model.tokenizer(TEXT[:60])["input_ids"]])
+    made = []
+    with packed_cache(model.model, INT4, prefill=prefill) as cache, torch.no_grad():
+        if prefill == "exact":
+            model.model(input_ids=ids[:, :-1], **passing(model.model, cache))
+            ids = ids[:, -1:]
+        for _ in range(12):
+            ids = model.model(input_ids=ids, **passing(model.model, cache)).logits[:, -1].argmax(-1, keepdim=True)
+            made.append(int(ids))
+    assert found == [model.tokenizer.decode(made, skip_special_tokens=True)]
+    assert lm.held.calls["decoded"] == 3 * 12
+    assert lm.held.calls.get("exact", 0) == (3 if prefill == "exact" else 0)
+
+
+# -- batches -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("prefill", ["decoded", "exact"])
+@pytest.mark.parametrize("spec", ["kivi-2:window=8", "saw-int4", "octopus-3", "innerq-base"])
+def test_a_batch_of_equal_lengths_gives_what_single_sequences_give(model, spec, prefill):
+    """Groups, windows and fitted constants of a sequence do not see its neighbours in the batch."""
+    one, many = (answers(KVCodecLM(model, spec, prefill, batch_size=n)) for n in (1, 4))
+    for a, b in zip(one[0], many[0], strict=True):
+        assert a[0] == pytest.approx(b[0], abs=2e-3)
+    assert one[1] == pytest.approx(many[1], rel=1e-4)
+    assert one[2] == many[2]
+
+
+def test_answers_come_in_the_order_of_the_requests_and_equal_inputs_share_a_call(model):
+    lm = KVCodecLM(model, INT4, batch_size=8)
+    found = lm.loglikelihood(PAIRS, disable_tqdm=True)
+    turned = lm.loglikelihood(PAIRS[::-1], disable_tqdm=True)
+    assert [p for p, _ in found] == pytest.approx([p for p, _ in turned[::-1]], abs=1e-3)
+    alone = KVCodecLM(model, INT4)
+    alone.loglikelihood(PAIRS[4:6], disable_tqdm=True)
+    assert alone.held.calls == {"decoded": 3}, "contexts are equal and the last token is not an input"
+
+
+def test_padding_never_reaches_the_cache(model):
+    lm = KVCodecLM(model, INT4, batch_size=2)
+    mask = torch.tensor([[0, 1, 1], [1, 1, 1]])
+    with pytest.raises(UnsupportedError, match="prompts of unequal length in one batch; pass batch_size=1"):
+        lm._model_generate(torch.ones(2, 3, dtype=torch.long), 8, [], attention_mask=mask)
+    with pytest.raises(UnsupportedError, match="sequences are not padded"):
+        lm._model_call(torch.ones(2, 3, dtype=torch.long), attn_mask=mask, labels=mask)
+
+
+# -- what a result says ------------------------------------------------------------------------------------------------
+
+
+def evaluate(lm, *tasks, **options):
+    """``simple_evaluate`` on local tasks; lm-eval's own thousands are not even listed."""
+    manager = TaskManager(include_defaults=False)
+    return simple_evaluate(lm, tasks=list(tasks), task_manager=manager, bootstrap_iters=0, **options)
+
+
+def local_task(name, path, output="multiple_choice", **options):
+    """A task over a JSON-lines file."""
+    return {
+        "task": name,
+        "dataset_path": "json",
+        "dataset_kwargs": {"data_files": {"test": str(path)}},
+        "output_type": output,
+        "test_split": "test",
+        **options,
+    }
+
+
+def local_choices(name, path, **options):
+    metrics = [{"metric": m, "aggregation": "mean", "higher_is_better": True} for m in ("acc", "acc_norm")]
+    choices = {"doc_to_text": "{{ctx}}", "doc_to_target": "{{label}}", "doc_to_choice": "{{endings}}"}
+    return local_task(name, path, **choices, metric_list=metrics, **options)
+
+
+def write_lines(path, rows):
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+ROWS = [{"ctx": TEXT[i : i + 30], "endings": [TEXT[i + 30 : i + 40], "zebra quagga"], "label": 0} for i in range(6)]
+
+
+def test_the_results_of_a_run_say_what_they_were_read_from(model, tmp_path):
+    task = local_choices("choices", write_lines(tmp_path / "items.jsonl", ROWS))
+    result = evaluate(KVCodecLM(model, "kivi-2:window=16", "exact", seed=3), task)
+    said = result["config"]["kvcodec"]
+    assert result["results"]["choices"]["sample_len"] == 6
+    assert {k: said[k] for k in ("model", "origin", "prefill", "attention", "seed", "fitted_params")} == {
+        "model": "tiny", "origin": "made in the test", "prefill": "exact", "attention": "decoded", "seed": 3,
+        "fitted_params": False,
+    }  # fmt: skip
+    assert said["version"] == kvcodec.__version__
+    assert said["spec"] == str(kvcodec.get("kivi-2:window=16"))
+    assert said["attention_calls"] == {"exact": 3 * 12, "decoded": 3 * 12}
+    assert said["effective_bits"] == pytest.approx(said["cache_bytes"] * 8 / said["elements"])
+    assert 0 < said["encoded_share"] < 1
+    json.dumps(said)
+
+
+def test_code_is_generated_without_being_run_and_run_only_if_that_is_confirmed(model, tmp_path):
+    """lm-eval's own rule for tasks marked unsafe, which humaneval and mbpp are."""
+    path = write_lines(tmp_path / "code.jsonl", [{"prompt": "def add(a, b):\n", "test": "assert add(1, 2) == 3"}])
+    task = local_task(
+        "code", path, "generate_until", unsafe_code=True, doc_to_text="{{prompt}}", doc_to_target="{{test}}",
+        generation_kwargs={"until": ["\ndef"], "max_gen_toks": 6}, metric_list=[{"metric": "exact_match"}],
+    )  # fmt: skip
+    lm = KVCodecLM(model, INT4)
+    with pytest.raises(ValueError, match="marked as unsafe"):
+        evaluate(lm, task)
+    result = evaluate(lm, task, confirm_run_unsafe_code=True, predict_only=True)
+    assert result["samples"]["code"][0]["resps"] == [lm.generate_until(
+        requests("generate_until", ("def add(a, b):\n", {"until": ["\ndef"], "max_gen_toks": 6})), disable_tqdm=True
+    )]  # fmt: skip
+
+
+def test_a_result_is_told_to_be_of_dense_tokens_where_windows_hold_them_all(model, caplog):
+    lm = KVCodecLM(model, "kivi-2:window=128")
+    lm.loglikelihood(PAIRS[2:4], disable_tqdm=True)
+    assert lm.get_model_info()["kvcodec"]["encoded_share"] == 0
+    assert "0 % of the tokens of these requests were ever encoded (sink 0, window 128)" in caplog.text
+    caplog.clear()
+    full = KVCodecLM(model, INT4)
+    full.loglikelihood(PAIRS[2:4], disable_tqdm=True)
+    assert full.get_model_info()["kvcodec"]["encoded_share"] == 1
+    assert "ever encoded" not in caplog.text
+
+
+def test_answers_cached_by_lm_eval_are_not_taken_for_those_of_another_spec(model, tmp_path):
+    file = str(tmp_path / "answers.db")
+    first = CachingLM(KVCodecLM(model, INT4), file)
+    found = first.loglikelihood(PAIRS[:2])
+    first.dbdict.close()
+    again = KVCodecLM(model, INT4)
+    assert CachingLM(again, file).loglikelihood(PAIRS[:2]) == found
+    assert again.held.calls == {}, "answered from the file"
+    for spec, prefill in (("int-8", "decoded"), (INT4, "exact")):
+        with pytest.raises(FormatError, match="name another file for every model, spec and prefill"):
+            CachingLM(KVCodecLM(model, spec, prefill), file)
+
+
+def test_a_file_of_answers_by_hf_is_refused(model, tmp_path):
+    file = str(tmp_path / "answers.db")
+    plain = CachingLM(HFLM(model.model, tokenizer=model.tokenizer), file)
+    plain.loglikelihood(PAIRS[:1])
+    plain.dbdict.close()
+    with pytest.raises(FormatError, match=r"were made by another model, these would be by .*tiny.*decoded"):
+        CachingLM(KVCodecLM(model, "dense"), file)
+
+
+# -- what is refused ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "text"),
+    [
+        ({}, SpecError, "no spec; pass e.g. spec=saw-int4"),
+        ({"spec": "saw-int5"}, SpecError, "saw-int4"),
+        ({"spec": "dense", "prefill": "exakt"}, SpecError, "prefill='exakt': expected one of decoded, exact"),
+        ({"spec": "dense", "batch_size": "auto"}, UnsupportedError, "batch_size='auto'; pass a whole number >= 1"),
+        ({"spec": "dense", "batch_size": 0}, UnsupportedError, "batch_size=0; pass a whole number >= 1"),
+        ({"spec": "dense", "prefil": "exact"}, SpecError, "prefil is no option of model kvcodec. Did you mean"),
+        ({"spec": "kivi-2:window=8", "sink": 4}, SpecError, r"sink is an option of the spec .* quote the spec: 'spec="),
+        ({"spec": "dense", "peft": "x"}, ModelError, "loaded by kvcodec, which takes no peft"),
+        ({"spec": "dense", "dtype": "int8"}, ModelError, "dtype='int8': expected auto or one of float32"),
+        ({"spec": "dense", "codec_file": "nowhere.py"}, SpecError, "nowhere.py"),
+    ],
+)  # fmt: skip
+def test_mistakes_are_refused_before_a_model_is_loaded(options, error, text, monkeypatch):
+    monkeypatch.setattr(integration.models, "load", lambda *_, **__: pytest.fail("loaded"))
+    with pytest.raises(error, match=text):
+        KVCodecLM("smollm2-135m", **options)
+
+
+def test_an_encoder_decoder_model_is_refused():
+    from transformers import T5Config, T5ForConditionalGeneration
+
+    config = T5Config(vocab_size=256, d_model=16, d_kv=8, d_ff=16, num_layers=1, num_heads=2, decoder_start_token_id=0)
+    with pytest.raises(UnsupportedError, match="encoder-decoder"):
+        KVCodecLM(T5ForConditionalGeneration(config), "dense", tokenizer=tiny_loaded().tokenizer)
+
+
+def test_constants_fitted_for_another_spec_are_refused(model, tmp_path):
+    from kvcodec.fitting.fit import fit_model
+
+    spec, file = "innerq-base", tmp_path / "params"
+    fit_model(model, spec, TEXT * 4, windows=1, window_tokens=256).save(file)
+    lm = KVCodecLM(model, spec, params=file)
+    lm.loglikelihood(PAIRS[:1], disable_tqdm=True)
+    assert lm.get_model_info()["kvcodec"]["fitted_params"]
+    with pytest.raises(FormatError, match="fitted for"):
+        KVCodecLM(model, "saw-int4", params=file)
+
+
+def test_without_lm_eval_the_import_says_what_to_install(tmp_path):
+    (tmp_path / "lm_eval").mkdir()
+    (tmp_path / "lm_eval/__init__.py").write_text("raise ImportError('not here')")
+    done = python("import kvcodec_lab.eval.lm_eval", path=tmp_path, fails=True)
+    assert "not here); install it with: pip install 'kvcodec[eval]'" in done.stderr
+
+
+def python(program, *arguments, path=None, fails=False, **more):
+    environment = {**os.environ, "HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": "", **more}
+    folders = [str(p) for p in (path, ROOT / "src", ROOT) if p]
+    environment["PYTHONPATH"] = os.pathsep.join([*folders, environment.get("PYTHONPATH", "")])
+    done = subprocess.run(
+        [sys.executable, "-c", program, *map(str, arguments)],
+        capture_output=True,
+        text=True,
+        env=environment,
+        check=False,
+    )
+    assert (done.returncode != 0) == fails, done.stderr[-3000:]
+    return done
+
+
+PAGE = (ROOT / "docs/lm-eval.md").read_text()
+
+
+def test_the_command_line_runs_the_yaml_task_of_the_page(tmp_path):
+    """In a process of its own, as ``kvcodec-lm-eval`` starts it; the results file holds what was read."""
+    loaded = tiny_loaded()
+    loaded.model.save_pretrained(tmp_path / "model")
+    loaded.tokenizer.save_pretrained(tmp_path / "model")
+    items = write_lines(tmp_path / "items.jsonl", ROWS)
+    task = tmp_path / "my_hellaswag.yaml"
+    task.write_text(re.search(r"```yaml\n(.*?)```", PAGE, re.S)[1].replace("/data/hellaswag.jsonl", str(items)))
+    command = "from kvcodec_lab.eval.lm_eval import main; main()"
+    spec = 'spec="kivi-2:window=8,sink=4"'
+    arguments = [
+        "--model",
+        "kvcodec",
+        "--device",
+        "cpu",
+        "--tasks",
+        task,
+        "--limit",
+        "4",
+        "--output_path",
+        tmp_path / "out",
+    ]
+    environment = {"HF_DATASETS_CACHE": str(tmp_path / "cache")}
+    done = python(
+        command, *arguments, "--model_args", f"pretrained={tmp_path}/model,prefill=exact,{spec}", **environment
+    )
+    assert "my_hellaswag" in done.stdout
+    (file,) = (tmp_path / "out").rglob("results_*.json")
+    result = json.loads(file.read_text())
+    said = result["config"]["kvcodec"]
+    assert (said["spec"], said["prefill"]) == (str(kvcodec.get("kivi-2:window=8,sink=4")), "exact")
+    assert said["attention_calls"]["exact"] == said["attention_calls"]["decoded"]
+    assert result["n-samples"]["my_hellaswag"]["effective"] == 4
+
+
+def test_a_mistake_is_one_line_on_the_command_line(monkeypatch):
+    def refuse():
+        raise SpecError("unknown preset")
+
+    monkeypatch.setattr(integration, "cli_evaluate", refuse)
+    with pytest.raises(SystemExit, match=r"^kvcodec-lm-eval: error: unknown preset$"):
+        integration.main()
+
+
+def test_the_page_names_every_option_and_figure():
+    import inspect
+
+    named = set(re.findall(r"^\| `(\w+)`", PAGE, re.M))
+    assert set(inspect.signature(KVCodecLM.__init__).parameters) - {"self", "options"} <= named
+    assert set(KVCodecLM(tiny_loaded(), "dense").get_model_info()["kvcodec"]) <= named | {"origin", "sha256"}

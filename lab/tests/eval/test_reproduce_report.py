@@ -1,0 +1,141 @@
+"""What ``kvcodec reproduce`` shows and writes, and the rate-distortion study behind its figure."""
+
+import json
+
+import pytest
+import torch
+from tests.cli.tiny import tiny_loaded
+
+import kvcodec
+from kvcodec.cli.main import main
+from kvcodec.errors import KVError, SpecError
+from kvcodec_lab.reproduce import Claim, claims, report
+from kvcodec_lab.reproduce.rate_distortion import SOURCES, STUDY, capture, measure, rate_distortion_rows
+
+SPECS = ["int-4", "turboquant-2", "kivi-2", "hqmq-s24_r3:packing=radix"]
+
+
+@pytest.fixture(scope="module")
+def study():
+    return list(rate_distortion_rows(SPECS, quick=True))
+
+
+@pytest.fixture(scope="module")
+def rows(study):
+    known = [
+        Claim("held", "mse", "0.50", 0.502, curve="c", x=2.0).row("octopus", "Table 4"),
+        Claim("held too", "mse", "0.30", 0.3, curve="c", x=3.0).row("octopus", "Table 4"),
+        Claim("wrong | print", "bits", "2.0", 2.25, spec="2.25", note="no scales").row("hqmq", "Tables 2, 3"),
+        Claim("missed", "bits", "3.0", 3.5, note="unclear").row("hqmq", "Tables 2, 3"),
+    ]
+    return [*known, claims._reason_row("hqmq", "Table 5", "times"), *study]
+
+
+def test_rows_of_the_rate_distortion_study(study):
+    assert [r["source"] for r in study[:: len(SPECS)]] == list(SOURCES)
+    by = {(r["spec"], r["source"]): r for r in study}
+    row = by["turboquant-2", "Gaussian keys"]
+    assert row["bits"] == kvcodec.get("turboquant-2").key_bits(128) == 2.125
+    assert row["relative_mse"] == pytest.approx(0.116, rel=0.03)
+    assert 0 < row["spread"] < 0.01
+    assert (row["method"], row["role"], row["samples"], row["tokens"]) == ("turboquant", "key", 2, 128)
+    # a channel that is loud for ever costs groups along channels their step, and groups along tokens nothing
+    assert by["int-4", "one-outlier-channel keys"]["relative_mse"] > 3 * by["int-4", "Gaussian keys"]["relative_mse"]
+    assert by["kivi-2", "one-outlier-channel keys"]["relative_mse"] < by["kivi-2", "Gaussian keys"]["relative_mse"]
+    assert by["int-4", "heavy-tailed keys"]["relative_mse"] > 1.5 * by["int-4", "Gaussian keys"]["relative_mse"]
+    assert json.loads(json.dumps(study)) == study
+
+
+def test_study_takes_every_preset_by_itself():
+    measured = [row["spec"] for row, _ in zip(rate_distortion_rows(quick=True), range(3), strict=False)]
+    assert measured == [p for p in kvcodec.presets() if p != "dense"][:3]
+    with pytest.raises(SpecError, match="kivvi"):
+        rate_distortion_rows(["kivvi-2"])
+
+
+def test_a_codec_that_refuses_says_why():
+    row = measure("turboquant-2", "odd", "key", [torch.randn(1, 1, 8, 10, generator=torch.Generator().manual_seed(0))])
+    assert (row["bits"], row["relative_mse"], row["spread"]) == (None, None, None)
+    assert "head_dim=10" in row["note"]
+
+
+def test_outlier_thresholds_are_fitted_on_the_sample():
+    x = [SOURCES["Gaussian keys"](torch.Generator().manual_seed(0), 64)]
+    assert measure("hqmq-s24_r3:outliers=3", "Gaussian keys", "key", x)["relative_mse"] < 0.05
+
+
+def test_verdicts_and_counts(rows):
+    found, missing, study = report.parts(rows)
+    assert [report.verdict(r) for r in found] == ["holds", "holds", "corrected", "DIFFERS"]
+    assert [r["note"] for r in missing] == ["times"]
+    assert len(study) == len(SPECS) * len(SOURCES)
+    assert report.summary(found) == (
+        "3 of 4 figures hold, 3 of them within 1 %; 1 are held to a corrected value instead of the printed one."
+    )
+
+
+def test_what_no_paper_prints_is_not_shown_as_a_papers_number():
+    table = f"{claims.NOT_PRINTED}: codebooks"
+    rows = [
+        Claim("a", "mse", "0.50", 0.5).row("octopus", "Table 4"),
+        Claim("b", "mse", "0.30", 0.3).row("octopus", table),
+    ]
+    assert "1 are in no paper" in report.summary(rows)
+    printed, other = report.markdown(rows, {}, {}).split(f"### {table}")
+    assert "| what | paper |" in printed
+    assert "| what | reference |" in other
+    assert "reference" in report.terminal(rows).split(table)[1].splitlines()[1]
+
+
+def test_terminal_shows_paper_ours_and_difference(rows):
+    text = report.terminal(rows)
+    assert "OCTOPUS, arXiv:2605.21226, Table 4" in text
+    line = next(line for line in text.splitlines() if "missed" in line)
+    assert line.split() == ["DIFFERS", "missed,", "bits", "3", "-", "3.5", "+16.67", "%", "unclear"]
+    assert "hqmq, Table 5: times" in text
+    assert "turboquant-2" in text
+
+
+def test_folder_holds_page_data_and_figures(rows, tmp_path):
+    paths = report.write_folder(rows, tmp_path / "new", {"seconds": 1})
+    names = {p.name for p in paths}
+    assert names == {
+        "reproduce.md", "reproduce.json", "octopus-table-4.png", "rate-distortion.png", "rate-distortion.svg",
+    }  # fmt: skip
+    assert all(p.stat().st_size > 1000 or p.suffix == ".md" for p in paths)
+    data = json.loads((tmp_path / "new" / "reproduce.json").read_text())
+    assert [len(data[k]) for k in ("claims", "not_recomputed", "rate_distortion")] == [4, 1, len(SPECS) * len(SOURCES)]
+    page = (tmp_path / "new" / "reproduce.md").read_text()
+    for part in ("![Table 4](octopus-table-4.png)", "wrong \\| print", "- Table 5: times", "(rate-distortion.png)"):
+        assert part in page
+    assert "What does not hold as printed" in page
+    assert "held too, mse | 0.3 | - | 0.3 | +0.00 %" in page
+
+
+def test_folder_that_cannot_be_made(rows, tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(KVError, match="file"):
+        report.write_folder(rows, tmp_path / "file", {})
+
+
+def test_command_line(capsys, tmp_path):
+    out = tmp_path / "out"
+    assert main(["reproduce", "innerq", "--quick", "--out", str(out), "--json", "-"]) == 0
+    printed = json.loads(capsys.readouterr().out)
+    assert {r["paper"] for r in printed} == {"innerq"}
+    assert (out / "reproduce.md").read_text().startswith("# The papers' numbers, recomputed")
+    assert main(["reproduce", "innerq", "--quick"]) == 0
+    assert "figures hold" in capsys.readouterr().out
+    assert main(["reproduce", "innerq", "--model", "smollm2-135m"]) == 2
+    assert STUDY in capsys.readouterr().err
+
+
+def test_keys_and_values_of_a_model():
+    tiny_model = tiny_loaded()
+    records = capture(tiny_model, layers=3, tokens=40)
+    assert records[0].layer == 0
+    assert records[-1].layer == tiny_model.model.config.num_hidden_layers - 1
+    rows = list(rate_distortion_rows(["int-8"], quick=True, model=tiny_model))
+    assert [(r["source"], r["role"]) for r in rows[-2:]] == [("keys of tiny", "key"), ("values of tiny", "value")]
+    assert all(0 < r["relative_mse"] < 1e-3 for r in rows)
+    assert rows[-1]["samples"] <= 6

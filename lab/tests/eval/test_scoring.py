@@ -1,0 +1,343 @@
+"""Numbers through the compressed cache: those of first principles, in any batch, and never from fresh K and V."""
+
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+from tests.cli.corrupt import corrupt
+from tests.cli.tiny import TEXT, tiny_llama, tiny_tokenizer
+from tests.conftest import tiny_model
+
+from kvcodec.cli.measure.perplexity import compressed_logits, uncompressed
+from kvcodec.errors import ModelError
+from kvcodec.integrations.transformers.argument import passing
+from kvcodec.models import windows as text_windows
+from kvcodec_lab.eval.batches import read_answers, read_choices, read_window
+from kvcodec_lab.eval.scoring import Reader, cut_at, pair_ids
+from kvcodec_lab.eval.stress import stress
+from kvcodec_lab.eval.tasks.base import ChoiceOutput, Item, token_ids
+
+CONTEXTS = ("The cache holds", "What attention reads is counted", "Every byte", "The cache holds")
+ENDINGS = (" what it reads", " every one of them", " bytes", " it")
+PREFILLS = ("decoded", "exact")
+
+
+@pytest.fixture(scope="module")
+def model():
+    return tiny_llama()
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return tiny_tokenizer()
+
+
+def items(n: int = 4) -> list[Item]:
+    return [Item("t", str(i), "choices", context=CONTEXTS[i], continuations=ENDINGS, gold=0) for i in range(n)]
+
+
+def nothing() -> None:
+    pass
+
+
+def read(reader, tokenizer, wanted, batch=4, function=read_choices):
+    with reader.reading():
+        return {done.item.id: done for done in function(reader, tokenizer, wanted, batch, nothing)}
+
+
+# -- choices -----------------------------------------------------------------------------------------------------------
+
+
+def test_log_likelihoods_are_the_sums_over_the_continuation(model, tokenizer):
+    found = read(Reader(model, None), tokenizer, items())
+    for item in items():
+        for c, ending in enumerate(ENDINGS):
+            ids = token_ids(tokenizer, item.context + ending)
+            with torch.no_grad():
+                log_p = model(torch.tensor(ids)[None]).logits[0].log_softmax(-1)
+            wanted = sum(log_p[t - 1, ids[t]].item() for t in range(len(item.context), len(ids)))
+            assert found[item.id].output.loglikelihoods[c] == pytest.approx(wanted, abs=1e-4)
+
+
+@pytest.mark.parametrize("spec", ["saw-int4", "kivi-2:group=16,window=8", "innerq-base:sink=2,window=4"])
+def test_compressed_log_likelihoods_read_one_call_over_decoded_tokens(model, tokenizer, spec):
+    """By hand: context and continuation without its last token, into an empty cache, all at once."""
+    from kvcodec.integrations.transformers import cache_for
+
+    found = read(Reader(model, spec), tokenizer, items())
+    for item in items():
+        for c, ending in enumerate(ENDINGS):
+            ids = token_ids(tokenizer, item.context + ending)
+            with torch.no_grad():
+                cache = cache_for(model, spec, prefill="decoded")
+                log_p = model(torch.tensor(ids[:-1])[None], **passing(model, cache)).logits[0].log_softmax(-1)
+            wanted = sum(log_p[t - 1, ids[t]].item() for t in range(len(item.context), len(ids)))
+            assert found[item.id].output.loglikelihoods[c] == pytest.approx(wanted, abs=1e-4)
+
+
+@pytest.mark.parametrize("prefill", PREFILLS)
+def test_dense_is_the_uncompressed_model(tokenizer, prefill):
+    """To the last bit in 16 bit, which dense holds as it is."""
+    model = tiny_llama().to(torch.bfloat16)
+    dense = read(Reader(model, "dense", prefill=prefill), tokenizer, items())
+    exact = read(Reader(model, None, prefill=prefill), tokenizer, items())
+    assert {i: done.output for i, done in dense.items()} == {i: done.output for i, done in exact.items()}
+
+
+@pytest.mark.parametrize("prefill", PREFILLS)
+@pytest.mark.parametrize("spec", [None, "int-4", "kivi-2:group=16,window=8", "innerq-base:sink=2,window=4"])
+def test_scores_do_not_depend_on_the_batch_size(model, tokenizer, spec, prefill):
+    alone = read(Reader(model, spec, prefill=prefill), tokenizer, items(), batch=1)
+    many = read(Reader(model, spec, prefill=prefill), tokenizer, items(), batch=16)
+    for id_, done in alone.items():
+        assert many[id_].output.loglikelihoods == pytest.approx(done.output.loglikelihoods, abs=1e-4)
+        assert many[id_].held == done.held
+
+
+@pytest.mark.parametrize("prefill", PREFILLS)
+def test_every_scored_token_reads_what_is_stored(model, tokenizer, prefill):
+    """A codec that returns noise must move every score, even of a single letter behind a short context."""
+    noise = Reader(model, corrupt(), prefill=prefill)
+    single = [Item("t", "x", "choices", context="The cache", continuations=(" a", " b"), gold=0)]
+    kept = read(Reader(model, None, prefill=prefill), tokenizer, items(2) + single)
+    lost = read(noise, tokenizer, items(2) + single)
+    for id_, done in kept.items():
+        for a, b in zip(done.output.loglikelihoods, lost[id_].output.loglikelihoods, strict=True):
+            assert abs(a - b) > 1e-3
+    prompt = [Item("t", "y", "answer", context=TEXT[:40], answers=("x",), max_new_tokens=1)]
+    plain = Reader(model, None, prefill=prefill)
+    (kept_y,), (lost_y,) = (read(r, tokenizer, prompt, function=read_answers).values() for r in (plain, noise))
+    assert kept_y.output != lost_y.output
+
+
+def test_exact_prefill_reads_fresh_keys_in_the_context_only(model, tokenizer):
+    """By hand: fill the cache with all but the last context token, then read the rest in one call."""
+    from kvcodec.integrations.transformers import cache_for
+
+    context, ending = token_ids(tokenizer, CONTEXTS[1]), token_ids(tokenizer, ENDINGS[1])
+    cache = cache_for(model, "int-4", prefill="exact")
+    with torch.no_grad():
+        model(torch.tensor(context[:-1])[None], **passing(model, cache))
+        logits = model(torch.tensor([context[-1], *ending[:-1]])[None], **passing(model, cache)).logits[0]
+    wanted = sum(p[t].item() for p, t in zip(logits.log_softmax(-1), ending, strict=True))
+    found = read(Reader(model, "int-4", prefill="exact"), tokenizer, items())
+    assert found["1"].output.loglikelihoods[1] == pytest.approx(wanted, abs=1e-4)
+    decoded = read(Reader(model, "int-4"), tokenizer, items())
+    assert decoded["1"].output.loglikelihoods[1] != pytest.approx(wanted, abs=1e-3)
+
+
+def test_letters_behind_one_context_are_read_once(model, tokenizer, monkeypatch):
+    calls = []
+    reader = Reader(model, "int-4")
+    original = reader.continuations
+    monkeypatch.setattr(reader, "continuations", lambda ids, k: calls.append(ids.shape) or original(ids, k))
+    item = Item("t", "x", "choices", context="One of A, B, C, D:", continuations=(" A", " B", " C", " D"), gold=0)
+    (done,) = read(reader, tokenizer, [item]).values()
+    # a space and a letter: the space is fed, the letters share its logits
+    assert calls == [(1, len("One of A, B, C, D:") + 1)]
+    assert len(set(done.output.loglikelihoods)) == 4
+
+
+def test_bytes_are_those_of_the_longest_sequence(model, tokenizer):
+    (done,) = read(Reader(model, "int-4"), tokenizer, items(1)).values()
+    tokens = len(CONTEXTS[0]) + max(map(len, ENDINGS)) - 1
+    assert done.held.elements == 3 * 2 * tokens * 64 * 2
+    assert 4 < done.held.nbytes * 8 / done.held.elements < 16  # pages of 64 tokens, not all of them used
+    (plain,) = read(Reader(model, None), tokenizer, items(1)).values()
+    assert (plain.held.elements, plain.held.nbytes) == (done.held.elements, 2 * done.held.elements)
+
+
+def test_what_cannot_be_read_is_an_item_with_an_error(model, tokenizer):
+    spec = "saw-int4:kmeans=16"  # its clusters need 16 tokens
+    pytest.importorskip("sklearn")
+    short = Item("t", "short", "choices", context="Hi", continuations=(" a", " b"), gold=0)
+    long = Item("t", "long", "choices", context="x" * 600, continuations=(" a", " b"), gold=0)
+    empty = Item("t", "empty", "choices", context="x", continuations=("", " b"), gold=0)
+    found = read(Reader(model, spec), tokenizer, [short, long, empty, items()[1]])
+    assert "needs at least 16 tokens to fit on" in found["short"].error
+    assert "601 tokens do not fit the model, which knows 512 positions" in found["long"].error
+    assert "adds no token to its context" in found["empty"].error
+    assert found["1"].output is not None
+    assert found["short"].output is found["long"].output is found["empty"].output is None
+
+
+def test_nan_in_the_keys_is_an_error_of_its_item_alone(model, tokenizer):
+    broken = tiny_llama()
+    with torch.no_grad():
+        broken.model.embed_tokens.weight[token_ids(tokenizer, "~")[0]] = float("nan")
+    bad = replace(items()[0], id="bad", context="The cache hold~")
+    found = read(Reader(broken, "int-4"), tokenizer, [bad, *items()], batch=16)
+    assert "nan is not finite" in found["bad"].error
+    assert all(found[item.id].output is not None for item in items())
+
+
+def test_nan_logits_score_at_chance_and_never_win():
+    output = ChoiceOutput((math.nan, -3.0, -2.0))
+    assert output.best() == [2]
+    assert ChoiceOutput((math.nan, math.nan)).best() == [0, 1]
+    assert ChoiceOutput((-2.0, -2.0, -3.0)).best() == [0, 1]
+    assert ChoiceOutput((-4.0, -3.0)).best([4, 1]) == [0]
+
+
+# -- answers -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("prefill", PREFILLS)
+def test_answers_are_those_of_generate(model, tokenizer, prefill):
+    from kvcodec.integrations.transformers import cache_for
+
+    prompts = [
+        Item("t", str(i), "answer", context=TEXT[i : 60 + i], answers=("x",), max_new_tokens=8, stop=())
+        for i in range(3)
+    ]
+    found = read(Reader(model, "saw-int4", prefill=prefill), tokenizer, prompts, function=read_answers)
+    for item in prompts:
+        ids = torch.tensor(token_ids(tokenizer, item.context))[None]
+        cache = cache_for(model, "saw-int4", prefill=prefill)
+        with torch.no_grad():
+            if prefill == "exact":
+                model(ids[:, :-1], **passing(model, cache))
+            made = model.generate(ids, **passing(model, cache), max_new_tokens=8, do_sample=False, pad_token_id=0)
+        text = tokenizer.decode(made[0, ids.shape[1] :], skip_special_tokens=True)
+        assert found[item.id].output.text == text
+        assert found[item.id].held.elements == 3 * 2 * 60 * 64 * 2, "held when the prompt was read"
+
+
+def test_an_answer_ends_at_its_stop_and_generation_with_it(model, tokenizer, monkeypatch):
+    free = Item("t", "a", "answer", context=TEXT[:50], answers=("x",), max_new_tokens=12, stop=())
+    (done,) = read(Reader(model, None), tokenizer, [free], function=read_answers).values()
+    text = done.output.text
+    stop = text.strip()[3]
+    reader, steps = Reader(model, None), []
+    original = reader._logits
+    monkeypatch.setattr(reader, "_logits", lambda *a: steps.append(1) or original(*a))
+    (done,) = read(reader, tokenizer, [replace(free, stop=(stop,))], function=read_answers).values()
+    assert done.output.text == cut_at(text, (stop,)) != text
+    assert len(steps) < 12
+
+
+def test_tokens_that_end_a_text_end_an_answer(tokenizer):
+    model = tiny_llama()
+    free = Item("t", "a", "answer", context=TEXT[:50], answers=("x",), max_new_tokens=6, stop=())
+    reader = Reader(model, None)
+    with reader.reading():
+        (ids,), _ = reader.answers(torch.tensor([token_ids(tokenizer, free.context)]), 6, lambda tokens: False)
+    model.generation_config.eos_token_id = [ids[2]]
+    (cut,) = read(Reader(model, None), tokenizer, [free], function=read_answers).values()
+    assert cut.output.text == tokenizer.decode(ids[: ids.index(ids[2])])
+
+
+# -- windows -----------------------------------------------------------------------------------------------------------
+
+
+def test_a_window_scores_as_compare_scores_it(model, tokenizer):
+    ids = text_windows.tokenize(tokenizer, TEXT, 200)
+    reference = uncompressed(model, ids)
+    item = Item("kl", "w", "window", ids=tuple(ids.tolist()))
+    for spec in ("dense", "int-4", "kivi-2:group=16,window=32"):
+        reader = Reader(model, spec)
+        with reader.reading():
+            output = read_window(reader, item, reference, nothing).output
+        wanted = reference.score(compressed_logits(model, spec, ids)[0])
+        assert output.nll.sum().item() == pytest.approx(wanted.nll, rel=1e-5)
+        assert output.kl.sum().item() == pytest.approx(wanted.kl, rel=1e-4, abs=1e-4)
+        assert int(output.top1.sum()) == wanted.agree
+        assert output.nll.numel() == 199
+        assert (output.top5 >= output.top1).all()
+    reader = Reader(model, None)
+    with reader.reading():
+        done = read_window(reader, item, reference, nothing)
+    assert done.output.nll.sum().item() == pytest.approx(reference.nll.sum().item())
+    assert not done.output.kl.any()
+    assert done.output.top1.all()
+    assert done.held.elements == 3 * 2 * 200 * 64 * 2
+
+
+def test_top_five_by_hand(model, tokenizer):
+    ids = text_windows.tokenize(tokenizer, TEXT, 120)
+    reference = uncompressed(model, ids)
+    logits = compressed_logits(model, "int-2", ids)[0]
+    reader = Reader(model, "int-2")
+    with reader.reading():
+        output = reader.window(ids, reference)[0]
+    wanted = [reference.best[t].item() in logits[t].topk(5).indices.tolist() for t in range(119)]
+    assert output.top5.tolist() == wanted
+    assert 0 < sum(wanted) < 119
+
+
+@pytest.mark.parametrize(("tokens", "first"), [(512, 257), (100, 51)])
+def test_an_exact_window_scores_only_tokens_that_read_the_store(model, tokenizer, tokens, first):
+    ids = text_windows.tokenize(tokenizer, TEXT, tokens)
+    reference = uncompressed(model, ids)
+    outputs = {}
+    for spec in (None, "int-4"):
+        reader = Reader(model, spec, prefill="exact")
+        with reader.reading():
+            outputs[spec] = reader.window(ids, reference)[0]
+        assert outputs[spec].first == first
+        assert outputs[spec].nll.numel() == tokens - first
+    assert torch.equal(outputs[None].nll, reference.nll[first - 1 :])
+    if tokens == 512:
+        logits = compressed_logits(model, "int-4", ids, prefill="exact")[0][first - 1 :].log_softmax(-1)
+        wanted = -logits.gather(1, ids[first:, None])[:, 0]
+        assert torch.allclose(outputs["int-4"].nll, wanted.to(outputs["int-4"].nll.dtype), atol=1e-4)
+    noise = Reader(model, corrupt(), prefill="exact")
+    with noise.reading():
+        lost = noise.window(ids, reference)[0]
+    assert (lost.kl > 1e-6).all(), "every scored token reads noise"
+
+
+# -- constants, attention, tokens --------------------------------------------------------------------------------------
+
+
+def test_constants_are_drawn_once_and_are_those_of_a_fresh_cache(model, tokenizer, monkeypatch):
+    from kvcodec.codec import Site
+    from kvcodec.shared import SHARED
+
+    SHARED.clear()
+    drawn = []
+    original = Site.generator
+    monkeypatch.setattr(Site, "generator", lambda self, *a: drawn.append(1) or original(self, *a))
+    fresh = [read(Reader(model, "turboquant-4"), tokenizer, [item], batch=16)[item.id].output for item in items()]
+    before = len(drawn)
+    assert before == 3 * 2 * 2, "drawn once in a process"
+    SHARED.clear()
+    found = read(Reader(model, "turboquant-4"), tokenizer, items(), batch=1)
+    for item, output in zip(items(), fresh, strict=True):
+        assert found[item.id].output.loglikelihoods == pytest.approx(output.loglikelihoods, abs=1e-4)
+    assert len(drawn) - before == 3 * 2 * 2, "layers x roles x heads, however many sequences are read"
+
+
+def test_the_model_gets_its_own_attention_back(model):
+    own = model.config._attn_implementation
+    reader = Reader(model, "ultraquant:queries=fp8")
+    with reader.reading():
+        assert model.config._attn_implementation == "kvcodec"
+    assert model.config._attn_implementation == own
+
+
+def test_warnings_of_the_probe_become_notes(tokenizer):
+    model = tiny_model("llama-gqa", vocab_size=256)
+    with stress(model, 256.0):
+        reader = Reader(model, "int-4")
+        found = read(reader, tokenizer, [replace(items()[1], context=CONTEXTS[1] * 3)])
+    assert all(done.output for done in found.values())
+    assert len(reader.notes) == 1
+    assert "breaks on this model's keys" in reader.notes[0]
+
+
+def test_a_pair_is_cut_where_the_context_ends(tokenizer):
+    context, rest = pair_ids(tokenizer, "ab ", "c")
+    assert tokenizer.decode(context) == "ab"
+    assert tokenizer.decode(rest) == " c"
+    with pytest.raises(ModelError, match="adds no token"):
+        pair_ids(tokenizer, "ab", "")
+    with pytest.raises(ModelError, match="a tokenizer without a token that begins a text"):
+        pair_ids(tokenizer, "", "c")
+
+
+def test_an_exact_prefill_without_a_context_is_refused(model):
+    reader = Reader(model, "int-4", prefill="exact")
+    with reader.reading(), pytest.raises(ModelError, match="fills the cache before it scores"):
+        reader.continuations(torch.tensor([[1, 2]]), 2)

@@ -1,0 +1,573 @@
+"""Items: the same in every process, what prompts say, every form of data, and what is said of data that is wrong."""
+
+import gzip
+import json
+import math
+import re
+import subprocess
+import sys
+import types
+import uuid
+from pathlib import Path
+
+import pytest
+from tests.cli.tiny import tiny_tokenizer
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+from kvcodec.errors import FormatError, KVError, ModelError, SpecError
+from kvcodec.models.loading import SampleText, load_text
+from kvcodec_lab.eval.tasks import get_task, task_names
+from kvcodec_lab.eval.tasks.base import AnswerOutput, ChoiceOutput, Item, TaskSettings, drawn, item_id, token_ids
+from kvcodec_lab.eval.tasks.haystack import Haystack, fitted, hide, largest
+
+DATA = Path(__file__).parents[3].parent / "shared/data"
+GENERATED = ("needle", "needle_multikey", "kv_retrieval", "variable_tracking", "common_words")
+FROM_FILES = ("hellaswag", "piqa", "arc_easy", "arc_challenge", "mmlu", "truthfulqa", "squad", "hotpot")
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return tiny_tokenizer()
+
+
+@pytest.fixture(scope="module")
+def text():
+    return load_text()
+
+
+def settings(text, **changed) -> TaskSettings:
+    return TaskSettings(text=text, **{"limit": 6, "lengths": (1400, 1900), "depths": (0.0, 0.5, 1.0), **changed})
+
+
+# -- the registry ------------------------------------------------------------------------------------------------------
+
+
+def test_a_misspelt_task_names_the_nearest():
+    with pytest.raises(SpecError, match=r"unknown task 'helaswag'. Did you mean 'hellaswag'\? Tasks: perplexity, kl, "):
+        get_task("helaswag")
+
+
+@pytest.mark.parametrize("name", task_names())
+def test_every_task_says_what_it_is(name):
+    task = get_task(name)
+    assert task.name == name
+    assert task.summary
+    assert task.default_limit > 0
+    assert all(metric.text and metric.better in ("higher", "lower") for metric in task.metrics.values())
+
+
+def test_the_names_are_those_that_users_know():
+    assert set(task_names()) == {"perplexity", "kl", *GENERATED, *FROM_FILES}
+
+
+# -- ids and draws -----------------------------------------------------------------------------------------------------
+
+
+def test_a_larger_limit_draws_the_same_items_and_more_whatever_the_order():
+    items = [Item("t", item_id("t", i), "choices") for i in range(100)]
+    few = [i.id for i in drawn(items, 10, 0)]
+    assert [i.id for i in drawn(reversed(items), 30, 0)][:10] == few
+    assert [i.id for i in drawn(items + items, 1000, 0)][:10] == few
+    assert len(drawn(items + items, 1000, 0)) == 100
+    assert [i.id for i in drawn(items, 10, 1)] != few
+
+
+@pytest.mark.parametrize("name", ["perplexity", "kl", *GENERATED])
+def test_items_are_the_same_in_another_process_and_nested_in_larger_limits(name, tokenizer, text):
+    found = [i.id for i in get_task(name).items(tokenizer, settings(text, window_tokens=300))]
+    assert len(found) == len(set(found)) == 6
+    more = [i.id for i in get_task(name).items(tokenizer, settings(text, window_tokens=300, limit=8))]
+    assert set(found) < set(more)
+    if name in GENERATED:
+        other = [i.id for i in get_task(name).items(tokenizer, settings(text, seed=1))]
+        assert not set(found) & set(other)
+    if name == "needle_multikey":
+        code = (
+            "from lab.tests.eval.test_tasks import *\n"
+            f"print(*(i.id for i in get_task({name!r}).items(tiny_tokenizer(), settings(load_text()))))"
+        )
+        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+        assert done.stdout.split() == found
+
+
+# -- windows -----------------------------------------------------------------------------------------------------------
+
+
+def test_windows_are_consecutive_and_a_short_text_gives_fewer(tokenizer, text):
+    items = get_task("kl").items(tokenizer, settings(text, window_tokens=100, limit=3))
+    ids = [t for item in items for t in item.ids]
+    assert ids == token_ids(tokenizer, text.text)[:300]
+    short = SampleText(text.text[:250], "short", "")
+    assert len(get_task("perplexity").items(tokenizer, settings(short, window_tokens=100))) == 2
+    with pytest.raises(ModelError, match="the text has 250 tokens and a window takes 300"):
+        get_task("kl").items(tokenizer, settings(short, window_tokens=300))
+    with pytest.raises(ModelError, match="does not fit the model, which knows 64 positions"):
+        get_task("kl").items(tokenizer, settings(text, window_tokens=100, positions=64))
+
+
+# -- prompts of a length -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", GENERATED)
+def test_prompts_have_the_length_and_cover_the_grid(name, tokenizer, text):
+    items = get_task(name).items(tokenizer, settings(text))
+    room = {"kv_retrieval": 90, "common_words": 300}.get(name, 0)
+    for item in items:
+        length = item.group["length"]
+        assert length - room <= len(token_ids(tokenizer, item.context)) <= length
+        assert item.max_new_tokens > 0
+    cells = {tuple(item.group.values()) for item in items}
+    assert len(cells) == (6 if "depth" in items[0].group else 2)
+
+
+@pytest.mark.parametrize(("name", "keys"), [("needle", 1), ("needle_multikey", 4)])
+def test_a_needle_stands_at_its_depth_and_its_key_is_asked_for(name, keys, tokenizer, text):
+    for item in get_task(name).items(tokenizer, settings(text)):
+        body, ask = item.context.split("\nWhat is the special magic number")
+        assert body.count("One of the special magic numbers for ") == keys
+        key = ask.split(" for ")[1].split(" mentioned")[0]
+        needle = f"One of the special magic numbers for {key} is: {item.answers[0]}."
+        assert body.count(needle) == 1
+        hay = re.sub(r" ?One of the special magic numbers for \w+ is: \d+\.", "", body.replace(needle, "^"))
+        at = hay.index("^") / len(hay)
+        assert at == pytest.approx(item.group["depth"], abs=0.15)
+        assert len(item.answers[0]) == 7
+
+
+def test_hidden_sentences_stand_between_sentences():
+    text = "First one here. Second one here. Third one here."
+    assert hide(text, [(0.5, "N.")]) == "First one here. Second one here. N. Third one here."
+    assert hide("no end of a sentence anywhere in this", [(0.5, "N.")]).count(" N. ") == 1
+
+
+def test_a_haystack_begins_again_where_it_ends(tokenizer):
+    haystack = Haystack(tokenizer, "abc def ")
+    assert haystack.piece(6, 12) == "f abc def ab"
+    assert haystack.piece(14, 2) == "f "
+
+
+def test_a_prompt_without_room_for_the_question_is_refused(tokenizer, text):
+    for name in GENERATED:
+        with pytest.raises(ModelError, match=rf"{name}: .*pass longer --lengths"):
+            get_task(name).items(tokenizer, settings(text, lengths=(100,)))
+    with pytest.raises(ModelError, match="1900 tokens of a prompt do not fit the model, which knows 1000 positions"):
+        get_task("needle").items(tokenizer, settings(text, positions=1000))
+    with pytest.raises(SpecError, match=r"depth 2 is not in 0\.\.1"):
+        get_task("needle").items(tokenizer, settings(text, depths=(2,)))
+
+
+def test_default_lengths_are_those_that_fit_the_model(tokenizer, text):
+    items = get_task("needle").items(tokenizer, settings(text, lengths=(), positions=1100, limit=2))
+    assert {item.group["length"] for item in items} == {1024}
+    with pytest.raises(ModelError, match="the model knows 512 positions; pass --lengths"):
+        get_task("needle").items(tokenizer, settings(text, lengths=(), positions=512))
+
+
+def test_a_length_that_no_prompt_has_is_missed_by_the_least(tokenizer):
+    assert len(fitted("t", tokenizer, 50, lambda m, shift: "ab" * m, 10)) == 50
+    assert len(fitted("t", tokenizer, 51, lambda m, shift: "ab" * m, 10)) == 50
+
+
+@pytest.mark.parametrize("most", [0, 1, 5, 1000])
+@pytest.mark.parametrize("length", [0, 1, 2, 17, 64])
+def test_the_largest_that_fits_is_found(tokenizer, length, most):
+    wanted = max([m for m in range(most + 1) if 3 * m + 1 <= length], default=-1)
+    assert largest(tokenizer, length, lambda m: "x" * (3 * m + 1), most) == wanted
+
+
+def test_keys_and_values_are_asked_for_at_their_depth(tokenizer, text):
+    for item in get_task("kv_retrieval").items(tokenizer, settings(text)):
+        head, ask = item.context.split("\n\nKey: ")
+        pairs = json.loads(head.split("JSON data:\n")[1])
+        key = json.loads(ask.split("\n")[0])
+        assert pairs[key] == item.answers[0]
+        assert list(pairs).index(key) == round(item.group["depth"] * (len(pairs) - 1))
+        assert item.context.endswith('Corresponding value: "')
+
+
+def test_key_value_prompts_of_one_length_have_exactly_that_many_tokens(text):
+    """Where records differ in tokens: pairs of letters are one token here."""
+    symbols = sorted(pre_tokenizers.ByteLevel.alphabet())
+    merges = [(a, b) for a in "abcdef" for b in "abcdef"]
+    vocabulary = {s: i for i, s in enumerate([*symbols, *("".join(pair) for pair in merges)])}
+    raw = Tokenizer(models.BPE(vocab=vocabulary, merges=merges))
+    raw.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    raw.decoder = decoders.ByteLevel()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=raw)
+    items = get_task("kv_retrieval").items(tokenizer, settings(text, limit=12))
+    assert [len(token_ids(tokenizer, item.context)) for item in items] == [item.group["length"] for item in items]
+    for item in items:
+        pairs = json.loads(item.context.split("\n\nKey: ")[0].split("JSON data:\n")[1])
+        assert item.answers[0] in pairs.values()
+        assert all(str(uuid.UUID(text)) == text for pair in pairs.items() for text in pair)
+
+
+def test_key_value_records_of_a_file_are_used_where_it_is_named(tokenizer, text, tmp_path):
+    record = {"ordered_kv_records": [[f"key{i}", f"value{i}"] for i in range(40)]}
+    path = tmp_path / "kv-retrieval-40.jsonl.gz"
+    path.write_bytes(gzip.compress(json.dumps(record).encode()))
+    task = get_task("kv_retrieval")
+    assert task.source(settings(text, data=tmp_path)) is None
+    given = settings(text, data_of={"kv_retrieval": path}, lengths=(900,))
+    assert task.source(given).name == path.name
+    items = task.items(tokenizer, given)
+    assert all(item.answers[0].startswith("value") for item in items)
+    (tmp_path / "bad.jsonl").write_text('{"ordered_kv_records": [["a", "b"]]}')
+    with pytest.raises(FormatError, match=r"bad.jsonl, record 1: fewer than two pairs; expected JSON lines"):
+        task.items(tokenizer, settings(text, data_of={"kv_retrieval": tmp_path / "bad.jsonl"}))
+
+
+def test_variables_form_a_chain(tokenizer, text):
+    for item in get_task("variable_tracking").items(tokenizer, settings(text)):
+        names = list(item.answers)
+        value = item.context.rsplit("assigned the value ", 1)[1].split(",")[0]
+        for name, set_to in zip(names, [value, *(f"VAR {n}" for n in names)], strict=False):
+            assert item.context.count(f"VAR {name} = {set_to}.") == 1
+        places = [item.context.index(f"VAR {name} =") for name in names]
+        assert places == sorted(places)
+
+
+def test_common_words_are_the_most_common(tokenizer, text):
+    from collections import Counter
+
+    for item in get_task("common_words").items(tokenizer, settings(text)):
+        listed = item.context.split("most often.\n")[1].split("\nQuestion")[0].split(" ")
+        assert listed[::2] == [f"{i}." for i in range(1, len(listed) // 2 + 1)]
+        counted = Counter(listed[1::2])
+        assert {word for word, _ in counted.most_common(10)} == set(item.answers)
+        (tenth, eleventh) = (n for _, n in counted.most_common(11)[9:])
+        assert tenth > eleventh
+    with pytest.raises(ModelError, match=r"the text has 2 different words of 4 to 9 letters"):
+        get_task("common_words").items(tokenizer, settings(SampleText("some text", "t", "")))
+
+
+# -- scores ------------------------------------------------------------------------------------------------------------
+
+
+def test_answers_are_scored_by_what_they_hold():
+    needle = Item("needle", "i", "answer", answers=("1234567",))
+    task = get_task("needle")
+    assert task.score(needle, AnswerOutput(" 1234567")) == {"recall": (1.0, 1.0), "prefix": (1.0, 1.0)}
+    assert task.score(needle, AnswerOutput(" 1299")) == {"recall": (0.0, 1.0), "prefix": (2 / 7, 1.0)}
+    assert task.score(needle, AnswerOutput("the number 1234567")) == {"recall": (1.0, 1.0), "prefix": (0.0, 1.0)}
+    listing = Item("variable_tracking", "i", "answer", answers=("ABCDE", "FGHIJ"))
+    task = get_task("variable_tracking")
+    assert task.score(listing, AnswerOutput(" FGHIJ, XABCDE, and FGHIJ"))["recall"] == (1.0, 2.0)
+    qa = Item("squad", "i", "answer", answers=("The Queen's gaoler", "gaoler"))
+    task = get_task("squad")
+    assert task.score(qa, AnswerOutput(" the gaoler.")) == {"f1": (1.0, 1.0), "exact": (1.0, 1.0), "recall": (1.0, 1.0)}
+    scores = task.score(qa, AnswerOutput("it is a gaoler"))
+    assert scores == {"f1": (0.5, 1.0), "exact": (0.0, 1.0), "recall": (1.0, 1.0)}
+    assert task.score(qa, AnswerOutput("gaolers"))["recall"] == (0.0, 1.0)
+
+
+def test_choices_are_scored_plain_by_length_and_by_probability():
+    task = get_task("hellaswag")
+    item = Item("hellaswag", "i", "choices", continuations=(" ab", " abcdefgh", " abc"), gold=1)
+    scores = task.score(item, ChoiceOutput((-4.0, -5.0, -6.0)))
+    assert scores["accuracy"] == (0.0, 1.0)
+    assert scores["accuracy_norm"] == (1.0, 1.0)
+    weights = [math.exp(x) for x in (-4, -5, -6)]
+    assert scores["probability"][0] == pytest.approx(weights[1] / sum(weights))
+    assert task.shown(item, ChoiceOutput((-4.0, -5.0, -6.0))) == "1"
+    tied = task.score(item, ChoiceOutput((-4.0, -4.0, -6.0)))
+    assert tied["accuracy"] == (0.5, 1.0)
+    broken = ChoiceOutput((math.nan,) * 3)
+    assert {name: total for name, (total, _) in task.score(item, broken).items()} == pytest.approx(
+        dict.fromkeys(("accuracy", "accuracy_norm", "probability"), 1 / 3)
+    )
+    letters = Item("mmlu", "i", "choices", continuations=(" A", " B"), gold=0)
+    assert set(get_task("mmlu").score(letters, ChoiceOutput((0.0, -1.0)))) == {"accuracy", "probability"}
+    assert get_task("mmlu").shown(letters, ChoiceOutput((0.0, -1.0))) == "0"
+
+
+# -- data --------------------------------------------------------------------------------------------------------------
+
+HELLASWAG = {
+    "ctx": "Cooking: A man [header] stirs",
+    "endings": ["a pot.", "a  car.", "the [x] sky.", "sand."],
+    "label": 2,
+}
+HELLASWAG_HUB = {"activity_label": "Cooking", "ctx_a": "A man stirs.", "ctx_b": "he", "ctx": "", "endings": ["a", "b"]}
+ARC_LOCAL = {
+    "instruction": "Please choose the correct answer to the question: What\nis wet?\n\nAnswer1: a stone Answer2: water "
+    "Answer3: Answer 4 of old\n\nAnswer format: answer1/answer2/answer3",
+    "answer": "answer2",
+}
+ARC_HUB = {"question": "What is wet?", "choices": {"text": ["a", "b"], "label": ["1", "2"]}, "answerKey": "2"}
+TRUTHFUL = "Question,Best Answer,Incorrect Answers\nWhy?,Because,No; Yes.; No\n"
+TRUTHFUL_HUB = {"question": "Why?", "mc1_targets": {"choices": ["No.", "Because."], "labels": [0, 1]}}
+SQUAD = {
+    "data": [
+        {
+            "title": t,
+            "paragraphs": [
+                {
+                    "context": f"{t} lies near {p}.",
+                    "qas": [
+                        {"id": f"{t}{i}", "question": f"Where is {t}?", "answers": [{"text": f"near {p}"}] * 2},
+                        {"id": f"{t}{i}no", "question": "Unanswerable?", "answers": []},
+                    ],
+                }
+                for i, p in enumerate(("Paris", "Rome"))
+            ],
+        }
+        for t in ("Alpha", "Beta", "Gamma")
+    ]
+}
+HOTPOT = [
+    {
+        "_id": str(i),
+        "question": f"What is {i}?",
+        "answer": f"number {i}",
+        "supporting_facts": [[f"T{i}a", 0], [f"T{i}b", 0]],
+        "context": [[f"T{i}{c}", [f"T{i}{c} is. ", f"Number {i}."]] for c in "abcd"],
+    }
+    for i in range(4)
+]
+
+
+def write(folder: Path, name: str, data) -> Path:
+    path = folder / name
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(data if isinstance(data, str) else json.dumps(data))
+    return path
+
+
+def only(name: str, folder: Path, text, **changed) -> Item:
+    (item,) = get_task(name).items(None, TaskSettings(text=text, data=folder, **changed))
+    return item
+
+
+def test_hellaswag_in_both_forms(tmp_path, text):
+    write(tmp_path, "hellaswag_val.jsonl", HELLASWAG)
+    item = only("hellaswag", tmp_path, text)
+    assert (item.context, item.gold) == ("Cooking: A man stirs", 2)
+    assert item.continuations == (" a pot.", " a car.", " the sky.", " sand.")
+    write(tmp_path, "hellaswag_val.jsonl", {**HELLASWAG_HUB, "label": "1"})
+    item = only("hellaswag", tmp_path, text)
+    assert (item.context, item.gold) == ("Cooking: A man stirs. He", 1)
+
+
+def test_piqa_takes_its_labels_from_beside(tmp_path, text):
+    record = {"goal": "Boil an egg?", "sol1": "In water.", "sol2": "In sand."}
+    write(tmp_path, "piqa/valid.jsonl", record)
+    with pytest.raises(KVError, match=r"piqa: .*valid-labels.lst cannot be read"):
+        only("piqa", tmp_path, text)
+    write(tmp_path, "piqa/valid-labels.lst", "1\n0\n")
+    with pytest.raises(FormatError, match=r"has 2 labels and valid\.jsonl 1 records"):
+        only("piqa", tmp_path, text)
+    write(tmp_path, "piqa/valid-labels.lst", "1\n")
+    item = only("piqa", tmp_path, text)
+    assert (item.context, item.continuations, item.gold) == (
+        "Question: Boil an egg?\nAnswer:",
+        (" In water.", " In sand."),
+        1,
+    )
+    before = get_task("piqa").source(TaskSettings(text=text, data=tmp_path)).sha256
+    write(tmp_path, "piqa/valid-labels.lst", "0\n")
+    assert get_task("piqa").source(TaskSettings(text=text, data=tmp_path)).sha256 != before
+
+
+@pytest.mark.parametrize("name", ["arc_easy", "arc_challenge"])
+def test_arc_in_both_forms(name, tmp_path, text):
+    path = write(tmp_path, f"{name}.json", [ARC_LOCAL])
+    item = only(name, path, text)
+    assert (item.context, item.gold) == ("Question: What\nis wet?\nAnswer:", 1)
+    assert item.continuations == (" a stone", " water", " Answer 4 of old")
+    write(tmp_path, f"{name}.json", [ARC_HUB])
+    item = only(name, path, text)
+    assert (item.context, item.continuations, item.gold) == ("Question: What is wet?\nAnswer:", (" a", " b"), 1)
+
+
+@pytest.mark.parametrize("answers", [("A", "B", "C", "D", "A", "D"), ("0", "1", "2", "3", "0", "3")])
+def test_mmlu_shows_five_questions_of_the_subject(answers, tmp_path, text):
+    header = "question,a,b,c,d,answer\n" if answers[0] == "0" else ""
+    rows = "".join(f"Q{i}?,a{i},b{i},c{i},d{i},{answer}\n" for i, answer in enumerate(answers[:5]))
+    write(tmp_path, "mmlu/dev/art_history_dev.csv", header + rows)
+    write(tmp_path, "mmlu/test/art_history_test.csv", f'{header}"Who, then?",w,x,y,z,{answers[5]}\n')
+    item = only("mmlu", tmp_path, text)
+    assert item.context.startswith(
+        "The following are multiple choice questions (with answers) about art history.\n\nQ0?\nA. a0\nB. b0\nC. c0\n"
+        "D. d0\nAnswer: A\n\nQ1?\n"
+    )
+    assert item.context.endswith("\nAnswer: A\n\nWho, then?\nA. w\nB. x\nC. y\nD. z\nAnswer:")
+    assert (item.continuations, item.gold, dict(item.group)) == (
+        (" A", " B", " C", " D"),
+        3,
+        {"subject": "art_history"},
+    )
+    write(tmp_path, "mmlu/dev/art_history_dev.csv", header + rows.split("Q4")[0])
+    with pytest.raises(FormatError, match="mmlu: 4 development questions of art_history; 5 are needed"):
+        only("mmlu", tmp_path, text)
+    write(tmp_path, "mmlu/test/art_history_test.csv", "Who?,w,x,y,z,E\n")
+    with pytest.raises(FormatError, match=r"art_history_test.csv, row 1: expected question, four choices"):
+        only("mmlu", tmp_path, text)
+
+
+def test_truthfulqa_in_both_forms(tmp_path, text):
+    write(tmp_path, "TruthfulQA.csv", TRUTHFUL)
+    item = only("truthfulqa", tmp_path, text)
+    assert item.context.endswith("Barcelona, Spain.\n\nQ: Why?\nA:")
+    assert (item.continuations, item.gold) == ((" Because.", " No.", " Yes."), 0)
+    path = write(tmp_path, "truthfulqa.json", [TRUTHFUL_HUB])
+    task = get_task("truthfulqa")
+    question = task.question(json.loads(path.read_text())[0])
+    assert (question.choices, question.gold) == (("No.", "Because."), 1)
+
+
+def test_squad_asks_answerable_questions_over_other_articles(tokenizer, tmp_path, text):
+    write(tmp_path, "dev-v2.0.json", SQUAD)
+    items = get_task("squad").items(tokenizer, settings(text, data=tmp_path, lengths=(700,), depths=(0.0, 1.0)))
+    assert len(items) == 6
+    for item in items:
+        documents = item.context.split("\n\nDocument ")[1:]
+        topic = item.context.split("Question: Where is ")[1].split("?")[0]
+        assert sum(topic in d.split("\n\nAnswer the")[0] for d in documents) == 1, "no other paragraph of its article"
+        at = next(i for i, d in enumerate(documents) if d.split(":\n")[1].startswith(topic))
+        assert at == round(item.group["depth"] * (len(documents) - 1))
+        assert len(documents) > 1
+        assert item.answers[0].startswith("near ")
+    flat = [
+        {"id": "1", "title": "A", "context": "A is red.", "question": "What is A?", "answers": {"text": ["red"]}},
+        {"id": "2", "title": "B", "context": "B is blue.", "question": "What is B?", "answers": {"text": []}},
+    ]
+    write(tmp_path, "dev-v2.0.json", flat)
+    (item,) = get_task("squad").items(tokenizer, settings(text, data=tmp_path, lengths=(700,)))
+    assert "A is red." in item.context
+    assert "B is blue." in item.context
+
+
+def test_hotpot_shows_both_paragraphs_and_takes_the_hub_form(tokenizer, tmp_path, text):
+    hub = [
+        {
+            **{k: v for k, v in r.items() if k != "_id"},
+            "id": r["_id"],
+            "supporting_facts": {"title": [t for t, _ in r["supporting_facts"]], "sent_id": [0, 0]},
+            "context": {"title": [t for t, _ in r["context"]], "sentences": [s for _, s in r["context"]]},
+        }
+        for r in HOTPOT
+    ]
+    found = []
+    for form in (HOTPOT, hub):
+        write(tmp_path, "hotpot.json", form)
+        items = get_task("hotpot").items(tokenizer, settings(text, data=tmp_path, lengths=(800,)))
+        assert len(items) == 4
+        for item in items:
+            i = item.answers[0].split()[1]
+            assert f"T{i}a\nT{i}a is. Number {i}." in item.context
+            assert f"T{i}b\n" in item.context
+            assert item.context.count("Document ") > 4
+        found.append({item.id for item in items})
+    assert found[0] == found[1]
+    with pytest.raises(ModelError, match="hotpot: no question fits 200 tokens; pass longer --lengths"):
+        get_task("hotpot").items(tokenizer, settings(text, data=tmp_path, lengths=(200,)))
+
+
+@pytest.mark.parametrize("name", FROM_FILES)
+def test_missing_data_says_what_is_wanted_and_where_it_is_had(name, tmp_path, text, monkeypatch):
+    task = get_task(name)
+    with pytest.raises(KVError, match=rf"{name}: nothing below --data .* is called .*{task.needs.hub[0]} on") as caught:
+        task.check(settings(text, data=tmp_path))
+    assert task.needs.patterns[0] in str(caught.value)
+    assert f"--data {name}=FILE" in str(caught.value)
+    with pytest.raises(KVError, match=rf"{name}: --data '.*gone' does not exist"):
+        task.check(settings(text, data=tmp_path / "gone"))
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(KVError, match=rf"{name} needs data: .*install the package datasets"):
+        task.check(settings(text))
+
+
+@pytest.mark.parametrize(
+    ("name", "file", "data", "said"),
+    [
+        ("hellaswag", "hellaswag.json", "not json", "is neither JSON nor JSON lines"),
+        ("hellaswag", "hellaswag.json", [], "holds no records"),
+        ("hellaswag", "hellaswag.json", [{"ctx": "a"}], r"record 1: no 'endings'; expected JSON lines with ctx"),
+        ("hellaswag", "hellaswag.json", [{**HELLASWAG, "label": 7}], "record 1: 4 choices, of which number 7 is right"),
+        ("hellaswag", "hellaswag.json", [{**HELLASWAG, "label": ""}], "record 1: invalid literal for int"),
+        ("arc_easy", "arc_easy.json", [{"instruction": "?", "answer": "answer1"}], "an instruction without a question"),
+        ("truthfulqa", "TruthfulQA.csv", "Question,Best Answer\na,b\n", "record 1: no 'Incorrect Answers'"),
+        ("squad", "squad.json", [{"context": "c"}], "record 1: no 'answers'"),
+        ("hotpot", "hotpot.json", [{"question": "c"}], "record 1: no 'supporting_facts'"),
+    ],
+)
+def test_data_of_another_form_is_named_by_record(name, file, data, said, tokenizer, tmp_path, text):
+    write(tmp_path, file, data)
+    with pytest.raises(FormatError, match=said) as caught:
+        get_task(name).items(tokenizer, settings(text, data=tmp_path))
+    assert str(caught.value).startswith(f"{name}: ")
+
+
+def test_the_hub_is_asked_without_a_path_and_its_failure_is_explained(text, monkeypatch):
+    asked = []
+
+    def load_dataset(name, config, *, split):
+        asked.append((name, config, split))
+        if name == "baber/piqa":
+            raise ConnectionError("no network\nsecond line")
+        return [{**HELLASWAG_HUB, "label": "1"}]
+
+    module = types.ModuleType("datasets")
+    module.load_dataset = load_dataset
+    module.__spec__ = types.SimpleNamespace()
+    monkeypatch.setitem(sys.modules, "datasets", module)
+    bare = TaskSettings(text=text)
+    (item,) = get_task("hellaswag").items(None, bare)
+    assert item.gold == 1
+    assert asked == [("Rowan/hellaswag", None, "validation")]
+    source = get_task("hellaswag").source(bare)
+    assert source.name == "hub:Rowan/hellaswag/validation"
+    assert len(source.sha256) == 64
+    with pytest.raises(KVError, match=r"piqa: baber/piqa cannot be had from the Hugging Face hub \(no network\)"):
+        get_task("piqa").items(None, bare)
+
+
+@pytest.mark.skipif(not DATA.is_dir(), reason=f"the real sets are not there: {DATA.name} beside the checkout")
+@pytest.mark.parametrize(
+    ("name", "items"),
+    [
+        ("hellaswag", 500),
+        ("piqa", 1838),
+        ("arc_easy", 2376),
+        ("arc_challenge", 1172),
+        ("mmlu", 14015),
+        ("truthfulqa", 790),
+    ],
+)
+def test_every_record_of_the_real_sets_becomes_an_item(name, items, text):
+    found = get_task(name).items(None, TaskSettings(text=text, data=DATA, limit=10**6))
+    assert len(found) == items
+    golds = [item.gold for item in found]
+    if name != "truthfulqa":
+        assert max(golds.count(g) for g in set(golds)) < 0.6 * len(golds)
+
+
+@pytest.mark.skipif(not DATA.is_dir(), reason=f"the real sets are not there: {DATA.name} beside the checkout")
+@pytest.mark.parametrize("name", ["squad", "hotpot"])
+def test_documents_of_the_real_sets_hold_the_answer(name, tokenizer, text):
+    items = get_task(name).items(tokenizer, TaskSettings(text=text, data=DATA, limit=6, lengths=(6000,)))
+    assert len(items) == 6
+    held = [any(answer in item.context for answer in item.answers) for item in items]
+    assert sum(held) >= (6 if name == "squad" else 3)  # some of Hotpot's answers are yes or no
+
+
+# -- the documentation -------------------------------------------------------------------------------------------------
+
+
+def test_the_page_names_every_task_with_its_data_and_defaults():
+    page = (Path(__file__).parents[3] / "docs/evaluate.md").read_text()
+    for name in task_names():
+        task = get_task(name)
+        assert f"`{name}`" in page
+        if name in FROM_FILES:
+            assert task.needs.hub[0] in page
+            assert any(pattern.removesuffix("*") in page for pattern in task.needs.patterns)
+    limits = {name: get_task(name).default_limit for name in task_names()}
+    assert {limits[n] for n in ("perplexity", "kl")} == {10}
+    assert {limits[n] for n in GENERATED} == {30}
+    assert {limits[n] for n in ("squad", "hotpot")} == {60}
+    assert {limits[n] for n in FROM_FILES if n not in ("squad", "hotpot")} == {200}
+    for said in ("10 windows, 30 prompts of a grid, 60 questions", "200 questions with choices"):
+        assert said in page

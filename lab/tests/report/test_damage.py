@@ -1,0 +1,135 @@
+"""Folders that are missing, foreign, cut, altered or empty, and options that clash: one clear line each."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from kvcodec.cli.main import main
+from kvcodec.cli.page.rows import ITEMS, RESULTS, RUN, read_folder, read_layers
+from kvcodec.errors import FormatError
+from kvcodec_lab.eval.store import read_run
+from lab.tests.report import folders
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return folders.write(tmp_path / "run")
+
+
+def refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    assert main(["report", *arguments]) == 2
+    lines = capsys.readouterr().err.splitlines()
+    assert len(lines) == 1
+    return lines[0].removeprefix("kvcodec: error: ")
+
+
+def test_a_folder_that_is_not_there_or_holds_no_run(capsys, folder: Path, tmp_path: Path) -> None:
+    assert "does not exist; name the folder that `kvcodec eval --output` wrote" in refused(capsys, str(tmp_path / "no"))
+    (tmp_path / "empty").mkdir()
+    told = refused(capsys, str(tmp_path / "empty"))
+    assert "holds no run.json (No such file or directory): pass the folder that `kvcodec eval --output` wrote." in told
+    with pytest.raises(FormatError, match="is no folder"):
+        read_folder(folder / RUN)
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "told"),
+    [
+        (RUN, '{"format": "kvcodec-ev', "run.json is not JSON"),
+        (RUN, "[]", "run.json is not that of a kvcodec eval run"),
+        (RUN, '{"format": "other"}', "run.json is not that of a kvcodec eval run"),
+        (RUN, '{"format": "kvcodec-eval", "version": 2}', "version 2, this kvcodec reads version 1; update kvcodec"),
+        (RESULTS, '{"rows": [{"spec"', "results.json is not JSON"),
+        (RESULTS, "[" * 100_000, "results.json is not JSON"),
+        (RESULTS, '{"rows": 3}', "results.json holds no rows"),
+        (RESULTS, "[]", "results.json holds no rows"),
+        (RESULTS, '{"rows": []}', "no item was finished"),
+        (RESULTS, '{"rows": [7]}', "results.json, row 1 is damaged: 7 is no object"),
+        (RESULTS, '{"rows": [{"spec": 1, "task": "a", "metric": "b"}]}', "row 1 is damaged"),
+        (RESULTS, '{"rows": [{"spec": "a", "task": "a", "metric": "b", "value": "12"}]}', "is '12', not a number"),
+        (RESULTS, '{"rows": [{"spec": "a", "task": "a", "metric": "b", "group": 4}]}', "group is 4, not an object"),
+        (ITEMS, '{"spec": "a"}\n', "items.jsonl, line 1 is damaged"),
+        (ITEMS, "3\n", "items.jsonl, line 1 is damaged"),
+        (ITEMS, "{]\n{}\n", "items.jsonl, line 1 is damaged"),
+    ],
+)  # fmt: skip
+def test_a_damaged_file_is_named(capsys, folder: Path, name: str, text: str, told: str) -> None:
+    (folder / name).write_text(text)
+    assert told in refused(capsys, str(folder))
+    assert not (folder / "report.html").exists()
+
+
+@pytest.mark.parametrize("name", [RUN, RESULTS, ITEMS])
+def test_bytes_that_are_no_text_are_damage_too(capsys, folder: Path, name: str) -> None:
+    (folder / name).write_bytes(b"\xff\xfe\x00\n")
+    assert name in refused(capsys, str(folder))
+
+
+def test_a_run_that_was_killed_before_its_results_says_what_to_do(capsys, folder: Path) -> None:
+    (folder / RESULTS).unlink()
+    told = refused(capsys, str(folder))
+    assert "holds no results.json" in told
+    assert "give the same `kvcodec eval` again: it keeps what is finished" in told
+    folders.write(folder)
+    (folder / ITEMS).unlink()
+    assert "holds no items.jsonl" in refused(capsys, str(folder))
+
+
+def test_a_torn_last_line_is_passed_over_as_the_harness_does(folder: Path) -> None:
+    with (folder / ITEMS).open("a") as file:
+        file.write('{"spec": "int-4", "ta')
+    assert len(read_folder(folder).answers) == len(folders.items()) == len(read_run(folder).lines)
+
+
+def test_a_page_that_was_there_stays_if_the_new_one_fails(capsys, folder: Path, tmp_path: Path) -> None:
+    page = tmp_path / "page.html"
+    page.write_text("old")
+    (folder / RESULTS).write_text("{")
+    refused(capsys, str(folder), "-o", str(page))
+    assert page.read_text() == "old"
+
+
+def test_targets_that_cannot_be_written(capsys, folder: Path, tmp_path: Path) -> None:
+    assert f"-o {tmp_path} is a folder; name a file in it." in refused(capsys, str(folder), "-o", str(tmp_path))
+    (tmp_path / "file").write_text("in the way")
+    assert "cannot be written" in refused(capsys, str(folder), "-o", str(tmp_path / "file" / "page.html"))
+
+
+def test_options_that_do_not_go_together(capsys, folder: Path, tmp_path: Path) -> None:
+    rows = tmp_path / "rows.json"
+    rows.write_text('[{"spec": "dense"}]')
+    assert "--out is for result files" in refused(capsys, str(folder), "--out", str(tmp_path / "x"))
+    assert "name it alone" in refused(capsys, str(folder), str(rows))
+    assert "-o is for the folder of an eval run" in refused(capsys, str(rows), "-o", str(tmp_path / "x.html"))
+    assert "--bench is for the folder" in refused(capsys, str(rows), "--bench", str(tmp_path))
+    for wrong in ("0", "x", "100", "99999k"):
+        with pytest.raises(SystemExit):
+            main(["report", str(folder), "--context", wrong])
+        assert "is no context; write tokens from 256 to 8388608" in capsys.readouterr().err
+
+
+def test_what_stands_beside_it_may_be_damaged_too(capsys, folder: Path, tmp_path: Path) -> None:
+    other = tmp_path / "other"
+    other.mkdir()
+    assert "holds neither decode.json nor decode.jsonl" in refused(capsys, str(folder), "--bench", str(other))
+    (other / "decode.json").write_text("[{")
+    assert "is not JSON" in refused(capsys, str(folder), "--bench", str(other))
+    (other / "decode.json").write_text('[{"a": 1}]')
+    assert "holds no rows of `kvcodec bench decode`" in refused(capsys, str(folder), "--bench", str(other))
+    assert "holds neither advice.json nor sensitivity.jsonl" in refused(capsys, str(folder), "--layers", str(other))
+    (other / "advice.json").write_text('{"sensitivity": [{"kl": 1}]}')
+    assert "holds a row without a layer" in refused(capsys, str(folder), "--layers", str(other))
+    (other / "advice.json").write_text("{}")
+    assert "holds no sensitivity rows" in refused(capsys, str(folder), "--layers", str(other))
+    (folder / "sensitivity.jsonl").write_text("{]\n")
+    assert "sensitivity.jsonl, line 1 is damaged" in refused(capsys, str(folder))
+
+
+def test_sensitivity_rows_alone_are_enough_and_one_that_is_not_finite_is_not_drawn(tmp_path: Path) -> None:
+    rows = [{"layer": i, "role": "key", "spec": "int-4", "kl": None if i else 0.5} for i in range(2)]
+    lines = [{"format": "kvcodec-sensitivity", "model": "m"}, *rows]
+    path = tmp_path / "sensitivity.jsonl"
+    path.write_text("\n".join(map(json.dumps, lines)) + '\n{"layer": 3, "ro')
+    found = read_layers(tmp_path)
+    assert ([r["layer"] for r in found.sensitivity], found.keys, found.model) == ([0], [], "m")

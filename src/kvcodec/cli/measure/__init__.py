@@ -1,0 +1,1 @@
+"""Measure presets on a model: perplexity, KL, attention error, generation speed."""

@@ -1,0 +1,1 @@
+"""Tables, plots and pages of result rows; no module here runs a model."""

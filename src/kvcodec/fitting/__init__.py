@@ -1,0 +1,1 @@
+"""Calibrate the params of a preset on a model and a text."""

@@ -1,0 +1,305 @@
+"""Caches of transformers as specs: read through the same calls, all their bytes counted, refused where not installed.
+
+Where optimum-quanto and hqq are not installed, layers made here stand in for theirs.
+"""
+
+import importlib.util
+import json
+import sys
+
+import pytest
+import torch
+from transformers import cache_utils
+
+from kvcodec.cli.main import main
+from kvcodec.cli.measure import quantized_cache
+from kvcodec.cli.measure.perplexity import uncompressed
+from kvcodec.cli.measure.quantized_cache import QuantizedCacheMaker, QuantizedCacheSpec, quantized_cache_of, scheme_of
+from kvcodec.errors import SpecError, UnsupportedError
+from kvcodec.integrations.transformers.argument import passing
+from kvcodec.models.loading import SampleText
+from kvcodec_lab.eval.batches import read_answers, read_choices, read_window
+from kvcodec_lab.eval.run import RunSettings, checked_specs, evaluate
+from kvcodec_lab.eval.scoring import Reader
+from kvcodec_lab.eval.tasks.base import Item, TaskSettings
+from tests.cli.tiny import TEXT, save_tiny, tiny_llama, tiny_loaded, tiny_tokenizer
+from tests.conftest import tiny_model
+
+PREFILLS = ("decoded", "exact")
+ENDINGS = (" what it reads", " every one of them", " bytes", " it")
+INSTALLED = [
+    name for name, (module, _) in quantized_cache.PACKAGES.items() if importlib.util.find_spec(module.partition(".")[0])
+]
+
+
+def library(name: str):
+    return pytest.param(name, marks=pytest.mark.skipif(name not in INSTALLED, reason=f"{name} is not installed"))
+
+
+class Lossless(cache_utils.QuantizedLayer):
+    """In place of hqq's: holds everything as it is, beside a scale and a zero of each group, which it does not use."""
+
+    def _quantize(self, tensor, axis):
+        groups = tensor.numel() // self.q_group_size
+        assert groups * self.q_group_size == tensor.numel()
+        assert groups * self.nbits % 8 == 0, "codes that do not fill whole bytes"
+        meta = {"scale": torch.ones(groups, dtype=tensor.dtype), "zero": torch.ones(groups, dtype=tensor.dtype)}
+        return tensor.clone(), meta
+
+    def _dequantize(self, q_tensor):
+        return q_tensor[0]
+
+
+class Lost(Lossless):
+    """Hands out another sign."""
+
+    def _dequantize(self, q_tensor):
+        return -q_tensor[0]
+
+
+@pytest.fixture
+def stand_in(monkeypatch):
+    """Put a layer in hqq's place."""
+
+    def put(layer):
+        monkeypatch.setitem(sys.modules, "hqq.core.quantize", sys)
+        monkeypatch.setattr(cache_utils, "HQQQuantizedLayer", layer)
+        monkeypatch.setattr(QuantizedCacheSpec, "version", "of the test")
+        quantized_cache._layer_class.cache_clear()
+
+    yield put
+    quantized_cache._layer_class.cache_clear()
+
+
+@pytest.fixture(scope="module")
+def model():
+    return tiny_llama()
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return tiny_tokenizer()
+
+
+def choices() -> list[Item]:
+    contexts = ("The cache holds", "What attention reads is counted", "Every byte")
+    items = [Item("t", str(i), "choices", context=c, continuations=ENDINGS, gold=0) for i, c in enumerate(contexts)]
+    return [*items, Item("t", "x", "choices", context="The cache", continuations=(" a", " b"), gold=0)]
+
+
+PROMPT = [Item("t", "y", "answer", context=TEXT[:45], answers=("x",), max_new_tokens=6)]
+
+
+def read(reader, tokenizer, wanted, function=read_choices, batch=4):
+    with reader.reading():
+        return {done.item.id: done for done in function(reader, tokenizer, wanted, batch, lambda: None)}
+
+
+def likelihoods(done) -> torch.Tensor:
+    return torch.tensor([x for i in sorted(done) for x in done[i].output.loglikelihoods])
+
+
+# -- specs -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("spec", "found", "name"),
+    [
+        ("quanto-4", QuantizedCacheSpec("quanto", 4), "quanto-4"),
+        ("hf-quanto:bits=4", QuantizedCacheSpec("quanto", 4), "quanto-4"),
+        ("hqq", QuantizedCacheSpec("hqq", 4), "hqq-4"),
+        ("hqq-2:residual=32,group=32", QuantizedCacheSpec("hqq", 2, 32, 32), "hqq-2:group=32,residual=32"),
+        (QuantizedCacheSpec("hqq", 8), QuantizedCacheSpec("hqq", 8), "hqq-8"),
+    ],
+)
+def test_specs_are_read_and_written(spec, found, name):
+    assert scheme_of(spec) == found
+    assert str(found) == name
+    assert quantized_cache_of(name) == found
+
+
+def test_other_specs_are_the_registrys():
+    assert quantized_cache_of("int-4") is None
+    assert str(scheme_of("int-4")) == "int-4"
+    with pytest.raises(SpecError, match="unknown codec 'quant-4'"):
+        scheme_of("quant-4")
+
+
+@pytest.mark.parametrize(
+    ("spec", "said"),
+    [
+        ("quanto-8", "use quanto-4 or quanto-2"),
+        ("hqq-3", "bits=3 is not offered"),
+        ("hqq-4:grup=32", "has no option 'grup'.*group, residual"),
+        ("hqq-4:group", "'group' has no value"),
+        ("hqq-4:bits=2", "'bits' is given twice"),
+        ("hqq-4:group=x", "group=x is not allowed"),
+        ("hqq-4:residual=0", "residual=0 is not allowed"),
+        ("hqq-", "bits= is not allowed"),
+    ],
+)
+def test_wrong_specs_say_what_is_wrong(spec, said):
+    with pytest.raises(SpecError, match=said):
+        quantized_cache_of(spec)
+
+
+def test_two_spellings_of_one_are_given_twice(stand_in):
+    stand_in(Lossless)
+    with pytest.raises(SpecError, match="given twice: hqq-4"):
+        checked_specs(["hqq-4", "hf-hqq:bits=4"])
+
+
+# -- not installed -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("spec", "package"), [("quanto-4", "optimum-quanto"), ("hqq-4", "hqq")])
+def test_a_library_that_is_not_there_is_named_before_the_model_loads(spec, package, monkeypatch, tmp_path, capsys):
+    monkeypatch.setitem(sys.modules, quantized_cache.PACKAGES[spec.partition("-")[0]][0], None)
+    with pytest.raises(UnsupportedError, match=rf"{spec} is transformers' QuantizedCache .* pip install '{package}'"):
+        checked_specs(["int-4", spec])
+    code = main(["eval", str(tmp_path / "no model"), "--specs", spec, "--output", str(tmp_path / "out")])
+    assert code != 0
+    assert f"pip install '{package}'" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+
+
+def test_one_spec_without_tasks_points_to_tasks(tmp_path, capsys):
+    assert main(["eval", str(tmp_path), "--spec", "hqq-4"]) != 0
+    assert "use --specs hqq-4 --tasks" in capsys.readouterr().err
+
+
+def test_a_model_that_transformers_refuses_is_refused(stand_in):
+    stand_in(Lossless)
+    with pytest.raises(UnsupportedError, match="hqq-4: transformers refuses this cache"):
+        QuantizedCacheMaker(tiny_model("gemma3"), QuantizedCacheSpec("hqq")).new_cache()
+
+
+# -- what is read ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("prefill", PREFILLS)
+@pytest.mark.parametrize("residual", [128, 3])
+def test_a_lossless_cache_is_the_uncompressed_model(model, tokenizer, stand_in, prefill, residual):
+    stand_in(Lossless)
+    ours, plain = (
+        Reader(model, spec, prefill=prefill) for spec in (QuantizedCacheSpec("hqq", 2, residual=residual), None)
+    )
+    torch.testing.assert_close(
+        likelihoods(read(ours, tokenizer, choices())), likelihoods(read(plain, tokenizer, choices())), rtol=0, atol=1e-4
+    )
+    a, b = (read(reader, tokenizer, PROMPT, read_answers)["y"] for reader in (ours, plain))
+    assert a.output == b.output
+    assert a.held.elements == b.held.elements
+
+
+@pytest.mark.parametrize("prefill", PREFILLS)
+def test_every_score_reads_what_is_stored(model, tokenizer, stand_in, prefill):
+    stand_in(Lost)
+    lost, plain = (Reader(model, spec, prefill=prefill) for spec in ("hqq-4", None))
+    changed = likelihoods(read(lost, tokenizer, choices())) - likelihoods(read(plain, tokenizer, choices()))
+    assert bool((changed.abs() > 1e-3).all())
+    ids = torch.tensor(tokenizer(TEXT[:60]).input_ids)
+    reference = uncompressed(model, ids)
+    item = Item("t", "w", "window", ids=tuple(ids.tolist()))
+    with lost.reading():
+        done = read_window(lost, item, reference, lambda: None)
+    assert bool((done.output.kl[1:] > 1e-4).all())
+
+
+def test_residual_tokens_are_counted_in_16_bit(model, stand_in):
+    """45 tokens of a prompt and three after it; the stand-in's codes are the tensor, in float32 and counted as 16."""
+    stand_in(Lossless)
+    maker = QuantizedCacheMaker(model, QuantizedCacheSpec("hqq", 4, residual=8))
+    cache = maker.new_cache()
+    layers, per_token = 3, 2 * 2 * 64  # K and V of two heads
+    with torch.no_grad():
+        model(torch.arange(45)[None], **passing(model, cache))
+        scales = 2 * 2 * per_token // 64
+        assert maker.held(cache) == (layers * 45 * (2 * per_token + scales), layers * 45 * per_token)
+        for _ in range(3):
+            model(torch.tensor([[7]]), **passing(model, cache))
+        held = layers * (45 * (2 * per_token + scales) + 3 * 2 * per_token)
+        assert maker.held(cache) == (held, layers * 48 * per_token)
+        for _ in range(5):  # the residual is full: all of it is quantized
+            model(torch.tensor([[7]]), **passing(model, cache))
+        assert cache.layers[0].keys.numel() == 0 or cache.layers[0].keys.shape[-2] < 8
+        assert maker.held(cache)[1] == layers * 53 * per_token
+
+
+@pytest.mark.parametrize("tokens", [1, 2, 3, 5, 64])
+def test_tokens_are_filled_up_to_whole_bytes_and_come_back(stand_in, tokens):
+    stand_in(Lossless)
+    layer = QuantizedCacheMaker(tiny_llama(), QuantizedCacheSpec("hqq", 2)).new_cache().layers[0]
+    k = torch.randn(1, 3, tokens, 64)  # three heads: a token has three groups, a byte four codes
+    keys, values = layer.update(k, k + 1)
+    assert torch.equal(keys, k)
+    assert torch.equal(values, k + 1)
+
+
+# -- the libraries -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("backend", [library("quanto"), library("hqq")])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_bits_are_those_of_what_the_library_holds(backend, dtype):
+    model = tiny_llama().to(dtype)
+    for bits in quantized_cache.BITS[backend]:
+        maker = QuantizedCacheMaker(model, QuantizedCacheSpec(backend, bits))
+        cache = maker.new_cache()
+        with torch.no_grad():
+            model(torch.randint(0, 256, (2, 64)), **passing(model, cache))
+        nbytes, elements = maker.held(cache)
+        assert elements == 3 * 2 * 2 * 64 * 64
+        assert nbytes * 8 / elements == maker.scheme.key_bits(64) == bits + 0.5
+
+
+@pytest.mark.parametrize("backend", [library("quanto"), library("hqq")])
+@pytest.mark.parametrize("prefill", PREFILLS)
+def test_four_bits_lose_what_int_4_loses_and_two_lose_more(model, tokenizer, backend, prefill):
+    ids = torch.tensor(tokenizer(TEXT[:150]).input_ids)
+    reference, kl = uncompressed(model, ids), {}
+    item = Item("t", "w", "window", ids=tuple(ids.tolist()))
+    for spec in ("int-4", f"{backend}-4", f"{backend}-2"):
+        reader = Reader(model, spec, prefill=prefill)
+        with reader.reading():
+            done = read_window(reader, item, reference, lambda: None)
+        assert done.error == ""
+        kl[spec] = float(done.output.kl.mean())
+    assert kl[f"{backend}-4"] < kl[f"{backend}-2"]
+    # at 64 channels in groups of 64 both are int-4's grid, one a token and head, but for how offsets are rounded
+    assert 0.5 < kl[f"{backend}-4"] / kl["int-4"] < 2
+
+
+# -- the whole command -------------------------------------------------------------------------------------------------
+
+
+def test_a_run_has_rows_of_a_quantized_cache_beside_a_preset(stand_in, tmp_path):
+    stand_in(Lossless)
+    settings = RunSettings(
+        TaskSettings(text=SampleText(TEXT, "t", "0" * 64), limit=2, window_tokens=64, lengths=(480,), depths=(0.5,))
+    )
+    found = evaluate(tiny_loaded(), ["int-4", "hqq-4"], ["kl", "needle"], tmp_path, settings)
+    assert found.status == "complete"
+    rows = {(r["spec"], r["task"], r["metric"]): r for r in found.rows if r["group"] is None}
+    assert {spec for spec, _, _ in rows} == {"(uncompressed)", "int-4", "hqq-4"}
+    lossless = rows["hqq-4", "kl", "kl"]
+    assert abs(lossless["value"]) < 1e-4 < rows["int-4", "kl", "kl"]["value"]
+    assert lossless["effective_bits"] == pytest.approx(16 + 0.5)
+    about = json.loads((tmp_path / "run.json").read_text())
+    assert about["specs"] == ["int-4", "hqq-4"]
+    assert about["bits"]["hqq-4"] == {"key_bits": 4.5, "value_bits": 4.5}
+    assert about["versions"]["hqq"] == "of the test"
+    again = evaluate(tiny_loaded(), ["hf-hqq:bits=4"], ["kl", "needle"], tmp_path, settings)
+    assert len((tmp_path / "items.jsonl").read_text().splitlines()) == 3 * 4
+    assert again.status == "complete"
+
+
+@pytest.mark.skipif(not INSTALLED, reason="neither optimum-quanto nor hqq is installed")
+def test_the_command_scores_what_is_installed(tmp_path, capsys):
+    save_tiny(tmp_path / "model")
+    (tmp_path / "text.txt").write_text(TEXT)
+    spec = f"{INSTALLED[0]}-4"
+    options = ["--tasks", "kl", "--limit", "1", "--window-tokens", "64", "--text", str(tmp_path / "text.txt")]
+    code = main(["eval", str(tmp_path / "model"), "--specs", spec, *options, "--output", str(tmp_path / "out")])
+    assert code == 0
+    assert spec in capsys.readouterr().out
