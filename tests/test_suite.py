@@ -47,7 +47,7 @@ def test_what_scripts_name_is_there() -> None:
         found
         for script in (ROOT / "scripts").iterdir()
         if script.is_file()
-        for found in re.findall(r"(tests/[\w/]+\.py)(?:::([\w{},]+))?", script.read_text(encoding="utf-8"))
+        for found in re.findall(r"((?:lab/)?tests/[\w/]+\.py)(?:::([\w{},]+))?", script.read_text(encoding="utf-8"))
     ]
     assert any(name for _, name in named)
     for file, name in named:
