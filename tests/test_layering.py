@@ -25,12 +25,13 @@ MAY_IMPORT = (
     {
         "ops": {"errors", "codec", "ops"},  # codec for its constants
         "codecs": {*CONTRACT, "ops", "codecs"},
-        "cache": {*CONTRACT, "ops", "attention", "cache", "kernels"},
+        "store": {*CONTRACT, "ops", "store"},
+        "cache": {*CONTRACT, "ops", "attention", "store", "cache", "kernels"},
         "attention": {*CONTRACT},
-        "kernels": {*CONTRACT, "ops", "codecs", "attention", "cache", "files", "kernels", "progress"},
+        "kernels": {*CONTRACT, "ops", "codecs", "attention", "store", "files", "kernels", "progress"},
         "compressed": {*CONTRACT, "ops"},
         "description": {*CONTRACT, "kernels"},
-        "files": {*CONTRACT, "cache", "files"},
+        "files": {*CONTRACT, "store", "cache", "files"},
     }
     | {name: set(CONTRACT[:i]) for i, name in enumerate(CONTRACT)}
 )

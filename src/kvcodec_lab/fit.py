@@ -22,7 +22,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvcodec.cache.site import MEAN, MeanRemoval
 from kvcodec.checks import check_tensor
 from kvcodec.codec import ROLES, Codec, Params, Role, Site, storage_dtype
 from kvcodec.errors import FitError, KVError, ModelError
@@ -31,6 +30,7 @@ from kvcodec.integrations.transformers.watching import watched
 from kvcodec.progress import Progress
 from kvcodec.registry import get
 from kvcodec.scheme import KVScheme
+from kvcodec.store.site import MEAN, MeanRemoval
 from kvcodec_lab import samples
 from kvcodec_lab.backward import NoGradientsError, from_embeddings, gradients
 from kvcodec_lab.eval.perplexity import WINDOW_TOKENS, check_window, split_windows, tokenize

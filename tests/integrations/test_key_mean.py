@@ -8,7 +8,6 @@ import transformers
 from torch import Tensor
 
 import kvcodec
-from kvcodec.cache.positions import Positions
 from kvcodec.codec import roundtrip
 from kvcodec.codecs.rope_pairs import RopePairs
 from kvcodec.errors import BrokenPresetError, FitError, FormatError, UnsupportedError
@@ -23,6 +22,7 @@ from kvcodec.kernels.cpu import compile as sources
 from kvcodec.kernels.cpu import library
 from kvcodec.scheme import mix_of
 from kvcodec.shared import drawn
+from kvcodec.store.positions import Positions
 from kvcodec_lab.fit import fit_model
 from kvcodec_lab.models import LoadedModel
 from tests.conftest import tiny_model

@@ -18,10 +18,6 @@ import torch
 from torch import Tensor
 
 from kvcodec.attention import Partial, Seen, attend, checked_mask, merge, rounded_queries, with_sinks
-from kvcodec.cache.pages import PageStore
-from kvcodec.cache.positions import Positions
-from kvcodec.cache.role import RoleState
-from kvcodec.cache.site import WITHOUT_MODEL, LayerSite, MeanRemoval, Removed, RoleSite
 from kvcodec.checks import check_tensors
 from kvcodec.codec import ROLES, Params, Role, saturated
 from kvcodec.errors import ShapeError, SpecError, UnsupportedError
@@ -29,6 +25,10 @@ from kvcodec.kernels.cpu.held import HeldAttention
 from kvcodec.ops.precision import without_modes
 from kvcodec.ops.rope import NOT_TURNED
 from kvcodec.scheme import KVScheme, page_layout
+from kvcodec.store.pages import PageStore
+from kvcodec.store.positions import Positions
+from kvcodec.store.role import RoleState
+from kvcodec.store.site import WITHOUT_MODEL, LayerSite, MeanRemoval, Removed, RoleSite
 
 
 class LayerCache:

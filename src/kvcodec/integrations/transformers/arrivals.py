@@ -13,12 +13,12 @@ from torch import Tensor
 
 from kvcodec.cache.device import DeviceCache
 from kvcodec.cache.growing import GrowingCache, State
-from kvcodec.cache.positions import NOT_CONSECUTIVE
 from kvcodec.checks import largest, largest_of
 from kvcodec.codec import FP16_MAX, ROLES
 from kvcodec.errors import UnsupportedError
 from kvcodec.integrations.transformers.rope import new_number
 from kvcodec.probe import OutlierProbe, waits
+from kvcodec.store.positions import NOT_CONSECUTIVE
 
 if TYPE_CHECKING:
     from kvcodec.integrations.transformers.layers import PackedCacheLayer

@@ -24,7 +24,6 @@ from transformers.cache_utils import Cache, EncoderDecoderCache
 
 from kvcodec.cache.device import DeviceCache
 from kvcodec.cache.host import LayerCache
-from kvcodec.cache.site import check_role
 from kvcodec.codec import ROLES, Site
 from kvcodec.errors import FitError, FormatError, SpecError, UnsupportedError, nearest
 from kvcodec.files.container import BROKEN_JSON
@@ -52,6 +51,7 @@ from kvcodec.probe import OutlierProbe
 from kvcodec.probe import report as probe_report
 from kvcodec.registry import from_json, get
 from kvcodec.scheme import KVScheme
+from kvcodec.store.site import check_role
 
 
 class KVCache(Cache):  # type: ignore[misc]

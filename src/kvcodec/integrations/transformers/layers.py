@@ -14,7 +14,6 @@ from transformers.cache_utils import CacheLayerMixin
 
 from kvcodec.cache.growing import GrowingCache
 from kvcodec.cache.host import LayerCache
-from kvcodec.cache.positions import consecutive
 from kvcodec.cache.static import StaticCache
 from kvcodec.checks import check_tensor
 from kvcodec.codec import ROLES, Role
@@ -24,6 +23,7 @@ from kvcodec.integrations.transformers.attention import LAYER, PackedKV
 from kvcodec.integrations.transformers.plan import Attention
 from kvcodec.integrations.transformers.rope import PositionHook, take_positions
 from kvcodec.probe import waits
+from kvcodec.store.positions import consecutive
 
 Prefill = Literal["exact", "decoded"]
 
