@@ -23,7 +23,7 @@ from torch import Tensor
 from transformers import WhisperConfig, WhisperForConditionalGeneration
 
 from kvcodec.errors import ModelError
-from kvcodec.files.folder import cache_dir
+from kvcodec.paths import cache_dir
 from kvcodec_lab.named_models import pip_download
 
 DTYPES = {0: np.float32, 1: np.int8, 2: np.int16, 3: np.int32, 4: np.float16}

@@ -7,8 +7,7 @@ import torch
 from torch import Tensor
 
 import kvcodec
-from kvcodec.attention import attend
-from kvcodec.cache.host import LayerCache
+from kvcodec.cache.host import LayerCache, attend
 from kvcodec.codec import ROLES, Params, Role, Site, roundtrip
 from kvcodec.ops.rope import Rotary
 from kvcodec.store.site import LayerSite, MeanRemoval

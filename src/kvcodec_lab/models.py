@@ -30,7 +30,7 @@ from unittest import mock
 import torch
 
 from kvcodec.errors import ModelError, nearest
-from kvcodec.files.folder import cache_dir
+from kvcodec.paths import cache_dir
 from kvcodec.progress import Progress
 from kvcodec_lab.gguf_tokenizer import check_tokenizer
 from kvcodec_lab.named_models import NAMED, NAMES, SMOLLM2, NamedModel, find_file, first_line

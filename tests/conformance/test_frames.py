@@ -9,9 +9,8 @@ from torch import Tensor
 
 import kvcodec
 from kvcodec import FrameCache
-from kvcodec.attention import attend
 from kvcodec.cache.growing import GrowingCache
-from kvcodec.cache.host import LayerCache
+from kvcodec.cache.host import LayerCache, attend
 from kvcodec.cache.static import StaticCache
 from kvcodec.errors import KVError, ShapeError, UnsupportedError
 from kvcodec.kernels import flash

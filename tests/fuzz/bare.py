@@ -17,10 +17,10 @@ import torch
 from torch import Tensor
 
 import kvcodec
-from kvcodec.attention import Seen, attend
+from kvcodec.attention import Seen
 from kvcodec.cache.device import DeviceCache
 from kvcodec.cache.growing import GrowingCache
-from kvcodec.cache.host import LayerCache
+from kvcodec.cache.host import LayerCache, attend
 from kvcodec.cache.static import StaticCache
 from kvcodec.codec import ROLES, Role, Site
 from kvcodec.errors import KVError, UnsupportedError

@@ -10,9 +10,9 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 import kvcodec
-from kvcodec.attention import Seen, attend
+from kvcodec.attention import Seen
 from kvcodec.cache.fused import FusedLayerCache, fused_refusal
-from kvcodec.cache.host import LayerCache
+from kvcodec.cache.host import LayerCache, attend
 from kvcodec.codec import ROLES, Codec, Role, Site
 from kvcodec.codecs.ghost import ALLOWED, Ghost
 from kvcodec.codecs.group_int import BITS, GroupInt

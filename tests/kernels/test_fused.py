@@ -12,9 +12,8 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 
 import kvcodec
-from kvcodec.attention import attend
 from kvcodec.cache.fused import FusedLayerCache
-from kvcodec.cache.host import LayerCache
+from kvcodec.cache.host import LayerCache, attend
 from kvcodec.codec import ROLES, Dense
 from kvcodec.codecs.hqmq import Hqmq
 from kvcodec.codecs.octopus_qjl import OctopusQJL

@@ -9,11 +9,10 @@ from torch import Tensor
 
 import kvcodec
 import kvcodec.integrations.transformers.cache  # registers the attention named "kvcodec"
-from kvcodec.attention import attend
 from kvcodec.cache.device import DeviceCache
 from kvcodec.cache.fused import FusedLayerCache
 from kvcodec.cache.growing import GrowingCache
-from kvcodec.cache.host import LayerCache
+from kvcodec.cache.host import LayerCache, attend
 from kvcodec.cache.static import StaticCache
 from kvcodec.errors import UnsupportedError
 from kvcodec.integrations.transformers.argument import passing

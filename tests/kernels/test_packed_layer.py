@@ -7,8 +7,7 @@ import torch
 from torch import Tensor
 
 import kvcodec
-from kvcodec.attention import attend
-from kvcodec.cache.host import LayerCache
+from kvcodec.cache.host import LayerCache, attend
 from kvcodec.codec import ROLES, Dense, Params, Role, Site
 from kvcodec.errors import ShapeError
 from kvcodec.integrations.vllm import layer as served

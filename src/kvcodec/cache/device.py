@@ -229,7 +229,7 @@ class DeviceCache(LayerCache):
         ----------
         q : Tensor ``[B, HQ, n, D]``
         scale, sinks, mask, causal
-            As ``kvcodec.attention.attend``; the last two only with several query tokens.
+            As ``kvcodec.cache.host.attend``; the last two only with several query tokens.
         start : Tensor int32 ``[B]``, optional
             Left padding: tokens before it are not attended.
         softcap : float
@@ -287,7 +287,7 @@ class DeviceCache(LayerCache):
         Parameters
         ----------
         scale, sinks
-            As ``kvcodec.attention.attend``.
+            As ``kvcodec.cache.host.attend``.
         seen : Seen
             Which tokens a query sees; default: all up to its own.
 
