@@ -344,7 +344,7 @@ def main() -> int:
     if args.export is not None:
         return export(args)
     if args.work is None:
-        from kvcodec.files.folder import cache_dir
+        from kvcodec.paths import cache_dir
 
         args.work = cache_dir() / "evaluate"
     args.work, args.out = args.work.resolve(), args.out.resolve()

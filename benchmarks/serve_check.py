@@ -10,11 +10,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvcodec.cache.kept_rows import kept_rows
-from kvcodec.cache.pages import read_blocks
 from kvcodec.codec import ROLES, storage_dtype
 from kvcodec.integrations.vllm.groups import GroupedLayer
 from kvcodec.integrations.vllm.layer import EngineLayer
+from kvcodec.store.kept_rows import kept_rows
+from kvcodec.store.pages import read_blocks
 
 
 def served_layers(engine: Any) -> list[Any]:

@@ -120,10 +120,10 @@ def fitted(scheme: Any, folder: Path, path: Path) -> Path:
     import torch
     from transformers import AutoConfig
 
-    from kvcodec.cache.site import MEAN
     from kvcodec.codec import ROLES, Site
     from kvcodec.files.params import FittedParams, sites_to_fit
     from kvcodec.integrations.transformers.identity import identify
+    from kvcodec.store.site import MEAN
 
     model = identify(AutoConfig.from_pretrained(folder))
     generator = torch.Generator().manual_seed(SEED)

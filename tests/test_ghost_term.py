@@ -7,11 +7,10 @@ import torch
 from torch import Tensor
 
 import kvcodec
-from kvcodec.attention import attend
-from kvcodec.cache.host import LayerCache
-from kvcodec.cache.site import LayerSite, MeanRemoval
+from kvcodec.cache.host import LayerCache, attend
 from kvcodec.codec import ROLES, Params, Role, Site, roundtrip
 from kvcodec.ops.rope import Rotary
+from kvcodec.store.site import LayerSite, MeanRemoval
 
 DIM, HEADS, BATCH = 64, 2, 2
 MEAN = 20 * torch.randn(1, HEADS, DIM, generator=torch.Generator().manual_seed(5), dtype=torch.float64)

@@ -16,21 +16,13 @@ SRC = LIBRARY.parent
 LABORATORY = SRC.parent / "lab" / "src" / "kvcodec_lab"
 FILES = sorted([*LIBRARY.rglob("*.py"), *LABORATORY.rglob("*.py")])
 
-CONTRACT = ["errors", "version", "atomic", "layout", "codec", "checks", "shared", "scheme", "recipe", "registry"]
-"""Lowest first: each may import only those before it."""
-MAY_IMPORT = (
-    {
-        "ops": {"errors", "codec", "ops"},  # codec for its constants
-        "codecs": {*CONTRACT, "ops", "codecs"},
-        "cache": {*CONTRACT, "ops", "attention", "cache", "kernels"},
-        "attention": {*CONTRACT},
-        "kernels": {*CONTRACT, "ops", "codecs", "attention", "cache", "files", "kernels", "progress"},
-        "compressed": {*CONTRACT, "ops"},
-        "description": {*CONTRACT, "kernels"},
-        "files": {*CONTRACT, "cache", "files"},
-    }
-    | {name: set(CONTRACT[:i]) for i, name in enumerate(CONTRACT)}
-)
+ROOMS = (
+    "errors", "version", "atomic", "paths", "progress", "layout", "codec", "ops", "attention",
+    "checks", "shared", "scheme", "recipe", "registry", "codecs", "compressed", "store",
+    "kernels", "description", "cache", "files", "key_layer", "key_bias", "probe",
+    "integrations.transformers", "models", "fitting", "integrations.vllm", "integrations", "cli", "__main__",
+)  # fmt: skip
+"""Folders and files of the library, lowest first: each imports from itself and from those before it."""
 
 BRICKS = {
     f"kvcodec.codecs.{name}" for name in ("group_int", "wrapper", "hessian", "kmeans_residual", "oscar", "outliers")
@@ -55,11 +47,6 @@ def name_of(path: Path) -> str:
     return str(path.relative_to(SRC if path.is_relative_to(SRC) else LABORATORY.parent))
 
 
-def room(path: Path) -> str:
-    """First folder below the package, or the module's name."""
-    return Path(name_of(path)).parts[1].removesuffix(".py")
-
-
 def module_of(path: Path) -> str:
     return ".".join(Path(name_of(path)).with_suffix("").parts).removesuffix(".__init__")
 
@@ -67,25 +54,24 @@ def module_of(path: Path) -> str:
 MODULES = {module_of(path): path for path in FILES}
 
 
+def room(module: str) -> str:
+    """The room of a module of the library; for the package itself and its doors their own names."""
+    inside = module.removeprefix("kvcodec.")
+    return next((name for name in ROOMS if f"{inside}.".startswith(f"{name}.")), inside)
+
+
 @cache
 def imports(path: Path) -> tuple[str, ...]:
-    """Every imported module, of imports inside functions too; blocks of ``TYPE_CHECKING`` are left out."""
+    """Every imported module, inside functions and under ``TYPE_CHECKING`` too."""
     found: list[str] = []
-
-    def visit(node: ast.AST) -> None:
-        for child in ast.iter_child_nodes(node):
-            if isinstance(child, ast.If) and "TYPE_CHECKING" in ast.dump(child.test):
-                continue
-            if isinstance(child, ast.Import):
-                found.extend(alias.name for alias in child.names)
-            elif isinstance(child, ast.ImportFrom):
-                assert child.level == 0, f"{path}: relative import"
-                package = child.module or ""
-                names = [f"{package}.{alias.name}" for alias in child.names]
-                found.extend(name if name in MODULES else package for name in names)
-            visit(child)
-
-    visit(ast.parse(path.read_text()))
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            found.extend(alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}: relative import"
+            package = node.module or ""
+            names = [f"{package}.{alias.name}" for alias in node.names]
+            found.extend(name if name in MODULES else package for name in names)
     return tuple(found)
 
 
@@ -127,17 +113,26 @@ def test_the_library_knows_nothing_of_the_laboratory(path):
     assert not known, f"{name_of(path)} imports {known}"
 
 
-@pytest.mark.parametrize("path", FILES, ids=name_of)
-def test_a_file_imports_only_what_its_room_may(path):
-    allowed = MAY_IMPORT.get(room(path)) if path.is_relative_to(LIBRARY) else None
-    for module in imports(path):
-        top, *below = module.split(".")
-        if top in ONLY_IN:
-            inside = name_of(path).startswith(tuple(ONLY_IN[top]))
-            assert inside, f"{name_of(path)} imports {module}; only {sorted(ONLY_IN[top])} may"
-        if top == "kvcodec" and allowed is not None:
-            known = below[0] if below else "the package itself"
-            assert known in allowed, f"{name_of(path)} imports {module}; {room(path)} may import {sorted(allowed)}"
+def test_every_file_of_the_library_has_a_room():
+    outside = {room(module) for module in MODULES if module.startswith("kvcodec.")} - set(ROOMS)
+    assert not outside
+
+
+def test_no_room_imports_a_higher_one():
+    for module, path in MODULES.items():
+        below = ROOMS[: ROOMS.index(room(module)) + 1] if room(module) in ROOMS else ROOMS
+        for other in imports(path):
+            if other.split(".")[0] == "kvcodec" and module.startswith("kvcodec."):
+                assert room(other) in below, f"{module} imports {other}; {room(module)} may import {below}"
+
+
+def test_other_libraries_are_imported_in_their_rooms_only():
+    for path in FILES:
+        for module in imports(path):
+            places = ONLY_IN.get(module.split(".")[0])
+            if places is not None:
+                inside = name_of(path).startswith(tuple(places))
+                assert inside, f"{name_of(path)} imports {module}; only {sorted(places)} may"
 
 
 @pytest.mark.parametrize("path", [p for p in FILES if p.parent.name == "codecs" and p.stem != "__init__"], ids=name_of)
@@ -145,12 +140,6 @@ def test_a_codec_knows_no_other_paper(path):
     for module in imports(path):
         if module.startswith("kvcodec.codecs") and (path.stem, module) not in SAME_PAPER | PAIRED:
             assert module in BRICKS, f"{name_of(path)} imports {module}; share it in ops/ or as one of {sorted(BRICKS)}"
-
-
-@pytest.mark.parametrize("path", [p for p in FILES if p.is_relative_to(LIBRARY)], ids=name_of)
-def test_the_library_below_the_command_line_does_not_import_it(path):
-    if room(path) not in ("cli", "__main__"):
-        assert not any(m.startswith("kvcodec.cli") for m in imports(path)), name_of(path)
 
 
 READS_ROWS = ("kvcodec_lab.bench", "kvcodec_lab.bench.record", "kvcodec_lab.bench.shapes", "kvcodec_lab.bench.studies",

@@ -1,20 +1,17 @@
-"""Reference attention over a packed cache, decoded chunk by chunk and merged by log-sum-exp.
+"""Reference attention over decoded chunks of keys and values, merged by log-sum-exp.
 
 Every fused kernel is tested against it. It is float32 throughout: keys and values are what the codec decodes, not
 rounded to the model's dtype. Peak extra memory is one chunk of decoded K and V, never the whole history.
 """
 
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from kvcodec.codec import Codec, Params, Site, saturated
 from kvcodec.errors import ShapeError
-
-if TYPE_CHECKING:
-    from kvcodec.cache.host import LayerCache
 
 
 class Partial(NamedTuple):
@@ -132,81 +129,6 @@ def partial(q: Tensor, k: Tensor, v: Tensor, scale: float, bias: Tensor | None, 
     return Partial(acc / total.clamp_min(1e-38)[..., None], m + total.log())
 
 
-def attend(
-    q: Tensor,
-    cache: "LayerCache",
-    *,
-    scale: float | None = None,
-    mask: Tensor | None = None,
-    causal: bool = True,
-    sinks: Tensor | None = None,
-    softcap: float = 0.0,
-    chunk: int = 1024,
-) -> Tensor:
-    """Attention of the newest queries over everything a cache holds.
-
-    Parameters
-    ----------
-    q : Tensor ``[B, HQ, n, D]``
-        Queries in the model basis; HQ a multiple of the cache's KV heads.
-    cache : LayerCache
-    scale : float, optional
-        Default ``D ** -0.5``.
-    mask : Tensor, optional
-        Boolean (True = attend) or additive, broadcastable to ``[B, HQ, n, N]``. Replaces ``causal``.
-    causal : bool
-        The queries are the newest n tokens: query i sees tokens ``0 .. N - n + i``.
-    sinks : Tensor, optional
-        Learned sink logits ``[HQ]`` (GPT-OSS): they enter the softmax's denominator only.
-    softcap : float
-        Scores become ``softcap * tanh(score / softcap)`` (Gemma 2); 0: they stay.
-    chunk : int
-        Tokens decoded at a time.
-
-    Returns
-    -------
-    Tensor ``[B, HQ, n, D]`` of q's dtype.
-
-    Raises
-    ------
-    ShapeError
-        If q does not fit the cache.
-    """
-    mask = checked_mask(q, cache, mask, causal, chunk)
-    total, state = len(cache), cache.roles["key"]
-    scale = q.shape[-1] ** -0.5 if scale is None else scale
-    rounded = q if state.params is None else rounded_queries(q, state.codec, state.params, state.site.num_heads)
-    parts = (cache.decode(first, min(first + chunk, total), torch.float32) for first in range(0, total, chunk))
-    return attend_parts(rounded, parts, total, scale=scale, mask=mask, causal=causal, sinks=sinks, softcap=softcap)
-
-
-def checked_mask(q: Tensor, cache: "LayerCache", mask: Tensor | None, causal: bool, chunk: int) -> Tensor | None:
-    """Validate the arguments of ``attend``; return its mask for all tokens.
-
-    Raises
-    ------
-    ShapeError
-        If they do not fit the cache or each other.
-    """
-    total = len(cache)
-    if total == 0:
-        raise ShapeError("attend: the cache is empty; append keys and values first.")
-    check_queries(q, cache.batch, cache.roles["key"].site)
-    n = q.shape[2]
-    if chunk < 1 or (causal and mask is None and n > total):
-        raise ShapeError(
-            f"attend: chunk={chunk}, {n} queries over {total} tokens; expected chunk >= 1 and no more queries than "
-            f"cached tokens."
-        )
-    if mask is not None:
-        if mask.shape[-1] not in (1, total):
-            raise ShapeError(
-                f"attend: mask {tuple(mask.shape)} does not fit {total} tokens; its last axis must be 1 or {total}."
-            )
-        mask = mask.expand(*mask.shape[:-1], total)
-    return mask
-
-
 def check_queries(q: Tensor, batch: int, site: Site) -> None:
     """Validate the shape of queries ``[B, HQ, n, D]``.
 
@@ -246,7 +168,7 @@ def attend_parts(
         Tokens of all parts.
     scale : float
     mask, causal, sinks, softcap
-        As ``attend``.
+        As ``kvcodec.cache.host.attend``.
 
     Returns
     -------

@@ -32,7 +32,6 @@ from torch import Tensor
 
 from kvcodec.cache.device import DeviceCache
 from kvcodec.cache.host import LayerCache
-from kvcodec.cache.site import Removed
 from kvcodec.codec import FP16_MAX, Codec, Dense, Params, Site, roundtrip, storage_dtype
 from kvcodec.errors import BrokenPresetError, KVCodecWarning, KVError, ShapeError
 from kvcodec.kernels.engine import Engine
@@ -40,6 +39,7 @@ from kvcodec.key_bias import KeyBiases, Probe
 from kvcodec.ops.precision import without_modes
 from kvcodec.registry import get, presets
 from kvcodec.scheme import KVScheme
+from kvcodec.store.site import Removed
 
 LIMIT = 0.5
 """channel_error from which a codec counts as broken: half of the channels keep less than two thirds of their signal."""

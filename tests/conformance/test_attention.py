@@ -4,7 +4,8 @@ import pytest
 import torch
 
 import kvcodec
-from kvcodec.attention import attend, check_queries, rounded_queries
+from kvcodec.attention import check_queries, rounded_queries
+from kvcodec.cache.host import attend
 from kvcodec.codec import Site
 
 from .conftest import in_turn

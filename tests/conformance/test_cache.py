@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 import kvcodec
 from kvcodec.cache.growing import GrowingCache
 from kvcodec.cache.host import LayerCache
-from kvcodec.cache.site import LayerSite
 from kvcodec.errors import UnsupportedError
 from kvcodec.integrations.transformers.argument import passing
 from kvcodec.kernels.choose import Kernels
+from kvcodec.store.site import LayerSite
 
 from .conftest import in_turn
 from .support import (

@@ -10,7 +10,6 @@ from torch import Tensor
 
 import kvcodec
 from kvcodec.cache.host import LayerCache
-from kvcodec.cache.site import MEAN_TOKENS, LayerSite, MeanRemoval
 from kvcodec.codec import Codec, Site, roundtrip
 from kvcodec.codecs.rope_pairs import RopePairs
 from kvcodec.errors import FitError, UnsupportedError
@@ -18,6 +17,7 @@ from kvcodec.files.caches import load_layers, save_layers
 from kvcodec.ops.rope import Rotary
 from kvcodec.scheme import KVScheme
 from kvcodec.shared import drawn
+from kvcodec.store.site import MEAN_TOKENS, LayerSite, MeanRemoval
 
 DIM = 32
 ROTARY = Rotary(10000.0 ** (-torch.arange(0, DIM, 2).float() / DIM))

@@ -9,15 +9,14 @@ from torch import Tensor
 
 import kvcodec
 from kvcodec import FrameCache
-from kvcodec.attention import attend
 from kvcodec.cache.growing import GrowingCache
-from kvcodec.cache.host import LayerCache
-from kvcodec.cache.site import LayerSite, MeanRemoval
+from kvcodec.cache.host import LayerCache, attend
 from kvcodec.cache.static import StaticCache
 from kvcodec.errors import KVError, ShapeError, UnsupportedError
 from kvcodec.kernels import flash
 from kvcodec.ops.rope import Rotary
 from kvcodec.scheme import KVScheme
+from kvcodec.store.site import LayerSite, MeanRemoval
 
 HEADS, DIM, TOKENS, FRAMES, SINKS = 2, 64, 12, 5, 1
 

@@ -6,9 +6,9 @@ import pytest
 import torch
 
 import kvcodec
-from kvcodec.cache.pages import PageStore
 from kvcodec.codec import Site
 from kvcodec.layout import PLANE_ALIGN
+from kvcodec.store.pages import PageStore
 
 from .conftest import in_turn
 from .support import (

@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from kvcodec.cache.pages import PageStore
-from kvcodec.cache.pool import HUGE, zeroed_pool
 from kvcodec.layout import PageLayout
 from kvcodec.registry import get
+from kvcodec.store.pages import PageStore
+from kvcodec.store.pool import HUGE, zeroed_pool
 
 CPU = torch.device("cpu")
 

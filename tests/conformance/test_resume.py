@@ -9,9 +9,9 @@ import torch
 import kvcodec
 from kvcodec.cache.fused import FusedLayerCache, fused_refusal
 from kvcodec.cache.host import LayerCache
-from kvcodec.cache.site import LayerSite, MeanRemoval
 from kvcodec.files.caches import load_layers, save_layers
 from kvcodec.ops.rope import Rotary
+from kvcodec.store.site import LayerSite, MeanRemoval
 from tests.conftest import tiny_config
 
 from .conftest import SPECS

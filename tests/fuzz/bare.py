@@ -17,11 +17,10 @@ import torch
 from torch import Tensor
 
 import kvcodec
-from kvcodec.attention import Seen, attend
+from kvcodec.attention import Seen
 from kvcodec.cache.device import DeviceCache
 from kvcodec.cache.growing import GrowingCache
-from kvcodec.cache.host import LayerCache
-from kvcodec.cache.site import LayerSite, MeanRemoval
+from kvcodec.cache.host import LayerCache, attend
 from kvcodec.cache.static import StaticCache
 from kvcodec.codec import ROLES, Role, Site
 from kvcodec.errors import KVError, UnsupportedError
@@ -29,6 +28,7 @@ from kvcodec.files.caches import load_layers, save_layers
 from kvcodec.kernels.choose import Kernels, refusal
 from kvcodec.ops.rope import Rotary
 from kvcodec.scheme import KVScheme, recent_of
+from kvcodec.store.site import LayerSite, MeanRemoval
 from tests.conformance.conftest import SPECS
 from tests.fuzz.oracle import LayerTokens, Mismatch, causal, unexpected
 

@@ -25,8 +25,8 @@ from kvcodec.cache.device import DeviceCache
 from kvcodec.errors import KVError, UnsupportedError
 from kvcodec.integrations.transformers import cache_for, load_cache
 from kvcodec.integrations.transformers.argument import passing
-from kvcodec.integrations.transformers.attention import PackedKV, kvcodec_attention
-from kvcodec.integrations.transformers.layers import PackedCacheLayer
+from kvcodec.integrations.transformers.attention import kvcodec_attention
+from kvcodec.integrations.transformers.layers import PackedCacheLayer, PackedKV
 from kvcodec.integrations.transformers.windowed import WindowedLayer
 from tests.conftest import SMALL, tiny_model
 from tests.fuzz.oracle import CLOSE, LayerTokens, Mismatch, attention64, causal, unexpected

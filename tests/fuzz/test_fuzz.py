@@ -10,13 +10,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from kvcodec.cache.pages import PageStore
-from kvcodec.cache.positions import Positions
-from kvcodec.cache.role import RoleState
 from kvcodec.integrations.transformers import cache_for
 from kvcodec.integrations.transformers.argument import passing
 from kvcodec.kernels.cpu.held import HeldAttention
 from kvcodec.kernels.cpu.library import refusal
+from kvcodec.store.pages import PageStore
+from kvcodec.store.positions import Positions
+from kvcodec.store.role import RoleState
 from tests.conftest import tiny_model
 from tests.fuzz import check, fault_of, program_of
 

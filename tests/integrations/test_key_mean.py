@@ -8,7 +8,6 @@ import transformers
 from torch import Tensor
 
 import kvcodec
-from kvcodec.cache.positions import Positions
 from kvcodec.codec import roundtrip
 from kvcodec.codecs.rope_pairs import RopePairs
 from kvcodec.errors import BrokenPresetError, FitError, FormatError, UnsupportedError
@@ -25,6 +24,7 @@ from kvcodec.kernels.cpu import library
 from kvcodec.models.loading import LoadedModel
 from kvcodec.scheme import mix_of
 from kvcodec.shared import drawn
+from kvcodec.store.positions import Positions
 from tests.cli.tiny import TEXT, tiny_tokenizer
 from tests.conftest import tiny_model
 from tests.integrations.test_generate import prompt

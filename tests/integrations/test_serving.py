@@ -8,8 +8,6 @@ import torch
 
 import kvcodec
 from kvcodec.cache.host import LayerCache
-from kvcodec.cache.kept_rows import kept_rows
-from kvcodec.cache.site import LayerSite, MeanRemoval
 from kvcodec.codec import ROLES
 from kvcodec.errors import SpecError, UnsupportedError
 from kvcodec.integrations.vllm.layer import EngineLayer, Rules
@@ -17,6 +15,8 @@ from kvcodec.integrations.vllm.options import read_options
 from kvcodec.integrations.vllm.servable import PAGE_STEP, group_tokens, page_step, refusal, verdicts
 from kvcodec.ops.rope import Rotary
 from kvcodec.scheme import mix_of
+from kvcodec.store.kept_rows import kept_rows
+from kvcodec.store.site import LayerSite, MeanRemoval
 
 CPU = torch.device("cpu")
 HEADS, DIM, TOKENS, BLOCK = 2, 64, 70, 16

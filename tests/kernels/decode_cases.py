@@ -16,11 +16,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from kvcodec.cache.pages import PageStore
 from kvcodec.codec import Codec, Params, Role, Site
 from kvcodec.kernels.arguments import DecodeArgs
 from kvcodec.kernels.mean import KeyMean, key_mean, pairs_of
 from kvcodec.layout import PageLayout
+from kvcodec.store.pages import PageStore
 from tests.kernels import harness
 
 KINDS = {torch.float16: 0, torch.bfloat16: 1, torch.float32: 2}

@@ -36,7 +36,6 @@ import torch
 from torch import Tensor
 
 import kvcodec
-from kvcodec.cache.pages import PageStore
 from kvcodec.codec import ROLES, Codec, Params, Payload, Site
 from kvcodec.codecs.ghost import Ghost
 from kvcodec.errors import ShapeError
@@ -48,6 +47,7 @@ from kvcodec.kernels.constants import Constants, constants_for
 from kvcodec.kernels.mean import BLOCK, MOST_POSITIONS, KeyMean, key_mean, most_pairs, pairs_of
 from kvcodec.layout import PageLayout
 from kvcodec.ops.rope import Rotary
+from kvcodec.store.pages import PageStore
 from tests.kernels.klt import fit_klt
 
 DIMS = (64, 96, 128, 192, 256, 512, 80)

@@ -10,10 +10,9 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 import kvcodec
-from kvcodec.attention import Seen, attend
+from kvcodec.attention import Seen
 from kvcodec.cache.fused import FusedLayerCache, fused_refusal
-from kvcodec.cache.host import LayerCache
-from kvcodec.cache.pages import PageStore
+from kvcodec.cache.host import LayerCache, attend
 from kvcodec.codec import ROLES, Codec, Role, Site
 from kvcodec.codecs.ghost import ALLOWED, Ghost
 from kvcodec.codecs.group_int import BITS, GroupInt
@@ -37,6 +36,7 @@ from kvcodec.kernels.cpu.mean import cpu_mean
 from kvcodec.kernels.cpu.spec import cpu_spec
 from kvcodec.ops.rope import NOT_TURNED, Rotary
 from kvcodec.scheme import page_layout
+from kvcodec.store.pages import PageStore
 from tests.kernels.cpu_variants import ABLE, use
 from tests.kernels.decode_cases import two_dims_in_turn
 from tests.kernels.klt import Klt

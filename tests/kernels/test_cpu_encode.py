@@ -9,7 +9,6 @@ from torch import Tensor
 import kvcodec
 from kvcodec.cache.growing import GrowingCache
 from kvcodec.cache.host import LayerCache
-from kvcodec.cache.pages import PageStore
 from kvcodec.codec import FP16_MAX, ROLES, Codec, Dense, DenseDtype, Role, Site
 from kvcodec.codecs.fp8 import Fp8
 from kvcodec.codecs.ghost import ALLOWED, Ghost
@@ -33,6 +32,7 @@ from kvcodec.kernels.encode import Turned
 from kvcodec.ops.lloyd_max import midpoints
 from kvcodec.ops.rope import NOT_TURNED, Rotary
 from kvcodec.scheme import KVScheme, page_layout
+from kvcodec.store.pages import PageStore
 from tests.kernels.klt import Klt
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)

@@ -10,7 +10,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from kvcodec.cache.pages import PageStore
 from kvcodec.codec import FP16_MAX, Codec, Params, Payload
 from kvcodec.codecs.fp8 import Fp8
 from kvcodec.codecs.group_int import GroupInt
@@ -20,6 +19,7 @@ from kvcodec.codecs.ultraquant import UltraQuant
 from kvcodec.kernels.arguments import EncodeArgs, EncodeRoleArgs
 from kvcodec.layout import Field, Layout, PageLayout
 from kvcodec.ops.hadamard import block_hadamard, power_of_two_divisor
+from kvcodec.store.pages import PageStore
 from tests.kernels import harness
 from tests.kernels.decode_cases import two_dims_in_turn
 from tests.kernels.offline import architectures_in_turn, compile_kernels

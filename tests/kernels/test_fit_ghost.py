@@ -6,7 +6,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from kvcodec.cache.site import MeanRemoval
 from kvcodec.codec import ROLES, Role, Site
 from kvcodec.codecs.ghost import Ghost
 from kvcodec.kernels import ghost
@@ -14,6 +13,7 @@ from kvcodec.kernels.constants import constants_for
 from kvcodec.kernels.fit import Rooms, Sample
 from kvcodec.kernels.spec import encoder, reader
 from kvcodec.ops.rope import Rotary
+from kvcodec.store.site import MeanRemoval
 
 HEADS, BATCH = 2, 2
 

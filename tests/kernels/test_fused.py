@@ -12,10 +12,8 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 
 import kvcodec
-from kvcodec.attention import attend
 from kvcodec.cache.fused import FusedLayerCache
-from kvcodec.cache.host import LayerCache
-from kvcodec.cache.role import RoleState
+from kvcodec.cache.host import LayerCache, attend
 from kvcodec.codec import ROLES, Dense
 from kvcodec.codecs.hqmq import Hqmq
 from kvcodec.codecs.octopus_qjl import OctopusQJL
@@ -25,6 +23,7 @@ from kvcodec.kernels import fp8
 from kvcodec.kernels.choose import choose, refusal
 from kvcodec.kernels.cuda_engine import CudaEngine
 from kvcodec.scheme import KVScheme
+from kvcodec.store.role import RoleState
 from tests.kernels.decode_cases import each_in_turn
 
 DIM, HEADS, BATCH = 64, 1, 2

@@ -11,12 +11,12 @@ import kvcodec
 from kvcodec.cache.device import DeviceCache
 from kvcodec.cache.fused import FusedLayerCache
 from kvcodec.cache.host import LayerCache
-from kvcodec.cache.site import LayerSite, MeanRemoval
 from kvcodec.errors import ShapeError, UnsupportedError
 from kvcodec.kernels.cpu.spec import cpu_spec
 from kvcodec.kernels.mean import chosen_pairs, pairs_of
 from kvcodec.kernels.spec import kernels_for
 from kvcodec.scheme import KVScheme
+from kvcodec.store.site import LayerSite, MeanRemoval
 from tests.geometries import GEOMETRIES, Geometry
 from tests.kernels.cpu_variants import ABLE, use
 

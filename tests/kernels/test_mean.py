@@ -12,8 +12,6 @@ import torch
 from torch import Tensor
 
 import kvcodec
-from kvcodec.cache.pages import PageStore
-from kvcodec.cache.site import LayerSite
 from kvcodec.codec import ROLES, Params, Role
 from kvcodec.codecs.saw_int4 import SawInt4
 from kvcodec.errors import ShapeError, UnsupportedError
@@ -26,6 +24,8 @@ from kvcodec.kernels.cuda_engine import CudaEngine
 from kvcodec.kernels.mean import MOST_POSITIONS, KeyMean, key_mean
 from kvcodec.ops.hadamard import power_of_two_divisor
 from kvcodec.ops.rope import Rotary
+from kvcodec.store.pages import PageStore
+from kvcodec.store.site import LayerSite
 from tests.kernels.decode_cases import Case, Geometry, Means, Side, check, check_all, each_in_turn
 from tests.kernels.offline import architectures_in_turn, compile_kernels, mix
 from tests.kernels.test_operators import fill, reference, target_of

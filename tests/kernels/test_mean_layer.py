@@ -9,17 +9,16 @@ from torch import Tensor
 
 import kvcodec
 import kvcodec.integrations.transformers.cache  # registers the attention named "kvcodec"
-from kvcodec.attention import attend
 from kvcodec.cache.device import DeviceCache
 from kvcodec.cache.fused import FusedLayerCache
 from kvcodec.cache.growing import GrowingCache
-from kvcodec.cache.host import LayerCache
-from kvcodec.cache.site import LayerSite, MeanRemoval
+from kvcodec.cache.host import LayerCache, attend
 from kvcodec.cache.static import StaticCache
 from kvcodec.errors import UnsupportedError
 from kvcodec.integrations.transformers.argument import passing
 from kvcodec.kernels.choose import Kernels
 from kvcodec.ops.rope import Rotary
+from kvcodec.store.site import LayerSite, MeanRemoval
 from tests.conftest import tiny_model
 from tests.integrations.test_generate import padded, prompt
 from tests.test_key_bias import biased

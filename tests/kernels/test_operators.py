@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 import kvcodec
-from kvcodec.cache.pages import PageStore
 from kvcodec.codec import ROLES, Codec, Site
 from kvcodec.errors import UnsupportedError
 from kvcodec.kernels import decode as attention
@@ -19,6 +18,7 @@ from kvcodec.kernels import encode, launch
 from kvcodec.kernels import spec as specs
 from kvcodec.kernels.constants import Constants, constants_for
 from kvcodec.layout import PageLayout
+from kvcodec.store.pages import PageStore
 from tests.kernels.decode_cases import each_in_turn
 
 CPU = torch.device("cpu")

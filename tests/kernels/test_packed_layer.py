@@ -7,9 +7,7 @@ import torch
 from torch import Tensor
 
 import kvcodec
-from kvcodec.attention import attend
-from kvcodec.cache.host import LayerCache
-from kvcodec.cache.site import LayerSite, MeanRemoval
+from kvcodec.cache.host import LayerCache, attend
 from kvcodec.codec import ROLES, Dense, Params, Role, Site
 from kvcodec.errors import ShapeError
 from kvcodec.integrations.vllm import layer as served
@@ -19,6 +17,7 @@ from kvcodec.kernels.flash import Ragged, ragged_attention
 from kvcodec.kernels.prompts import Chunks, Room, Sight, gathered
 from kvcodec.ops.rope import Rotary
 from kvcodec.scheme import KVScheme
+from kvcodec.store.site import LayerSite, MeanRemoval
 from tests.integrations.test_serving import BLOCK, CPU, DIM, HEADS, ROW, RULES, TOKENS, made, pool, rows, slots
 
 SPECS = ("int-8", "turboquant-4", "hqmq-s24_r3", "octopus-3:window=0", "ultra-tq", "ultraquant")

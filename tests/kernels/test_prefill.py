@@ -10,8 +10,9 @@ from torch import Tensor
 from transformers import AttentionInterface, DynamicCache
 
 import kvcodec
-from kvcodec.attention import Partial, Seen, attend, merge, with_sinks
+from kvcodec.attention import Partial, Seen, merge, with_sinks
 from kvcodec.cache.fused import FusedLayerCache
+from kvcodec.cache.host import attend
 from kvcodec.codec import ROLES
 from kvcodec.errors import ShapeError, UnsupportedError
 from kvcodec.integrations.transformers import attention as attention_module

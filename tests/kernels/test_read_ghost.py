@@ -7,8 +7,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from kvcodec.attention import attend
 from kvcodec.cache.fused import FusedLayerCache
+from kvcodec.cache.host import attend
 from kvcodec.codec import ROLES, Params, Role, Site
 from kvcodec.codecs.ghost import ALLOWED, PARTS, Ghost, kinds, share_bits
 from kvcodec.codecs.saw_int4 import SawInt4

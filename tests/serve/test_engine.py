@@ -10,11 +10,11 @@ import torch
 
 import kvcodec
 from kvcodec.cache.host import LayerCache
-from kvcodec.cache.pages import PageStore
 from kvcodec.codec import ROLES
 from kvcodec.integrations.transformers.argument import passing
 from kvcodec.integrations.vllm.layer import Rules
 from kvcodec.kernels.cpu import library
+from kvcodec.store.pages import PageStore
 from tests.serve.engines import NEW, engine, generate, layers, metric, prompts
 
 SERVED = {

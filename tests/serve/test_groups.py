@@ -9,7 +9,6 @@ import torch
 
 import kvcodec
 from kvcodec.cache.host import LayerCache
-from kvcodec.cache.pages import PageStore
 from kvcodec.codec import ROLES, roundtrip
 from kvcodec.errors import KVError
 from kvcodec.integrations.vllm.groups import GroupedLayer
@@ -17,6 +16,7 @@ from kvcodec.integrations.vllm.layer import Rules
 from kvcodec.integrations.vllm.pending import PendingGroups
 from kvcodec.recipe import LayerChoice
 from kvcodec.registry import write_recipe
+from kvcodec.store.pages import PageStore
 from tests.serve.engines import engine, generate, layers, metric, prompts
 
 BARE = {"window": 0, "sink": 0}

@@ -8,8 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from kvcodec.attention import attend
-from kvcodec.cache.host import LayerCache
+from kvcodec.cache.host import LayerCache, attend
 from kvcodec.cli.main import main
 from kvcodec.errors import KVError, UnsupportedError
 from kvcodec.kernels.cpu import compile as sources

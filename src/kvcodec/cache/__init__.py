@@ -1,1 +1,1 @@
-"""Caches of one layer: packed pages, the schedule of sink, pages and window, and what kernels read."""
+"""Caches of one layer: the schedule of sink tokens, packed pages and window, in host or device memory."""

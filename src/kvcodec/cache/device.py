@@ -18,9 +18,6 @@ from torch import Tensor
 
 from kvcodec.attention import BEFORE_IT, Seen, check_queries
 from kvcodec.cache.host import LayerCache
-from kvcodec.cache.pages import PageStore
-from kvcodec.cache.role import RoleState
-from kvcodec.cache.site import LayerSite, RoleSite
 from kvcodec.codec import ROLES, Params, Role
 from kvcodec.errors import ShapeError, UnsupportedError
 from kvcodec.kernels.choose import Kernels
@@ -28,6 +25,9 @@ from kvcodec.kernels.engine import Engine
 from kvcodec.ops.precision import without_modes
 from kvcodec.scheme import KVScheme
 from kvcodec.shared import SHARED
+from kvcodec.store.pages import PageStore
+from kvcodec.store.role import RoleState
+from kvcodec.store.site import LayerSite, RoleSite
 
 ONE_RUN = (
     "fused attention reads one run of packed tokens; evict(keep > 0) leaves two, unless it keeps the scheme's sink. "
@@ -229,7 +229,7 @@ class DeviceCache(LayerCache):
         ----------
         q : Tensor ``[B, HQ, n, D]``
         scale, sinks, mask, causal
-            As ``kvcodec.attention.attend``; the last two only with several query tokens.
+            As ``kvcodec.cache.host.attend``; the last two only with several query tokens.
         start : Tensor int32 ``[B]``, optional
             Left padding: tokens before it are not attended.
         softcap : float
@@ -287,7 +287,7 @@ class DeviceCache(LayerCache):
         Parameters
         ----------
         scale, sinks
-            As ``kvcodec.attention.attend``.
+            As ``kvcodec.cache.host.attend``.
         seen : Seen
             Which tokens a query sees; default: all up to its own.
 

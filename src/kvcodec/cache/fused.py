@@ -6,11 +6,11 @@ import torch
 
 from kvcodec.cache.device import DeviceCache
 from kvcodec.cache.growing import GrowingCache
-from kvcodec.cache.site import LayerSite
 from kvcodec.cache.static import StaticCache
 from kvcodec.codec import Params, Role
 from kvcodec.kernels.choose import refusal
 from kvcodec.scheme import KVScheme
+from kvcodec.store.site import LayerSite
 
 
 def FusedLayerCache(  # named as the class that it replaced

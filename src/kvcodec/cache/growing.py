@@ -12,10 +12,6 @@ import torch
 from torch import Tensor
 
 from kvcodec.cache.device import DeviceCache
-from kvcodec.cache.pages import stream_of
-from kvcodec.cache.positions import NOT_CONSECUTIVE, SlotPositions
-from kvcodec.cache.role import RoleState
-from kvcodec.cache.site import Removed
 from kvcodec.checks import check_tensors
 from kvcodec.codec import ROLES, Params, Role
 from kvcodec.errors import UnsupportedError
@@ -23,6 +19,10 @@ from kvcodec.kernels.encode import Turned
 from kvcodec.kernels.engine import Engine
 from kvcodec.kernels.fit import Sample
 from kvcodec.ops.precision import without_modes
+from kvcodec.store.pages import stream_of
+from kvcodec.store.positions import NOT_CONSECUTIVE, SlotPositions
+from kvcodec.store.role import RoleState
+from kvcodec.store.site import Removed
 
 
 class State(NamedTuple):

@@ -17,11 +17,7 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
-from kvcodec.attention import Partial, Seen, attend, checked_mask, merge, rounded_queries, with_sinks
-from kvcodec.cache.pages import PageStore
-from kvcodec.cache.positions import Positions
-from kvcodec.cache.role import RoleState
-from kvcodec.cache.site import WITHOUT_MODEL, LayerSite, MeanRemoval, Removed, RoleSite
+from kvcodec.attention import Partial, Seen, attend_parts, check_queries, merge, rounded_queries, with_sinks
 from kvcodec.checks import check_tensors
 from kvcodec.codec import ROLES, Params, Role, saturated
 from kvcodec.errors import ShapeError, SpecError, UnsupportedError
@@ -29,6 +25,10 @@ from kvcodec.kernels.cpu.held import HeldAttention
 from kvcodec.ops.precision import without_modes
 from kvcodec.ops.rope import NOT_TURNED
 from kvcodec.scheme import KVScheme, page_layout
+from kvcodec.store.pages import PageStore
+from kvcodec.store.positions import Positions
+from kvcodec.store.role import RoleState
+from kvcodec.store.site import WITHOUT_MODEL, LayerSite, MeanRemoval, Removed, RoleSite
 
 
 class LayerCache:
@@ -509,8 +509,8 @@ class LayerCache:
         sinks: Tensor | None = None,
         chunk: int = 1024,
     ) -> Tensor:
-        """Attention of ``q`` over the live tokens, as ``kvcodec.attention.attend``; by kernels unless ``unfused``."""
-        mask = checked_mask(q, self, mask, causal, chunk)
+        """Attention of ``q`` over the live tokens, as ``kvcodec.cache.host.attend``; by kernels unless ``unfused``."""
+        mask = _checked_mask(q, self, mask, causal, chunk)
         if self.unfused():
             return attend(q, self, scale=scale, mask=mask, causal=causal, sinks=sinks, chunk=chunk)
         scale, seen = q.shape[-1] ** -0.5 if scale is None else scale, Seen(causal=causal, mask=mask)
@@ -733,3 +733,78 @@ def _no_tokens(batch: int, heads: int, head_dim: int, dtype: torch.dtype, device
 def _storage_bytes(x: Tensor) -> int:
     """Bytes of the memory behind ``x``: a view that keeps a larger tensor alive counts in full."""
     return x.untyped_storage().nbytes()
+
+
+def attend(
+    q: Tensor,
+    cache: LayerCache,
+    *,
+    scale: float | None = None,
+    mask: Tensor | None = None,
+    causal: bool = True,
+    sinks: Tensor | None = None,
+    softcap: float = 0.0,
+    chunk: int = 1024,
+) -> Tensor:
+    """Attention of the newest queries over everything a cache holds.
+
+    Parameters
+    ----------
+    q : Tensor ``[B, HQ, n, D]``
+        Queries in the model basis; HQ a multiple of the cache's KV heads.
+    cache : LayerCache
+    scale : float, optional
+        Default ``D ** -0.5``.
+    mask : Tensor, optional
+        Boolean (True = attend) or additive, broadcastable to ``[B, HQ, n, N]``. Replaces ``causal``.
+    causal : bool
+        The queries are the newest n tokens: query i sees tokens ``0 .. N - n + i``.
+    sinks : Tensor, optional
+        Learned sink logits ``[HQ]`` (GPT-OSS): they enter the softmax's denominator only.
+    softcap : float
+        Scores become ``softcap * tanh(score / softcap)`` (Gemma 2); 0: they stay.
+    chunk : int
+        Tokens decoded at a time.
+
+    Returns
+    -------
+    Tensor ``[B, HQ, n, D]`` of q's dtype.
+
+    Raises
+    ------
+    ShapeError
+        If q does not fit the cache.
+    """
+    mask = _checked_mask(q, cache, mask, causal, chunk)
+    total, state = len(cache), cache.roles["key"]
+    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    rounded = q if state.params is None else rounded_queries(q, state.codec, state.params, state.site.num_heads)
+    parts = (cache.decode(first, min(first + chunk, total), torch.float32) for first in range(0, total, chunk))
+    return attend_parts(rounded, parts, total, scale=scale, mask=mask, causal=causal, sinks=sinks, softcap=softcap)
+
+
+def _checked_mask(q: Tensor, cache: LayerCache, mask: Tensor | None, causal: bool, chunk: int) -> Tensor | None:
+    """Validate the arguments of ``attend``; return its mask for all tokens.
+
+    Raises
+    ------
+    ShapeError
+        If they do not fit the cache or each other.
+    """
+    total = len(cache)
+    if total == 0:
+        raise ShapeError("attend: the cache is empty; append keys and values first.")
+    check_queries(q, cache.batch, cache.roles["key"].site)
+    n = q.shape[2]
+    if chunk < 1 or (causal and mask is None and n > total):
+        raise ShapeError(
+            f"attend: chunk={chunk}, {n} queries over {total} tokens; expected chunk >= 1 and no more queries than "
+            f"cached tokens."
+        )
+    if mask is not None:
+        if mask.shape[-1] not in (1, total):
+            raise ShapeError(
+                f"attend: mask {tuple(mask.shape)} does not fit {total} tokens; its last axis must be 1 or {total}."
+            )
+        mask = mask.expand(*mask.shape[:-1], total)
+    return mask

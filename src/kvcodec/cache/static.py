@@ -17,13 +17,13 @@ import torch
 from torch import Tensor
 
 from kvcodec.cache.device import DeviceCache
-from kvcodec.cache.positions import NOT_CONSECUTIVE, angles_near, consecutive, first_of
 from kvcodec.checks import check_tensors
 from kvcodec.codec import Role
 from kvcodec.errors import ShapeError, UnsupportedError
 from kvcodec.kernels.encode import Turned
 from kvcodec.ops.precision import without_modes
 from kvcodec.ops.rope import Rotary
+from kvcodec.store.positions import NOT_CONSECUTIVE, angles_near, consecutive, first_of
 
 BROKEN_ORDER = 3
 """Value of the flag ``bad``: the position of a step's token does not follow those held."""

@@ -16,15 +16,15 @@ from torch import Tensor
 
 from kvcodec.cache.device import DeviceCache
 from kvcodec.cache.host import LayerCache
-from kvcodec.cache.pages import PageStore
-from kvcodec.cache.role import RoleState
-from kvcodec.cache.site import MEAN, LayerSite, MeanRemoval, RoleSite, check_role, codec_params, mean_constant
 from kvcodec.checks import check_constants, largest, unfit
 from kvcodec.codec import LIMIT, ROLES, Constant, Params, Role, Site
 from kvcodec.errors import FormatError, KVError
 from kvcodec.files.container import BROKEN_JSON, Kind, check_target, load_params, read, store_params, write
 from kvcodec.layout import PageLayout
 from kvcodec.registry import from_json
+from kvcodec.store.pages import PageStore
+from kvcodec.store.role import RoleState
+from kvcodec.store.site import MEAN, LayerSite, MeanRemoval, RoleSite, check_role, codec_params, mean_constant
 
 KIND = Kind("kvcodec-cache", 1, "cache", "save", "save the cache again")
 ENERGY = "energy"

@@ -22,7 +22,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvcodec.cache.site import MEAN, MeanRemoval
 from kvcodec.checks import check_tensor
 from kvcodec.codec import ROLES, Codec, Params, Role, Site, storage_dtype
 from kvcodec.errors import FitError, KVError, ModelError
@@ -35,6 +34,7 @@ from kvcodec.models.windows import WINDOW_TOKENS, check_window, split_windows, t
 from kvcodec.progress import Progress
 from kvcodec.registry import get
 from kvcodec.scheme import KVScheme
+from kvcodec.store.site import MEAN, MeanRemoval
 
 WINDOWS = 4
 SKIPPED = 4

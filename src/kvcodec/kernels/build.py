@@ -24,7 +24,7 @@ import torch
 
 from kvcodec.atomic import whole_file
 from kvcodec.errors import UnsupportedError
-from kvcodec.files.folder import cache_dir
+from kvcodec.paths import cache_dir
 from kvcodec.progress import Progress
 
 CSRC = Path(__file__).parent / "csrc"

@@ -8,8 +8,6 @@ import torch
 from torch import Tensor
 
 from kvcodec.attention import Seen
-from kvcodec.cache.pages import PageStore
-from kvcodec.cache.role import RoleState
 from kvcodec.codec import ROLES, Codec, Params, Role
 from kvcodec.errors import UnsupportedError
 from kvcodec.kernels.basis import out_of_codes
@@ -34,6 +32,8 @@ from kvcodec.kernels.spec import (
     reader,
 )
 from kvcodec.ops.rope import Rotary
+from kvcodec.store.pages import PageStore
+from kvcodec.store.role import RoleState
 
 
 class _Kernels(NamedTuple):

@@ -14,7 +14,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from kvcodec.cache.kept_rows import rows_bytes
 from kvcodec.codec import ROLES, Role
 from kvcodec.errors import ShapeError, UnsupportedError
 from kvcodec.kernels.arguments import EncodeArgs
@@ -22,6 +21,7 @@ from kvcodec.kernels.build import Kernel, Program, load
 from kvcodec.kernels.constants import Constants
 from kvcodec.kernels.decode import KINDS, MOST_SEQUENCES
 from kvcodec.kernels.spec import Encoder, EncodeSpec
+from kvcodec.store.kept_rows import rows_bytes
 
 ROW_THREADS, TABLE_WARPS = 128, 8
 TABLE_THREADS = 32 * TABLE_WARPS
@@ -335,7 +335,7 @@ def encode_to_pages(
     less : Turned, optional
         What is subtracted from the keys first, in float32; the spec says whether there is one.
     kept : int
-        So many first tokens of every page are also written in 16 bit, ``cache.kept_rows``.
+        So many first tokens of every page are also written in 16 bit, ``store.kept_rows``.
 
     Raises
     ------

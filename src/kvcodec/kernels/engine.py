@@ -10,9 +10,6 @@ from typing import TYPE_CHECKING, Any, Self
 from torch import Tensor
 
 from kvcodec.attention import Seen
-from kvcodec.cache.pages import PageStore
-from kvcodec.cache.role import RoleState
-from kvcodec.cache.site import RoleSite
 from kvcodec.codec import ROLES, Codec, Params, Role
 from kvcodec.errors import UnsupportedError
 from kvcodec.kernels.constants import NO_CONSTANTS, Constants, constants
@@ -20,6 +17,9 @@ from kvcodec.kernels.encode import SlotWriter, Turned
 from kvcodec.kernels.flash import Flash
 from kvcodec.kernels.prompts import ChunkReader
 from kvcodec.ops.rope import Rotary
+from kvcodec.store.pages import PageStore
+from kvcodec.store.role import RoleState
+from kvcodec.store.site import RoleSite
 
 if TYPE_CHECKING:
     from kvcodec.kernels.cpu.mean import CpuMean
@@ -158,7 +158,7 @@ class Engine(ABC):
 
         Only roles that a kernel encodes (``written_by``). ``bad``, int32 ``[1]``, is raised to 1 by numbers that codecs
         cannot hold, and to 2 by tokens behind the pages. ``less``: what is subtracted from the keys, if they are held
-        without a mean. ``kept``: so many first tokens of every page are also written in 16 bit, ``cache.kept_rows``.
+        without a mean. ``kept``: so many first tokens of every page are also written in 16 bit, ``store.kept_rows``.
         """
 
     def writer(self, pages: Tensor, bad: Tensor, kept: int = 0) -> SlotWriter:

@@ -16,7 +16,6 @@ from functools import lru_cache, partial
 import torch
 from torch import Tensor
 
-from kvcodec.cache.pages import stream_of
 from kvcodec.codec import ROLES, Codec, Params, Role
 from kvcodec.codecs.ghost import (
     ERRORS,
@@ -43,6 +42,7 @@ from kvcodec.kernels.fit import Fitted, Rooms, Sample
 from kvcodec.kernels.spec import Encoder, Reader, align, flag
 from kvcodec.ops.exact import KERNEL_BITS
 from kvcodec.ops.widths import put_back, width_cuts
+from kvcodec.store.pages import stream_of
 
 PARAMS = ("order", "factor", "weight", "widths", "centre")
 """Of the reference's constants, those that a kernel fits."""

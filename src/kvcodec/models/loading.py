@@ -30,9 +30,9 @@ from unittest import mock
 import torch
 
 from kvcodec.errors import ModelError, nearest
-from kvcodec.files.folder import cache_dir
 from kvcodec.models.gguf_tokenizer import check_tokenizer
 from kvcodec.models.named import NAMED, NAMES, SMOLLM2, NamedModel, find_file, first_line
+from kvcodec.paths import cache_dir
 from kvcodec.progress import Progress
 
 ModelDtype = Literal["float32", "float16", "bfloat16"]

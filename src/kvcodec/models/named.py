@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import IO
 
 from kvcodec.errors import ModelError
-from kvcodec.files.folder import cache_dir
+from kvcodec.paths import cache_dir
 from kvcodec.progress import Progress
 
 CHUNK = 1 << 20

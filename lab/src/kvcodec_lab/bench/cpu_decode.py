@@ -24,12 +24,11 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from kvcodec.attention import attend
-from kvcodec.cache.host import LayerCache
-from kvcodec.cache.site import LayerSite
+from kvcodec.cache.host import LayerCache, attend
 from kvcodec.errors import KVError, UnsupportedError
 from kvcodec.kernels.cpu import library
 from kvcodec.registry import get
+from kvcodec.store.site import LayerSite
 from kvcodec_lab.bench.attention_rivals import missing
 from kvcodec_lab.bench.cache import AGREEMENT
 from kvcodec_lab.bench.cpu_rivals import cpu_rivals

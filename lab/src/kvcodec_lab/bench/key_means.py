@@ -4,9 +4,9 @@ from dataclasses import replace
 
 import torch
 
-from kvcodec.cache.site import MeanRemoval
 from kvcodec.ops.rope import Rotary
 from kvcodec.scheme import KVScheme
+from kvcodec.store.site import MeanRemoval
 
 BASE = 1e6
 """Of RoPE, as in Qwen2.5."""

@@ -23,12 +23,12 @@ from torch.nn.functional import scaled_dot_product_attention
 from kvcodec.attention import rounded_queries
 from kvcodec.cache.device import DeviceCache
 from kvcodec.cache.fused import FusedLayerCache, fused_refusal
-from kvcodec.cache.pages import PageStore
-from kvcodec.cache.site import LayerSite
 from kvcodec.codec import ROLES, Params, Role, Site
 from kvcodec.errors import UnsupportedError
 from kvcodec.registry import get
 from kvcodec.scheme import KVScheme
+from kvcodec.store.pages import PageStore
+from kvcodec.store.site import LayerSite
 from kvcodec_lab.bench.key_means import decided, mean_of
 from kvcodec_lab.bench.shapes import Shape
 

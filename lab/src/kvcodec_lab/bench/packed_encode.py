@@ -9,8 +9,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kvcodec.cache.pages import PageStore
-from kvcodec.cache.site import MeanRemoval
 from kvcodec.codec import ROLES, Params, Role, Site
 from kvcodec.errors import UnsupportedError
 from kvcodec.kernels import build, encode
@@ -18,6 +16,8 @@ from kvcodec.kernels.constants import Constants, constants_for
 from kvcodec.kernels.encode import Turned
 from kvcodec.kernels.spec import encode_spec
 from kvcodec.scheme import KVScheme
+from kvcodec.store.pages import PageStore
+from kvcodec.store.site import MeanRemoval
 from kvcodec_lab.bench.key_means import mean_of
 from kvcodec_lab.bench.packed import LAYER, scheme_of
 from kvcodec_lab.bench.shapes import Shape

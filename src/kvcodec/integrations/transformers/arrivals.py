@@ -6,23 +6,20 @@ synchronises with the GPU, which is expensive in the middle of a pass: numbers a
 """
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import Literal, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
 from kvcodec.cache.device import DeviceCache
 from kvcodec.cache.growing import GrowingCache, State
-from kvcodec.cache.positions import NOT_CONSECUTIVE
+from kvcodec.cache.host import LayerCache
 from kvcodec.checks import largest, largest_of
 from kvcodec.codec import FP16_MAX, ROLES
 from kvcodec.errors import UnsupportedError
 from kvcodec.integrations.transformers.rope import new_number
 from kvcodec.probe import OutlierProbe, waits
-
-if TYPE_CHECKING:
-    from kvcodec.integrations.transformers.layers import PackedCacheLayer
-
+from kvcodec.store.positions import NOT_CONSECUTIVE
 
 HELD = 64 << 20
 """Bytes of K and V that wait for a pass's end at most; where they are more, the layers so far are encoded at once."""
@@ -46,12 +43,35 @@ class Before(NamedTuple):
     seen: int
 
 
+class PackedLayer(Protocol):
+    """What deferred appends and checks need of a packed cache layer."""
+
+    cache: LayerCache
+    index: int
+    prefill: Literal["exact", "decoded"]
+    filled: bool
+    """Whether the layer has received its first tokens."""
+    may_wait: bool
+    """Whether the first tokens may be appended at the pass's end."""
+    waits: bool
+    """Whether tokens of the layer wait for the pass's end."""
+
+    def state(self) -> Before:
+        """Return what an append replaces."""
+
+    def go_back(self, state: Before) -> None:
+        """Restore a state."""
+
+    def reset(self) -> None:
+        """Drop every token."""
+
+
 class Note(NamedTuple):
     """A layer to which this forward pass has appended several tokens.
 
     Parameters
     ----------
-    layer : PackedCacheLayer
+    layer : PackedLayer
     tokens : int
         How many.
     before : Before or None
@@ -66,7 +86,7 @@ class Note(NamedTuple):
         The layer's own flag: whether a token of an earlier decode step could not be held.
     """
 
-    layer: "PackedCacheLayer"
+    layer: PackedLayer
     tokens: int
     before: Before | None = None
     flag: Tensor | None = None
@@ -78,7 +98,7 @@ class Note(NamedTuple):
 class Waiting(NamedTuple):
     """Tokens that fill a layer, to be appended at the pass's end."""
 
-    layer: "PackedCacheLayer"
+    layer: PackedLayer
     keys: Tensor
     values: Tensor
     positions: Tensor | None
@@ -105,7 +125,7 @@ class Arrivals:
         self.waiting: list[Waiting] = []
         self.flags: dict[torch.device, tuple[Tensor, ...]] = {}  # 0 between passes
 
-    def append(self, layer: "PackedCacheLayer", keys: Tensor, values: Tensor, positions: Tensor | None = None) -> bool:
+    def append(self, layer: PackedLayer, keys: Tensor, values: Tensor, positions: Tensor | None = None) -> bool:
         """Append several tokens to a fused layer and note what ``settle`` must check; False: nothing was appended.
 
         Those that fill it may wait for the pass's end.
@@ -176,7 +196,7 @@ class Arrivals:
             for new in waiting[done:]:
                 new.layer.reset()
 
-    def came(self, layer: "PackedCacheLayer", keys: Tensor, first: bool) -> None:
+    def came(self, layer: PackedLayer, keys: Tensor, first: bool) -> None:
         """Note that these keys were appended to a layer."""
         if first:
             self.noted.setdefault(layer.index, Note(layer, keys.shape[2]))
@@ -251,7 +271,7 @@ class Arrivals:
             else:
                 note.layer.go_back(note.before)
 
-    def forget(self, layer: "PackedCacheLayer") -> None:
+    def forget(self, layer: PackedLayer) -> None:
         """Drop what was noted of a layer, and its tokens that wait."""
         if layer.waits:
             layer.waits = False

@@ -1,28 +1,25 @@
 """The attention function ``kvcodec``: transformers' attention interface over packed pages, without a decoded copy.
 
-A cache layer returns a handle to itself (``PackedKV``) instead of decoded keys and values; the function registered with
-transformers reads the pages from it, chunk by chunk or in the fused kernels. The handle carries the layer, so several
-caches may share a model. With plain tensors (the exact prefill, or another cache) it is ordinary attention.
+A cache layer returns a handle to itself (``PackedKV``) instead of decoded keys and values. The attention function reads
+the pages from the handle, chunk by chunk or in the fused kernels. The handle carries the layer, so several caches may
+share a model. With plain tensors (the exact prefill, or another cache) it is ordinary attention.
 """
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
-from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import causal_mask_function, sdpa_mask
 
-from kvcodec.attention import Seen, attend, partial, with_sinks
+from kvcodec.attention import Seen, partial, with_sinks
 from kvcodec.cache.device import DeviceCache
-from kvcodec.codec import Role
+from kvcodec.cache.host import attend
 from kvcodec.errors import ShapeError, UnsupportedError
+from kvcodec.integrations.transformers.layers import LAYER, PackedCacheLayer, PackedKV
 from kvcodec.integrations.transformers.plan import ATTENTION_NAME
 from kvcodec.kernels.flash import by_flash
-
-if TYPE_CHECKING:
-    from kvcodec.integrations.transformers.layers import PackedCacheLayer
 
 START = "kvcodec_start"
 """Attribute of a mask tensor: first visible token of each sequence, int32 ``[B]``."""
@@ -30,33 +27,8 @@ RULES = "kvcodec_rules"
 """Attribute of a mask tensor: results of ``_rules``, by its arguments."""
 HIDES = "kvcodec_hides"
 """Attribute of a mask tensor: results of ``_hides_in``, by its other arguments."""
-LAYER = "kvcodec_layer"
-"""Attribute of the keys that fill a layer and that attention gets as they are: the layer."""
 QUERY_CHUNK = 256
 """Query rows scored at a time where SDPA cannot be used (learned sinks, soft caps)."""
-
-
-class PackedKV:
-    """Handle that stands for the K or V of a packed layer; any use of it as a tensor raises ``UnsupportedError``.
-
-    An index decodes: it copies K or V out of the cache (Whisper's ``return_dict_in_generate``).
-    """
-
-    def __init__(self, layer: "PackedCacheLayer", role: Role) -> None:
-        self.layer, self.role = layer, role
-
-    def __getitem__(self, index: Any) -> Tensor:
-        """Tensors of ``[B, H, N, D]``, decoded for this read."""
-        return self.layer.read(self.role)[index]
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):  # copying and tracing probe for special methods
-            raise AttributeError(name)
-        raise UnsupportedError(
-            f"the model used {name!r} of keys or values that are still packed: its attention is not "
-            f"{ATTENTION_NAME!r}, or it changes K and V behind the cache. Call "
-            f"model.set_attn_implementation({ATTENTION_NAME!r}), or use attention='decoded'."
-        )
 
 
 def kvcodec_attention(
@@ -133,7 +105,7 @@ def kvcodec_attention(
 
 def _streamed(
     query: Tensor,
-    layer: "PackedCacheLayer",
+    layer: PackedCacheLayer,
     mask: Tensor | None,
     scale: float,
     causal: bool,
@@ -151,7 +123,7 @@ def _streamed(
 
 def _token(
     query: Tensor,
-    layer: "PackedCacheLayer",
+    layer: PackedCacheLayer,
     mask: Tensor | None,
     scale: float,
     causal: bool,
@@ -173,7 +145,7 @@ def _token(
 
 def _chunk(
     query: Tensor,
-    layer: "PackedCacheLayer",
+    layer: PackedCacheLayer,
     mask: Tensor | None,
     scale: float,
     causal: bool,
@@ -198,7 +170,7 @@ def _chunk(
 _chunk_apart = torch.compiler.disable(_chunk)  # reads lengths and masks on the host
 
 
-def _rules(mask: Tensor, layer: "PackedCacheLayer", held: int) -> Seen:
+def _rules(mask: Tensor, layer: PackedCacheLayer, held: int) -> Seen:
     """Reduce a mask of several queries to causal, window and left padding, if it means just that.
 
     One synchronisation per mask: the layers of a model share it, and the result is stored as its attribute.
@@ -247,7 +219,7 @@ def _read_mask(mask: Tensor, window: int, chunk: int, place: int) -> Seen | None
     return rules._replace(start=padding if any(padding) else ())
 
 
-def _visible_from(mask: Tensor, layer: "PackedCacheLayer") -> Tensor:
+def _visible_from(mask: Tensor, layer: PackedCacheLayer) -> Tensor:
     """Turn the mask of one query token into the first visible token of each sequence, int32 ``[B]``."""
     start = getattr(mask, START, None)
     if start is None:
@@ -257,7 +229,7 @@ def _visible_from(mask: Tensor, layer: "PackedCacheLayer") -> Tensor:
     return start + older
 
 
-def _hides_more(mask: Tensor, layer: "PackedCacheLayer") -> bool:
+def _hides_more(mask: Tensor, layer: PackedCacheLayer) -> bool:
     """Whether the mask of one query token hides more than left padding, which the decode kernels do not serve.
 
     On a GPU the mask is read (a synchronisation) in the first step after a pass of several tokens: steps of one token
@@ -269,7 +241,7 @@ def _hides_more(mask: Tensor, layer: "PackedCacheLayer") -> bool:
     return bool(layer.hides_more)
 
 
-def _hides(mask: Tensor, layer: "PackedCacheLayer") -> bool:
+def _hides(mask: Tensor, layer: PackedCacheLayer) -> bool:
     """As ``_hides_more``, of the last query of a mask ``[B, 1, n, N]``; read once for all layers (synchronises)."""
     known: dict[tuple[bool, bool], bool] = getattr(mask, HIDES, {})
     kind = layer.is_cross, layer.is_compileable
@@ -387,7 +359,3 @@ def _is_causal(
         and isinstance(q_offset, int)
         and q_offset + q_length == kv_offset + kv_length
     )
-
-
-AttentionInterface.register(ATTENTION_NAME, kvcodec_attention)
-AttentionMaskInterface.register(ATTENTION_NAME, kvcodec_mask)

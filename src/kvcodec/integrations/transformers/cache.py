@@ -20,17 +20,18 @@ from functools import partial
 from pathlib import Path
 from typing import Any, get_args
 
+from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.cache_utils import Cache, EncoderDecoderCache
 
 from kvcodec.cache.device import DeviceCache
 from kvcodec.cache.host import LayerCache
-from kvcodec.cache.site import check_role
 from kvcodec.codec import ROLES, Site
 from kvcodec.errors import FitError, FormatError, SpecError, UnsupportedError, nearest
 from kvcodec.files.container import BROKEN_JSON
 from kvcodec.files.params import FittedParams, LayerParams, check_given, check_queries
 from kvcodec.integrations.transformers.argument import unwrapped
 from kvcodec.integrations.transformers.arrivals import Arrivals
+from kvcodec.integrations.transformers.attention import kvcodec_attention, kvcodec_mask
 from kvcodec.integrations.transformers.cross import CrossCache
 from kvcodec.integrations.transformers.identity import check_params, load_params
 from kvcodec.integrations.transformers.layers import PackedCacheLayer, Prefill
@@ -43,7 +44,7 @@ from kvcodec.integrations.transformers.making import (
     sites_of,
     unfused_reason,
 )
-from kvcodec.integrations.transformers.plan import Attention, LayerPlan, ModelPlan, check_fits, plan_for
+from kvcodec.integrations.transformers.plan import ATTENTION_NAME, Attention, LayerPlan, ModelPlan, check_fits, plan_for
 from kvcodec.integrations.transformers.rope import hook_of
 from kvcodec.integrations.transformers.schemes import by_layer, check_layouts, decided
 from kvcodec.integrations.transformers.windowed import WindowedLayer
@@ -52,6 +53,10 @@ from kvcodec.probe import OutlierProbe
 from kvcodec.probe import report as probe_report
 from kvcodec.registry import from_json, get
 from kvcodec.scheme import KVScheme
+from kvcodec.store.site import check_role
+
+AttentionInterface.register(ATTENTION_NAME, kvcodec_attention)
+AttentionMaskInterface.register(ATTENTION_NAME, kvcodec_mask)
 
 
 class KVCache(Cache):  # type: ignore[misc]

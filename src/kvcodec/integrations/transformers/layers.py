@@ -14,16 +14,15 @@ from transformers.cache_utils import CacheLayerMixin
 
 from kvcodec.cache.growing import GrowingCache
 from kvcodec.cache.host import LayerCache
-from kvcodec.cache.positions import consecutive
 from kvcodec.cache.static import StaticCache
 from kvcodec.checks import check_tensor
 from kvcodec.codec import ROLES, Role
 from kvcodec.errors import ShapeError, UnsupportedError
 from kvcodec.integrations.transformers.arrivals import Arrivals, Before
-from kvcodec.integrations.transformers.attention import LAYER, PackedKV
-from kvcodec.integrations.transformers.plan import Attention
+from kvcodec.integrations.transformers.plan import ATTENTION_NAME, Attention
 from kvcodec.integrations.transformers.rope import PositionHook, take_positions
 from kvcodec.probe import waits
+from kvcodec.store.positions import consecutive
 
 Prefill = Literal["exact", "decoded"]
 
@@ -33,6 +32,31 @@ APPEND_TOKENS = 4096
 """Tokens of a prefill encoded at a time; bounds the float32 copies that encoding needs."""
 DECODE_COPIES = 10
 """Upper bound of the float32 copies of a chunk that a codec's decode holds at once; verified by a test."""
+LAYER = "kvcodec_layer"
+"""Attribute of the keys that fill a layer and that attention gets as they are: the layer."""
+
+
+class PackedKV:
+    """Handle that stands for the K or V of a packed layer; any use of it as a tensor raises ``UnsupportedError``.
+
+    An index decodes: it copies K or V out of the cache (Whisper's ``return_dict_in_generate``).
+    """
+
+    def __init__(self, layer: "PackedCacheLayer", role: Role) -> None:
+        self.layer, self.role = layer, role
+
+    def __getitem__(self, index: Any) -> Tensor:
+        """Tensors of ``[B, H, N, D]``, decoded for this read."""
+        return self.layer.read(self.role)[index]
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):  # copying and tracing probe for special methods
+            raise AttributeError(name)
+        raise UnsupportedError(
+            f"the model used {name!r} of keys or values that are still packed: its attention is not "
+            f"{ATTENTION_NAME!r}, or it changes K and V behind the cache. Call "
+            f"model.set_attn_implementation({ATTENTION_NAME!r}), or use attention='decoded'."
+        )
 
 
 class PackedCacheLayer(CacheLayerMixin):  # type: ignore[misc]

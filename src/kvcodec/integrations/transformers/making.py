@@ -11,7 +11,6 @@ from transformers.cache_utils import DYNAMIC_LAYER_TYPE_MAPPING
 
 from kvcodec.cache.growing import GrowingCache
 from kvcodec.cache.host import LayerCache
-from kvcodec.cache.site import LayerSite, codec_params
 from kvcodec.cache.static import StaticCache
 from kvcodec.errors import BrokenPresetError, KVCodecWarning, KVError, UnsupportedError
 from kvcodec.files.params import LayerParams
@@ -29,6 +28,7 @@ from kvcodec.key_bias import Probe
 from kvcodec.ops.precision import without_modes
 from kvcodec.probe import OutlierProbe
 from kvcodec.scheme import KVScheme
+from kvcodec.store.site import LayerSite, codec_params
 
 
 def unfused_reason(model_or_config: Any) -> str:

@@ -21,10 +21,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from kvcodec.cache.positions import computed_of
 from kvcodec.errors import UnsupportedError
 from kvcodec.key_layer import changing_rope
 from kvcodec.ops.rope import Rotary
+from kvcodec.store.positions import computed_of
 
 PLACES = (0, 1, 7, 100, 1000)
 """Positions at which a ``Rotary`` is compared with the model."""

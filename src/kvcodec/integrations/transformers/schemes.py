@@ -7,13 +7,13 @@ from typing import Any
 
 import torch
 
-from kvcodec.cache.site import MEAN, MeanRemoval, codec_params
 from kvcodec.errors import FitError, ShapeError
 from kvcodec.files.params import LayerParams
 from kvcodec.integrations.transformers.biases import biases_of, is_followed, rotary_of
 from kvcodec.integrations.transformers.plan import LayerPlan, ModelPlan
 from kvcodec.ops.precision import without_modes
 from kvcodec.scheme import KVScheme, Mean
+from kvcodec.store.site import MEAN, MeanRemoval, codec_params
 
 logger = logging.getLogger(__name__)
 

@@ -26,9 +26,6 @@ from vllm.platforms import current_platform
 from vllm.v1.attention.backend import AttentionBackend, AttentionImpl, AttentionType, MultipleOf
 from vllm.v1.kv_cache_interface import AttentionSpec, KVCacheLayout
 
-from kvcodec.cache.kept_rows import rows_bytes
-from kvcodec.cache.positions import part_of
-from kvcodec.cache.site import MeanRemoval
 from kvcodec.errors import UnsupportedError
 from kvcodec.integrations.vllm.biases import Around
 from kvcodec.integrations.vllm.bind import bind, caching_layers, check_weights, skipping
@@ -54,6 +51,9 @@ from kvcodec.integrations.vllm.servable import (
 from kvcodec.kernels.build import LEAST
 from kvcodec.kernels.prompts import Chunk
 from kvcodec.scheme import Mean
+from kvcodec.store.kept_rows import rows_bytes
+from kvcodec.store.positions import part_of
+from kvcodec.store.site import MeanRemoval
 
 logger = init_logger("vllm.kvcodec")
 

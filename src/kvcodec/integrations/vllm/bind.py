@@ -16,7 +16,6 @@ from vllm.distributed import (
 )
 from vllm.model_executor.models.utils import extract_layer_index
 
-from kvcodec.cache.site import MeanRemoval
 from kvcodec.codec import ROLES, Dense, Params, Role
 from kvcodec.errors import KVError, UnsupportedError
 from kvcodec.files.params import FittedParams
@@ -35,6 +34,7 @@ from kvcodec.kernels.choose import choose
 from kvcodec.key_bias import KeyBiases
 from kvcodec.registry import get
 from kvcodec.scheme import KVScheme, Mean, Mix, mix_of
+from kvcodec.store.site import MeanRemoval
 
 
 def caching_layers(config: VllmConfig, impls: Mapping[str, Any]) -> list[int]:

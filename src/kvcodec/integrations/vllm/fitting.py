@@ -26,9 +26,9 @@ import torch
 from kvcodec import version
 from kvcodec.errors import FitError, FormatError, ModelError
 from kvcodec.files.checkpoint import digest_of, other_weights, weight_files
-from kvcodec.files.folder import cache_dir
 from kvcodec.files.params import FittedParams, read_params
 from kvcodec.integrations.vllm.options import FIT, Options
+from kvcodec.paths import cache_dir
 from kvcodec.registry import get
 
 logger = logging.getLogger("vllm.kvcodec")

@@ -24,7 +24,7 @@ results.
 
 Keys may be held without their mean, which is the same for all requests. A token's place in its request is its position.
 
-A preset's dense first tokens (``sink``) lie in 16 bit behind the codes of a request's first page (``cache.kept_rows``).
+A preset's dense first tokens (``sink``) lie in 16 bit behind the codes of a request's first page (``store.kept_rows``).
 A page has as many bytes a token as fill its tokens' share of that room.
 """
 
@@ -37,10 +37,6 @@ import torch
 from torch import Tensor
 
 from kvcodec.attention import Seen, attend_parts, rounded_queries
-from kvcodec.cache.kept_rows import keep_rows, kept_rows, rows_bytes
-from kvcodec.cache.pages import PageStore, write_blocks
-from kvcodec.cache.positions import angles_at
-from kvcodec.cache.site import LayerSite, MeanRemoval
 from kvcodec.codec import FP16_MAX, ROLES, Params, Role, storage_dtype
 from kvcodec.errors import ShapeError, UnsupportedError
 from kvcodec.integrations.vllm.servable import page_step
@@ -53,6 +49,10 @@ from kvcodec.kernels.history import STAGING_BYTES, workspace_bytes
 from kvcodec.kernels.prompts import ChunkReader, Chunks
 from kvcodec.layout import PageLayout
 from kvcodec.scheme import KVScheme
+from kvcodec.store.kept_rows import keep_rows, kept_rows, rows_bytes
+from kvcodec.store.pages import PageStore, write_blocks
+from kvcodec.store.positions import angles_at
+from kvcodec.store.site import LayerSite, MeanRemoval
 
 CHUNK_TOKENS = 1024
 """Tokens decoded at a time by the reference."""

@@ -15,7 +15,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from kvcodec.cache.site import MEAN, MeanRemoval
 from kvcodec.codec import Params
 from kvcodec.errors import UnsupportedError
 from kvcodec.integrations.vllm.biases import ALTERNATIVES
@@ -24,6 +23,7 @@ from kvcodec.key_bias import KeyBiases
 from kvcodec.ops.rope import Rotary
 from kvcodec.registry import with_option
 from kvcodec.scheme import KVScheme, Mean, Mix
+from kvcodec.store.site import MEAN, MeanRemoval
 
 PLACES = (0, 1, 7, 100, 1000)
 """Positions at which a ``Rotary`` is compared with the layer, and the last one."""

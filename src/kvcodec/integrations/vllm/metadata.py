@@ -9,9 +9,9 @@ from vllm.config import VllmConfig
 from vllm.forward_context import get_forward_context
 from vllm.v1.attention.backend import AttentionMetadata, CommonAttentionMetadata
 
-from kvcodec.cache.positions import shared
 from kvcodec.integrations.vllm.layer import Live, Several
 from kvcodec.kernels.prompts import Chunk
+from kvcodec.store.positions import shared
 
 
 class Prompts(NamedTuple):

@@ -4,7 +4,7 @@ Requests with the same prefix share pages: they are found by the hash of their t
 the bytes of a page must be a pure function of its tokens' own keys and values. Dense tokens beside the pages and
 statistics of a sequence break this: a request that finds its prompt in the prefix cache would read other numbers than
 the one that computed it. Groups of tokens do not: requests share whole blocks, which are whole groups. Nor do dense
-first tokens of codecs that encode each token alone: pages have room for them (``cache.kept_rows``).
+first tokens of codecs that encode each token alone: pages have room for them (``store.kept_rows``).
 """
 
 import math

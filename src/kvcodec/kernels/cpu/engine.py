@@ -7,9 +7,6 @@ import torch
 from torch import Tensor
 
 from kvcodec.attention import Seen
-from kvcodec.cache.kept_rows import keep_rows
-from kvcodec.cache.pages import PageStore
-from kvcodec.cache.role import RoleState
 from kvcodec.codec import ROLES, Role
 from kvcodec.kernels.constants import NO_CONSTANTS
 from kvcodec.kernels.cpu import library
@@ -23,6 +20,9 @@ from kvcodec.kernels.encode import Turned
 from kvcodec.kernels.engine import Engine
 from kvcodec.kernels.flash import Flash
 from kvcodec.ops.rope import Rotary
+from kvcodec.store.kept_rows import keep_rows
+from kvcodec.store.pages import PageStore
+from kvcodec.store.role import RoleState
 
 
 class CpuEngine(Engine):

@@ -7,8 +7,6 @@ import torch
 from torch import Tensor
 
 from kvcodec.attention import Partial, Seen
-from kvcodec.cache.pages import PageStore
-from kvcodec.cache.role import RoleState
 from kvcodec.codec import ROLES, Params, Role
 from kvcodec.errors import UnsupportedError
 from kvcodec.kernels.constants import Constants, constants
@@ -17,6 +15,8 @@ from kvcodec.kernels.cpu.attend import Piece, attend
 from kvcodec.kernels.cpu.mean import CpuMean, cpu_mean
 from kvcodec.kernels.cpu.spec import CpuSpec, cpu_spec
 from kvcodec.ops.rope import NOT_TURNED, Rotary
+from kvcodec.store.pages import PageStore
+from kvcodec.store.role import RoleState
 
 Runs = Sequence[tuple[int, Tensor]]
 """Tokens of consecutive positions: how many, and the position of the first, ``[B or 1]``, as ``Positions.runs``."""

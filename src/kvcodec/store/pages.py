@@ -10,9 +10,9 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from kvcodec.cache.pool import zeroed_pool
 from kvcodec.codec import Payload
 from kvcodec.layout import PageLayout
+from kvcodec.store.pool import zeroed_pool
 
 
 class PageStore:

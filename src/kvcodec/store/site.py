@@ -11,7 +11,6 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from kvcodec.cache.pages import PageStore
 from kvcodec.checks import check_constants, params_by_role, unfit
 from kvcodec.codec import LIMIT, ROLES, Codec, Constant, Dense, Params, Payload, Role, Site, saturated
 from kvcodec.errors import FitError, UnsupportedError
@@ -19,6 +18,7 @@ from kvcodec.ops.rope import NOT_TURNED, Rotary
 from kvcodec.ops.sums import sum_by_halves
 from kvcodec.scheme import KVScheme
 from kvcodec.shared import drawn
+from kvcodec.store.pages import PageStore
 
 MEAN = "mean"
 """Name of the keys' mean among fitted constants: float32 ``[1, H, D]``, beside those of the codec."""

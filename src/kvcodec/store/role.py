@@ -7,7 +7,7 @@ the live slot ranges.
 
 from torch import Tensor
 
-from kvcodec.cache.site import RoleSite
+from kvcodec.store.site import RoleSite
 
 
 class RoleState(RoleSite):
