@@ -65,8 +65,7 @@ def test_trim_does_not_skip_packed_layers(tiny: Any) -> None:
     assert all(c.store.pages.shape[0] < p for c, p in zip(cache.layer_caches, pages, strict=True))
 
 
-@pytest.mark.parametrize("spec", SPECS)
-@pytest.mark.parametrize("name", ["llama-gqa", "gemma3"])
+@pytest.mark.parametrize(("spec", "name"), each_in_turn(SPECS, ["llama-gqa", "gemma3"]))
 def test_select_and_repeat_move_every_part(tiny: Any, name: str, spec: str) -> None:
     model = tiny(name)
     for change in (
@@ -325,8 +324,7 @@ def test_keys_and_values_of_different_width() -> None:
 # -- saving ------------------------------------------------------------
 
 
-@pytest.mark.parametrize("spec", SPECS)
-@pytest.mark.parametrize("name", ["llama-gqa", "gemma3"])
+@pytest.mark.parametrize(("spec", "name"), each_in_turn(SPECS, ["llama-gqa", "gemma3"]))
 def test_saved_cache_goes_on_as_the_original(tiny: Any, tmp_path: Path, name: str, spec: str) -> None:
     model = tiny(name)
     cache = filled(model, _cache(model, spec), 1)

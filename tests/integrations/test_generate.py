@@ -10,7 +10,7 @@ import kvcodec
 from kvcodec.codec import Dense
 from kvcodec.integrations.transformers.argument import passing
 from kvcodec.registry import with_option
-from tests.conftest import MODELS
+from tests.conftest import MODELS, tiny_model
 from tests.integrations.oracle import oracle_for
 from tests.kernels.decode_cases import each_in_turn
 
@@ -173,8 +173,7 @@ def test_no_scale_shared_across_sequences(tiny: Any) -> None:
                 torch.testing.assert_close(x[:1], y, rtol=1e-3, atol=1e-3)
 
 
-@pytest.mark.parametrize("spec", SPECS)
-@pytest.mark.parametrize("name", ["llama-gqa", "gemma3"])
+@pytest.mark.parametrize(("spec", "name"), each_in_turn(SPECS, ["llama-gqa", "gemma3"]))
 def test_prompt_lookup_equals_the_oracle(tiny: Any, name: str, spec: str) -> None:
     model = tiny(name)
     ids = prompt(1, 16).repeat(1, 3)  # repeats, so that candidates are proposed and rejected
@@ -193,8 +192,9 @@ def test_assisted_equals_greedy_token_for_token(tiny: Any, name: str) -> None:
     assert torch.equal(looked_up.sequences, greedy.sequences)
 
 
-@pytest.mark.parametrize("spec", ["saw-int4", "kivi-2:window=8", "octopus-3:window=8"])
-@pytest.mark.parametrize("name", ["llama-gqa", "gemma3"])
+@pytest.mark.parametrize(
+    ("spec", "name"), each_in_turn(["saw-int4", "kivi-2:window=8", "octopus-3:window=8"], ["gemma3", "llama-gqa"])
+)
 def test_assistant_model_equals_the_oracle(tiny: Any, name: str, spec: str) -> None:
     model, assistant = tiny(name), copy.deepcopy(tiny("llama-mha"))
     ours = run(model, cache_for(model, spec), prompt(), assistant_model=assistant)
@@ -245,11 +245,10 @@ def test_default_settings_change_little(tiny: Any) -> None:
         ("kvcodec", "llama-gqa", "saw-int4", None),
     ],
 )
-def test_a_compiled_model_gives_the_same_logits(
-    tiny: Any, attention: str, name: str, spec: str, dynamic: bool | None
-) -> None:
+def test_a_compiled_model_gives_the_same_logits(attention: str, name: str, spec: str, dynamic: bool | None) -> None:
     """``torch.compile`` breaks its graphs at the cache, on CPU kernels too, and changes nothing as the cache grows."""
-    model = tiny(name)
+    kinds = {"gemma3": ["sliding_attention", "full_attention"]}.get(name, ["full_attention"])
+    model = tiny_model(name, num_hidden_layers=len(kinds), **({"layer_types": kinds} if len(kinds) > 1 else {}))
     model.set_attn_implementation(attention)
     steps: list[torch.Tensor] = []
     with torch.no_grad(), torch._dynamo.config.patch(recompile_limit=64):

@@ -23,6 +23,7 @@ from kvcodec.integrations.transformers import watching
 from kvcodec.integrations.transformers.argument import passing
 from tests.conftest import tiny_model
 from tests.integrations.test_generate import prompt
+from tests.kernels.decode_cases import each_in_turn
 from tests.test_key_bias import biased
 
 ATTENTIONS = {"decoded": "sdpa", "streamed": "kvcodec", "fused": "kvcodec"}
@@ -63,8 +64,7 @@ def same(a: list[Tensor], b: list[Tensor]) -> bool:
 
 
 @pytest.mark.parametrize("spec", SPECS)
-@pytest.mark.parametrize("tokens", [30, LONG])
-@pytest.mark.parametrize("way", ["deepcopy", "pickle"])
+@pytest.mark.parametrize(("way", "tokens"), each_in_turn(["deepcopy", "pickle"], [30, LONG]))
 def test_a_copy_goes_on_as_the_original(shared_model: Any, attention: str, spec: str, tokens: int, way: str) -> None:
     """A prefix is filled once and copied for several continuations of different lengths."""
     prefix, turns = prompt(1, tokens), [prompt(1, 7, seed=1), prompt(1, 1, seed=2), prompt(1, 1, seed=3)]
@@ -272,44 +272,19 @@ def test_threads_look_up_the_first_spec_of_a_process() -> None:
     assert done.stdout.split() == ["8", "1"], done.stderr
 
 
-def generations(model: Any, spec: str, seeds: range) -> list[Tensor]:
-    made = []
-    for seed in seeds:
-        cache = kvcodec.cache_for(model, spec, probe="off")
-        ids = prompt(1, 5 + 9 * (seed % 4), seed=seed)
-        made.append(model.generate(ids, **passing(model, cache), max_new_tokens=6, do_sample=False, pad_token_id=0))
-    return made
-
-
-@pytest.mark.parametrize("spec", ["ghost-4", "saw-int4:mean=pre", "kivi-4"])
-@pytest.mark.parametrize(
-    ("threads", "each"), [(4, 2), pytest.param(8, 50, marks=pytest.mark.nightly)], ids=["4 x 2", "8 x 50"]
-)
-@pytest.mark.parametrize("models", [1, 2])
-def test_threads_generate_as_one(attention: str, spec: str, threads: int, each: int, models: int) -> None:
-    if attention == "streamed":
-        pytest.skip("generate is given its cache by default here: decoded, or fused")
-    used = [biased() for _ in range(models)]
-    for model in used:
-        model.set_attn_implementation(ATTENTIONS[attention])
-    parts = [(used[i % models], range(i * each, (i + 1) * each)) for i in range(threads)]
-    expected = [generations(model, spec, seeds) for model, seeds in parts]
-    found = run_threads(*[lambda m=model, s=seeds: generations(m, spec, s) for model, seeds in parts])
-    assert all(same(a, b) for a, b in zip(found, expected, strict=True))
-
-
 # -- modes of PyTorch --------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("spec", SPECS)
 @pytest.mark.parametrize(
-    "modes",
-    [
-        (torch.inference_mode, torch.no_grad),
-        (torch.no_grad, torch.inference_mode),
-        (torch.inference_mode, torch.enable_grad),
-    ],
-    ids=["inference, no_grad", "no_grad, inference", "inference, grad"],
+    ("spec", "modes"),
+    each_in_turn(
+        SPECS,
+        [
+            (torch.inference_mode, torch.no_grad),
+            (torch.no_grad, torch.inference_mode),
+            (torch.inference_mode, torch.enable_grad),
+        ],
+    ),
 )
 def test_modes_may_change_between_passes(shared_model: Any, attention: str, spec: str, modes: Any) -> None:
     outside, inside = modes
@@ -377,11 +352,13 @@ def test_padding_in_the_middle(shared_model: Any, attention: str, spec: str, pad
         assert off(a, b) < TOLERANCE
 
 
-@pytest.mark.parametrize("chunk", [1, 3])
-@pytest.mark.parametrize("padding", [2, 13])
-@pytest.mark.parametrize("spec", ["dense", "int-8:mean=post", "int-8:mean=pre", "ghost-4"])
-def test_chunks_of_padding(shared_model: Any, attention: str, spec: str, padding: int, chunk: int) -> None:
+@pytest.mark.parametrize(
+    ("spec", "way"),
+    each_in_turn(["dense", "int-8:mean=post", "int-8:mean=pre", "ghost-4"], [(13, 1), (13, 3), (2, 1), (2, 3)]),
+)
+def test_chunks_of_padding(shared_model: Any, attention: str, spec: str, way: tuple[int, int]) -> None:
     """A prompt in chunks, of which a row's first ones hold padding only; the tokens are placed as in one pass."""
+    padding, chunk = way
     whole, ids = left_padded(22, padding), prompt(2, 22)
     masks = list(whole.split(chunk, 1))
     cache = new_cache(shared_model, spec, attention)
