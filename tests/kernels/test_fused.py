@@ -3,7 +3,6 @@
 import copy
 import math
 import pickle
-import re
 from dataclasses import replace
 from typing import Any
 
@@ -100,46 +99,6 @@ def test_a_cache_filled_in_any_way_attends_as_the_reference(name: str, capacity:
     fused.check()
 
 
-PROMPT = [s for s in kvcodec.presets() if kvcodec.get(s).key.fit_tokens == 1]
-"""Without those that wait for more tokens than a first call may bring."""
-HEAD_DIM_192 = [s for s in PROMPT if kvcodec.describe(s, 192)["kernels"]["decode"] == "cuda"]
-
-
-REPEATED = re.compile(
-    r"hqmq-s(24_r.|48_r.|96_r[34]|192_r[46])|int-[24]|innerq-(small|hybrid)|kivi-(4|sink-2|g64-4|g128-4|tq-3)"
-    r"|turboquant-[24]|octopus-3"
-)
-"""Presets whose sizes of codes and groups are those of others, of the same reader."""
-
-
-@pytest.mark.parametrize(
-    "spec",
-    [
-        *(pytest.param(s, marks=[pytest.mark.wide] if REPEATED.fullmatch(s) else []) for s in HEAD_DIM_192),
-        *("hqmq-s24_r3:outliers=3", "int-2:outliers=3", "int-4:outliers=3"),
-    ],
-)
-def test_heads_of_192_channels(spec: str, machine: dict[str, Any]) -> None:
-    """Parts of a row that end with no power of two: bytes, one query and several, of every preset."""
-    made, generator = scheme(spec, 0, 3), torch.Generator().manual_seed(0)
-    fused, reference = FusedLayerCache(made), Reference(made)
-    first = max(70, fused.unit + 6)
-    k, v = torch.randn(2, 1, 2, first + 5, 192, generator=generator).half()
-    for cache in (fused, reference):
-        for at, end in ((0, first), *((n, n + 1) for n in range(first, first + 5))):
-            cache.append(k[:, :, at:end], v[:, :, at:end])
-    for decoded, wanted in zip(fused.decode(3, 60), reference.decode(3, 60), strict=True):
-        assert torch.equal(decoded, wanted)
-    for queries in (1, 5):
-        q = torch.randn(1, 4, queries, 192, generator=generator)
-        torch.testing.assert_close(fused.attend(q), reference.attend(q), rtol=0, atol=4e-3)
-
-
-def test_only_sketches_do_not_take_192_channels() -> None:
-    others = {s for s in PROMPT if kvcodec.describe(s)["kernels"]["decode"] == "cuda"} - {*HEAD_DIM_192}
-    assert others == {"octopus-qjl-4", "octopus-qjl-3", "octopus-qjl-2", "turboquant-qjl-3"}
-
-
 @pytest.mark.parametrize("capacity", [0, 128])
 def test_left_padding_beside_sink_and_window(capacity: int, machine: dict[str, Any]) -> None:
     """Padding that ends in the sink, in the pages, in the window, and nowhere."""
@@ -175,8 +134,11 @@ def test_a_static_cache_begins_again_with_new_constants(machine: dict[str, Any])
     assert where == before
 
 
-@pytest.mark.parametrize("capacity", [0, 192])
-@pytest.mark.parametrize("spec", PROMPT)
+PROMPT = [s for s in kvcodec.presets() if kvcodec.get(s).key.fit_tokens == 1]
+"""Without those that wait for more tokens than a first call may bring."""
+
+
+@pytest.mark.parametrize(("spec", "capacity"), each_in_turn(PROMPT, (0, 192)))
 def test_an_append_of_no_tokens_changes_nothing(spec: str, capacity: int, machine: dict[str, Any]) -> None:
     """Before the first token and after it; constants that come from a prefill wait for it."""
     if refusal(scheme(spec), DIM, CPU, static=capacity > 0):

@@ -373,43 +373,6 @@ def test_a_tile_that_is_part_of_a_group_has_its_rows_and_all_of_the_scales() -> 
 # -- launch constants ------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("spec", [s for s in kvcodec.presets() if s != "dense"])
-@pytest.mark.parametrize("dim", [64, 128, 256])
-def test_launch_constants_fit_the_machine(spec: str, dim: int) -> None:
-    scheme = kvcodec.get(spec)
-    a100, ada = launch.Machine(108, 166912, 167936), launch.Machine(128, 101376, 102400)
-    unit = max(scheme.key.block_tokens, scheme.value.block_tokens)
-    for page in (p for p in (16, 64, 128) if p % unit == 0):
-        try:
-            pair = specs.decode_spec(scheme.key, scheme.value, dim, page)
-        except UnsupportedError as error:
-            pytest.skip(str(error))
-        for machine in (launch.H200, a100, ada):
-            for units, capacity in ((1, 64), (4, 65536), (256, 8192), (4096, 1 << 20)):
-                if machine is not launch.H200 and not _fits(pair, machine):
-                    continue
-                config = launch.config_for(pair, units, capacity, machine)
-                need = launch.shared_bytes(pair, config)
-                assert need <= machine.shared_block
-                assert config.resident * (need + 1024) <= machine.shared_sm
-                assert page % config.tile == 0
-                assert config.tile % (32 if pair.blocked else 16) == 0
-                assert 1 <= config.splits <= max(1, capacity // (config.tile * config.warps) + 1)
-
-
-@pytest.mark.parametrize("spec", ["ghost-2", "ghost-3", "ghost:bits=3.5", "ghost-4"])
-@pytest.mark.parametrize("dim", [64, 128])
-def test_ghost_fits_small_machines(spec: str, dim: int) -> None:
-    """Eight warps, or four with more copies, on GPUs of 99 KB; where there is room, each lane has a copy."""
-    scheme, ada = kvcodec.get(spec), launch.Machine(128, 101376, 102400)
-    pair = specs.decode_spec(scheme.key, scheme.value, dim, 64)
-    for units, capacity in ((1, 64), (4, 65536), (256, 8192), (4096, 1 << 20)):
-        config = launch.config_for(pair, units, capacity, ada)
-        assert config.resident_warps >= (4 if config.halvings < pair.halvings else 8)
-        assert launch.shared_bytes(pair, config) <= ada.shared_block
-        assert not launch.config_for(pair, units, capacity, launch.H200).halvings
-
-
 @pytest.mark.parametrize(("batch", "tokens", "splits"), [(1, 65536, (16, 15)), (2, 8192, (16, 7)), (8, 8192, (4, 4))])
 def test_dense_tokens_that_join_with_factors_have_a_block_where_there_are_many(
     batch: int, tokens: int, splits: tuple[int, int]
@@ -419,17 +382,6 @@ def test_dense_tokens_that_join_with_factors_have_a_block_where_there_are_many(
     q, table = torch.zeros(batch, 32, 1, 128), torch.zeros(batch, tokens // 64, dtype=torch.int32)
     text = attention.text_of(pair)
     assert tuple(attention.splits_of(text, q, 8, table, dense) for dense in (False, True)) == splits
-
-
-def _fits(pair: specs.DecodeSpec, machine: launch.Machine) -> bool:
-    least = launch.Config(32 if pair.blocked else 16, 2, 2, 1, 1)
-    return launch.shared_bytes(pair, least) + 1024 <= machine.shared_block
-
-
-def test_launch_constants_that_fit_nowhere_are_refused() -> None:
-    pair = specs.decode_spec(SAW.key, SAW.value, 128, 64)
-    with pytest.raises(UnsupportedError, match="this GPU has 1024"):
-        launch.config_for(pair, 1, 64, launch.Machine(1, 1024, 1024))
 
 
 def test_constants_become_what_the_kernels_take() -> None:

@@ -1,5 +1,8 @@
 """GPUs with less shared memory than an H200: nothing is refused there, and enough warps hide what look-ups cost."""
 
+import contextlib
+import itertools
+from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
 import pytest
@@ -17,6 +20,7 @@ from kvcodec.kernels.spec import HEAD_DIMS, DecodeSpec, decode_spec, encode_spec
 from tests.kernels import emulation
 from tests.kernels.emulation import machine  # noqa: F401  a fixture
 from tests.kernels.offline import ARCHITECTURES, compile_kernels, opcode
+from tests.kernels.test_head_dims import OF_80
 
 SMALL = {"99 KB": machine_of("sm_89"), "163 KB": machine_of("sm_80")}
 WIDE_ROWS = {("dense", 192), ("dense", 256), ("kivi-tq-4", 192), ("kivi-tq-4", 256)}
@@ -30,10 +34,7 @@ TERMS = [(preset, arch) for preset in ("ghost-3", "ghost-4") for arch in (86, 89
 
 def pair_of(preset: str, dim: int) -> DecodeSpec:
     scheme = kvcodec.get(preset)
-    try:
-        return decode_spec(scheme.key, scheme.value, dim, scheme.page_layout(dim).page_tokens)
-    except KVError as error:
-        return pytest.skip(str(error))
+    return decode_spec(scheme.key, scheme.value, dim, scheme.page_layout(dim).page_tokens)
 
 
 class Choice(NamedTuple):
@@ -53,11 +54,22 @@ def choices(pair: DecodeSpec, machine: launch.Machine) -> list[Choice]:  # noqa:
     ]
 
 
-@pytest.mark.parametrize("dim", HEAD_DIMS)
-@pytest.mark.parametrize("preset", kvcodec.presets())
+def pairs(dims: Iterable[int]) -> Iterator[tuple[str, int, DecodeSpec]]:
+    """Every preset that kernels read, at each head_dim."""
+    for preset, dim in itertools.product(kvcodec.presets(), dims):
+        with contextlib.suppress(KVError):
+            yield preset, dim, pair_of(preset, dim)
+
+
 @pytest.mark.parametrize("name", SMALL)
-def test_no_preset_is_refused(name: str, preset: str, dim: int) -> None:
-    there, pair = SMALL[name], pair_of(preset, dim)
+def test_no_preset_is_refused(name: str) -> None:
+    for preset, dim, pair in pairs(HEAD_DIMS):
+        check_launch(name, preset, dim, pair)
+
+
+def check_launch(name: str, preset: str, dim: int, pair: DecodeSpec) -> None:
+    """Every launch fits the machine, and has as many warps as hide what look-ups cost."""
+    there = SMALL[name]
     for config, dense, heads in choices(pair, there):
         need = launch.shared_bytes(pair, config, dense, heads)
         assert need <= there.shared_block
@@ -75,14 +87,33 @@ def test_no_preset_is_refused(name: str, preset: str, dim: int) -> None:
     assert warps == 4 or dim > 256 or (name, preset, dim) == ("99 KB", "kivi-tq-4", 256)
 
 
-@pytest.mark.parametrize("preset", kvcodec.presets())
-def test_where_all_copies_fit_there_are_all(preset: str) -> None:
+def test_every_launch_divides_its_pages_and_fits_its_machine() -> None:
+    """Pages of 16, 64 and 128 tokens, one short sequence to thousands; machines that a small launch fits."""
+    for preset, dim, page in itertools.product(kvcodec.presets(), (64, 128, 256), (16, 64, 128)):
+        scheme = kvcodec.get(preset)
+        if preset == "dense" or page % max(scheme.key.block_tokens, scheme.value.block_tokens):
+            continue
+        try:
+            pair = decode_spec(scheme.key, scheme.value, dim, page)
+        except UnsupportedError:
+            continue
+        least = launch.shared_bytes(pair, Config(32 if pair.blocked else 16, 2, 2, 1, 1)) + 1024
+        for there in (launch.H200, *(small for small in SMALL.values() if least <= small.shared_block)):
+            for units, capacity in ((1, 64), (4, 65536), (256, 8192), (4096, 1 << 20)):
+                config = launch.config_for(pair, units, capacity, there)
+                need = launch.shared_bytes(pair, config)
+                assert need <= there.shared_block
+                assert config.resident * (need + 1024) <= there.shared_sm
+                assert page % config.tile == config.tile % (32 if pair.blocked else 16) == 0
+                assert 1 <= config.splits <= max(1, capacity // (config.tile * config.warps) + 1)
+
+
+def test_where_all_copies_fit_there_are_all() -> None:
     """On 227 KB nothing has changed by what smaller machines need."""
-    for dim in (d for d in HEAD_DIMS if d <= 256):
-        pair = pair_of(preset, dim)
+    for preset, dim, pair in pairs(d for d in HEAD_DIMS if d <= 256):
         for config, *_ in choices(pair, launch.H200):
-            assert (config.stages, config.halvings) == (2, 0)
-        assert history.config_for(pair, launch.H200) == (4, pair.halvings)
+            assert (config.stages, config.halvings) == (2, 0), (preset, dim)
+        assert history.config_for(pair, launch.H200) == (4, pair.halvings), (preset, dim)
 
 
 def test_what_fits_nowhere_is_refused() -> None:
@@ -198,25 +229,32 @@ def test_tables_of_encoders_fit_99_kb(preset: str, machine: dict[str, Any]) -> N
 # -- machine code ----------------------------------------------------------------------------------------------------
 
 WITH_KERNELS = [p for p in kvcodec.presets() if kvcodec.describe(p)["kernels"]["decode"] == "cuda"]
-OFTEN = {"saw-int4": 100, "octopus-4": 86, "hqmq-s24_r3": 89, "hqmq-s96_r4": 120, "hqmq-s192_r4": 80}
-"""Presets compiled in every run, and for which architecture; the others are wide."""
+OFTEN = {
+    *(("saw-int4", 128, 100), ("octopus-4", 128, 86), ("hqmq-s24_r3", 128, 89), ("hqmq-s96_r4", 128, 120)),
+    *(("hqmq-s192_r4", 128, 80), ("saw-int4", 512, 90)),
+}
+"""Presets and head_dims compiled in every run, and for which architecture; the others are wide."""
+OF_512 = ("saw-int4", "int-4", "int-8", "fp8", "turboquant-4", "ultraquant", "hqmq-s96_r4")
 
 
 @pytest.mark.parametrize(
-    ("preset", "arch"),
+    ("preset", "dim", "arch"),
     [
-        pytest.param(preset, arch, marks=[] if OFTEN.get(preset) == arch else [pytest.mark.wide])
-        for preset in WITH_KERNELS
+        pytest.param(preset, dim, arch, marks=[] if (preset, dim, arch) in OFTEN else [pytest.mark.wide])
+        for dim, presets in ((128, WITH_KERNELS), (80, OF_80), (512, OF_512))
+        for preset in presets
         for arch in ARCHITECTURES
     ],
 )
-def test_programs_of_every_architecture_keep_to_their_registers(preset: str, arch: int) -> None:
-    """Those that a cache asks for there: many long sequences, no spills."""
-    pair, there = pair_of(preset, 128), machine_of(f"sm_{arch}")
+def test_programs_of_every_architecture_keep_to_their_registers(preset: str, dim: int, arch: int) -> None:
+    """Those that a cache asks for there: many long sequences, no spills. Of 512 channels no pages are unpacked."""
+    pair, there = pair_of(preset, dim), machine_of(f"sm_{arch}")
     config = launch.config_for(pair, 256, 32768, there, heads=4)
     found = compile_kernels(attention.program(pair, config, heads=pair.heads(4)).source, arch)
-    found |= compile_kernels(history.program(pair, *history.config_for(pair, there)).source, arch)
-    assert set(found) == {"kv_decode", "kv_combine", "kv_unpack"}
+    if dim < 512:
+        found |= compile_kernels(history.program(pair, *history.config_for(pair, there)).source, arch)
+    assert {"kv_decode", "kv_combine"} <= set(found)
+    assert dim < 512 or pair.heads(8) == 4
     for kernel in found.values():
         assert kernel.stack == 0, kernel.name
         assert not kernel.spills(), kernel.name
