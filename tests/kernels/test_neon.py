@@ -43,8 +43,9 @@ def neon(process: aarch64.Emulated, monkeypatch: pytest.MonkeyPatch) -> Iterator
     monkeypatch.setattr(library, "chosen", lambda: native)
     monkeypatch.setattr(library, "library", lambda: process)
     monkeypatch.setattr(library, "variant", lambda: "neon")
-    monkeypatch.setattr(test_cpu, "ABLE", ["neon"])
-    monkeypatch.setattr(test_cpu, "use", lambda *_: None)
+    for module in (test_cpu, test_cpu_encode):
+        monkeypatch.setattr(module, "ABLE", ["neon"])
+        monkeypatch.setattr(module, "use", lambda *_: None)
     with process.watching(monkeypatch):
         yield
 
@@ -66,7 +67,7 @@ def encoders() -> list[Any]:
 
 @pytest.mark.parametrize("codec", encoders(), ids=str)
 def test_encoders(codec: Codec) -> None:
-    test_cpu_encode.test_bytes_are_the_references(codec, "neon")
+    test_cpu_encode.test_bytes_are_the_references(codec)
 
 
 @pytest.mark.parametrize(("spec", "dim"), two_dims_in_turn(test_cpu.SERVED, (64, 80)))
@@ -78,7 +79,7 @@ def test_attention(spec: str, dim: int, monkeypatch: pytest.MonkeyPatch) -> None
 def test_means(spec: str, monkeypatch: pytest.MonkeyPatch) -> None:
     turn = Rotary(1e4 ** -(torch.arange(0, 1, 1 / 16)), scaling=1.2, interleaved=True)
     test_cpu.test_means_of_350_are_as_exact_as_float32(spec, turn, monkeypatch)
-    test_cpu_encode.test_keys_lose_their_mean(SawInt4() if spec == "saw-int4" else Ghost(3), turn, 64, "neon")
+    test_cpu_encode.test_keys_lose_their_mean(SawInt4() if spec == "saw-int4" else Ghost(3), turn, 64)
 
 
 @pytest.mark.parametrize("kind", [LayerCache, FusedLayerCache])
@@ -103,7 +104,7 @@ def test_nan_stays_in_its_row() -> None:
 @pytest.mark.parametrize("codec", [SawInt4(), Octopus(4, 2)], ids=str)
 @pytest.mark.parametrize("number", [torch.nan, -torch.inf, 65520.0])
 def test_what_cannot_be_held(codec: Codec, number: float) -> None:
-    test_cpu_encode.test_what_cannot_be_held_is_zero_bytes_and_flagged(codec, number, "neon")
+    test_cpu_encode.test_what_cannot_be_held_is_zero_bytes_and_flagged(codec, number)
 
 
 @pytest.mark.parametrize("machine", ["aarch64", "arm64"])
