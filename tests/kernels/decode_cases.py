@@ -1,13 +1,14 @@
 """Cases of decode attention for the readers of all codecs: pages as the codecs write them, the kernel, the reference.
 
-A test names how keys and values are read (two ``Side``) and a ``Case``; ``check`` encodes random rows into a pool with
-a random page table, poisons every byte that the kernel has no business to understand, runs the whole kernel on the
+A test names two codecs, or how they are read (two ``Side``), and a ``Case``; ``check`` encodes random rows into a pool
+with a random page table, poisons every byte that the kernel has no business to understand, runs the whole kernel on the
 emulated machine and compares with attention in float64 over what the codecs decode.
 """
 
 import ctypes
 import functools
 import math
+import operator
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -19,6 +20,7 @@ from torch import Tensor
 from kvcodec.codec import Codec, Params, Role, Site
 from kvcodec.kernels.arguments import DecodeArgs
 from kvcodec.kernels.mean import KeyMean, key_mean, pairs_of
+from kvcodec.kernels.spec import Reader, decode_spec
 from kvcodec.layout import PageLayout
 from kvcodec.store.pages import PageStore
 from tests.kernels import harness
@@ -35,29 +37,36 @@ class Side:
     ----------
     codec : Codec
     reader : str
-        The C++ type, ``{D}`` for head_dim: ``"kv::ReadSaw<{D}>"``.
+        The C++ type.
     header : str
         Its file in csrc.
-    order : callable
-        head_dim to the order of the Hadamard rotation that the kernel undoes.
-    table : callable, optional
-        ``(params, head_dim)`` to the look-up tables, as ``Reader.tables``.
-    factor : callable, optional
-        ``(params, head_dim)`` to what multiplies queries (keys) or outputs (values), float32 ``[B or 1, H, D]``.
+    order : int
+        Order of the Hadamard rotation that the kernel undoes.
+    tables, factor, matrix : callable, optional
+        Params to what the kernel gets, as of ``Reader``.
     also : tuple of str
         Further files that the reader needs.
-    matrix : callable, optional
-        As ``Reader.matrix``.
     """
 
     codec: Codec
     reader: str
     header: str
-    order: Callable[[int], int] = lambda _: 1
-    table: Callable[[Params, int], Tensor] | None = None
-    factor: Callable[[Params, int], Tensor] | None = None
+    order: int = 1
+    tables: Callable[[Params], Tensor] | None = None
+    factor: Callable[[Params], Tensor] | None = None
     also: tuple[str, ...] = ()
     matrix: Callable[[Params], Tensor] | None = None
+
+
+def sides(key: Codec, value: Codec, dim: int, page: int = 64) -> tuple[Side, Side]:
+    """Return how the library reads keys and values of two codecs."""
+    pair = decode_spec(key, value, dim, page)
+
+    def side(codec: Codec, x: Reader) -> Side:
+        factor = x.factor if callable(x.factor) or not x.factor else operator.itemgetter(x.factor)
+        return Side(codec, x.type, x.header, x.order, x.tables, factor or None, x.also, x.matrix)
+
+    return side(key, pair.key), side(value, pair.value)
 
 
 @dataclass(frozen=True)
@@ -209,9 +218,7 @@ class Variant(NamedTuple):
 
 
 def _variant(key: Side, value: Side, dim: int, case: Case) -> Variant:
-    joins = (
-        value.order(dim) == 1 and value.matrix is None
-    )  # dense tokens among the codes, whose channels may have factors
+    joins = value.order == 1 and value.matrix is None  # dense tokens among the codes, whose channels may have factors
     sized = value.factor is not None
     dense = -1 if case.dense is None else KINDS[case.dense_dtype] + 2 * joins * (1 + sized)
     few = 0 if case.means is None else -(-(case.means.few or dim // 2) // 16) * 16
@@ -333,9 +340,16 @@ def attention(
 
 
 def check(
-    key: Side, value: Side, dim: int, case: Case, geometry: Geometry | None = None, tolerance: float = 1.0
+    key: Codec | Side,
+    value: Codec | Side,
+    dim: int,
+    case: Case,
+    geometry: Geometry | None = None,
+    tolerance: float = 1.0,
 ) -> None:
     """Run the kernel on a case and compare it with float64 attention over the decoded pages.
+
+    Codecs are read as the library reads them (``sides``).
 
     The relative error (L2 of a head's output, root mean square over heads) may be ``tolerance`` times that of attention
     with q, k, v and p in bf16, or 1e-3 if that is more; log-sum-exp may be off by twice as much.
@@ -344,9 +358,18 @@ def check(
 
 
 def check_all(
-    key: Side, value: Side, dim: int, cases: Sequence[Case], geometry: Geometry | None = None, tolerance: float = 1.0
+    key: Codec | Side,
+    value: Codec | Side,
+    dim: int,
+    cases: Sequence[Case],
+    geometry: Geometry | None = None,
+    tolerance: float = 1.0,
 ) -> None:
     """``check`` each of ``cases``; the kernels that they need are compiled together, in half the time."""
+    if isinstance(key, Codec) and isinstance(value, Codec):
+        key, value = sides(key, value, dim, (geometry or Geometry()).page)
+    assert isinstance(key, Side)
+    assert isinstance(value, Side)
     variants = frozenset(_variant(key, value, dim, case) for case in cases)
     for case in cases:
         try:
@@ -360,7 +383,7 @@ def _check(
     key: Side, value: Side, dim: int, case: Case, geometry: Geometry, tolerance: float, variants: frozenset[Variant]
 ) -> None:
     headers = tuple(dict.fromkeys((key.header, *key.also, value.header, *value.also)))
-    lib = library(key.reader.format(D=dim), value.reader.format(D=dim), headers, dim, geometry, variants)
+    lib = library(key.reader, value.reader, headers, dim, geometry, variants)
     variant = _variant(key, value, dim, case)
     rng = torch.Generator().manual_seed(case.seed)
     b, h, hq = len(case.lens), case.heads, case.heads * case.group
@@ -432,14 +455,14 @@ def _check(
         args.lse, alike = put(lse, write=True), True
         for role, side in sides.items():
             to = getattr(args, role)
-            to.block = side.order(dim)
-            if side.table is not None:
-                table = side.table(params[role], dim)
+            to.block = side.order
+            if side.tables is not None:
+                table = side.tables(params[role])
                 to.table, to.table_bytes = put(table), table.shape[-1]
                 to.table_head = table.stride(0) if table.shape[0] > 1 else 0
                 alike &= table.dim() == 3 or len(table) == 1
             if side.factor is not None:
-                factor = side.factor(params[role], dim).float()
+                factor = side.factor(params[role]).float()
                 to.factor, to.factor_batch = put(factor), h * dim if factor.shape[0] > 1 else 0
             if side.matrix is not None:
                 to.matrix = put(side.matrix(params[role]))

@@ -6,19 +6,14 @@ from typing import Any
 import pytest
 import torch
 
+from kvcodec.codec import ROLES, Codec, Role
 from kvcodec.codecs.group_int import GroupInt
 from kvcodec.codecs.saw_int4 import SawInt4
-from kvcodec.ops.hadamard import power_of_two_divisor
-from tests.kernels.decode_cases import CASES, Case, Geometry, Side, check, check_all
+from tests.kernels.decode_cases import CASES, Case, Geometry, check, check_all, sides
 
-SAW = Side(SawInt4(), "kv::ReadSaw<{D}>", "read_saw.cuh", order=power_of_two_divisor)
-DENSE_JOINS = Side(GroupInt(4, 0, "channels"), "kv::ReadInt<{D}, 4, false>", "read_int.cuh")
-INT8 = Side(GroupInt(8, 0, "channels"), "kv::ReadInt<{D}, 8, false>", "read_int.cuh")
-INTERLEAVED = Side(GroupInt(2, 32, "channels"), "kv::ReadGroupInt<{D}, 2>", "read_group.cuh")
-INTERLEAVED_128 = Side(GroupInt(4, 128, "channels"), "kv::ReadGroupInt<{D}, 4, 128>", "read_group.cuh")
-INT4 = DENSE_JOINS
-INTERLEAVED_4 = Side(GroupInt(4, 32, "channels"), "kv::ReadGroupInt<{D}, 4>", "read_group.cuh")
-TOKENS_128 = Side(GroupInt(4, 128, "tokens"), "kv::ReadTokenInt<{D}, 4, 128>", "read_group.cuh")
+SAW, INT4, INT8 = SawInt4(), GroupInt(4, 0), GroupInt(8, 0)
+INTERLEAVED, INTERLEAVED_4, INTERLEAVED_128 = GroupInt(2, 32), GroupInt(4, 32), GroupInt(4, 128)
+TOKENS_128 = GroupInt(4, 128, "tokens")
 # what CASES has only together
 APART = (
     Case((130, 7, 64), heads=2, group=8),
@@ -59,7 +54,7 @@ def test_teams_of_warps() -> None:
             Case((65,), heads=1),
         )
         check_all(SAW, SAW, 64, tuple(c for c in cases if c.dense is None), geometry)
-        check_all(DENSE_JOINS, DENSE_JOINS, 64, cases, geometry)
+        check_all(INT4, INT4, 64, cases, geometry)
 
 
 @pytest.mark.parametrize("teams", [1, 2])
@@ -68,7 +63,7 @@ def test_dense_tokens_in_a_split_of_their_own(teams: int) -> None:
         Case((130, 7, 0, 33), heads=2, splits=3, alone=True, dense=(3, 0, 77, 1), sinks=True),
         Case((65, 0, 100), dense=(5, 1, 40), dense_start=(2, 0, 30), splits=2, alone=True, group=3, order=7),
     )
-    check_all(DENSE_JOINS, DENSE_JOINS, 64, cases, Geometry(teams=teams))
+    check_all(INT4, INT4, 64, cases, Geometry(teams=teams))
 
 
 @pytest.mark.parametrize("group", [4, 8])
@@ -77,18 +72,18 @@ def test_dense_tokens_in_a_split_of_their_own(teams: int) -> None:
     [(INT8, INT8), (INTERLEAVED, INTERLEAVED), (TOKENS_128, INTERLEAVED_128)],
     ids=["int-8", "groups of 32", "groups of 128"],
 )
-def test_long_sums_do_not_drift(key: Side, value: Side, group: int) -> None:
+def test_long_sums_do_not_drift(key: Codec, value: Codec, group: int) -> None:
     """The tensor core truncates: thousands of products of one sign may not lose what is left when the zero is off.
 
     Without keys' influence the output is a mean of thousands of values, a hundredth of one.
     """
     case = Case((12288,), group=group, scale=1e-3)
-    check(key, value, 128, case, Geometry(page=max(64, key.codec.block_tokens), tile=64, warps=1), tolerance=0.7)
+    check(key, value, 128, case, Geometry(page=max(64, key.block_tokens), tile=64, warps=1), tolerance=0.7)
 
 
 @pytest.mark.parametrize("value", [INT4, INTERLEAVED_4], ids=["int-4", "groups of 32"])
 @pytest.mark.parametrize(("lens", "options"), [((4000,), {}), ((3000, 700), {"dense": (40, 0), "splits": 2})])
-def test_equal_weights_are_not_all_rounded_to_one_side(value: Side, lens: tuple[int, ...], options: Any) -> None:
+def test_equal_weights_are_not_all_rounded_to_one_side(value: Codec, lens: tuple[int, ...], options: Any) -> None:
     """Where all weights are nearly one number, so are their products with a scale, and zeros are off by none of it.
 
     With one reference for all tokens, groups of 32 are off by 2 % here, and the bound is below 0.2 %.
@@ -97,11 +92,12 @@ def test_equal_weights_are_not_all_rounded_to_one_side(value: Side, lens: tuple[
         check(INT4, value, 128, Case(lens, group=5, scale=scale, **options), Geometry(warps=4), tolerance=1)
 
 
-@pytest.mark.parametrize("role", ["key", "value"])
-def test_a_wrong_basis_shows(role: str) -> None:
-    wrong = Side(SawInt4(), "kv::ReadSaw<{D}>", "read_saw.cuh", order=lambda _: 32)
+@pytest.mark.parametrize("role", ROLES)
+def test_a_wrong_basis_shows(role: Role) -> None:
+    both = dict(zip(ROLES, sides(SAW, SAW, 64), strict=True))
+    both[role] = replace(both[role], order=32)
     with pytest.raises(AssertionError, match=r"relative error|log-sum-exp"):
-        check(*((wrong, SAW) if role == "key" else (SAW, wrong)), 64, Case(lens=(64,)))
+        check(both["key"], both["value"], 64, Case(lens=(64,)))
 
 
 @pytest.mark.parametrize("group", [4, 7])

@@ -22,16 +22,15 @@ from kvcodec.kernels import spec as specs
 from kvcodec.kernels.constants import Constants, constants_for
 from kvcodec.kernels.cuda_engine import CudaEngine
 from kvcodec.kernels.mean import MOST_POSITIONS, KeyMean, key_mean
-from kvcodec.ops.hadamard import power_of_two_divisor
 from kvcodec.ops.rope import Rotary
 from kvcodec.store.pages import PageStore
 from kvcodec.store.site import LayerSite
-from tests.kernels.decode_cases import Case, Geometry, Means, Side, check, check_all, each_in_turn
+from tests.kernels.decode_cases import Case, Geometry, Means, check, check_all, each_in_turn
 from tests.kernels.offline import architectures_in_turn, compile_kernels, mix
 from tests.kernels.test_operators import fill, reference, target_of
 from tests.kernels.test_prefill import attended, far
 
-SAW = Side(SawInt4(), "kv::ReadSaw<{D}>", "read_saw.cuh", order=power_of_two_divisor)
+SAW = SawInt4()
 CPU, LAST = torch.device("cpu"), MOST_POSITIONS
 
 

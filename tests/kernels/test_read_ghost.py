@@ -1,6 +1,5 @@
 """The reader of ghost: every kind of pair, whole decoders, means before RoPE, machine code."""
 
-from functools import partial
 from typing import Any
 
 import pytest
@@ -13,11 +12,10 @@ from kvcodec.codec import ROLES, Params, Role, Site
 from kvcodec.codecs.ghost import ALLOWED, PARTS, Ghost, kinds, share_bits
 from kvcodec.codecs.saw_int4 import SawInt4
 from kvcodec.kernels.constants import Constants, joined
-from kvcodec.kernels.ghost import FEWER, key_lines, read_tables, sizes, value_lines
+from kvcodec.kernels.ghost import FEWER, read_tables
 from kvcodec.kernels.spec import definitions
-from kvcodec.ops.hadamard import power_of_two_divisor
 from tests.kernels import harness
-from tests.kernels.decode_cases import CASES, Case, Geometry, Means, Side, check_all
+from tests.kernels.decode_cases import CASES, Case, Geometry, Means, check_all
 from tests.kernels.klt import Klt, fit_klt
 from tests.kernels.offline import compile_kernels
 from tests.kernels.test_fused import Reference, scheme
@@ -115,24 +113,12 @@ def test_every_kind_of_pair(bits: float, dim: int) -> None:
 class One(Ghost):
     """Ghost whose constants are those of all sequences together."""
 
+    __module__ = Ghost.__module__  # by which its kernels are found
+
     def fit(self, site: Site, sample: Tensor | None = None) -> Params:
         """As ``Ghost.fit``, with B = 1."""
         assert sample is not None
         return super().fit(site, sample.transpose(0, 1).flatten(1, 2)[None])
-
-
-def side(codec: Ghost, *arguments: bool) -> Side:
-    """How keys or values of this codec are read, by the struct's last arguments."""
-    name = ", ".join(["kv::ReadGhost<{D}", str(codec.total), *(str(x).lower() for x in arguments)]) + ">"
-    table = partial(_tables, total=codec.total)
-    if codec.transform == "klt":
-        lines = value_lines if arguments[0] else key_lines
-        return Side(codec, f"kv::Mixed<{name}>", "read_ghost.cuh", table=table, matrix=lines)
-    return Side(codec, name, "read_ghost.cuh", table=table, factor=lambda p, _: sizes(p))
-
-
-def _tables(params: Params, _: object, total: int) -> Tensor:
-    return read_tables(params, total)
 
 
 MEANS = (
@@ -143,7 +129,7 @@ MEANS = (
 
 @pytest.mark.parametrize(("codec", "dim"), [(Ghost(3), 128), (One(2.5), 64)])
 def test_decode(codec: Ghost, dim: int) -> None:
-    check_all(side(codec, False), side(codec, True, True), dim, (*CASES, *MEANS) if dim == 128 else CASES[:3])
+    check_all(codec, codec, dim, (*CASES, *MEANS) if dim == 128 else CASES[:3])
 
 
 @pytest.mark.wide
@@ -152,15 +138,15 @@ def test_decode_of_mixed_channels(bits: float, dim: int) -> None:
     """Of keys and values; dense tokens, means and windows stay in the model's basis."""
     klt = Klt(bits, "klt")
     cases = (*CASES, *MEANS) if dim == 128 else (CASES[0], CASES[7])  # with dense tokens, and in one split without
-    check_all(side(klt, False), side(klt, True, True), dim, cases)
+    check_all(klt, klt, dim, cases)
 
 
 @pytest.mark.wide
 @pytest.mark.parametrize("dim", [96, 256])
 def test_mixed_channels_of_one_role(dim: int) -> None:
     klt, plain = Klt(3, "klt"), Ghost(3)
-    check_all(side(klt, False), side(plain, True, True), dim, CASES[5:6])
-    check_all(side(plain, False), side(klt, True, True), dim, CASES[5:6])
+    check_all(klt, plain, dim, CASES[5:6])
+    check_all(plain, klt, dim, CASES[5:6])
 
 
 @pytest.mark.parametrize("group", [4, 8])
@@ -171,17 +157,16 @@ def test_dense_tokens_join(group: int) -> None:
         Case((65, 0, 100), dense=(5, 1, 40), dense_start=(2, 0, 30), splits=2, shift=20.0, group=group, order=7),
         Case((0, 40), dense=(4, 4), values=1e-3, group=group),
     )
-    check_all(side(Ghost(4), False), side(Ghost(4), True, True), 64, cases)
+    check_all(Ghost(4), Ghost(4), 64, cases)
 
 
 @pytest.mark.parametrize("halvings", [1, 2])
 def test_small_tables(halvings: int) -> None:
-    check_all(side(Ghost(4), False), side(Ghost(4), True, True), 64, CASES[:2], Geometry(halvings=halvings))
+    check_all(Ghost(4), Ghost(4), 64, CASES[:2], Geometry(halvings=halvings))
 
 
 def test_beside_another_codec() -> None:
-    saw = Side(SawInt4(), "kv::ReadSaw<{D}>", "read_saw.cuh", order=power_of_two_divisor)
-    check_all(saw, side(Ghost(4), True), 64, CASES[:2])
+    check_all(SawInt4(), Ghost(4), 64, CASES[:2])
 
 
 def test_matrices_of_layers_lie_head_by_head() -> None:
@@ -200,7 +185,7 @@ def test_teams_share_levels() -> None:
         Case((200, 190, 10), start=(130, 150, 10), splits=3, group=3),
         Case((130, 64, 33), means=Means((5, 1000, 3), few=8), heads=2),
     )
-    check_all(side(Ghost(3), False), side(Ghost(3), True, True), 64, cases, Geometry(teams=2))
+    check_all(Ghost(3), Ghost(3), 64, cases, Geometry(teams=2))
 
 
 @pytest.mark.parametrize("spec", ["ghost-3", "ghost-3:transform=klt"])

@@ -1,67 +1,48 @@
 """Readers of int-b, kivi, innerq, fp8 and of group-wise integer values, in the pairings of the presets."""
 
 from dataclasses import replace
-from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from kvcodec.codec import Params
+from kvcodec.codec import Codec
 from kvcodec.codecs.fp8 import Fp8
 from kvcodec.codecs.group_int import GroupInt
 from kvcodec.codecs.innerq import InnerQ
+from kvcodec.codecs.turboquant import TurboQuant
+from kvcodec.codecs.ultra_tq import UltraTQ
+from kvcodec.codecs.ultraquant import UltraQuant
 from tests.kernels import decode_cases
-from tests.kernels.decode_cases import CASES, Case, Geometry, Side, check, check_all, each_in_turn
+from tests.kernels.decode_cases import CASES, Case, Geometry, check, check_all, each_in_turn, sides
 from tests.kernels.offline import architectures_in_turn, compile_kernels, mix
-from tests.kernels.test_read_levels import turboquant
 
 
-def _int(bits: int, symmetric: bool = False) -> Side:
-    name = f"kv::ReadInt<{{D}}, {bits}, {str(symmetric).lower()}>"
-    return Side(GroupInt(bits, 0, "channels", symmetric), name, "read_int.cuh")
+def _group(bits: int, group: int = 32) -> GroupInt:
+    return GroupInt(bits, group)
 
 
-def _group(bits: int, group: int = 32) -> Side:
-    return Side(GroupInt(bits, group, "channels"), f"kv::ReadGroupInt<{{D}}, {bits}, {group}>", "read_group.cuh")
+def _tokens(bits: int, group: int = 32) -> GroupInt:
+    return GroupInt(bits, group, "tokens")
 
 
-def _tokens(bits: int, group: int = 32) -> Side:
-    return Side(GroupInt(bits, group, "tokens"), f"kv::ReadTokenInt<{{D}}, {bits}, {group}>", "read_group.cuh")
-
-
-def _norm(params: Params, _: int) -> Tensor:
-    return params["norm"]
-
-
-def _inner_key(bits: int, symmetric: Any = "literal", norm: bool = True) -> Side:
-    codec = InnerQ(bits, "channels", symmetric, norm=norm)
-    name = f"kv::ReadInnerKey<{{D}}, {codec.width}>"
-    return Side(codec, name, "read_group.cuh", factor=_norm if norm else None)
-
-
-def _inner_value(bits: int, symmetric: Any = "literal", hybrid: bool = False) -> Side:
-    codec = InnerQ(bits, "tokens", symmetric, hybrid)
-    name = f"kv::ReadInnerValue<{{D}}, {codec.width}, {str(hybrid).lower()}>"
-    return Side(codec, name, "read_group.cuh")
-
-
-def _fp8(scaled: bool) -> Side:
-    return Side(Fp8(scaled), f"kv::ReadFp8<{{D}}, {str(scaled).lower()}>", "read_fp8.cuh")
+def _int(bits: int, symmetric: bool = False) -> GroupInt:
+    return GroupInt(bits, 0, symmetric=symmetric)
 
 
 BITS = (2, 3, 4, 8)
-PAIRS = {
+INNER_KEY = InnerQ(3, "channels", norm=True)
+PAIRS: dict[str, tuple[Codec, Codec]] = {
     **{f"int-{bits}": (_int(bits), _int(bits)) for bits in (2, 3, 4, 8)},
     "int-4 symmetric": (_int(4, True), _int(4, True)),
     "int-2 symmetric": (_int(2, True), _int(2, True)),
     **{f"kivi-{bits}": (_tokens(bits), _group(bits)) for bits in (2, 3, 4, 8)},
-    "innerq-base": (_inner_key(3), _inner_value(3)),
-    "innerq-small": (_inner_key(3), _inner_value(2)),
-    "innerq-hybrid": (_inner_key(3), _inner_value(2, hybrid=True)),
-    "innerq full": (_inner_key(3, "full", norm=False), _inner_value(2, "full")),
-    "fp8": (_fp8(True), _fp8(True)),
-    "fp8 unscaled": (_fp8(False), _fp8(False)),
+    "innerq-base": (INNER_KEY, InnerQ(3, "tokens")),
+    "innerq-small": (INNER_KEY, InnerQ(2, "tokens")),
+    "innerq-hybrid": (INNER_KEY, InnerQ(2, "tokens", hybrid=True)),
+    "innerq full": (InnerQ(3, "channels", "full"), InnerQ(2, "tokens", "full")),
+    "fp8": (Fp8(True), Fp8(True)),
+    "fp8 unscaled": (Fp8(False), Fp8(False)),
     "int-4 and kivi-4 values": (_int(4), _group(4)),
     **{f"group keys {bits}": (_group(bits), _int(bits)) for bits in (2, 3, 4, 8)},
 }
@@ -102,7 +83,7 @@ def test_geometries(name: str, geometry: Geometry) -> None:
 
 # groups that are longer than a tile: of the presets first, then the other widths and head_dims
 _BOTH = {f"kivi-g{group}-{bits}": (_tokens(bits, group), _group(bits, group)) for group in (64, 128) for bits in BITS}
-_TQ = {f"kivi-tq-{bits}": (_tokens(bits, 128), turboquant(bits)) for bits in (3, 4)}
+_TQ = {f"kivi-tq-{bits}": (_tokens(bits, 128), TurboQuant(bits)) for bits in (3, 4)}
 LONG = {**_BOTH, **_TQ}
 _OFTEN = {("kivi-g64-4", 128), ("kivi-g64-3", 64), ("kivi-g128-4", 64), ("kivi-g128-4", 128), ("kivi-g128-2", 96),
           ("kivi-g64-8", 256), ("kivi-tq-4", 128), ("kivi-tq-3", 192)}  # fmt: skip
@@ -124,7 +105,7 @@ _LONG_CASES = (
 )
 def test_groups_longer_than_a_tile(name: str, dim: int) -> None:
     key, value = LONG[name]
-    check_all(key, value, dim, _LONG_CASES, Geometry(page=key.codec.block_tokens, tile=32), tolerance=2)
+    check_all(key, value, dim, _LONG_CASES, Geometry(page=key.block_tokens, tile=32), tolerance=2)
 
 
 @pytest.mark.parametrize(
@@ -143,9 +124,9 @@ def test_long_groups_in_tiles_of_64_and_pages_of_several(name: str, geometry: Ge
 def test_a_scale_of_another_group_shows() -> None:
     """Groups of 128 read as if scales belonged to the first 64 tokens of a page alone, and the other way round."""
     for held, read in ((128, 64), (64, 128)):
-        wrong = replace(_tokens(4, held), reader=_tokens(4, read).reader)
+        (right, value), (other, _) = (sides(_tokens(4, group), _group(4), 64, 128) for group in (held, read))
         with pytest.raises(AssertionError):
-            check(wrong, _group(4), 64, Case(lens=(256,)), Geometry(page=128))
+            check(replace(right, reader=other.reader), value, 64, Case(lens=(256,)), Geometry(page=128))
 
 
 def test_dense_tokens_among_the_codes_of_seven_heads() -> None:
@@ -155,7 +136,7 @@ def test_dense_tokens_among_the_codes_of_seven_heads() -> None:
 def test_hybrid_values_with_offsets() -> None:
     """Numbers far from 0 make every group asymmetric, which random ones never do."""
     key, value = PAIRS["innerq-hybrid"]
-    x = value.codec.encode(torch.randn(1, 1, 32, 64) + 9, {})
+    x = value.encode(torch.randn(1, 1, 32, 64) + 9, {})
     assert bool(torch.signbit(x["scale"]).all())
     for lens in ((130, 7), (65, 33)):
         check(key, value, 64, Case(lens=lens, shift=9.0), tolerance=2)
@@ -164,11 +145,12 @@ def test_hybrid_values_with_offsets() -> None:
 
 def test_a_wrong_width_shows() -> None:
     """Symmetric codes read as asymmetric ones, three bits as four: the bound is not that wide."""
+    key, value = sides(_int(4, True), _int(4), 64)
     with pytest.raises(AssertionError):
-        check(replace(_int(4, True), reader="kv::ReadInt<{D}, 4>"), _int(4), 64, Case())
-    wrong = replace(_inner_value(2), reader="kv::ReadInnerValue<{D}, 3, true>")
+        check(replace(key, reader="kv::ReadInt<64, 4>"), value, 64, Case())
+    key, value = sides(INNER_KEY, InnerQ(2, "tokens"), 64)
     with pytest.raises(AssertionError):
-        check(_inner_key(3), wrong, 64, Case())
+        check(key, replace(value, reader="kv::ReadInnerValue<64, 3, true>"), 64, Case())
 
 
 # -- scales that join the query ----------------------------------------------------------------------------------------
@@ -216,45 +198,37 @@ def test_the_largest_scales_do_not_overflow(monkeypatch: pytest.MonkeyPatch, bit
 
 _PROGRAM = """
 #include "decode.cuh"
-#include "read_group.cuh"
-using Kernel = kv::Decoder<kv::ReadTokenInt<128, {bits}>, kv::ReadGroupInt<128, {bits}>, 128, 64, 32, 4, 3>;
+#include "{key.header}"
+#include "{value.header}"
+using Kernel = kv::Decoder<{key.reader}, {value.reader}, 128, {page}, {tile}, 4, {stages}>;
 KV_KERNEL void KV_BOUNDS(128, 2) decode(KV_GRID_CONSTANT kv::DecodeArgs a) {{ Kernel::run(a); }}
 """
-# instructions per element, on the way around that unpacks 32 tokens and starts no fetch; a third more but for sm_90
-BUDGETS = {2: 2.07, 4: 2.4}
-
-
-_LONG_PROGRAM = """
-#include "decode.cuh"
-#include "read_group.cuh"
-using Kernel = kv::Decoder<kv::ReadTokenInt<128, {bits}, {group}>, {value}, 128, {group}, {tile}, 4, 2>;
-KV_KERNEL void KV_BOUNDS(128, 2) decode(KV_GRID_CONSTANT kv::DecodeArgs a) {{ Kernel::run(a); }}
-"""
-# as above; by bits, group, values and tile
-LONG_BUDGETS = {
-    (4, 128, "kv::ReadGroupInt<128, 4, 128>", 32): 1.69,
-    (4, 128, "kv::ReadTurboQuant<128, 4, false, false>", 64): 1.85,
-    (3, 64, "kv::ReadGroupInt<128, 3, 64>", 64): 2.24,
-    (3, 128, "kv::ReadTurboQuant<128, 3, false, false>", 32): 2.44,
+# page, tile, stages; instructions per element, on the way around that unpacks a tile and starts no fetch. A third more
+# but for sm_90
+BUDGETS: dict[str, tuple[Codec, Codec, int, int, int, float]] = {
+    "kivi-2": (_tokens(2), _group(2), 64, 32, 3, 2.07),
+    "kivi-4": (_tokens(4), _group(4), 64, 32, 3, 2.4),
+    "kivi-g128-4": (_tokens(4, 128), _group(4, 128), 128, 32, 2, 1.69),
+    "kivi-tq-4": (_tokens(4, 128), TurboQuant(4), 128, 64, 2, 1.85),
+    "kivi-g64-3": (_tokens(3, 64), _group(3, 64), 64, 64, 2, 2.24),
+    "kivi-tq-3": (_tokens(3, 128), TurboQuant(3), 128, 32, 2, 2.44),
+    "turboquant-2": (TurboQuant(2), TurboQuant(2), 64, 32, 3, 1.7),
+    "turboquant-3": (TurboQuant(3), TurboQuant(3), 64, 32, 3, 2.6),
+    "turboquant-4": (TurboQuant(4), TurboQuant(4), 64, 32, 3, 2.1),
+    "ultra-tq": (UltraTQ("token"), _group(4), 64, 32, 3, 2.6),
+    "ultraquant": (UltraQuant(True), UltraQuant(False), 64, 32, 3, 2.6),
 }
 
 
-@pytest.mark.parametrize(("bits", "group", "value", "tile", "arch"), architectures_in_turn(LONG_BUDGETS))
-def test_machine_code_of_long_groups(bits: int, group: int, value: str, tile: int, arch: int) -> None:
-    source = _LONG_PROGRAM.format(bits=bits, group=group, value=value, tile=tile)
+@pytest.mark.parametrize(("name", "arch"), architectures_in_turn(BUDGETS))
+def test_machine_code(name: str, arch: int) -> None:
+    """Of the readers of groups and, with those, of levels."""
+    first, second, page, tile, stages, budget = BUDGETS[name]
+    key, value = sides(first, second, 128, page)
+    source = _PROGRAM.format(key=key, value=value, page=page, tile=tile, stages=stages)
     kernel = compile_kernels(source, arch)["decode"]
     assert kernel.spills() == []
     assert kernel.stack == 0
     loop = kernel.loop_with("HMMA", "LDGSTS")
-    path = loop.shortest("HMMA", mix(loop.code)["HMMA"] // 2)
-    assert len(path) / (2 * tile * 128 / 32) <= LONG_BUDGETS[bits, group, value, tile] * (1 if arch == 90 else 4 / 3)
-
-
-@pytest.mark.parametrize(("bits", "arch"), architectures_in_turn(BUDGETS))
-def test_machine_code_of_kivi(bits: int, arch: int) -> None:
-    kernel = compile_kernels(_PROGRAM.format(bits=bits), arch)["decode"]
-    assert kernel.spills() == []
-    assert kernel.stack == 0
-    loop = kernel.loop_with("HMMA", "LDGSTS")
     path = loop.shortest("HMMA", mix(loop.code)["HMMA"] // 2)  # a tile is either whole or masked
-    assert len(path) / (2 * 32 * 128 / 32) <= BUDGETS[bits] * (1 if arch == 90 else 4 / 3)
+    assert len(path) / (2 * tile * 128 / 32) <= budget * (1 if arch == 90 else 4 / 3)

@@ -20,13 +20,12 @@ from kvcodec.kernels import spec as specs
 from kvcodec.kernels.constants import constants_for
 from kvcodec.kernels.launch import H200, Config, config_for
 from kvcodec.kernels.outliers import SHARED_BLOCK, WARPS
-from kvcodec.ops.hadamard import power_of_two_divisor
 from tests.kernels import decode_cases
-from tests.kernels.decode_cases import CASES, Case, Geometry, Side, check, check_all, each_in_turn
+from tests.kernels.decode_cases import CASES, Case, Geometry, check, check_all, each_in_turn, sides
 from tests.kernels.offline import Kernel, architectures_in_turn, compile_kernels, opcode
 from tests.kernels.test_operators import fill
 
-SAW = Side(SawInt4(), "kv::ReadSaw<{D}>", "read_saw.cuh", order=power_of_two_divisor)
+SAW = SawInt4()
 
 # with c = 1.2 nearly all slots are taken, with 1.9 some; Gaussian chunks longer than three medians do not occur
 CODECS: dict[str, Codec] = {
@@ -41,22 +40,9 @@ CODECS: dict[str, Codec] = {
 }
 
 
-def med(codec: Codec, dim: int, role: Role | None) -> Side:
-    """``role``: keys and values are both held by ``codec``."""
-    found = specs.reader(codec, dim, role or "key")
-    tables = found.tables
-    return Side(
-        codec,
-        (role and found.both) or found.type,
-        found.header,
-        table=None if tables is None else lambda params, _: tables(params),
-        also=found.also,
-    )
-
-
 def check_both(codec: Codec, dim: int, *cases: Case, geometry: Geometry | None = None) -> None:
     # two keys may nearly tie, and chance says whose rounding tells them apart better
-    check_all(med(codec, dim, "key"), med(codec, dim, "value"), dim, cases, geometry, tolerance=2.0)
+    check_all(codec, codec, dim, cases, geometry, tolerance=2.0)
 
 
 _OFTEN = {"hqmq": 128, "int-2": 256, "hqmq-s96_r4": 64, "one slot": 96, "three slots": 192, "five slots": 128}
@@ -92,8 +78,8 @@ def test_geometries_and_orders(name: str, dim: int, geometry: Geometry) -> None:
 
 @pytest.mark.parametrize("role", ROLES)
 def test_beside_another_codec(role: Role) -> None:
-    side = med(CODECS["hqmq"], 64, None)
-    check_all(*((side, SAW) if role == "key" else (SAW, side)), 64, CASES[:5], tolerance=2.0)
+    codec = CODECS["hqmq"]
+    check_all(*((codec, SAW) if role == "key" else (SAW, codec)), 64, CASES[:5], tolerance=2.0)
 
 
 def patched(monkeypatch: pytest.MonkeyPatch, change: Any) -> None:
@@ -140,13 +126,12 @@ def test_outliers_beyond_any_scale(name: str, monkeypatch: pytest.MonkeyPatch) -
 @pytest.mark.parametrize("role", ROLES)
 def test_what_integers_have_under_outliers_shows(role: Role) -> None:
     """Two bits that are not symmetric have no level at 0; the bound is narrower than what they have there."""
-    both = {r: med(CODECS["int-2"], 64, r) for r in ROLES}
-    wrong = replace(both[role], reader=both[role].reader.replace("kv::RestInt<64, 2>", "kv::RestZero"))
-    assert wrong != both[role]
+    both = dict(zip(ROLES, sides(CODECS["int-2"], CODECS["int-2"], 64), strict=True))
+    right = both[role]
+    both[role] = replace(right, reader=right.reader.replace("kv::RestInt<64, 2>", "kv::RestZero"))
+    assert both[role] != right
     with pytest.raises(AssertionError, match=r"relative error|log-sum-exp"):
-        check(
-            *((wrong, both["value"]) if role == "key" else (both["key"], wrong)), 64, Case(lens=(130,)), tolerance=2.0
-        )
+        check(both["key"], both["value"], 64, Case(lens=(130,)), tolerance=2.0)
 
 
 # -- pages unpacked ----------------------------------------------------------------------------------------------------

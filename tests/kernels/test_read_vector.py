@@ -1,7 +1,6 @@
 """Readers of octopus and hqmq: every code at every place of a row, then whole decoders."""
 
 import collections
-import ctypes
 import re
 from dataclasses import replace
 from typing import Any
@@ -16,94 +15,15 @@ from kvcodec.codecs.octopus import JOINT_BITS, Octopus
 from kvcodec.codecs.saw_int4 import SawInt4
 from kvcodec.kernels import build
 from kvcodec.kernels import hqmq as hqmq_kernels
-from kvcodec.kernels import octopus as octopus_kernels
 from kvcodec.kernels.spec import definitions
 from kvcodec.kernels.spec import reader as reader_of
-from kvcodec.ops.hadamard import power_of_two_divisor
 from kvcodec.ops.split_words import pack_split
 from tests.kernels import harness
-from tests.kernels.decode_cases import CASES, Case, Geometry, Side, check_all, each_in_turn, two_dims_in_turn
+from tests.kernels.decode_cases import CASES, Case, Geometry, check_all, each_in_turn, two_dims_in_turn
 from tests.kernels.offline import architectures_in_turn, compile_kernels
+from tests.kernels.unpacking import tile_of, unpacked
 
 DIMS = [64, 96, 128, 192, 256, 512]
-
-UNPACK = """
-#include "tile.cuh"
-#include "{header}"
-using Reader = {reader};
-template <int N, class Channel, class Weight>
-KV_DEV void store(float* row, int part, const uint32_t (&r)[N], float scale, Channel channel, Weight weight,
-                  int* bad) {{
-  for (int e = 0; e < 2 * N; ++e) {{
-    const float x = kv::half_float((uint16_t)(r[e / 2] >> e % 2 * 16));
-    const int c = channel(part, e);
-    if (!(x - x == 0.0f)) *bad = 1;
-    if (c >= 0) row[c] = row[c] == -1.0f ? scale * weight(e) * x : 1e30f;  // a channel is written once
-  }}
-}}
-KV_KERNEL void unpack(const uint8_t* tile, const uint8_t* source, float* out, int* bad, int values) {{
-  KV_DYNAMIC_SHARED(table);
-  const kv::Planes<Reader, {tokens}> planes{{tile}};
-  const int lane = kv::thread() % 32, warp = kv::thread() / 32;
-  Reader::fill(table, source, kv::thread(), 64);
-  kv::sync_threads();
-  for (int token = 8 * warp; token < {tokens}; token += 16) {{
-    {body}
-  }}
-}}
-extern "C" void run(const uint8_t* tile, const uint8_t* source, float* out, int* bad, int64_t values) {{
-  kv::launch(1, 1, 1, 64, Reader::TABLE, unpack, tile, source, out, bad, (int)values);
-}}
-extern "C" int table_bytes() {{ return Reader::TABLE; }}
-"""
-KEYS = """
-    if (!values) {
-      const int at = token + lane / 4;
-      uint32_t r[Reader::K_REGS];
-      Reader::keys(planes, table, at, lane % 4, lane, r);
-      store(out + at * {D}, lane % 4, r, Reader::k_scale(planes, at, 0), Reader::k_channel, Reader::k_weight, bad);
-    }"""
-VALUES = """
-    if (values) {
-      for (int odd = 0; odd < 2; ++odd) {
-        const int at = token + lane % 4 * 2 + odd;
-        uint32_t r[Reader::V_REGS];
-        Reader::values(planes, table, at, lane / 4, lane, r);
-        store(out + at * {D}, lane / 4, r, Reader::v_scale(planes, at), Reader::v_channel, Reader::v_weight, bad);
-      }
-    }"""
-
-
-def unpacked(
-    codec: Codec, dim: int, payload: Payload | None, params: Params, tokens: int, role: Role, halvings: int = 0
-) -> Tensor:
-    """What a reader makes of a tile: float32 ``[tokens, dim]``; of bytes 255 without a payload."""
-    octopus, found = isinstance(codec, Octopus), reader_of(codec, dim, "key")
-    assert found.tables is not None
-    table = found.tables(params)
-    body = (KEYS if octopus else KEYS + VALUES).replace("{D}", str(dim))
-    source = UNPACK.format(header=found.header, reader=found.type, tokens=tokens, body=body)
-    lib = harness.build("\n".join([*definitions(halvings), source]))
-    assert lib.enter("table_bytes", result=ctypes.c_int) == (found.shared, *found.fewer)[halvings]
-    out, bad = torch.full((tokens, dim), -1.0), torch.zeros(1, dtype=torch.int32)
-    tile = tile_of(codec, dim, payload, tokens)
-    lib.call("run", tile, table[:1], harness.Out(out), harness.Out(bad), int(role == "value"))
-    if payload is not None:
-        assert not bad.item()
-    return out
-
-
-def tile_of(codec: Codec, dim: int, payload: Payload | None, tokens: int) -> Tensor:
-    """Bytes of the planes of one role; all 255 without a payload."""
-    planes = []
-    for field in codec.layout(dim).fields:
-        size = field.nbytes * tokens
-        plane = torch.full((-(-size // 16) * 16,), 255, dtype=torch.uint8)
-        if payload is not None:
-            plane[:size] = payload[field.name][0, 0].contiguous().view(torch.uint8).flatten()
-        planes.append(plane)
-    return torch.cat(planes)
-
 
 PAIR = """
 #include "tile.cuh"
@@ -311,29 +231,12 @@ def test_fewer_copies_of_tables_give_the_same_numbers(codec: Codec, halvings: in
         assert_decoded(codec, payload, constants, alone)
 
 
-SAW = Side(SawInt4(), "kv::ReadSaw<{D}>", "read_saw.cuh", order=power_of_two_divisor)
-
-
-def octopus_side(codec: Octopus) -> Side:
-    return Side(
-        codec,
-        reader_of(codec, 64, "key").type.replace("<64,", "<{D},"),
-        "read_octopus.cuh",
-        order=power_of_two_divisor,
-        table=lambda params, dim: octopus_kernels.read_tables(codec)(params),
-        factor=lambda params, dim: params["signs"],
-    )
-
-
-def hqmq_side(codec: Hqmq, role: Role | None) -> Side:
-    of = role or "key"
-    reader = hqmq_kernels.read_type(codec, 0, of, alone=role is None).replace("<0,", "<{D},")
-    return Side(codec, reader, "read_hqmq.cuh", table=lambda params, dim: table_of(codec, params, of))
+SAW = SawInt4()
 
 
 @pytest.mark.parametrize(("codec", "dim"), each_in_turn(OCTOPUS[:3], [64, 96, 128, 192, 256]), ids=str)
 def test_octopus_decode(codec: Octopus, dim: int) -> None:
-    check_all(octopus_side(codec), SAW, dim, CASES)
+    check_all(codec, SAW, dim, CASES)
 
 
 @pytest.mark.parametrize(
@@ -342,21 +245,20 @@ def test_octopus_decode(codec: Octopus, dim: int) -> None:
 def test_hqmq_decode(codec: Hqmq, dim: int) -> None:
     # scores in the hundreds: two keys nearly tie, and chance says whose rounding tells them apart better
     cases = [replace(case, slack=2.0) if case.spread else case for case in CASES]
-    check_all(hqmq_side(codec, "key"), hqmq_side(codec, "value"), dim, cases)
+    check_all(codec, codec, dim, cases)
 
 
 @pytest.mark.parametrize("role", ["key", "value"])
 def test_hqmq_beside_another_codec(role: Role) -> None:
-    side = hqmq_side(Hqmq(24, 3), None)
-    check_all(*((side, SAW) if role == "key" else (SAW, side)), 64, CASES)
+    codec = Hqmq(24, 3)
+    check_all(*((codec, SAW) if role == "key" else (SAW, codec)), 64, CASES)
 
 
 @pytest.mark.parametrize(
     ("codec", "halvings", "dim"), [(Hqmq(24, 4), 2, 64), (Hqmq(96, 4), 2, 128), (Hqmq(192, 6), 1, 96)], ids=str
 )
 def test_hqmq_decode_with_fewer_copies(codec: Hqmq, halvings: int, dim: int) -> None:
-    key, value = hqmq_side(codec, "key"), hqmq_side(codec, "value")
-    check_all(key, value, dim, CASES[:5], Geometry(tile=16, stages=1, halvings=halvings))
+    check_all(codec, codec, dim, CASES[:5], Geometry(tile=16, stages=1, halvings=halvings))
 
 
 @pytest.mark.parametrize(
@@ -373,12 +275,11 @@ def test_hqmq_decode_with_fewer_copies(codec: Hqmq, halvings: int, dim: int) -> 
 )
 def test_teams_share_tables(codec: Hqmq, teams: int, warps: int, stages: int) -> None:
     """More pieces than teams, pieces with fewer tiles than stages, pieces of dense tokens alone."""
-    key, value = hqmq_side(codec, "key"), hqmq_side(codec, "value")
     cases = (
         Case((130, 7, 64, 0, 200, 33, 1), heads=2, group=8),
         Case((130, 7, 64, 300), heads=2, group=3, splits=2, dense=(3, 0, 17, 1), sinks=True, order=5),
     )
-    check_all(key, value, 64, cases, Geometry(tile=16, warps=warps, teams=teams, stages=stages))
+    check_all(codec, codec, 64, cases, Geometry(tile=16, warps=warps, teams=teams, stages=stages))
 
 
 DECODER = """
