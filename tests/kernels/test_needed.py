@@ -13,10 +13,10 @@ import torch
 import kvcodec
 from kvcodec.cache.fused import FusedLayerCache
 from kvcodec.errors import UnsupportedError
-from kvcodec.kernels import build, launch, needed
-from kvcodec.kernels.build import Program
-from kvcodec.kernels.cuda_engine import CudaEngine
-from kvcodec.kernels.needed import Steps, of_scheme
+from kvcodec.kernels.cuda import build, launch, needed
+from kvcodec.kernels.cuda.build import Program
+from kvcodec.kernels.cuda.engine import CudaEngine
+from kvcodec.kernels.cuda.needed import Steps, of_scheme
 from kvcodec.kernels.spec import decode_spec
 from kvcodec_lab.cli import main
 from tests.kernels import emulation
