@@ -23,11 +23,11 @@ from checkout import environment
 
 from kvcodec.codec import ROLES
 from kvcodec.errors import KVError
-from kvcodec.kernels import launch
-from kvcodec.kernels.build import Program, architecture
-from kvcodec.kernels.launch import Machine
+from kvcodec.kernels.cuda import launch
+from kvcodec.kernels.cuda.build import Program, architecture
+from kvcodec.kernels.cuda.launch import Machine
+from kvcodec.kernels.cuda.needed import Needed, Steps, compile_needed, of_codecs
 from kvcodec.kernels.mean import most_pairs
-from kvcodec.kernels.needed import Needed, Steps, compile_needed, of_codecs
 from kvcodec.kernels.spec import kernels_for
 from kvcodec.registry import get, split_specs
 from kvcodec.scheme import KVScheme

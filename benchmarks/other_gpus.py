@@ -20,7 +20,7 @@ import torch
 from tests.kernels.offline import compile_kernels, opcode
 
 from kvcodec.codec import ROLES
-from kvcodec.kernels import decode, launch
+from kvcodec.kernels.cuda import decode, launch
 from kvcodec.kernels.spec import DecodeSpec, decode_spec
 from kvcodec_lab.bench.packed import scheme_of
 from kvcodec_lab.bench.shapes import SHAPES

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from kvcodec.codec import Codec, Params, Role, Site
-from kvcodec.kernels.arguments import DecodeArgs
+from kvcodec.kernels.cuda.arguments import DecodeArgs
 from kvcodec.kernels.mean import KeyMean, key_mean, pairs_of
 from kvcodec.layout import PageLayout
 from kvcodec.store.pages import PageStore

@@ -39,11 +39,11 @@ import kvcodec
 from kvcodec.codec import ROLES, Codec, Params, Payload, Site
 from kvcodec.codecs.ghost import Ghost
 from kvcodec.errors import ShapeError
-from kvcodec.kernels import build, encode, launch
-from kvcodec.kernels import decode as attention
-from kvcodec.kernels import history as prefill
 from kvcodec.kernels import spec as specs
 from kvcodec.kernels.constants import Constants, constants_for
+from kvcodec.kernels.cuda import build, encode, launch
+from kvcodec.kernels.cuda import decode as attention
+from kvcodec.kernels.cuda import history as prefill
 from kvcodec.kernels.mean import BLOCK, MOST_POSITIONS, KeyMean, key_mean, most_pairs, pairs_of
 from kvcodec.layout import PageLayout
 from kvcodec.ops.rope import Rotary

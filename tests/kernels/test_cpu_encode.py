@@ -28,7 +28,7 @@ from kvcodec.kernels.cpu.compile import HERE
 from kvcodec.kernels.cpu.encode import encode, prepared
 from kvcodec.kernels.cpu.engine import CpuEngine
 from kvcodec.kernels.cpu.spec import cpu_spec
-from kvcodec.kernels.encode import Turned
+from kvcodec.kernels.mean import Turned
 from kvcodec.ops.lloyd_max import midpoints
 from kvcodec.ops.rope import NOT_TURNED, Rotary
 from kvcodec.scheme import KVScheme, page_layout

@@ -8,9 +8,9 @@ import torch
 import kvcodec
 from kvcodec.cache.fused import FusedLayerCache, fused_refusal
 from kvcodec.cache.host import LayerCache
-from kvcodec.kernels import decode as attention
-from kvcodec.kernels import history, launch
-from kvcodec.kernels.launch import machine_of
+from kvcodec.kernels.cuda import decode as attention
+from kvcodec.kernels.cuda import history, launch
+from kvcodec.kernels.cuda.launch import machine_of
 from kvcodec.kernels.spec import decode_spec, kernels_for
 from tests.kernels.emulation import machine  # noqa: F401  a fixture
 from tests.kernels.offline import ARCHITECTURES, compile_kernels

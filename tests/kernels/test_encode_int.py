@@ -16,7 +16,7 @@ from kvcodec.codecs.group_int import GroupInt
 from kvcodec.codecs.innerq import InnerQ
 from kvcodec.codecs.saw_int4 import SawInt4
 from kvcodec.codecs.ultraquant import UltraQuant
-from kvcodec.kernels.arguments import EncodeArgs, EncodeRoleArgs
+from kvcodec.kernels.cuda.arguments import EncodeArgs, EncodeRoleArgs
 from kvcodec.layout import Field, Layout, PageLayout
 from kvcodec.ops.hadamard import block_hadamard, power_of_two_divisor
 from kvcodec.store.pages import PageStore

@@ -16,10 +16,10 @@ from kvcodec.codecs.octopus_qjl import OctopusQJL
 from kvcodec.codecs.outliers import Med
 from kvcodec.codecs.turboquant import TurboQuant, TurboQuantQJL, coordinate_centroids
 from kvcodec.codecs.ultra_tq import UltraTQ
-from kvcodec.kernels.arguments import EncodeArgs, EncodeRoleArgs
-from kvcodec.kernels.hqmq import MOST_PAIRS, PAIRS, SIDE, cell_rivals
+from kvcodec.kernels.codecs.hqmq import MOST_PAIRS, PAIRS, SIDE, cell_rivals
+from kvcodec.kernels.codecs.tables import wall_table
+from kvcodec.kernels.cuda.arguments import EncodeArgs, EncodeRoleArgs
 from kvcodec.kernels.spec import encoder as encoder_of
-from kvcodec.kernels.tables import wall_table
 from kvcodec.ops.lloyd_max import midpoints
 from kvcodec.ops.quaternion import UNITS, products, random_units
 from kvcodec.ops.widths import put_back, width_cuts
@@ -384,7 +384,7 @@ def test_levels(bits: int) -> None:
 @pytest.mark.parametrize("most", [0, MOST_PAIRS], ids=["without lists", "with lists"])
 def test_hqmq_ties(most: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """All chunks of small whole numbers: the lowest of the products with the largest inner product."""
-    monkeypatch.setattr("kvcodec.kernels.hqmq.MOST_PAIRS", most)
+    monkeypatch.setattr("kvcodec.kernels.codecs.hqmq.MOST_PAIRS", most)
     codec = Hqmq(24, 3)
     encoders = Encoders([codec], 64)
     grid = torch.arange(-2.0, 3.0)
@@ -402,7 +402,7 @@ def test_hqmq_cells_without_room(monkeypatch: pytest.MonkeyPatch) -> None:
     """Cells that have no list, and vectors anywhere in those that have one."""
     codec = Hqmq(48, 3)
     encoders = Encoders([codec], 64)
-    monkeypatch.setattr("kvcodec.kernels.hqmq.MOST_PAIRS", 2)
+    monkeypatch.setattr("kvcodec.kernels.codecs.hqmq.MOST_PAIRS", 2)
     encoders.check(codec, random_rows(61, 64).half())
 
 

@@ -28,14 +28,15 @@ from kvcodec.codecs.outliers import Med
 from kvcodec.errors import KVCodecWarning
 from kvcodec.integrations.transformers import arrivals, cache_for, layers, windowed
 from kvcodec.integrations.transformers.argument import passing
-from kvcodec.kernels import basis, build, encode, ghost, innerq
-from kvcodec.kernels import decode as attention
-from kvcodec.kernels import history as prefill
 from kvcodec.kernels.choose import refusal
+from kvcodec.kernels.codecs import ghost, innerq
+from kvcodec.kernels.codecs.hqmq import cell_tables
 from kvcodec.kernels.constants import constants_for
-from kvcodec.kernels.cuda_engine import CudaEngine
-from kvcodec.kernels.fit import Rooms
-from kvcodec.kernels.hqmq import cell_tables
+from kvcodec.kernels.cuda import basis, build, encode
+from kvcodec.kernels.cuda import decode as attention
+from kvcodec.kernels.cuda import history as prefill
+from kvcodec.kernels.cuda.engine import CudaEngine
+from kvcodec.kernels.cuda.fit import Rooms
 from kvcodec.kernels.spec import encoder, reader
 from kvcodec.probe import OutlierProbe
 from kvcodec.registry import method_of

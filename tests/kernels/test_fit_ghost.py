@@ -8,9 +8,9 @@ from torch import Tensor
 
 from kvcodec.codec import ROLES, Role, Site
 from kvcodec.codecs.ghost import Ghost
-from kvcodec.kernels import ghost
+from kvcodec.kernels.codecs import ghost
 from kvcodec.kernels.constants import constants_for
-from kvcodec.kernels.fit import Rooms, Sample
+from kvcodec.kernels.cuda.fit import Rooms, Sample
 from kvcodec.kernels.spec import encoder, reader
 from kvcodec.ops.rope import Rotary
 from kvcodec.store.site import MeanRemoval

@@ -7,9 +7,9 @@ import torch
 
 from kvcodec.codec import Site
 from kvcodec.codecs.innerq import InnerQ
-from kvcodec.kernels import innerq
+from kvcodec.kernels.codecs import innerq
 from kvcodec.kernels.constants import constants_for
-from kvcodec.kernels.fit import Rooms, Sample
+from kvcodec.kernels.cuda.fit import Rooms, Sample
 from kvcodec.kernels.spec import encoder, reader
 
 

@@ -13,10 +13,10 @@ from torch import Tensor
 import kvcodec
 from kvcodec.codec import ROLES, Codec, Site
 from kvcodec.errors import UnsupportedError
-from kvcodec.kernels import decode as attention
-from kvcodec.kernels import encode, launch
 from kvcodec.kernels import spec as specs
 from kvcodec.kernels.constants import Constants, constants_for
+from kvcodec.kernels.cuda import decode as attention
+from kvcodec.kernels.cuda import encode, launch
 from kvcodec.layout import PageLayout
 from kvcodec.store.pages import PageStore
 from tests.kernels.decode_cases import each_in_turn

@@ -12,9 +12,9 @@ from kvcodec.codec import ROLES, Dense, Params, Role, Site
 from kvcodec.errors import ShapeError
 from kvcodec.integrations.vllm import layer as served
 from kvcodec.integrations.vllm.layer import EngineLayer, Live, Rules, Several
-from kvcodec.kernels.cuda_engine import CudaEngine
+from kvcodec.kernels.cuda.engine import CudaEngine
+from kvcodec.kernels.cuda.prompts import Chunks, Room, Sight, gathered
 from kvcodec.kernels.flash import Ragged, ragged_attention
-from kvcodec.kernels.prompts import Chunks, Room, Sight, gathered
 from kvcodec.ops.rope import Rotary
 from kvcodec.scheme import KVScheme
 from kvcodec.store.site import LayerSite, MeanRemoval

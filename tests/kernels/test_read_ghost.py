@@ -12,8 +12,8 @@ from kvcodec.cache.host import attend
 from kvcodec.codec import ROLES, Params, Role, Site
 from kvcodec.codecs.ghost import ALLOWED, PARTS, Ghost, kinds, share_bits
 from kvcodec.codecs.saw_int4 import SawInt4
+from kvcodec.kernels.codecs.ghost import FEWER, key_lines, read_tables, sizes, value_lines
 from kvcodec.kernels.constants import Constants, joined
-from kvcodec.kernels.ghost import FEWER, key_lines, read_tables, sizes, value_lines
 from kvcodec.kernels.spec import definitions
 from kvcodec.ops.hadamard import power_of_two_divisor
 from tests.kernels import harness

@@ -14,9 +14,9 @@ from kvcodec.codecs.group_int import GroupInt
 from kvcodec.codecs.turboquant import TurboQuant
 from kvcodec.codecs.ultra_tq import UltraTQ
 from kvcodec.codecs.ultraquant import UltraQuant
-from kvcodec.kernels.tables import level_table
-from kvcodec.kernels.turboquant import read_table as turboquant_table
-from kvcodec.kernels.ultra_tq import read_table as ultra_tq_table
+from kvcodec.kernels.codecs.tables import level_table
+from kvcodec.kernels.codecs.turboquant import read_table as turboquant_table
+from kvcodec.kernels.codecs.ultra_tq import read_table as ultra_tq_table
 from kvcodec.ops.hadamard import power_of_two_divisor
 from tests.kernels.decode_cases import CASES, Case, Geometry, Side, check, check_all, each_in_turn, two_dims_in_turn
 from tests.kernels.harness import Out, build

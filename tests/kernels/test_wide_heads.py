@@ -9,10 +9,10 @@ import kvcodec
 from kvcodec.attention import BEFORE_IT
 from kvcodec.cache.fused import FusedLayerCache, fused_refusal
 from kvcodec.cache.host import LayerCache
-from kvcodec.kernels import decode as attention
-from kvcodec.kernels import launch
+from kvcodec.kernels.cuda import decode as attention
+from kvcodec.kernels.cuda import launch
+from kvcodec.kernels.cuda.launch import machine_of
 from kvcodec.kernels.flash import by_flash
-from kvcodec.kernels.launch import machine_of
 from kvcodec.kernels.spec import decode_spec
 from tests.kernels.emulation import machine  # noqa: F401  a fixture
 from tests.kernels.offline import ARCHITECTURES, compile_kernels

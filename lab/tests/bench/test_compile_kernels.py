@@ -8,10 +8,10 @@ import pytest
 import torch
 
 from kvcodec.codec import ROLES
-from kvcodec.kernels import decode as attention
-from kvcodec.kernels import encode, launch
-from kvcodec.kernels import history as prefill
 from kvcodec.kernels import spec as specs
+from kvcodec.kernels.cuda import decode as attention
+from kvcodec.kernels.cuda import encode, launch
+from kvcodec.kernels.cuda import history as prefill
 from kvcodec_lab.bench.packed import packed_operator, scheme_of
 from kvcodec_lab.bench.shapes import PRESETS, SHAPES, Shape
 from lab.tests.bench.gpu_stubs import CPU, use_reference
@@ -72,7 +72,7 @@ def test_dense_outer_layers_of_a_model_are_compiled_too(ahead):
 def test_programs_reach_the_cache(ahead, monkeypatch, tmp_path, capsys):
     pytest.importorskip("cuda.core")
     from kvcodec.errors import UnsupportedError
-    from kvcodec.kernels.build import cache_folder, compiler_version
+    from kvcodec.kernels.cuda.build import cache_folder, compiler_version
 
     try:
         compiler_version()

@@ -20,7 +20,7 @@ from kvcodec.cache.device import DeviceCache
 from kvcodec.checks import check_tensors
 from kvcodec.codec import Role
 from kvcodec.errors import ShapeError, UnsupportedError
-from kvcodec.kernels.encode import Turned
+from kvcodec.kernels.mean import Turned
 from kvcodec.ops.precision import without_modes
 from kvcodec.ops.rope import Rotary
 from kvcodec.store.positions import NOT_CONSECUTIVE, angles_near, consecutive, first_of

@@ -11,9 +11,9 @@ from torch import Tensor
 
 from kvcodec.codec import ROLES, Params, Role, Site
 from kvcodec.errors import UnsupportedError
-from kvcodec.kernels import build, encode
 from kvcodec.kernels.constants import Constants, constants_for
-from kvcodec.kernels.encode import Turned
+from kvcodec.kernels.cuda import build, encode
+from kvcodec.kernels.mean import Turned
 from kvcodec.kernels.spec import encode_spec
 from kvcodec.scheme import KVScheme
 from kvcodec.store.pages import PageStore

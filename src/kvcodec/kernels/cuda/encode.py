@@ -16,10 +16,11 @@ from torch import Tensor
 
 from kvcodec.codec import ROLES, Role
 from kvcodec.errors import ShapeError, UnsupportedError
-from kvcodec.kernels.arguments import EncodeArgs
-from kvcodec.kernels.build import Kernel, Program, load
 from kvcodec.kernels.constants import Constants
-from kvcodec.kernels.decode import KINDS, MOST_SEQUENCES
+from kvcodec.kernels.cuda.arguments import EncodeArgs
+from kvcodec.kernels.cuda.build import Kernel, Program, load
+from kvcodec.kernels.cuda.decode import KINDS, MOST_SEQUENCES
+from kvcodec.kernels.mean import Turned
 from kvcodec.kernels.spec import Encoder, EncodeSpec
 from kvcodec.store.kept_rows import rows_bytes
 
@@ -33,28 +34,6 @@ MOST_BLOCKS = 1 << 16
 
 MULTIPROCESSORS = 132
 """Of an H100 or H200: for how many a grid of blocks with tables of their own is made."""
-
-
-class Turned(NamedTuple):
-    """What is subtracted from keys before they are encoded: their mean before RoPE, turned as the model turns it.
-
-    The reference's operations are repeated one by one in float32, so bytes are the reference's if cosines and sines
-    are.
-
-    Parameters
-    ----------
-    mean : Tensor float32 ``[1 or B, H, D]``
-    cosines, sines : Tensor float32 ``[1 or B, N, R / 2]``
-        Of the angle of each new token and pair of channels, as the model's rotary embedding gives them, its scaling
-        included; the first R channels turn.
-    interleaved : bool
-        Whether the pairs are channels 2 p, 2 p + 1 instead of p, p + R / 2.
-    """
-
-    mean: Tensor
-    cosines: Tensor
-    sines: Tensor
-    interleaved: bool = False
 
 
 def _factor(encoder: Encoder) -> str:

@@ -8,9 +8,9 @@ import torch
 from kvcodec.codec import Codec, Role
 from kvcodec.codecs.ultraquant import GROUP, UltraQuant
 from kvcodec.errors import UnsupportedError
+from kvcodec.kernels.codecs.tables import group_levels, level_bytes
 from kvcodec.kernels.cpu.spec import CpuEncoder, CpuReader
 from kvcodec.kernels.spec import Encoder, Reader, flag
-from kvcodec.kernels.tables import group_levels, level_bytes
 from kvcodec.ops.fp4 import decode_e2m1
 from kvcodec.ops.hadamard import power_of_two_divisor
 

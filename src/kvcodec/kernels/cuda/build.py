@@ -24,11 +24,10 @@ import torch
 
 from kvcodec.atomic import whole_file
 from kvcodec.errors import UnsupportedError
+from kvcodec.kernels.spec import CSRC
 from kvcodec.paths import cache_dir
 from kvcodec.progress import Progress
 
-CSRC = Path(__file__).parent / "csrc"
-"""Folder of this package's sources."""
 INSTALL = "pip install kvcodec[cuda]"
 MAGIC = b"kvcubin1"
 LEAST = (8, 0)

@@ -24,11 +24,11 @@ import torch
 from torch import Tensor
 
 from kvcodec.codec import ROLES
-from kvcodec.kernels.arguments import UnpackArgs
-from kvcodec.kernels.basis import COPY, MULTIPLY, Joined, Part, change_basis
 from kvcodec.kernels.constants import NO_CONSTANTS
+from kvcodec.kernels.cuda.arguments import UnpackArgs
+from kvcodec.kernels.cuda.basis import COPY, MULTIPLY, Joined, Part, change_basis
+from kvcodec.kernels.cuda.history import Packed, filled_args, plan_of
 from kvcodec.kernels.flash import Flash, Ragged, ragged_attention
-from kvcodec.kernels.history import Packed, filled_args, plan_of
 
 Chunk = tuple[int, int, int, int]
 """Newest tokens of a request: row of a block table, first query, last query (exclusive), tokens of the request."""

@@ -2,7 +2,7 @@
 
 from kvcodec.codec import Codec, Role
 from kvcodec.codecs.octopus_qjl import OctopusQJL
-from kvcodec.kernels import octopus, sketch
+from kvcodec.kernels.codecs import octopus, sketch
 from kvcodec.kernels.cpu.spec import CpuEncoder, CpuReader
 from kvcodec.kernels.spec import Encoder, Reader
 from kvcodec.ops.hadamard import power_of_two_divisor

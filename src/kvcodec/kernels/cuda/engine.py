@@ -10,20 +10,20 @@ from torch import Tensor
 from kvcodec.attention import Seen
 from kvcodec.codec import ROLES, Codec, Params, Role
 from kvcodec.errors import UnsupportedError
-from kvcodec.kernels.basis import out_of_codes
 from kvcodec.kernels.constants import NO_CONSTANTS, joined
-from kvcodec.kernels.decode import decode_attention, splits_of, workspace_numel
-from kvcodec.kernels.decode import text_of as decode_text
-from kvcodec.kernels.encode import SlotWriter, Turned, encode_checked, encode_to_pages
-from kvcodec.kernels.encode import text_of as encode_text
+from kvcodec.kernels.cuda.basis import out_of_codes
+from kvcodec.kernels.cuda.decode import decode_attention, splits_of, workspace_numel
+from kvcodec.kernels.cuda.decode import text_of as decode_text
+from kvcodec.kernels.cuda.encode import SlotWriter, encode_checked, encode_to_pages
+from kvcodec.kernels.cuda.encode import text_of as encode_text
+from kvcodec.kernels.cuda.fit import Fitted, Fitter, Rooms, Sample, fitters
+from kvcodec.kernels.cuda.history import History, Packed, attend_history, unpack, workspace_bytes
+from kvcodec.kernels.cuda.history_groups import attend_groups
+from kvcodec.kernels.cuda.prompts import ChunkReader
+from kvcodec.kernels.cuda.prompts_groups import GroupChunkReader
 from kvcodec.kernels.engine import Engine
-from kvcodec.kernels.fit import Fitted, Fitter, Rooms, Sample, fitters
 from kvcodec.kernels.flash import Flash
-from kvcodec.kernels.history import History, Packed, attend_history, unpack, workspace_bytes
-from kvcodec.kernels.history_groups import attend_groups
-from kvcodec.kernels.mean import KeyMean, key_mean
-from kvcodec.kernels.prompts import ChunkReader
-from kvcodec.kernels.prompts_groups import GroupChunkReader
+from kvcodec.kernels.mean import KeyMean, Turned, key_mean
 from kvcodec.kernels.spec import (
     Encoder,
     Reader,
@@ -98,7 +98,7 @@ class CudaEngine(Engine):
         self.rooms.layers += 1
 
     def fits(self, role: Role) -> bool:
-        """Whether the codec has a fitter (``kernels/fit.py``)."""
+        """Whether the codec has a fitter (``kernels/cuda/fit.py``)."""
         return any(role in fitter.codecs for fitter in self.fitters)
 
     def fit(self, samples: Mapping[Role, Sample]) -> dict[Role, Fitted]:

@@ -11,9 +11,9 @@ from torch import Tensor
 from kvcodec.codec import Codec, Params, Role
 from kvcodec.codecs.octopus import JOINT_BITS, Octopus
 from kvcodec.errors import UnsupportedError
+from kvcodec.kernels.codecs.tables import SLACK, copied_bytes, filled_walls, half_rows, wall_table
 from kvcodec.kernels.cpu.spec import CpuEncoder, CpuReader
 from kvcodec.kernels.spec import Encoder, Reader, flag
-from kvcodec.kernels.tables import SLACK, copied_bytes, filled_walls, half_rows, wall_table
 from kvcodec.ops.hadamard import power_of_two_divisor
 from kvcodec.ops.lloyd_max import midpoints
 from kvcodec.ops.split_words import PARTS, runs, split_bytes

@@ -24,13 +24,13 @@ from torch import Tensor
 from kvcodec.attention import BEFORE_IT, Partial, Seen, merge, with_sinks
 from kvcodec.codec import saturated
 from kvcodec.errors import ShapeError, UnsupportedError
-from kvcodec.kernels.arguments import UnpackArgs
-from kvcodec.kernels.basis import DIVIDE, Part, change_basis, out_of_codes, queries_to_change
-from kvcodec.kernels.build import Kernel, Program, load
 from kvcodec.kernels.constants import Constants
-from kvcodec.kernels.decode import decode_spec_of
+from kvcodec.kernels.cuda.arguments import UnpackArgs
+from kvcodec.kernels.cuda.basis import DIVIDE, Part, change_basis, out_of_codes, queries_to_change
+from kvcodec.kernels.cuda.build import Kernel, Program, load
+from kvcodec.kernels.cuda.decode import decode_spec_of
+from kvcodec.kernels.cuda.launch import Machine, machine
 from kvcodec.kernels.flash import REFERENCE_ROWS, SCORE_BYTES, by_flash, score
-from kvcodec.kernels.launch import Machine, machine
 from kvcodec.kernels.mean import KeyMean, checked
 from kvcodec.kernels.spec import DecodeSpec, align, definitions, includes
 

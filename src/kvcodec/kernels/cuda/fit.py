@@ -1,7 +1,7 @@
 """Constants that kernels fit on the first tokens of keys and values, where the reference's fit takes many operations.
 
-``kvcodec/kernels/<stem>.py`` defines ``fit`` and ``fit_program`` for the codecs of ``kvcodec/codecs/<stem>.py`` whose
-constants kernels fit; PyTorch fits those of all others.
+``kvcodec/kernels/codecs/<stem>.py`` defines ``fit`` and ``fit_program`` for the codecs of ``kvcodec/codecs/<stem>.py``
+whose constants kernels fit. PyTorch fits the constants of all other codecs.
 """
 
 from collections.abc import Callable, Hashable, Mapping
@@ -10,8 +10,8 @@ from typing import Any, NamedTuple, TypeVar
 from torch import Tensor
 
 from kvcodec.codec import ROLES, Codec, Params, Role
-from kvcodec.kernels.build import Program
 from kvcodec.kernels.constants import Constants
+from kvcodec.kernels.cuda.build import Program
 from kvcodec.kernels.spec import of_module
 
 T = TypeVar("T")

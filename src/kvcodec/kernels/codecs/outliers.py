@@ -8,7 +8,8 @@ from kvcodec.codecs.hqmq import Hqmq
 from kvcodec.codecs.outliers import Med
 from kvcodec.codecs.wrapper import inside
 from kvcodec.errors import UnsupportedError
-from kvcodec.kernels import hqmq, spec
+from kvcodec.kernels import spec
+from kvcodec.kernels.codecs import hqmq
 from kvcodec.kernels.cpu.spec import CpuReader
 from kvcodec.kernels.cpu.spec import cpu_reader as cpu_reader_of
 from kvcodec.kernels.spec import Encoder, Reader

@@ -8,9 +8,9 @@ from torch import Tensor
 from kvcodec.codec import Codec, Params, Role
 from kvcodec.codecs.ultra_tq import GROUP, Norm, UltraTQ
 from kvcodec.errors import UnsupportedError
+from kvcodec.kernels.codecs.tables import group_levels, level_bytes, level_table, nearest_level, walls_of
 from kvcodec.kernels.cpu.spec import CpuEncoder, CpuReader
 from kvcodec.kernels.spec import Encoder, Reader, flag
-from kvcodec.kernels.tables import group_levels, level_bytes, level_table, nearest_level, walls_of
 from kvcodec.ops.hadamard import power_of_two_divisor
 
 

@@ -17,9 +17,9 @@ from torch import Tensor
 from kvcodec.codec import Codec, Params, Role
 from kvcodec.codecs.hqmq import Hqmq
 from kvcodec.errors import UnsupportedError
+from kvcodec.kernels.codecs.tables import copied_bytes, half_rows
 from kvcodec.kernels.cpu.spec import CpuEncoder, CpuReader
 from kvcodec.kernels.spec import Encoder, Reader
-from kvcodec.kernels.tables import copied_bytes, half_rows
 from kvcodec.ops.quaternion import UNITS, multiply, products
 
 TABLE_BUDGET = 73728

@@ -33,12 +33,12 @@ from kvcodec.codecs.ghost import (
     scales,
 )
 from kvcodec.errors import UnsupportedError
-from kvcodec.kernels.arguments import FIT_LAYERS, FitGhostArgs, FitGhostLayers
-from kvcodec.kernels.build import Kernel, Program, load
 from kvcodec.kernels.constants import Constants
 from kvcodec.kernels.cpu.spec import CpuEncoder, CpuReader
-from kvcodec.kernels.decode import KINDS
-from kvcodec.kernels.fit import Fitted, Rooms, Sample
+from kvcodec.kernels.cuda.arguments import FIT_LAYERS, FitGhostArgs, FitGhostLayers
+from kvcodec.kernels.cuda.build import Kernel, Program, load
+from kvcodec.kernels.cuda.decode import KINDS
+from kvcodec.kernels.cuda.fit import Fitted, Rooms, Sample
 from kvcodec.kernels.spec import Encoder, Reader, align, flag
 from kvcodec.ops.exact import KERNEL_BITS
 from kvcodec.ops.widths import put_back, width_cuts

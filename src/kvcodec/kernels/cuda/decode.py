@@ -19,10 +19,10 @@ import torch
 from torch import Tensor
 
 from kvcodec.errors import ShapeError, UnsupportedError
-from kvcodec.kernels.arguments import DecodeArgs
-from kvcodec.kernels.build import Kernel, Program, load
 from kvcodec.kernels.constants import Constants
-from kvcodec.kernels.launch import Config, asked_bytes, config_for, machine, shared_bytes, shares_tables
+from kvcodec.kernels.cuda.arguments import DecodeArgs
+from kvcodec.kernels.cuda.build import Kernel, Program, load
+from kvcodec.kernels.cuda.launch import Config, asked_bytes, config_for, machine, shared_bytes, shares_tables
 from kvcodec.kernels.mean import KeyMean, checked
 from kvcodec.kernels.spec import DecodeSpec, align, definitions, includes
 

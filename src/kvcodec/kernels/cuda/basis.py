@@ -11,10 +11,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from kvcodec.kernels.arguments import MOST_PARTS, BasisArgs, Rows
-from kvcodec.kernels.build import Kernel, Program, load
 from kvcodec.kernels.constants import Constants
-from kvcodec.kernels.decode import KINDS
+from kvcodec.kernels.cuda.arguments import MOST_PARTS, BasisArgs, Rows
+from kvcodec.kernels.cuda.build import Kernel, Program, load
+from kvcodec.kernels.cuda.decode import KINDS
 
 MULTIPLY, DIVIDE, MULTIPLY_AFTER, COPY = range(4)
 """What the factor of a role's constants does: before the rotation, or after it. COPY: there is neither."""

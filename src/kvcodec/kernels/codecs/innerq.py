@@ -9,13 +9,13 @@ from torch import Tensor
 from kvcodec.codec import Codec, Role
 from kvcodec.codecs.innerq import GROUP, InnerQ
 from kvcodec.errors import UnsupportedError
-from kvcodec.kernels.arguments import FitNormArgs
-from kvcodec.kernels.build import Kernel, Program, load
 from kvcodec.kernels.constants import Constants
 from kvcodec.kernels.cpu.spec import CpuEncoder, CpuReader
-from kvcodec.kernels.decode import KINDS
-from kvcodec.kernels.encode import aligned_rows
-from kvcodec.kernels.fit import Fitted, Rooms, Sample
+from kvcodec.kernels.cuda.arguments import FitNormArgs
+from kvcodec.kernels.cuda.build import Kernel, Program, load
+from kvcodec.kernels.cuda.decode import KINDS
+from kvcodec.kernels.cuda.encode import aligned_rows
+from kvcodec.kernels.cuda.fit import Fitted, Rooms, Sample
 from kvcodec.kernels.spec import Encoder, Reader, flag
 
 FIT_THREADS = 1024

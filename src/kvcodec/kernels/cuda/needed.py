@@ -14,10 +14,10 @@ from typing import NamedTuple
 import torch
 
 from kvcodec.codec import ROLES, Codec
-from kvcodec.kernels import basis, decode, encode, history
-from kvcodec.kernels.build import Program, compile_program, compiled
-from kvcodec.kernels.fit import fitters
-from kvcodec.kernels.launch import Machine, configs_for
+from kvcodec.kernels.cuda import basis, decode, encode, history
+from kvcodec.kernels.cuda.build import Program, compile_program, compiled
+from kvcodec.kernels.cuda.fit import fitters
+from kvcodec.kernels.cuda.launch import Machine, configs_for
 from kvcodec.kernels.mean import BLOCK, most_pairs
 from kvcodec.kernels.spec import decode_spec, encode_spec
 from kvcodec.progress import Progress

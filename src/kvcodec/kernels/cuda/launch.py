@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 
 from kvcodec.errors import UnsupportedError
-from kvcodec.kernels.build import shared_memory
+from kvcodec.kernels.cuda.build import shared_memory
 from kvcodec.kernels.mean import team_bytes
 from kvcodec.kernels.spec import DecodeSpec, align
 

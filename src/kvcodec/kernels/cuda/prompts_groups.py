@@ -29,11 +29,11 @@ import torch
 from torch import Tensor
 
 from kvcodec.codec import ROLES, Role
-from kvcodec.kernels.basis import COPY, MULTIPLY, Joined, Part, change_basis
 from kvcodec.kernels.constants import NO_CONSTANTS
-from kvcodec.kernels.encode import SlotWriter
+from kvcodec.kernels.cuda.basis import COPY, MULTIPLY, Joined, Part, change_basis
+from kvcodec.kernels.cuda.encode import SlotWriter
+from kvcodec.kernels.cuda.prompts import Chunk, ChunkReader, Room, Sight, dtype_of, shifted
 from kvcodec.kernels.flash import Ragged
-from kvcodec.kernels.prompts import Chunk, ChunkReader, Room, Sight, dtype_of, shifted
 
 
 class GroupChunks(NamedTuple):

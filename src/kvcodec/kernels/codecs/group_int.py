@@ -3,9 +3,9 @@
 from kvcodec.codec import Codec, Role
 from kvcodec.codecs.group_int import GroupInt
 from kvcodec.errors import UnsupportedError
+from kvcodec.kernels.codecs.tables import level_bytes
 from kvcodec.kernels.cpu.spec import CpuEncoder, CpuReader
 from kvcodec.kernels.spec import Encoder, Reader, flag
-from kvcodec.kernels.tables import level_bytes
 
 GROUPS = (32, 64, 128)
 """Numbers that share a scale, where not all channels of a token do."""

@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 from kvcodec.attention import Partial, merge, with_sinks
-from kvcodec.kernels.basis import into_codes, out_of_codes
+from kvcodec.kernels.cuda.basis import into_codes, out_of_codes
+from kvcodec.kernels.cuda.history import STAGING_BYTES, Packed, attend_pages, rows_at_once, staged_bytes, unpack
 from kvcodec.kernels.flash import Flash, lone, score
-from kvcodec.kernels.history import STAGING_BYTES, Packed, attend_pages, rows_at_once, staged_bytes, unpack
 
 
 def attend_groups(
