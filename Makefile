@@ -26,7 +26,7 @@ test-serve:  ## install vLLM for the CPU into .venv-serve and run the tests in i
 check:  ## lint, format, types
 	@scripts/check
 
-docs:  ## write the generated pages and build the site, any warning an error (ARGS="--build": the site alone)
+docs:  ## render the tables and build the site, any warning an error (ARGS="--build": the site alone)
 	@scripts/docs $(ARGS)
 
 bench:  ## times of encode, decode and attention on this machine (ARGS="--help")
