@@ -27,7 +27,7 @@ from vllm import LLM, SamplingParams
 from kvcodec_lab.stamp import stamp
 
 Tokens = tuple[int, ...]
-SEQUENCES, LEAK_MB = 8, 64
+SEQUENCES, LEAK_MB = 8, 128
 
 
 def resident_mb() -> float:

@@ -9,12 +9,13 @@ import pytest
 
 from kvcodec_lab.report.pages import bench, compare, serve
 from kvcodec_lab.report.pages.eval import page_html
-from kvcodec_lab.report.rows import read_folder, read_layers, read_rows
+from kvcodec_lab.report.rows import read_folder, read_layers
 from kvcodec_lab.report.words import bytes_text
+from tests.lab.bench.test_serve import ROWS as SERVED_ROWS
+from tests.lab.bench.test_summary import speedups
 from tests.lab.report import chromium, folders
 from tests.lab.report.folders import BITS, SPECS, UNCOMPRESSED
 
-ROOT = Path(__file__).parents[3]
 PROGRAM = chromium.find()
 pytestmark = [
     pytest.mark.slow,
@@ -74,11 +75,13 @@ def test_it_renders_without_an_error_a_request_or_a_sideways_scroll(
 @pytest.mark.parametrize("name", ["bench", "serve", "compare"])
 @pytest.mark.parametrize("width", [390, 1280])
 def test_the_other_pages_have_the_same_shell(browser: chromium.Browser, name: str, width: int, tmp_path: Path) -> None:
-    results = ROOT / "benchmarks/results"
+    shapes = ("llm64k", "b32_8k", "b32_32k", "video")
+    timed = [speedups(spec, dict.fromkeys(shapes, 2.0 + i)) for i, spec in enumerate(("saw-int4", "kivi-2"))]
+    compared = [{"spec": spec, "perplexity": 20.0, "kl": 0.1, "effective_bits": bits} for spec, bits in BITS.items()]
     text = {
-        "bench": lambda: bench.page_html(read_rows([results / "nvidia-h200/decode.json"])),
-        "serve": lambda: serve.page_html(read_rows([results / "nvidia-h200/serve.json"])),
-        "compare": lambda: compare.page_html(read_rows([results / "cpu/smollm2-135m.json"]), {}, b""),
+        "bench": lambda: bench.page_html([row for rows in timed for row in rows]),
+        "serve": lambda: serve.page_html(SERVED_ROWS),
+        "compare": lambda: compare.page_html(compared, {}, b""),
     }[name]()
     page = tmp_path / "page.html"
     page.write_text(text, encoding="utf-8")
