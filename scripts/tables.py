@@ -1,8 +1,8 @@
 """Render the tables of README.md and docs/ from docs/tables/*.csv; ``--check`` names the stale pages.
 
 A row of a CSV file is one measured value: the table it belongs to, the model, the spec, the case (operating point), the
-metric, the value with its unit and its 95 % interval, the device, the versions, the commit and the date. A page has the
-name of a table in a comment, and the table below it::
+metric, the value with its unit and its 95 % interval, and the run. ``runs.csv`` has the device, versions, commit and date
+of each run. A page has the name of a table in a comment, and the table below it::
 
     <!-- table decode -->
     (rendered rows)
@@ -21,10 +21,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 TABLES = ROOT / "docs/tables"
-COLUMNS = (
-    *("what", "model", "spec", "case", "metric", "value", "unit", "low", "high"),
-    *("device", "versions", "commit", "date"),
-)
+COLUMNS = ("what", "model", "spec", "case", "metric", "value", "unit", "low", "high", "run")
 MARKED = re.compile(r"(<!-- table (?P<what>[\w-]+) -->\n).*?(<!-- end -->)", re.S)
 BESIDE = ("x", "%", "pp")
 """Units that stand beside each value; other units stand in the heading."""
@@ -48,11 +45,20 @@ def read(path: Path) -> list[Row]:
     return rows
 
 
+def read_runs(folder: Path = TABLES) -> dict[str, Row]:
+    """Device, versions, commit and date of each run."""
+    with (folder / "runs.csv").open(encoding="utf-8", newline="") as file:
+        return {row["run"]: row for row in csv.DictReader(file)}
+
+
 def read_all(folder: Path = TABLES) -> dict[str, list[Row]]:
     """Rows of every file of a folder, by table."""
     tables: dict[str, list[Row]] = {}
-    for path in sorted(folder.glob("*.csv")):
+    runs = read_runs(folder)
+    for path in sorted(set(folder.glob("*.csv")) - {folder / "runs.csv"}):
         for row in read(path):
+            if row["run"] not in runs:
+                raise TableError(f"{path.name}: runs.csv has no run {row['run']!r}.")
             tables.setdefault(row["what"], []).append(row)
     return tables
 
