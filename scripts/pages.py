@@ -1,12 +1,10 @@
 """A hook of mkdocs: the pages that the site builds from docstrings. One page per method, their index, and the API.
 
 A method's page is the docstring of its module with its options, the bits of its presets, its bytes drawn, and its rows
-of ``docs/tables/results.csv``. A codec in one new file has a page without another line. ``KVCODEC_CODEC_FILES`` names
-codec files outside the package, separated as in ``PATH``.
+of ``docs/tables/results.csv``. A codec in one new file has a page without another line.
 """
 
 import inspect
-import os
 import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -26,9 +24,6 @@ def on_files(files: Any, config: Any) -> Any:
     """Add the built pages to the site."""
     from mkdocs.structure.files import File
 
-    for name in os.environ.get("KVCODEC_CODEC_FILES", "").split(os.pathsep):
-        if name:
-            kvcodec.load_file(name)
     for path, text in pages().items():
         files.append(File.generated(config, path, content=text))
     return files
@@ -65,23 +60,12 @@ def method_page(name: str) -> str:
         markdown(["option", "values", "default", "meaning"], options) if options else "None.",
         "## Bytes",
         f"![bytes of {presets[0]}]({name}.svg)",
-        f"A page of `{presets[0]}` at D = 128 holds {described['page_tokens']} tokens of one head in "
-        f"{described['page_bytes']} bytes:",
-        markdown(["offset", "plane", "dtype", "block", "tokens of a block"], map(plane, described["layout"])),
     ]
     measured = tables.read_all()
     for what, title in (("quality", "Measured"), ("options", "Options measured")):
-        if rows := [row for row in measured[what] if method_name(row["spec"]) == name]:
+        if rows := [row for row in measured[what] if row["spec"].partition(":")[0] in presets]:
             parts += [f"## {title}", f"{rows[0]['model']}; [protocol](../results.md#protocol).", tables.table(rows)]
     return "\n\n".join(parts) + "\n"
-
-
-def method_name(spec: str) -> str:
-    """Name of a spec's method; empty if no codec of that name is registered."""
-    try:
-        return method_of(spec).name
-    except kvcodec.SpecError:
-        return ""
 
 
 def index_page() -> str:
@@ -94,8 +78,8 @@ def index_page() -> str:
     for name in kvcodec.names():
         presets = presets_of(name)
         described = kvcodec.describe(presets[0])
-        parts += [f"### [{name}]({name}.md)", f"{described['summary']} From: {described['source']}."]
-        parts += [markdown(head, map(row_of, presets))]
+        text = f"{described['summary']} From: {described['source']}."
+        parts += [f"### [{name}]({name}.md)", text, markdown(head, map(row_of, presets))]
     return "\n\n".join(parts) + "\n"
 
 
@@ -115,17 +99,6 @@ def bits(preset: str) -> list[Any]:
         except kvcodec.ShapeError:
             found.append("refused")
     return [f"`{preset}`", *found, scheme.sink, scheme.window]
-
-
-def plane(p: dict[str, Any]) -> list[Any]:
-    """Line of a plane of a page."""
-    return [
-        p["page_offset"],
-        f"{p['role']} {p['field']}",
-        p["dtype"],
-        "x".join(map(str, p["shape"])),
-        p["block_tokens"],
-    ]
 
 
 def api_page() -> str:

@@ -1,8 +1,8 @@
 """Render the tables of README.md and docs/ from docs/tables/*.csv; ``--check`` names the stale pages.
 
 A row of a CSV file is one measured value: the table it belongs to, the model, the spec, the case (operating point), the
-metric, the value with its unit and its 95 % interval, and the run. ``runs.csv`` has the device, versions, commit and date
-of each run. A page has the name of a table in a comment, and the table below it::
+metric, the value with its unit and its 95 % interval, and the run. ``runs.csv`` has the device, versions, commit and
+date of each run. A page has the name of a table in a comment, and the table below it::
 
     <!-- table decode -->
     (rendered rows)
