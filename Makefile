@@ -29,7 +29,7 @@ check:  ## lint, format, types
 size:  ## lines and bytes of each area beside its limit (pyproject.toml, tool.size)
 	@python3 scripts/size.py
 
-docs:  ## write the generated pages and build the site, any warning an error (ARGS="--build": the site alone)
+docs:  ## render the tables and build the site, any warning an error (ARGS="--build": the site alone)
 	@scripts/docs $(ARGS)
 
 bench:  ## times of encode, decode and attention on this machine (ARGS="--help")
