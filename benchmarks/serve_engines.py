@@ -106,7 +106,7 @@ def kvcodec_of(job: Job, folder: Path) -> dict[str, Any]:
     found: dict[str, Any] = {"preset": str(scheme)}
     beside = ("window", "sink") if group_tokens(inner) > 1 else ("window",)
     found |= {name: 0 for name in beside if getattr(scheme, name) or getattr(inner, name)}
-    fits = any(inner.codec(role).needs_sample or inner.codec(role).needs_queries for role in ROLES)
+    fits = any(inner.codec(role).needs for role in ROLES)
     if fits or inner.mean in ("pre", "post"):
         found["params"] = str(fitted(scheme, folder, folder.parent / f"params-{job.name}.safetensors"))
     return found
@@ -120,7 +120,7 @@ def fitted(scheme: Any, folder: Path, path: Path) -> Path:
     import torch
     from transformers import AutoConfig
 
-    from kvcodec.codec import ROLES, Site
+    from kvcodec.codec import ROLES, Sample, Site
     from kvcodec.files.params import FittedParams, sites_to_fit
     from kvcodec.integrations.transformers.identity import identify
     from kvcodec.store.site import MEAN
@@ -136,7 +136,7 @@ def fitted(scheme: Any, folder: Path, path: Path) -> Path:
     for layer, role, codec in sites_to_fit(scheme, list(model.layers)):
         codecs[role] = codec.for_dtype(torch.bfloat16)
         site = Site(layer, role, model.kv_heads, model.head_dim, 0, torch.device("cpu"))
-        made[role][layer] = codecs[role].calibrate(site, x, x)
+        made[role][layer] = codecs[role].fit(site, Sample(x, x))
     layers: dict[int, dict[Any, Any]] = {layer: {} for found in made.values() for layer in found}
     for role, codec in codecs.items():
         for layer, params in zip(made[role], codec.settle(list(made[role].values())), strict=True):
