@@ -11,7 +11,7 @@ from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin
 
 import kvcodec
-from kvcodec.codec import Site, roundtrip, storage_dtype
+from kvcodec.codec import Sample, Site, roundtrip, storage_dtype
 from kvcodec.integrations.transformers.plan import plan_for
 
 
@@ -32,7 +32,7 @@ class OracleRole:
         rounded = x.to(storage_dtype(x.dtype))
         if self.params is None:
             site = Site(self.layer, self.role, x.shape[1], x.shape[3], self.seed)
-            self.params = self.codec.fit(site, rounded if self.codec.needs_sample else None)
+            self.params = self.codec.fit(site, Sample(rounded))
         self.read = torch.cat([self.read, rounded.to(x.dtype)], 2)
         for _ in range(x.shape[2]):
             in_sink = len(self.marks) < self.scheme.sink and all(m == "sink" for m in self.marks)
@@ -51,7 +51,7 @@ class OracleRole:
     def rows(self, index: Tensor) -> None:
         if self.read is not None:
             self.read = self.read[index]
-            if self.codec.needs_sample:
+            if "tensor" in self.codec.needs:
                 self.params = {k: p[index] if p.shape[0] > 1 else p for k, p in self.params.items()}
 
 

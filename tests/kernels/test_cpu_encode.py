@@ -9,7 +9,7 @@ from torch import Tensor
 import kvcodec
 from kvcodec.cache.growing import GrowingCache
 from kvcodec.cache.host import LayerCache
-from kvcodec.codec import FP16_MAX, ROLES, Codec, Dense, DenseDtype, Role, Site
+from kvcodec.codec import FP16_MAX, ROLES, Codec, Dense, DenseDtype, Role, Sample, Site
 from kvcodec.codecs.fp8 import Fp8
 from kvcodec.codecs.ghost import ALLOWED, Ghost
 from kvcodec.codecs.group_int import GroupInt
@@ -108,7 +108,7 @@ def _written(
         turn, mean, positions = removed
         less = Turned(mean, *turn.angles(positions), turn.interleaved)
         rest = rest - turn.turn(mean[:, :, None], positions)
-    params = codec.fit(Site(0, role, HEADS, dim), rest)
+    params = codec.fit(Site(0, role, HEADS, dim), Sample(rest))
     slots = first + x.shape[2]
     stores = [PageStore(layout, x.shape[0], HEADS, x.device, slots) for _ in range(2)]
     for store in stores:

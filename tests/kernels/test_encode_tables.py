@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from kvcodec.codec import Codec, Params, Site
+from kvcodec.codec import Codec, Params, Sample, Site
 from kvcodec.codecs.ghost import Ghost, levels, scales
 from kvcodec.codecs.hqmq import Hqmq
 from kvcodec.codecs.octopus import Octopus
@@ -127,7 +127,7 @@ class Encoders:
 
     def check(self, codec: Codec, x: Tensor, params: Params | None = None, **how: int) -> None:
         """Assert that the kernel's bytes of ``x`` are the reference's; ``how`` as in ``encoded``."""
-        params = params or codec.fit(Site(3, "key", x.shape[1], x.shape[3], 5), x.float())
+        params = params or codec.fit(Site(3, "key", x.shape[1], x.shape[3], 5), Sample(x.float()))
         expected = codec.encode(codec.to_code(x.float(), params), params)
         for name, found in self.encoded(codec, params, x, **how).items():
             want = expected[name][0].contiguous().view(torch.uint8).flatten(2)
@@ -204,7 +204,7 @@ def test_ghost(dim: int) -> None:
         encoders.check(codec, x.to((torch.float16, torch.bfloat16)[i % 2]))
         uneven, sample = (x * sizes).clamp(-60000, 60000).half(), torch.randn(1, HEADS, 300, dim, generator=g)
         for role, rows in (("key", sample * sizes), ("value", sample + sizes)):
-            encoders.check(codec, uneven, codec.fit(Site(3, role, HEADS, dim, 5), rows), seed=i)
+            encoders.check(codec, uneven, codec.fit(Site(3, role, HEADS, dim, 5), Sample(rows)), seed=i)
 
 
 @pytest.mark.parametrize("dim", [pytest.param(d, marks=[] if d == 96 else pytest.mark.wide) for d in DIMS[:5]])
@@ -214,7 +214,7 @@ def test_ghost_of_mixed_channels(dim: int) -> None:
     encoders = Encoders([codec], dim)
     mixed = torch.randn(1, HEADS, 400, dim, generator=g) @ torch.randn(dim, dim, generator=g)
     for role in ("key", "value"):
-        params = codec.fit(Site(3, role, HEADS, dim, 5), mixed + (role == "value"))
+        params = codec.fit(Site(3, role, HEADS, dim, 5), Sample(mixed + (role == "value")))
         for i, tokens in enumerate((1, 49, 3)):
             encoders.check(codec, random_rows(tokens, dim, i).to(DTYPES[i]), params, seed=i, grid=3 - i, at=5 * i)
         tiny = random_rows(48, dim, 3) * torch.logspace(-44, -30, 48)[:, None]
@@ -225,7 +225,7 @@ def test_ghost_at_cuts() -> None:
     """Numbers over a scale that are a cut, or next to one, of either sign, zero, or nearly zero."""
     codec, dim, tokens, g = Ghost(4), 64, 60, torch.Generator().manual_seed(0)
     steep = torch.randn(1, HEADS, 300, dim, generator=g) * torch.logspace(-1, 1, dim)
-    params = codec.fit(Site(3, "key", HEADS, dim, 5), steep)
+    params = codec.fit(Site(3, "key", HEADS, dim, 5), Sample(steep))
     params["factor"] = torch.ones_like(params["factor"])
     cuts, widths = width_cuts(levels()).float(), params["widths"].long()
     count = (2**widths - 1).clamp_min(1).expand(tokens, HEADS, dim)
@@ -286,7 +286,7 @@ def test_hqmq_with_outliers(dim: int) -> None:
         x *= torch.where(torch.arange(dim) % 50 == 9, 8.0, 1.0)
         x = x.clamp(-60000, 60000).to((torch.float16, torch.float32)[i])
         encoders.check(codec, x, seed=i)
-        params = {**codec.fit(Site(3, "key", HEADS, dim, 5), x.float())}
+        params = {**codec.fit(Site(3, "key", HEADS, dim, 5), Sample(x.float()))}
         for threshold in (0.0, 4.0, 3e38):  # all, ties of sums of squares, none
             params["threshold"] = torch.full_like(params["threshold"], threshold)
             encoders.check(codec, x.round(), params)
@@ -302,7 +302,7 @@ def test_rows_that_cannot_be_held_are_zeros() -> None:
         held[token] = False
     clean = x.nan_to_num(0, 0, 0).clamp(-65504, 65504)
     for codec in codecs:
-        params = codec.fit(Site(3, "key", HEADS, 64, 5), clean)
+        params = codec.fit(Site(3, "key", HEADS, 64, 5), Sample(clean))
         expected = codec.encode(codec.to_code(clean, params), params)
         for name, found in encoders.encoded(codec, params, x, bad=1).items():
             assert torch.equal(found[:, held], expected[name][0].view(torch.uint8).flatten(2)[:, held]), name
@@ -322,7 +322,7 @@ def test_threads_do_not_race() -> None:
     encoders = Encoders(codecs, 96)
     x = random_rows(21, 96).half()
     for codec in codecs:
-        params = codec.fit(Site(3, "key", HEADS, 96, 5), x.float())
+        params = codec.fit(Site(3, "key", HEADS, 96, 5), Sample(x.float()))
 
         def run(seed: int, codec: Codec = codec, params: Params = params) -> list[Tensor]:
             return list(encoders.encoded(codec, params, x, seed).values())

@@ -8,7 +8,7 @@ from torch import Tensor
 
 import kvcodec
 from kvcodec.cache.host import LayerCache, attend
-from kvcodec.codec import ROLES, Dense, Params, Role, Site
+from kvcodec.codec import ROLES, Dense, Params, Role, Sample, Site
 from kvcodec.errors import ShapeError
 from kvcodec.integrations.vllm import layer as served
 from kvcodec.integrations.vllm.layer import EngineLayer, Live, Rules, Several
@@ -316,7 +316,7 @@ def fitted(spec: str, kind: Literal["pre", "post", "none"]) -> tuple[EngineLayer
     params: dict[Role, Params] = {}
     for role in ROLES:
         codec = kvcodec.get(spec).codec(role)
-        found = codec.calibrate(Site(3, role, HEADS, DIM, 0, CPU), x, x.flip(2))
+        found = codec.fit(Site(3, role, HEADS, DIM, 0, CPU), Sample(x, x.flip(2)))
         params[role] = codec.settle([found])[0]
     k, v = (x[0, :, at : at + TOKENS].transpose(0, 1) for at in (0, TOKENS))
     mean = None
@@ -380,7 +380,7 @@ def test_few_tokens_are_the_same_bytes(bits: float, dim: int, emulated: dict[str
     params: dict[Role, Params] = {}
     for role in ROLES:
         codec = kvcodec.get(f"ghost-3:bits={bits}").codec(role)
-        params[role] = codec.settle([codec.calibrate(Site(3, role, HEADS, dim, 0, CPU), x, x.flip(2))])[0]
+        params[role] = codec.settle([codec.fit(Site(3, role, HEADS, dim, 0, CPU), Sample(x, x.flip(2)))])[0]
     rotary = Rotary(1e4 ** -(torch.arange(dim // 2) / (dim // 2)))
     mean = MeanRemoval("pre", rotary, 4 * torch.randn(1, HEADS, dim, generator=generator))
     layer = made(f"ghost-3:bits={bits},mean=pre", params=params, mean=mean, head_dim=dim)

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from kvcodec.codec import ROLES, Codec, Params, Payload, Role, Site
+from kvcodec.codec import ROLES, Codec, Params, Payload, Role, Sample, Site
 from kvcodec.codecs.group_int import GroupInt
 from kvcodec.codecs.turboquant import TurboQuant
 from kvcodec.codecs.ultra_tq import UltraTQ
@@ -119,7 +119,7 @@ def site(dim: int, role: Role = "key") -> Site:
 
 def fitted(codec: Codec, dim: int) -> Params:
     """Constants of a codec."""
-    return codec.fit(site(dim), torch.randn(1, 1, 64, dim) if codec.needs_sample else None)
+    return codec.fit(site(dim), Sample(torch.randn(1, 1, 64, dim)))
 
 
 def close(got: Tensor, want: Tensor, relative: float) -> None:

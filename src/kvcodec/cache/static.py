@@ -68,7 +68,7 @@ class StaticCache(DeviceCache):
             if tensor is not None:
                 tensor.zero_()
         for role, state in self.roles.items():
-            if state.codec.needs_sample and role not in self.fitted and self.engine is not None:
+            if state.codec.needs and role not in self.fitted and self.engine is not None:
                 state.params, self.engine.ready = None, False  # fitted again on the next prefill
         if self.site.mean is not None and self.site.mean.given is None and self.engine is not None:
             self.mean, self.engine.ready = None, False

@@ -384,7 +384,7 @@ class _Layers:
 def fit(
     codecs: Mapping[Role, Codec], head_dim: int, samples: Mapping[Role, Sample], rooms: Rooms
 ) -> dict[Role, Fitted]:
-    """As ``Ghost.fit`` or ``fit_with`` of the samples, after subtracting the mean; nothing synchronises.
+    """As ``Ghost.fit`` of the samples, after subtracting the mean; nothing synchronises.
 
     Launched with other layers' by ``rooms.launch``.
     """

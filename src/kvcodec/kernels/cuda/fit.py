@@ -37,7 +37,7 @@ class Sample(NamedTuple):
     interleaved : bool
         As in ``Rotary``.
     energy : Tensor ``[1, H, D]``, optional
-        As in ``Codec.fit_with``.
+        As in ``kvcodec.codec.Sample``.
     """
 
     x: Tensor
@@ -116,6 +116,6 @@ def fitters(key: Codec, value: Codec) -> list[Fitter]:
     found: dict[str, dict[Role, Codec]] = {}
     for role, codec in zip(ROLES, (key, value), strict=True):
         module = type(codec).__module__
-        if codec.needs_sample and not codec.needs_queries and of_module(module, "fit") is not None:
+        if codec.needs == {"tensor"} and of_module(module, "fit") is not None:
             found.setdefault(module, {})[role] = codec
     return [Fitter(codecs, of_module(m, "fit"), of_module(m, "fit_program")) for m, codecs in found.items()]
