@@ -4,10 +4,9 @@ import ast
 import json
 import subprocess
 import sys
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
-
-import pytest
 
 import kvcodec
 
@@ -107,10 +106,15 @@ def test_no_modules_import_each_other():
     assert circles() == []
 
 
-@pytest.mark.parametrize("path", [p for p in FILES if p.is_relative_to(LIBRARY)], ids=name_of)
-def test_the_library_knows_nothing_of_the_laboratory(path):
-    known = [m for m in imports(path) if m.split(".")[0] == "kvcodec_lab"]
-    assert not known, f"{name_of(path)} imports {known}"
+def breaches(forbidden: Callable[[Path, str], bool]) -> list[str]:
+    """Every import that is forbidden to the file it stands in."""
+    return [
+        f"{name_of(path)} imports {module}" for path in FILES for module in imports(path) if forbidden(path, module)
+    ]
+
+
+def test_the_library_knows_nothing_of_the_laboratory():
+    assert not breaches(lambda path, m: path.is_relative_to(LIBRARY) and m.split(".")[0] == "kvcodec_lab")
 
 
 def test_every_file_of_the_library_has_a_room():
@@ -134,61 +138,60 @@ def test_machines_do_not_import_each_other_and_no_codec():
 
 
 def test_other_libraries_are_imported_in_their_rooms_only():
-    for path in FILES:
-        for module in imports(path):
-            places = ONLY_IN.get(module.split(".")[0])
-            if places is not None:
-                inside = name_of(path).startswith(tuple(places))
-                assert inside, f"{name_of(path)} imports {module}; only {sorted(places)} may"
+    def outside(path: Path, module: str) -> bool:
+        places = ONLY_IN.get(module.split(".")[0])
+        return places is not None and not name_of(path).startswith(tuple(places))
+
+    assert not breaches(outside)
 
 
-@pytest.mark.parametrize("path", [p for p in FILES if p.parent.name == "codecs" and p.stem != "__init__"], ids=name_of)
-def test_a_codec_knows_no_other_paper(path):
-    for module in imports(path):
-        if module.startswith("kvcodec.codecs") and (path.stem, module) not in SAME_PAPER | PAIRED:
-            assert module in BRICKS, f"{name_of(path)} imports {module}; share it in ops/ or as one of {sorted(BRICKS)}"
+def test_a_codec_knows_no_other_paper():
+    """What several papers need belongs into ops/ or is one of ``BRICKS``."""
+
+    def other_paper(path: Path, module: str) -> bool:
+        paper = path.parent == LIBRARY / "codecs" and path.stem != "__init__" and module.startswith("kvcodec.codecs")
+        return paper and module not in BRICKS and (path.stem, module) not in SAME_PAPER | PAIRED
+
+    assert not breaches(other_paper)
 
 
 READS_ROWS = ("kvcodec_lab.bench", "kvcodec_lab.bench.record", "kvcodec_lab.bench.shapes", "kvcodec_lab.bench.studies",
               "kvcodec_lab.bench.summary", "kvcodec_lab.serve.tables")  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    "path", sorted([*(LABORATORY / "report").rglob("*.py"), *(LIBRARY / "cli" / "page").rglob("*.py")]), ids=name_of
-)
-def test_a_report_reads_files_and_runs_nothing(path):
-    for module in imports(path):
-        runs = module.startswith(("kvcodec_lab.eval", "kvcodec_lab.bench", "kvcodec_lab.serve", "kvcodec.integrations",
-                                  "kvcodec.cli.measure"))  # fmt: skip
-        assert not runs or module in READS_ROWS, f"{name_of(path)} imports {module}"
+def test_a_report_reads_files_and_runs_nothing():
+    runs = ("kvcodec_lab.eval", "kvcodec_lab.bench", "kvcodec_lab.serve", "kvcodec.integrations", "kvcodec.cli.measure")
+
+    def runs_something(path: Path, module: str) -> bool:
+        report = path.is_relative_to(LABORATORY / "report") or path.is_relative_to(LIBRARY / "cli" / "page")
+        return report and module.startswith(runs) and module not in READS_ROWS
+
+    assert not breaches(runs_something)
 
 
 def test_nothing_imports_the_command_line():
+    assert not breaches(lambda path, m: path.stem != "__main__" and m.startswith("kvcodec.cli.main"))
+
+
+def test_a_file_says_what_it_is_for():
+    assert not [name_of(path) for path in FILES if path.stem in ("utils", "helpers", "common", "misc")]
+    assert not [name_of(path) for path in FILES if not ast.get_docstring(ast.parse(path.read_text()))]
+
+
+def test_a_cuda_source_is_narrow_and_says_what_it_is_for():
+    for path in LIBRARY.rglob("*.cuh"):
+        lines = path.read_text().splitlines()
+        wide = [i for i, line in enumerate(lines, 1) if len(line) > 120]
+        assert not wide, f"{name_of(path)}: lines {wide} are longer than 120 characters"
+        assert lines[0].startswith("// "), f"{name_of(path)} does not begin with what it is for"
+
+
+def test_no_switches_from_the_environment():
+    """Variables of other programs (a cache folder, Triton's interpreter) are read; the library has none."""
     for path in FILES:
-        if path.stem != "__main__":
-            assert not any(m.startswith("kvcodec.cli.main") for m in imports(path)), name_of(path)
-
-
-@pytest.mark.parametrize("path", FILES, ids=name_of)
-def test_a_file_says_what_it_is_for(path):
-    assert path.stem not in ("utils", "helpers", "common", "misc"), f"{name_of(path)}: name it after what it does"
-    assert ast.get_docstring(ast.parse(path.read_text())), f"{name_of(path)} has no module docstring"
-
-
-@pytest.mark.parametrize("path", sorted(LIBRARY.rglob("*.cuh")), ids=name_of)
-def test_a_cuda_source_is_narrow_and_says_what_it_is_for(path):
-    lines = path.read_text().splitlines()
-    wide = [i for i, line in enumerate(lines, 1) if len(line) > 120]
-    assert not wide, f"{name_of(path)}: lines {wide} are longer than 120 characters"
-    assert lines[0].startswith("// "), f"{name_of(path)} does not begin with what it is for"
-
-
-@pytest.mark.parametrize("path", FILES, ids=name_of)
-def test_no_switches_from_the_environment(path):
-    """Other programs' variables (a cache folder, Triton's interpreter) are read where they matter; none are ours."""
-    for node in ast.walk(ast.parse(path.read_text())):
-        if isinstance(node, ast.Constant) and isinstance(node.value, str) and node.value.startswith("KVCODEC_"):
-            pytest.fail(f"{name_of(path)}:{node.lineno} knows {node.value}; make it an argument")
+        for node in ast.walk(ast.parse(path.read_text())):
+            own = isinstance(node, ast.Constant) and isinstance(node.value, str) and node.value.startswith("KVCODEC_")
+            assert not own, f"{name_of(path)}:{getattr(node, 'lineno', 0)} names a variable of our own; use an argument"
 
 
 PROBE = """

@@ -269,21 +269,7 @@ def resave(path, change, *, seal=True):
     save_file(tensors, path, metadata={KIND.mark: json.dumps(header, sort_keys=True)})
 
 
-@pytest.mark.parametrize("left", [0, 7, 100, 0.5, -1])
-def test_a_cut_file_is_refused(saved, left):
-    raw = saved.read_bytes()
-    saved.write_bytes(raw[: int(len(raw) * left) if isinstance(left, float) else left])
-    with pytest.raises(FormatError, match=r"cut|not a kvcodec params file"):
-        read_params(saved)
-
-
 def test_an_altered_file_is_refused(saved):
-    raw = saved.read_bytes()
-    for at in (9, len(raw) // 2, len(raw) - 1):
-        saved.write_bytes(raw[:at] + bytes([raw[at] ^ 1]) + raw[at + 1 :])
-        with pytest.raises(FormatError, match=r"altered|not a kvcodec params file|damaged"):
-            read_params(saved)
-    saved.write_bytes(raw)
     resave(saved, lambda header: header["text"].update(tokens=8192), seal=False)
     with pytest.raises(FormatError, match=r"its sha256 does not match; copy it again or run kvcodec fit again"):
         read_params(saved)
@@ -331,20 +317,6 @@ def test_a_foreign_file_is_refused(model, tmp_path):
         load_layers(path)
     with pytest.raises(FileNotFoundError, match="was not found; pass the file that kvcodec fit wrote"):
         read_params(tmp_path / "no")
-
-
-def test_a_failed_write_leaves_the_old_file(fitted, saved, monkeypatch):
-    before = saved.read_bytes()
-
-    def full(tensors, path, metadata):
-        path.write_bytes(b"half a file")
-        raise OSError("no space left on device")
-
-    monkeypatch.setattr(container, "save_file", full)
-    with pytest.raises(OSError, match=r"cannot write .*no space left"):
-        fitted[SPECS[0]].save(saved)
-    assert saved.read_bytes() == before
-    assert [p.name for p in saved.parent.iterdir()] == [saved.name]
 
 
 @pytest.mark.parametrize(("params", "said"), [(3, "int"), ([], "list"), ({0: [1.0]}, "dict")], ids=["3", "[]", "lists"])

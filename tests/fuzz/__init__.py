@@ -93,48 +93,13 @@ def fault_with(seed: int, text: str, program: Program) -> Fault:
     return Fault(seed, f"{text} (passed when run again)", program)
 
 
-def uneven(program: Program) -> bool:
-    """Keys without their mean before RoPE, by kernels, in pairs that are no multiple of 16."""
-    setting = program.setting
-    if program.level != "bare" or "mean=pre" not in setting["spec"]:
-        return False
-    return bool(setting["dim"] % 32 or int(setting["dim"] * setting["turning"]) // 2 % 16)
-
-
-def follow(program: Program) -> bool:
-    """Positions that are left to the cache, after an eviction."""
-    return program.level == "bare" and "mean" in program.setting["spec"] and program.setting["told"] != "always"
-
-
-def copies(program: Program) -> bool:
-    """A copied or pickled cache of a model."""
-    return program.level == "models" and any(name in ("deepcopy", "pickle") for name, *_ in program.operations)
-
-
-def remembered(program: Program) -> bool:
-    """Decoded tokens that are kept, of keys without their mean."""
-    return program.level == "bare" and "mean=p" in program.setting["spec"] and program.setting["remember"]
-
-
-def inference(program: Program) -> bool:
-    """Calls in inference mode and others."""
-    return program.level == "models" and any(operation[-1] % 5 == 4 for operation in program.operations)
-
-
-KNOWN = {"uneven": uneven, "follow": follow, "copies": copies, "remembered": remembered, "inference": inference}
-"""Kinds of programs that may be left out, while a fault of theirs is being mended."""
-
-
-def run_seeds(seeds: Sequence[int], level: str, skipped: Sequence[str]) -> tuple[Counter[str], list[Fault]]:
+def run_seeds(seeds: Sequence[int], level: str) -> tuple[Counter[str], list[Fault]]:
     """Run the programs of some seeds; return how many ran, by level and operation, and those that failed."""
     torch.set_num_threads(1)
     counts: Counter[str] = Counter()
     faults = []
     for seed in seeds:
         program = program_of(seed, level)
-        if any(KNOWN[name](program) for name in skipped):
-            counts["left out"] += 1
-            continue
         counts[program.level] += 1
         counts.update(f"  {operation[0]}" for operation in program.operations)
         if text := fault_of(program):

@@ -9,7 +9,7 @@ from concurrent.futures import FIRST_COMPLETED, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
 from multiprocessing import get_context
 
-from tests.fuzz import KNOWN, Fault, run_seeds, script
+from tests.fuzz import Fault, run_seeds, script
 
 TOGETHER = 10
 """Seeds of a task."""
@@ -26,7 +26,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--workers", type=int, default=1, help="processes, each of one thread")
     parser.add_argument("--seed", type=int, default=0, help="the first seed; the others follow")
     parser.add_argument("--level", choices=("bare", "models"), default="", help="run programs of one level only")
-    parser.add_argument("--skip", choices=tuple(KNOWN), nargs="*", default=(), help="leave known kinds of faults out")
     parser.add_argument("--minutes", type=float, default=float("inf"), help="stop after so long")
     given = parser.parse_args(arguments)
 
@@ -40,7 +39,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         while tasks or running:
             while tasks and len(running) < 2 * given.workers:
                 seeds = tasks.pop(0)
-                running[pool.submit(run_seeds, seeds, given.level, given.skip)] = seeds
+                running[pool.submit(run_seeds, seeds, given.level)] = seeds
             for task in wait(running, return_when=FIRST_COMPLETED).done:
                 own, found = task.result()
                 done += len(running.pop(task))

@@ -31,13 +31,12 @@ from kvcodec.scheme import KVScheme, recent_of
 from kvcodec.store.site import LayerSite, MeanRemoval
 from tests.conformance.conftest import SPECS
 from tests.fuzz.oracle import LayerTokens, Mismatch, causal, unexpected
+from tests.geometries import GEOMETRIES
 
 Setting = dict[str, Any]
 Operation = list[Any]
 CPU = torch.device("cpu")
-HEAD_DIMS = (64, 64, 80, 96, 112, 128)
-TURNING = (1.0, 1.0, 0.25, 0.4, 0.5)
-"""Share of the channels that RoPE turns."""
+SMALL = [geometry for geometry in GEOMETRIES if 64 <= geometry.head_dim <= 128 and geometry.rotated]
 SLOW = ("additive", "e8", "hqmq", "polarquant")
 """Codecs that encode slowly; their programs are shorter."""
 CAPACITY = 1024
@@ -63,7 +62,8 @@ def scheme_of(setting: Setting) -> KVScheme:
 def setting_of(random: Random) -> Setting:
     """A preset with options, a geometry and a kind of cache that serves it."""
     while True:
-        spec, dim = random.choice(SPECS), random.choice(HEAD_DIMS)
+        spec, geometry = random.choice(SPECS), random.choice(SMALL)
+        dim = geometry.head_dim
         values = random.choice(SPECS) if random.random() < 0.2 else ""  # of another method
         options = {}
         if random.random() < 0.5:
@@ -91,13 +91,13 @@ def setting_of(random: Random) -> Setting:
             "kind": kind,
             "dim": dim,
             "heads": random.choice((1, 1, 2, 3)),
-            "ratio": random.randint(1, 7),
+            "ratio": min(geometry.group, 8),
             "batch": batch,
             "dtype": random.choice(("float32", "float32", "float16", "bfloat16")),
             "layer": random.randint(0, 3),
             "seed": random.randint(0, 3),
-            "turning": random.choice(TURNING),
-            "interleaved": random.random() < 0.4,
+            "rotated": geometry.rotated,
+            "interleaved": geometry.interleaved,
             "scaling": random.choice((1.0, 1.0, 1.2)),
             "given": random.random() < 0.5,  # constants, and the mean, are given rather than fitted
             "most": random.choice((None, 24, 70)),  # tokens that constants are fitted on
@@ -167,9 +167,8 @@ class Machine:
         self.setting, self.folder = setting, Path(folder)
         self.dtype, self.dim, self.heads = getattr(torch, setting["dtype"]), setting["dim"], setting["heads"]
         scheme = scheme_of(setting)
-        turned = max(2, int(self.dim * setting["turning"]) // 2 * 2)
-        frequencies = 10_000.0 ** -(torch.arange(0, turned, 2) / turned)
-        self.rotary = Rotary(frequencies.float(), setting["scaling"], setting["interleaved"])
+        frequencies = 1e4 ** -(torch.arange(0, setting["rotated"], 2) / setting["rotated"])
+        self.rotary = Rotary(frequencies, setting["scaling"], setting["interleaved"])
         self.offset = 2 * _normal(1, 1, self.heads, self.dim)  # the mean of the keys that come
         given = self.offset if setting["given"] else None
         mean = None

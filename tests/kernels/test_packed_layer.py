@@ -1,5 +1,6 @@
 """An engine's layer on the kernels against the same layer on the codecs; the kernels run on the emulated machine."""
 
+from collections.abc import Sequence
 from typing import Any, Literal
 
 import pytest
@@ -12,6 +13,8 @@ from kvcodec.codec import ROLES, Dense, Params, Role, Sample, Site
 from kvcodec.errors import ShapeError
 from kvcodec.integrations.vllm import layer as served
 from kvcodec.integrations.vllm.layer import EngineLayer, Live, Rules, Several
+from kvcodec.integrations.vllm.servable import group_tokens, refusal
+from kvcodec.kernels.cpu.engine import CpuEngine
 from kvcodec.kernels.cuda.engine import CudaEngine
 from kvcodec.kernels.cuda.prompts import Chunks, Room, Sight, gathered
 from kvcodec.kernels.flash import Ragged, ragged_attention
@@ -20,9 +23,26 @@ from kvcodec.scheme import KVScheme
 from kvcodec.store.site import LayerSite, MeanRemoval
 from tests.integrations.test_serving import BLOCK, CPU, DIM, HEADS, ROW, RULES, TOKENS, made, pool, rows, slots
 
-SPECS = ("int-8", "turboquant-4", "hqmq-s24_r3", "octopus-3:window=0", "ultra-tq", "ultraquant")
-SUNK = ("int-8:sink=3", "turboquant-4:sink=3")
+SPECS = ["int-8", "turboquant-4", "hqmq-s24_r3", "octopus-3:window=0", "ultra-tq", "ultraquant"]
+SUNK = ["int-8:sink=3", "turboquant-4:sink=3"]
 """With first tokens in 16 bit: values that join the codes' sums, and values that are rotated."""
+
+
+def bare(name: str) -> str:
+    """A preset without the dense tokens that a server does not keep, and without a fit."""
+    scheme = kvcodec.get(name)
+    options = [f"{option}=0" for option in ("window", "sink") if getattr(scheme, option)]
+    options += ["norm=false"] if name.startswith(("innerq-base", "innerq-small")) else []
+    return name + ":" * bool(options) + ",".join(options)
+
+
+SERVED = [spec for spec in map(bare, kvcodec.presets()) if not refusal(kvcodec.get(spec).for_layer(3, 8), DIM)]
+"""All that a server serves."""
+READ = [s for s in SERVED if not kvcodec.kernels.choose.refusal(kvcodec.get(s).for_layer(3, 8), DIM, CPU)]
+"""Those that the CPU kernels read."""
+ALONE = [s for s in READ if group_tokens(kvcodec.get(s).for_layer(3, 8)) == 1]
+CPU_SUNK = ["saw-int4:sink=4", "turboquant-4:sink=3", "octopus-3:window=0,sink=1"]
+"""With first tokens in 16 bit."""
 
 
 @pytest.fixture
@@ -40,61 +60,80 @@ def filled(layer: EngineLayer, tokens: int = TOKENS) -> torch.Tensor:
     return cache
 
 
-@pytest.mark.parametrize("spec", SPECS + SUNK)
-def test_kernels_write_the_codecs_bytes_into_any_slots(spec: str, emulated: dict[str, Any]) -> None:
-    layer = made(spec)
-    cache, (k, v) = pool(layer), rows()
-    where = torch.cat([slots(0, 30), torch.tensor([-1, -1])])
-    layer.encode(k[:32], v[:32], cache, where)  # the last two are padding of a captured batch
-    assert torch.equal(cache, filled(layer, 30))
-    layer.encode(k[30:31], v[30:31], cache, slots(30, 31))
-    assert torch.equal(cache, filled(layer, 31))
+@pytest.fixture(params=["cuda", "cpu"])
+def served_by(request: pytest.FixtureRequest) -> str:
+    """The kernels of GPUs, emulated, or those of CPUs."""
+    request.getfixturevalue("emulated" if request.param == "cuda" else "compiled")
+    name: str = request.param
+    return name
 
 
-@pytest.mark.parametrize("spec", ["saw-int4", "fp8", "dense", "int-8:sink=3", "bfloat16 beside int-8"])
-def test_float32_tokens_are_encoded_as_caches_hold_them(spec: str, emulated: dict[str, Any]) -> None:
-    """Rounded to 16 bit first, as the codecs' and the library's: bytes do not depend on who writes."""
+def by(cuda: Sequence[str], cpu: Sequence[str]) -> pytest.MarkDecorator:
+    """Parametrize by what serves and the specs for it."""
+    pairs = [*(("cuda", spec) for spec in cuda), *(("cpu", spec) for spec in cpu)]
+    return pytest.mark.parametrize(("served_by", "spec"), pairs, indirect=["served_by"])
+
+
+@by(SPECS + SUNK, ALONE + CPU_SUNK)
+def test_kernels_write_the_codecs_bytes(spec: str, served_by: str) -> None:
+    """A prompt cut anywhere, single tokens of a batch in any order, and none where a token has no slot."""
+    several = served_by == "cpu" and spec in ("saw-int4", "dense", "saw-int4:sink=4")
+    for dtype in (torch.float16, torch.bfloat16, torch.float32) if several else (torch.float16,):
+        layer = made(spec, dtype=dtype)
+        want, found, (k, v) = pool(layer), pool(layer), (x.to(dtype) for x in rows())
+        layer.write(k, v, want, slots(0, TOKENS))
+        for first, last in ((0, 1), (1, 20), (20, 41)):
+            layer.encode_chunk(k[first:last], v[first:last], found, ROW, last)
+        order = 41 + torch.randperm(TOKENS - 41, generator=torch.Generator().manual_seed(1))
+        where = torch.cat([slots(0, TOKENS)[order], torch.tensor([-1, -1])])
+        padded = torch.cat([order, order[:2]])  # the last two are padding of a captured batch
+        layer.encode(k[padded], v[padded], found, where)
+        assert torch.equal(found, want)
+
+
+@by(["saw-int4", "fp8", "dense", "int-8:sink=3", "bfloat16 beside int-8"], ["saw-int4", "dense"])
+def test_float32_tokens_are_encoded_as_caches_hold_them(spec: str, served_by: str) -> None:
+    """Rounded to 16 bit first, as by the codecs; what cannot be stored is zero bytes."""
     if spec == "bfloat16 beside int-8":
         scheme = KVScheme(Dense("bfloat16"), kvcodec.get("int-8").value)
         layer = EngineLayer(scheme, layer=3, heads=HEADS, head_dim=DIM, dtype=torch.float32, device=CPU)
     else:
         layer = made(spec, dtype=torch.float32)
     k, v = torch.randn(2, TOKENS, HEADS, DIM, generator=torch.Generator().manual_seed(5))
-    k[3, 1, 7], v[9, 0, 2] = 65519.0, 65520.0  # one of them rounds to an fp16
+    k[3, 1, 7], v[9, 0, 2], v[7, 1, 1] = 65519.0, 65520.0, 65510.0  # the second rounds to no fp16 number
+    k[5, 1, 3], v[6, 0, 2] = torch.nan, 1e6
     found, want = pool(layer), pool(layer)
     layer.write(k, v, want, slots(0, TOKENS))
     layer.encode(k, v, found, slots(0, TOKENS))
     assert torch.equal(found, want)
 
 
-@pytest.mark.parametrize("spec", SPECS + SUNK)
-def test_chunks_of_a_prompt_are_the_codecs_bytes(spec: str, emulated: dict[str, Any]) -> None:
-    """Cut anywhere, also into single tokens, across blocks that do not follow each other."""
-    layer = made(spec)
-    cache, (k, v) = pool(layer), rows()
-    for first, last in ((0, 1), (1, 20), (20, 21), (21, TOKENS)):
-        layer.encode_chunk(k[first:last], v[first:last], cache, ROW, last)
-    assert torch.equal(cache, filled(layer))
-
-
 @pytest.mark.parametrize("rules", RULES)
-@pytest.mark.parametrize("spec", ["int-8", "ultraquant", *SUNK])
-def test_decoding_is_the_references(spec: str, rules: str, emulated: dict[str, Any]) -> None:
-    """Three requests in one pool, one of them padding without tokens; tables as wide as the longest request may get."""
+@by(["int-8", "ultraquant", *SUNK], ALONE + CPU_SUNK)
+def test_attention_is_the_references(spec: str, rules: str, served_by: str) -> None:
+    """Three requests in one pool, one of them padding without tokens, and a prompt's chunks; pages may be freed."""
     layer, rule = made(spec), RULES[rules]
-    cache, lengths = filled(layer), [TOKENS, 0, 17]
-    table = torch.zeros(3, 6, dtype=torch.int32)
+    cache, lengths, near = filled(layer), [TOKENS, 0, 17], 4e-3 if served_by == "cuda" else 2e-3
+    table = torch.zeros(3, 6, dtype=torch.int32)  # as wide as the longest request may get
     table[0, :5], table[2, :5] = ROW, ROW
+    if rule.window and rule.window < TOKENS - 2 * BLOCK:
+        table[0, :2] = 0
     q = torch.randn(3, 2 * HEADS, DIM, generator=torch.Generator().manual_seed(3)).half()
-    seq_lens = torch.tensor(lengths, dtype=torch.int32)
-    size = layer.workspace_bytes(4, 2 * HEADS, cache, 6, rule)
-    space = torch.full((-(-size // 4),), torch.nan)
+    seq_lens, space = torch.tensor(lengths, dtype=torch.int32), None
+    if served_by == "cuda":
+        size = layer.workspace_bytes(4, 2 * HEADS, cache, 6, rule)
+        space = torch.full((-(-size // 4),), torch.nan)
     found = layer.decode(q, cache, table, seq_lens, rule, Live.of(seq_lens, layer.sink, rule.window), space)
     for i, length in enumerate(lengths):
         if length:
             want = layer.attend(q[i : i + 1], cache, table[i], length, rule)
-            torch.testing.assert_close(found[i : i + 1], want, rtol=0, atol=4e-3)
+            torch.testing.assert_close(found[i : i + 1], want, rtol=near, atol=near)
     assert bool((found[1] == 0).all())
+    for n, length in ((1, TOKENS), (7, 41), (TOKENS, TOKENS)) if served_by == "cpu" else ():
+        q = torch.randn(n, 2 * HEADS, DIM, generator=torch.Generator().manual_seed(n)).half()
+        found = layer.prefill(q, cache, ROW, length, rule)
+        torch.testing.assert_close(found, layer.attend(q, cache, ROW, length, rule), rtol=near, atol=near)
+    assert isinstance(layer.engine(BLOCK), CudaEngine if served_by == "cuda" else CpuEngine)
 
 
 @pytest.mark.parametrize("group", [1, 2, 4])
@@ -146,14 +185,6 @@ def test_sketches_and_soft_caps(spec: str, softcap: float, window: int, emulated
     found, want = layer.prefill(q, cache, ROW, TOKENS, rules), layer.attend(q, cache, ROW, TOKENS, rules)
     torch.testing.assert_close(found, want, rtol=0, atol=4e-3)
     assert emulated["kv_unpack"].launches
-
-
-@pytest.fixture(params=["cuda", "cpu"])
-def served_by(request: pytest.FixtureRequest) -> str:
-    """The kernels of GPUs, emulated, or those of CPUs."""
-    request.getfixturevalue("emulated" if request.param == "cuda" else "compiled")
-    name: str = request.param
-    return name
 
 
 @pytest.mark.parametrize("kind", ["pre", "post"])
