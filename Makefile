@@ -1,5 +1,5 @@
 # Each target is one script; CI calls the same. The first one installs into .venv.
-.PHONY: help demo test test-cpus test-eval test-versions test-serve check docs bench dist clean
+.PHONY: help demo test test-cpus test-eval test-versions test-serve check size docs bench dist clean
 ARGS ?=
 
 help:  ## what there is
@@ -26,7 +26,10 @@ test-serve:  ## install vLLM for the CPU into .venv-serve and run the tests in i
 check:  ## lint, format, types
 	@scripts/check
 
-docs:  ## write the generated pages and build the site, any warning an error (ARGS="--build": the site alone)
+size:  ## lines and bytes of each area beside its limit (pyproject.toml, tool.size)
+	@python3 scripts/size.py
+
+docs:  ## render the tables and build the site, any warning an error (ARGS="--build": the site alone)
 	@scripts/docs $(ARGS)
 
 bench:  ## times of encode, decode and attention on this machine (ARGS="--help")

@@ -22,12 +22,14 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from checkout import ROOT, environment
-from drift import Heads, filled
 
+import kvcodec
+from kvcodec.cache.device import DeviceCache
+from kvcodec.cache.fused import FusedLayerCache, fused_refusal
 from kvcodec.errors import KVError
 from kvcodec.registry import split_specs
 from kvcodec_lab.bench.attention_rivals import MOST_ERROR, Dense, library_rivals, torch_rivals
@@ -38,6 +40,35 @@ BANDWIDTH = {"H200": 4.8e6, "H100": 3.35e6}
 STATES = ("cold", "warm")
 COMPILED_TOKENS = 64
 DEVICE = "cuda"
+LAYER, LAYERS = 16, 32
+"""A middle layer: presets that hold the outer layers dense pack this one."""
+CHUNK_ELEMENTS, CHUNK_TOKENS = 1 << 27, 16384
+"""Most elements and tokens that are sampled at a time."""
+
+
+class Heads(NamedTuple):
+    """Heads of a cache."""
+
+    query: int
+    kv: int
+    dim: int
+
+
+def filled(
+    spec: str, batch: int, tokens: int, heads: Heads, device: torch.device, seed: int, most: int | None = None
+) -> DeviceCache:
+    """Return a cache of distinct tokens, encoded chunk by chunk; ``most``: of a full cache's capacity, but no more."""
+    generator = torch.Generator(device).manual_seed(seed)
+    chunk = max(64, min(CHUNK_TOKENS, CHUNK_ELEMENTS // (batch * heads.kv * heads.dim)))
+    scheme = kvcodec.get(spec).for_layer(LAYER, LAYERS)
+    static = not fused_refusal(scheme, heads.dim, device, tokens)
+    cache = FusedLayerCache(scheme, layer=LAYER, capacity=tokens if static else 0)
+    last = min(tokens, most or tokens)
+    for at in range(0, last, chunk):
+        size = (batch, heads.kv, min(chunk, last - at), heads.dim)
+        k, v = (torch.randn(size, generator=generator, device=device, dtype=torch.bfloat16) for _ in "kv")
+        cache.append(k, v)
+    return cache
 
 
 def rival(shape: Shape, timer: Any) -> dict[str, Any]:

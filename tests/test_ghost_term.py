@@ -8,7 +8,7 @@ from torch import Tensor
 
 import kvcodec
 from kvcodec.cache.host import LayerCache, attend
-from kvcodec.codec import ROLES, Params, Role, Site, roundtrip
+from kvcodec.codec import ROLES, Params, Role, Sample, Site, roundtrip
 from kvcodec.ops.rope import Rotary
 from kvcodec.store.site import LayerSite, MeanRemoval
 
@@ -38,10 +38,10 @@ def constants(spec: str) -> dict[Role, Params]:
     gen, found = torch.Generator().manual_seed(2), {}
     for role in ROLES:
         codec = kvcodec.get(spec).codec(role)
-        if codec.needs_sample:
+        if "tensor" in codec.needs:
             x, q = torch.randn(2, HEADS, 1, DIM, generator=gen).exp() * torch.randn(2, HEADS, 300, DIM, generator=gen)
             site = Site(0, role, HEADS, DIM, 0, torch.device("cpu"))
-            found[role] = codec.settle([codec.calibrate(site, x[None], q[None])])[0]
+            found[role] = codec.settle([codec.fit(site, Sample(x[None], q[None]))])[0]
     return found
 
 

@@ -130,6 +130,13 @@ def test_no_room_imports_a_higher_one():
                 assert room(other) in below, f"{module} imports {other}; {room(module)} may import {below}"
 
 
+def test_machines_do_not_import_each_other_and_no_codec():
+    for machine, others in {"cpu": ("cuda", "codecs"), "cuda": ("cpu", "codecs")}.items():
+        for path in (LIBRARY / "kernels" / machine).glob("*.py"):
+            over = [m for m in imports(path) if m.startswith(tuple(f"kvcodec.kernels.{other}" for other in others))]
+            assert not over, f"{name_of(path)} imports {over}"
+
+
 def test_other_libraries_are_imported_in_their_rooms_only():
     def outside(path: Path, module: str) -> bool:
         places = ONLY_IN.get(module.split(".")[0])

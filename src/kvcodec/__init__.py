@@ -13,7 +13,7 @@ from kvcodec.version import __version__ as __version__
 if TYPE_CHECKING:
     from kvcodec.cache.frames import FrameCache
     from kvcodec.cache.host import LayerCache
-    from kvcodec.codec import Codec, Params, Payload, Site
+    from kvcodec.codec import Codec, Params, Payload, Sample, Site
     from kvcodec.compressed import Compressed, compress, fake_quant
     from kvcodec.description import describe
     from kvcodec.errors import (
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 __all__ = [  # noqa: RUF022  grouped by use, not by alphabet
     "presets", "get", "names", "describe", "register", "load_file", "from_json",
     "compress", "fake_quant", "Compressed", "LayerCache", "FrameCache", "cache_for", "load_cache",
-    "Codec", "KVScheme", "Layout", "Field", "Site", "Params", "Payload",
+    "Codec", "KVScheme", "Layout", "Field", "Site", "Sample", "Params", "Payload",
     "KVError", "SpecError", "ShapeError", "FitError", "FormatError", "ModelError", "UnsupportedError",
     "KVCodecWarning",
 ]  # fmt: skip
@@ -42,7 +42,7 @@ __all__ = [  # noqa: RUF022  grouped by use, not by alphabet
 _HOMES = {
     "cache.frames": ("FrameCache",),
     "cache.host": ("LayerCache",),
-    "codec": ("Codec", "Params", "Payload", "Site"),
+    "codec": ("Codec", "Params", "Payload", "Sample", "Site"),
     "compressed": ("Compressed", "compress", "fake_quant"),
     "description": ("describe",),
     "errors": ("FitError", "FormatError", "KVCodecWarning", "KVError", "ModelError", "ShapeError", "SpecError",

@@ -69,7 +69,7 @@ def check_tensors(keys: Tensor, values: Tensor, *more: Tensor) -> list[float]:
 
 
 def check_fitted(method: str, site: Site, given: Mapping[str, Tensor]) -> None:
-    """Validate what a ``calibrate`` fits on, by name: tensors ``[B, H or HQ, N, D]`` of at least one token.
+    """Validate the tensors of a calibration, by name: ``[B, H or HQ, N, D]`` of at least one token.
 
     Raises
     ------

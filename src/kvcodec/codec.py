@@ -5,7 +5,7 @@ A codec maps K or V of one site (layer, role) to packed bytes and back::
     model basis --to_code--> code basis --encode--> Payload --decode--> code basis --from_code--> model basis
 
 - **Config is the object**: a frozen dataclass of plain values, so equality, hash, repr and JSON need no code.
-- **Everything learned or drawn lives in Params** (``fit``), constant afterwards: signs, codebooks, thresholds.
+- **Everything fitted or random lives in Params** (``fit``), constant afterwards: signs, codebooks, thresholds.
 - **Params are exactly the constants declared** (``constants``): what a file or a caller gives is compared with them.
 - **encode is pure and append-invariant**: blocks encoded one by one equal blocks encoded together; a slice of the
   batch equals the batch's slice. Nothing may depend on the rest of the call.
@@ -130,6 +130,32 @@ class Constant:
         return cls(shape, torch.int16, 0, shape[-1] - 1, whole, f"each of 0..{shape[-1] - 1} once in a row", each)
 
 
+@dataclass(frozen=True)
+class Sample:
+    """Data that a site's constants are fitted on, as far as it exists.
+
+    Parameters
+    ----------
+    tensor : Tensor ``[B, H, N, D]``, optional
+        Keys or values of the site, model basis.
+    queries : Tensor ``[B, HQ, N, D]``, optional
+        Queries of the layer, model basis (after RoPE); query head i belongs to KV head ``i // (HQ // H)``. They mark a
+        calibration on a text, which fits all sequences together.
+    gradients : Tensor ``[B, H, N, D]``, optional
+        Of the model's loss by ``tensor``, with labels sampled from the model's own distribution; in any unit.
+    energy : Tensor ``[1 or B, H, D]``, optional
+        Mean squares of the channels of each KV head's queries, before or after RoPE; for keys, where no queries exist.
+    """
+
+    tensor: Tensor | None = None
+    queries: Tensor | None = None
+    gradients: Tensor | None = None
+    energy: Tensor | None = None
+
+
+NO_SAMPLE = Sample()
+Part = Literal["tensor", "queries", "gradients"]
+
 Constants = Mapping[str, Constant]
 """What the constants of a site must be, by name."""
 
@@ -144,37 +170,31 @@ class Codec(ABC):
         return 1
 
     @property
-    def needs_sample(self) -> bool:
-        """Whether ``fit`` must see data (a calibration file, or the prefill)."""
-        return False
+    def needs(self) -> frozenset[Part]:
+        """Parts of a ``Sample`` that ``fit`` depends on.
+
+        ``tensor``: a cache fits the constants on a sequence's first tokens, or ``kvcodec fit`` on a text. ``queries``:
+        only ``kvcodec fit`` has them. ``gradients``: ``kvcodec fit`` also runs the model backwards, where it can.
+        """
+        return frozenset()
 
     @property
     def fit_tokens(self) -> int:
-        """Tokens on which ``fit`` wants to see constants fitted, where ``needs_sample``.
+        """How many first tokens a cache fits the constants on.
 
-        1: those of the first call, however many. Above 1: exactly so many; a cache holds tokens dense until it has
-        them, fits, and then encodes, so that how the calls were split does not show in the bytes.
+        1: the tokens of the first call. Above 1: exactly so many; a cache keeps tokens dense until it has them. The
+        bytes then do not depend on how the calls were split.
         """
         return 1
 
     @property
     def fit_every(self) -> int:
-        """Which of these tokens ``fit`` gets: every, every second, and so on, from the first. Needs ``fit_tokens``."""
+        """Stride of these tokens, with ``fit_tokens`` above 1."""
         return 1
 
     @property
     def without_mean(self) -> bool:
         """Whether ``mean=auto`` encodes keys without their mean in every model, not only where biases are large."""
-        return False
-
-    @property
-    def needs_queries(self) -> bool:
-        """Whether the constants need the model's queries: only ``calibrate`` has them, a prefill does not."""
-        return False
-
-    @property
-    def needs_gradients(self) -> bool:
-        """Whether ``kvcodec fit`` runs the model backwards too, for ``calibrate_with``."""
         return False
 
     @property
@@ -208,67 +228,29 @@ class Codec(ABC):
             If this codec cannot take ``head_dim``; the text names what it can take.
         """
 
-    def fit(self, site: Site, sample: Tensor | None = None) -> Params:
-        """Return the site's constants. ``sample`` is ``[B, H, N, D]`` in the model basis, or None."""
+    def fit(self, site: Site, sample: Sample = NO_SAMPLE) -> Params:
+        """Return the site's constants.
+
+        The leading dimension is 1; for constants fitted on first tokens alone (``sample.queries`` is None) it is B.
+        """
         return {}
 
+    def settle(self, fitted: Sequence[Params]) -> list[Params]:
+        """Revise the constants of all layers together: ``kvcodec fit`` calls it once per role, layers in order."""
+        return list(fitted)
+
     def constants(self, site: Site) -> Constants:
-        """Declare the constants that ``fit``, ``calibrate`` and ``settle`` return: those given are compared with these.
+        """Declare the constants that ``fit`` and ``settle`` return; constants from a file are compared with them.
 
         By default names, shapes and dtypes are those of a fit on random numbers. Declare ranges where a constant is an
         index, a width or a divisor: kernels take constants as they are.
         """
-        sample = torch.randn(2, site.num_heads, max(self.fit_tokens, 256), site.head_dim, generator=site.generator(0))
-        if self.needs_queries:
-            fitted = self.calibrate(site, sample, sample)
-        else:
-            fitted = self.fit(site, sample if self.needs_sample else None)
+        x = torch.randn(2, site.num_heads, max(self.fit_tokens, 256), site.head_dim, generator=site.generator(0))
+        fitted = self.fit(site, Sample(**dict.fromkeys(self.needs, x)))
         return {
-            name: Constant(tuple(x.shape[1:]), x.dtype, each=x.shape[:1] == (2,))
-            for name, x in self.settle([fitted])[0].items()
+            name: Constant(tuple(value.shape[1:]), value.dtype, each=value.shape[:1] == (2,))
+            for name, value in self.settle([fitted])[0].items()
         }
-
-    def fit_with(self, site: Site, sample: Tensor, energy: Tensor) -> Params:
-        """Return what ``fit`` does, knowing how loud queries are; by default that is left aside.
-
-        Parameters
-        ----------
-        site : Site
-        sample : Tensor ``[B, H, N, D]``
-        energy : Tensor ``[1 or B, H, D]``
-            Mean squares of the channels of each KV head's queries, before or after RoPE.
-        """
-        return self.fit(site, sample)
-
-    def calibrate(self, site: Site, sample: Tensor, queries: Tensor) -> Params:
-        """Return the site's constants from a model run over a text (``kvcodec fit``); by default what ``fit`` gives.
-
-        Parameters
-        ----------
-        site : Site
-        sample : Tensor ``[B, H, N, D]``
-            Keys or values of the site, model basis.
-        queries : Tensor ``[B, HQ, N, D]``
-            The layer's queries, model basis (after RoPE); query head i belongs to KV head ``i // (HQ // H)``.
-        """
-        return self.fit(site, sample if self.needs_sample else None)
-
-    def calibrate_with(self, site: Site, sample: Tensor, queries: Tensor, gradients: Tensor) -> Params:
-        """Return what ``calibrate`` does, knowing what an error of each number costs; by default that is left aside.
-
-        Parameters
-        ----------
-        site : Site
-        sample, queries
-            As of ``calibrate``.
-        gradients : Tensor ``[B, H, N, D]``
-            Of the model's loss by the sample, with labels drawn from the model's own distribution; in any unit.
-        """
-        return self.calibrate(site, sample, queries)
-
-    def settle(self, fitted: Sequence[Params]) -> list[Params]:
-        """Decide across layers: called once with the constants that ``calibrate`` gave every layer, in order."""
-        return list(fitted)
 
     def to_code(self, x: Float[Tensor, "B H N D"], params: Params) -> Float[Tensor, "B H N D"]:
         """Model basis -> code basis; linear and invertible."""

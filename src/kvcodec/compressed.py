@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from kvcodec.checks import check_constants, check_tensor, params_by_role
-from kvcodec.codec import ROLES, Codec, Params, Payload, Role, Site
+from kvcodec.codec import ROLES, Codec, Params, Payload, Role, Sample, Site
 from kvcodec.errors import FitError, ShapeError, UnsupportedError
 from kvcodec.ops.precision import without_modes
 from kvcodec.registry import get
@@ -183,7 +183,7 @@ def _compress_role(
     codec.layout(site.head_dim)  # refuses a head_dim it cannot take, before any work
     held = x.to(codec.held_dtype(x.dtype))
     if params is None:
-        params = codec.fit(site, held if codec.needs_sample else None)
+        params = codec.fit(site, Sample(held))
     else:
         check_constants(codec, site, params, x.shape[0])
     params = {name: constant.to(x.device) for name, constant in params.items()}

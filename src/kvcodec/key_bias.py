@@ -201,7 +201,7 @@ class KeyBiases:
     ) -> list[BiasError]:
         """Errors of those of the layers where bias times query is largest."""
         measured = sorted(members, key=lambda i: -self.layers[i].size)[:LAYERS]
-        fitted = params if params and (codec.needs_sample or codec.needs_queries) else {}
+        fitted = params if params and codec.needs else {}
         given = [(fitted.get(index) or {}).get("key") for index in measured]
         found = [self.at(index, codec, own, mean=mean) for index, own in zip(measured, given, strict=True)]
         return [error for error in found if error is not None]

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from kvcodec.codec import Codec, Params, Site, roundtrip, storage_dtype
+from kvcodec.codec import Codec, Params, Sample, Site, roundtrip, storage_dtype
 from kvcodec.scheme import Mean
 
 TOKENS, QUERIES, RANKED = 256, 64, 8
@@ -116,7 +116,7 @@ class KeyLayer:
         queries = q[None]
         site = Site(self.index, "key", keys.shape[1], keys.shape[3])
         if params is None:
-            params = codec.calibrate(site, keys, queries) if codec.needs_queries else _fit(codec, site, keys)
+            params = codec.fit(site, Sample(keys, queries if "queries" in codec.needs else None))
         else:
             params = {name: x.cpu() for name, x in params.items()}
         lost = roundtrip(codec, keys, params) - keys
@@ -136,10 +136,6 @@ class KeyLayer:
             a, b, rest = x[..., :half], x[..., half : 2 * half], x[..., 2 * half :]
             x = torch.cat([a * angle.cos() - b * angle.sin(), b * angle.cos() + a * angle.sin(), rest], -1)
         return x.transpose(0, 1)
-
-
-def _fit(codec: Codec, site: Site, keys: Tensor) -> Params:
-    return codec.fit(site, keys if codec.needs_sample else None)
 
 
 def key_layer(

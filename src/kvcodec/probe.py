@@ -32,7 +32,7 @@ from torch import Tensor
 
 from kvcodec.cache.device import DeviceCache
 from kvcodec.cache.host import LayerCache
-from kvcodec.codec import FP16_MAX, Codec, Dense, Params, Site, roundtrip, storage_dtype
+from kvcodec.codec import FP16_MAX, Codec, Dense, Params, Sample, Site, roundtrip, storage_dtype
 from kvcodec.errors import BrokenPresetError, KVCodecWarning, KVError, ShapeError
 from kvcodec.kernels.engine import Engine
 from kvcodec.key_bias import KeyBiases, Probe
@@ -257,7 +257,7 @@ class OutlierProbe:
             return None
         keys = sample[:, :, :tokens]
         site = Site(0, "key", keys.shape[1], keys.shape[3], device=keys.device)
-        params = codec.fit(site, keys if codec.needs_sample else None)
+        params = codec.fit(site, Sample(keys))
         return channel_error(keys, roundtrip(codec, keys, params))
 
 
@@ -311,9 +311,9 @@ def _by_head(codec: Codec, head_dim: int) -> tuple[str, ...] | None:
     for layer, heads in enumerate((2, 3)):
         tokens = codec.block_tokens * max(1, FEWEST_TOKENS // codec.block_tokens)
         draw = torch.Generator().manual_seed(layer)
-        sample = torch.randn(1, heads, tokens, head_dim, generator=draw) if codec.needs_sample else None
+        sample = torch.randn(1, heads, tokens, head_dim, generator=draw)
         try:
-            made.append(codec.fit(Site(layer, "key", heads, head_dim), sample))
+            made.append(codec.fit(Site(layer, "key", heads, head_dim), Sample(sample)))
         except KVError:  # constants that need the model's queries, or come from a file only
             return None
     own = []

@@ -91,13 +91,13 @@ class KVScheme:
     @property
     def is_fitted(self) -> bool:
         """Whether a codec has constants that are fitted on data, or the keys' mean is one."""
-        sampled = any(codec.needs_sample or codec.needs_queries for codec in (self.key, self.value))
+        sampled = any(codec.needs for codec in (self.key, self.value))
         return sampled or self.mean in ("pre", "post")
 
     @cached_property
     def fit_tokens(self) -> int:
         """Largest ``Codec.fit_tokens`` of the codecs whose constants are fitted; 0: there are none."""
-        return max(codec.fit_tokens if codec.needs_sample else 0 for codec in (self.key, self.value))
+        return max(codec.fit_tokens if "tensor" in codec.needs else 0 for codec in (self.key, self.value))
 
     def layout_versions(self, head_dim: int) -> dict[str, Any]:
         """``Layout.version`` of each role: saved constants are valid only for these."""
@@ -217,7 +217,7 @@ def _check_recent(scheme: KVScheme, recent: KVScheme) -> None:
         raise SpecError(f"recent={recent}: older tokens are dense, more than the newest ones; use recent=none.")
     for role in ROLES:
         codec = recent.codec(role)
-        if codec.block_tokens > 1 or codec.needs_sample or codec.needs_queries or codec.query_error:
+        if codec.block_tokens > 1 or codec.needs or codec.query_error:
             raise SpecError(
                 f"recent={recent}: {type(codec).__name__} encodes tokens in groups, is fitted on data or rounds "
                 f"queries; tokens stay recent one by one, so give a preset that does none of it, e.g. int-8 or fp8."

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kvcodec.codec import Codec, Dense, Params, Payload, Site
+from kvcodec.codec import NO_SAMPLE, Codec, Dense, Params, Part, Payload, Sample, Site
 from kvcodec.layout import Field, Layout
 from kvcodec.scheme import KVScheme
 
@@ -18,15 +18,16 @@ class Leaning(Codec):
     drawing: bool = False
 
     @property
-    def needs_queries(self) -> bool:
-        return True
+    def needs(self) -> frozenset[Part]:
+        return frozenset({"queries"})
 
     def layout(self, head_dim: int) -> Layout:
         return Layout(head_dim, 1, (Field("data", "float16", (head_dim,)),), nominal_bits=16.0)
 
-    def calibrate(self, site: Site, sample: Tensor, queries: Tensor) -> Params:
-        b, hq, n, d = queries.shape
-        folded = queries.float().reshape(b, site.num_heads, hq // site.num_heads * n, d)
+    def fit(self, site: Site, sample: Sample = NO_SAMPLE) -> Params:
+        assert sample.queries is not None
+        b, hq, n, d = sample.queries.shape
+        folded = sample.queries.float().reshape(b, site.num_heads, hq // site.num_heads * n, d)
         params = {"lean": folded.square().mean(2).sqrt().clamp_min(1e-3)}
         if self.drawing:
             draws = [torch.rand(3, generator=site.generator(h)) for h in range(site.num_heads)]

@@ -8,7 +8,7 @@ import torch
 
 import kvcodec
 from kvcodec.cli.measure import fidelity
-from kvcodec.codec import Site
+from kvcodec.codec import Sample, Site
 from kvcodec.errors import UnsupportedError
 from tests.cli.tiny import tiny_llama
 from tests.conftest import tiny_config, tiny_model
@@ -142,5 +142,5 @@ def test_layers_that_borrow_keys_are_compressed_as_their_lenders():
     assert max(errors.values()) < 1e-3, "layers 0 and 1 are all that cache: the first and the last"
     # constants that only queries give: there are none for layers 2 and 3
     scheme = kvcodec.get("saw-int4:hessian=true")
-    given = {r.layer: {"key": scheme.key.calibrate(Site(r.layer, "key", 2, 64), r.k, r.q)} for r in records[:2]}
+    given = {r.layer: {"key": scheme.key.fit(Site(r.layer, "key", 2, 64), Sample(r.k, r.q))} for r in records[:2]}
     assert fidelity.attention_error(records, exact, scheme, params=given).worst < 1

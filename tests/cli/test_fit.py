@@ -8,7 +8,7 @@ from transformers import DynamicCache
 
 import kvcodec
 from kvcodec.cli.measure import fidelity, perplexity
-from kvcodec.codec import Site
+from kvcodec.codec import Sample, Site
 from kvcodec.errors import FitError, ModelError, ShapeError, SpecError, UnsupportedError
 from kvcodec.files.params import sites_to_fit
 from kvcodec.fitting import fit as module
@@ -166,7 +166,7 @@ def test_a_model_that_cannot_be_run_backwards_is_fitted_without_gradients(model,
     codec = kvcodec.get(KLT).value
     sample = capture(model.model, windows_of(), sites_to_fit(kvcodec.get(KLT), LAYERS), backward=False)[1]
     site = Site(1, "value", 2, 64, 0)
-    expected = codec.calibrate(site, torch.cat(sample.value, 2), torch.cat(sample.queries, 2))
+    expected = codec.fit(site, Sample(torch.cat(sample.value, 2), torch.cat(sample.queries, 2)))
     assert all(torch.equal(without[1]["value"][name], x) for name, x in expected.items())
 
 
@@ -189,9 +189,9 @@ def test_constants_are_what_fit_gives_for_the_caches_own_site(model, spec):
     edge = scheme.dense_key_layers
     assert list(fitted) == list(range(edge, 3 - edge))
     for layer, roles in fitted.items():
-        assert set(roles) == {r for r in ("key", "value") if scheme.codec(r).needs_sample}
+        assert set(roles) == {r for r in ("key", "value") if "tensor" in scheme.codec(r).needs}
         for role, params in roles.items():
-            expected = scheme.codec(role).fit(Site(layer, role, 2, 64, 5), cached(model.model, role, layer))
+            expected = scheme.codec(role).fit(Site(layer, role, 2, 64, 5), Sample(cached(model.model, role, layer)))
             assert params.keys() == expected.keys()
             for name in expected:
                 torch.testing.assert_close(params[name], expected[name], atol=2e-3, rtol=2e-3)
@@ -200,13 +200,14 @@ def test_constants_are_what_fit_gives_for_the_caches_own_site(model, spec):
 
 
 def test_queries_reach_the_codec_and_layers_are_settled_together(model, monkeypatch):
-    calls, original = [], Leaning.calibrate
+    calls, original = [], Leaning.fit
 
-    def watched(self, site, sample, queries):
-        calls.append((site.layer, site.role, tuple(sample.shape), tuple(queries.shape), sample.dtype))
-        return original(self, site, sample, queries)
+    def watched(self, site, sample):
+        x = sample.tensor
+        calls.append((site.layer, site.role, tuple(x.shape), tuple(sample.queries.shape), x.dtype))
+        return original(self, site, sample)
 
-    monkeypatch.setattr(Leaning, "calibrate", watched)
+    monkeypatch.setattr(Leaning, "fit", watched)
     fitted = fit_model(model, leaning(), TEXT, **SMALL)
     assert calls == [(i, "key", (1, 2, 192, 64), (1, 4, 192, 64), torch.float16) for i in LAYERS]
     assert [fitted[i]["key"]["place"].item() for i in LAYERS] == [0, 1, 2]
@@ -398,7 +399,7 @@ def test_a_fit_without_a_text_is_of_the_models_own_samples(model):
     sites = sites_to_fit(fitted.scheme, LAYERS)
     held = capture(model.model, own_windows(model.model, 2, 40, seed=3), sites)[1]
     codec = fitted.scheme.for_layer(1, 3).codec("value")
-    wanted = codec.calibrate(Site(1, "value", 2, 64, 3), torch.cat(held.value, 2), torch.cat(held.queries, 2))
+    wanted = codec.fit(Site(1, "value", 2, 64, 3), Sample(torch.cat(held.value, 2), torch.cat(held.queries, 2)))
     torch.testing.assert_close(fitted[1]["value"]["centre"], codec.settle([wanted])[0]["centre"])
 
 

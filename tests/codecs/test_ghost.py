@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import kvcodec
-from kvcodec.codec import Site, roundtrip
+from kvcodec.codec import Sample, Site, roundtrip
 from kvcodec.codecs import ghost
 from kvcodec.codecs.ghost import (
     CUBIC,
@@ -179,7 +179,7 @@ def test_constants_of_a_text_weigh_keys_by_the_queries_of_their_group(role, dim,
     sample, queries = uneven(2, 50, dim, batch=2, seed=1), uneven(6, 50, dim, batch=2, seed=2)
     if role == "value":
         sample = sample + normal(2, 1, dim, seed=3)
-    params = Ghost(bits).calibrate(site(role, 2, dim), sample, queries)
+    params = Ghost(bits).fit(site(role, 2, dim), Sample(sample, queries))
     for head in range(2):
         mean, variance = moments_by_hand(sample[:, head].flatten(0, 1), role == "key")
         asked = [1.0] * dim
@@ -201,10 +201,10 @@ def test_constants_of_a_text_weigh_keys_by_the_queries_of_their_group(role, dim,
 
 def test_constants_of_a_prefill_are_each_sequences_own_and_of_its_first_tokens():
     keys, most = torch.cat([uneven(2, 300, 64, seed=1), uneven(2, 300, 64, seed=5)]), FIT_TOKENS // FIT_EVERY
-    params = Ghost(3).fit(site(), keys)
+    params = Ghost(3).fit(site(), Sample(keys))
     loud = keys.clone()
     loud[:, :, most:] *= 50
-    assert all(torch.equal(params[n], x) for n, x in Ghost(3).fit(site(), loud).items())
+    assert all(torch.equal(params[n], x) for n, x in Ghost(3).fit(site(), Sample(loud)).items())
     for b, head in itertools.product(range(2), range(2)):
         mean, variance = moments_by_hand(keys[b, head, :most], True)
         order, widths, _, _ = constants_by_hand(mean, variance, [v**0.5 for v in variance], 3)
@@ -215,18 +215,18 @@ def test_constants_of_a_prefill_are_each_sequences_own_and_of_its_first_tokens()
 def test_energies_of_the_queries_replace_those_that_keys_suggest():
     keys, queries = uneven(2, 256, 64, seed=1), uneven(6, 256, 64, seed=2)
     energy = queries.unflatten(1, (2, 3)).double().square().mean((0, 2, 3))[None]
-    told, text = Ghost(3).fit_with(site(), keys, energy), Ghost(3).calibrate(site(), keys, queries)
+    told, text = Ghost(3).fit(site(), Sample(keys, energy=energy)), Ghost(3).fit(site(), Sample(keys, queries))
     assert all(torch.equal(told[n], text[n]) for n in ("order", "widths", "factor"))
     torch.testing.assert_close(told["weight"], text["weight"])
-    assert not torch.equal(told["order"], Ghost(3).fit(site(), keys)["order"])
+    assert not torch.equal(told["order"], Ghost(3).fit(site(), Sample(keys))["order"])
 
 
 def test_turning_pairs_as_later_positions_do_changes_no_constant_of_keys():
     keys, queries = uneven(2, 200, 64, seed=1).double(), uneven(6, 200, 64, seed=2).double()
     angle = normal(32, seed=3).double()
 
-    early = Ghost(3).calibrate(site(), keys, queries)
-    late = Ghost(3).calibrate(site(), turned_pairs(keys, angle), turned_pairs(queries, angle))
+    early = Ghost(3).fit(site(), Sample(keys, queries))
+    late = Ghost(3).fit(site(), Sample(turned_pairs(keys, angle), turned_pairs(queries, angle)))
     assert torch.equal(early["widths"], late["widths"])
     torch.testing.assert_close(early["factor"], late["factor"])
 
@@ -248,10 +248,10 @@ def test_tokens_unlike_all_others_do_not_count(paired):
 def test_what_a_short_sample_does_not_show_may_be_loud_later(tokens):
     sample = torch.zeros(1, 1, tokens, 64)
     sample[..., 5] = 4.0
-    params = Ghost(3).fit(site(heads=1), sample)
+    params = Ghost(3).fit(site(heads=1), Sample(sample))
     least = 16.0 / 64 / tokens
     torch.testing.assert_close(params["factor"].double().max() ** -2, torch.tensor(least).double())
-    silent = Ghost(3).fit(site(heads=1), torch.zeros(1, 1, 4, 64))
+    silent = Ghost(3).fit(site(heads=1), Sample(torch.zeros(1, 1, 4, 64)))
     assert torch.equal(silent["factor"], torch.ones(1, 1, 64))
     assert silent["widths"].sum() == 3 * 64 - 4
 
@@ -310,7 +310,7 @@ def encode_by_hand(y, params, head):
 def test_bytes_are_those_of_the_definition(seed, dim, bits, role, power):
     """Every scale, nearest level by brute force, bits written one by one."""
     codec = Ghost(bits)
-    params = codec.calibrate(site(role, 2, dim), uneven(2, 60, dim, seed=seed) + 1, uneven(2, 60, dim, seed=seed + 1))
+    params = codec.fit(site(role, 2, dim), Sample(uneven(2, 60, dim, seed=seed) + 1, uneven(2, 60, dim, seed=seed + 1)))
     x = (uneven(2, 4, dim, seed=seed) * 2.0**power).half().float()
     code = codec.to_code(x, params)
     payload, compared = codec.encode(code, params), 0
@@ -329,7 +329,7 @@ def test_bytes_are_those_of_the_definition(seed, dim, bits, role, power):
 def test_a_decoded_channel_is_scale_times_level_times_size_and_values_get_their_mean():
     codec, x = Ghost(3), uneven(2, 4, 64, seed=4) + 2
     for role in ("key", "value"):
-        params = codec.calibrate(site(role), uneven(2, 60, 64) + 2, uneven(4, 60, 64))
+        params = codec.fit(site(role), Sample(uneven(2, 60, 64) + 2, uneven(4, 60, 64)))
         code = codec.to_code(x, params)
         back = codec.from_code(codec.decode(codec.encode(code, params), params), params)
         number, codes, _ = encode_by_hand(code[0, 1, 2].double(), params, 1)
@@ -344,7 +344,7 @@ def test_a_decoded_channel_is_scale_times_level_times_size_and_values_get_their_
 def test_every_head_and_token_takes_exactly_the_printed_bits(bits, dim):
     codec = Ghost(bits)
     assert codec.layout(dim).block_bytes * 8 == bits * dim
-    params = codec.calibrate(site(dim=dim), uneven(2, 60, dim, seed=1), uneven(2, 60, dim, seed=2))
+    params = codec.fit(site(dim=dim), Sample(uneven(2, 60, dim, seed=1), uneven(2, 60, dim, seed=2)))
     assert [sum(widths) + 4 for widths in params["widths"][0].tolist()] == [bits * dim] * 2
     payload = codec.encode(codec.to_code(uneven(2, 3, dim), params), params)
     assert payload["codes"][0, 0, 0].nbytes * 8 == bits * dim
@@ -356,7 +356,7 @@ def test_heads_of_different_widths_and_sequences_of_different_constants_keep_the
     x[1] *= torch.logspace(1, -1, 64)
     x[2, 1] = x[2, 1].flip(-1)
     for role in ("key", "value"):
-        params = codec.fit(site(role), x)
+        params = codec.fit(site(role), Sample(x))
         whole = codec.encode(codec.to_code(x, params), params)
         back = codec.decode(whole, params)
         for b, h in itertools.product(range(3), range(2)):
@@ -368,13 +368,13 @@ def test_heads_of_different_widths_and_sequences_of_different_constants_keep_the
 
 def test_a_token_of_zeros_is_the_mean_itself_and_a_tie_takes_the_lower_level():
     codec, x = Ghost(4), torch.zeros(1, 1, 1, 64)
-    params = codec.fit(site(heads=1), uneven(1, 256, 64))
+    params = codec.fit(site(heads=1), Sample(uneven(1, 256, 64)))
     payload = codec.encode(codec.to_code(x, params), params)
     assert not codec.decode(payload, params).any()
     widths = params["widths"][0, 0].tolist()
     middle = [2**w // 2 - 1 if w else 0 for w in widths]
     assert payload["codes"][0, 0, 0].tolist() == row_of(middle, widths, 0, 256)
-    values = codec.fit(site("value", 1), uneven(1, 256, 64) + 3)
+    values = codec.fit(site("value", 1), Sample(uneven(1, 256, 64) + 3))
     at_mean = values["centre"][:, :, None]
     assert torch.equal(codec.decode(codec.encode(at_mean, values), values), at_mean)
 
@@ -391,7 +391,7 @@ def mixed(tokens, dim, seed):
 @pytest.mark.parametrize("dim", [64, 128])
 def test_uncorrelated_channels_keep_scores_and_come_back(role, dim):
     codec, x, q = Ghost(3, "klt"), mixed(40, dim, 1), normal(1, 2, 9, dim, seed=2)
-    params = codec.calibrate(site(role, 2, dim), mixed(900, dim, 3), normal(1, 6, 900, dim, seed=4))
+    params = codec.fit(site(role, 2, dim), Sample(mixed(900, dim, 3), normal(1, 6, 900, dim, seed=4)))
     code = codec.to_code(x, params)
     cut = float(x.abs().max()) * 2.0**-15  # a token has 15 bits below its largest number
     torch.testing.assert_close(codec.from_code(code, params), x, rtol=1e-4, atol=cut)
@@ -402,7 +402,7 @@ def test_uncorrelated_channels_keep_scores_and_come_back(role, dim):
 
 def test_a_head_that_is_the_same_for_all_tokens_comes_back_from_the_klt():
     codec, x = Ghost(3, "klt"), mixed(1, 64, 1).expand(-1, -1, 300, -1)
-    params = codec.calibrate(site("value"), x, normal(1, 2, 300, 64))
+    params = codec.fit(site("value"), Sample(x, normal(1, 2, 300, 64)))
     torch.testing.assert_close(roundtrip(codec, x, params), x, rtol=1e-3, atol=1e-3)
 
 
@@ -410,7 +410,7 @@ def test_uncorrelated_channels_lose_less_where_channels_are_correlated():
     keys, queries = mixed(900, 64, 1), mixed(900, 64, 2)
 
     def loss(codec):
-        params = codec.calibrate(site(), keys, queries)
+        params = codec.fit(site(), Sample(keys, queries))
         return float((queries @ (roundtrip(codec, keys, params) - keys).mT).square().mean())
 
     assert loss(Ghost(3, "klt")) < 0.5 * loss(Ghost(3))
@@ -420,7 +420,7 @@ def test_scaling_a_pair_of_keys_and_its_queries_alike_changes_no_code_of_the_klt
     keys, queries, scale = mixed(900, 64, 1), mixed(900, 64, 2), torch.ones(64)
     scale[[5, 37]] = 64.0
     codec = Ghost(3, "klt")
-    plain, loud = codec.calibrate(site(), keys, queries), codec.calibrate(site(), keys * scale, queries / scale)
+    plain, loud = codec.fit(site(), Sample(keys, queries)), codec.fit(site(), Sample(keys * scale, queries / scale))
     assert torch.equal(plain["widths"], loud["widths"])
     lost = [
         float((queries / s @ (roundtrip(codec, keys * s, p) - keys * s).mT).square().mean())
@@ -451,7 +451,7 @@ def test_gradients_weigh_the_tokens_of_the_klt_by_definition(role):
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Ghost, "_bases", bases)
-        Ghost(3, "klt").calibrate_with(site(role), x.float(), x.float(), gradient)
+        Ghost(3, "klt").fit(site(role), Sample(x.float(), x.float(), gradient))
     own = torch.zeros_like(mean) if paired else (x * seen["weight"]).sum(2) / seen["weight"].sum(2)
     torch.testing.assert_close(seen["mean"], own, rtol=1e-5, atol=1e-5)
 
@@ -460,9 +460,9 @@ def test_gradients_that_tell_no_token_from_another_change_nothing():
     x, q, even = mixed(300, 64, 1), mixed(300, 64, 2), torch.ones(1, 2, 300, 64)
     for role in ("key", "value"):
         for codec in (Ghost(3, "klt"), Ghost(3)):
-            plain, told = codec.calibrate(site(role), x, q), codec.calibrate_with(site(role), x, q, even)
+            plain, told = codec.fit(site(role), Sample(x, q)), codec.fit(site(role), Sample(x, q, even))
             assert all(torch.equal(plain[name], told[name]) for name in plain)
-            none = codec.calibrate_with(site(role), x, q, even * 0)
+            none = codec.fit(site(role), Sample(x, q, even * 0))
             assert all(torch.equal(plain[name], none[name]) for name in plain)
 
 
@@ -477,8 +477,8 @@ def test_a_basis_suits_the_tokens_on_which_the_loss_depends():
     def error(params, part):
         return float((roundtrip(codec, part, params) - part)[:, :, 600:].square().mean())
 
-    plain = codec.calibrate(site("value"), kinds, kinds)
-    told = codec.calibrate_with(site("value"), kinds, kinds, gradients)
+    plain = codec.fit(site("value"), Sample(kinds, kinds))
+    told = codec.fit(site("value"), Sample(kinds, kinds, gradients))
     assert error(told, one) < 0.9 * error(plain, one)
     assert error(told, other) > error(plain, other)
 
@@ -491,17 +491,17 @@ def test_scores_lose_a_quarter_of_what_more_bits_lose_on_uneven_pairs(bits):
     keys, queries = uneven(2, 400, 128, seed=1), uneven(2, 100, 128, seed=1)
     codec, plain = Ghost(bits), TurboQuant(bits)
 
-    fitted = score_mse(codec, codec.calibrate(site(dim=128), keys, queries), keys, queries)
+    fitted = score_mse(codec, codec.fit(site(dim=128), Sample(keys, queries)), keys, queries)
     assert fitted < score_mse(plain, plain.fit(site(dim=128)), keys, queries) / 4
     # queries that are loud where keys are not: their fit asks for other bits than the keys alone
     queries = queries.roll(32, -1)
-    by_queries, by_keys = codec.calibrate(site(dim=128), keys, queries), codec.fit(site(dim=128), keys)
+    by_queries, by_keys = codec.fit(site(dim=128), Sample(keys, queries)), codec.fit(site(dim=128), Sample(keys))
     assert score_mse(codec, by_queries, keys, queries) < 0.8 * score_mse(codec, by_keys, keys, queries)
 
 
 def test_the_searched_scale_saves_what_one_loud_channel_would_cost():
     keys = normal(1, 1, 400, 64, seed=1)
-    params = Ghost(3).fit(site(heads=1), keys)
+    params = Ghost(3).fit(site(heads=1), Sample(keys))
     loud = normal(1, 1, 200, 64, seed=2)
     loud[..., 7] *= 12
     error = (roundtrip(Ghost(3), loud, params) - loud).square().mean()
@@ -534,15 +534,15 @@ def test_what_does_not_exist_is_refused():
     with pytest.raises(SpecError, match="ghost: transform='dct' is not allowed; use channels or klt"):
         Ghost(3, "dct")
     with pytest.raises(FitError, match="ghost: transform=klt is fitted with the model's queries"):
-        Ghost(3, "klt").fit(site(), normal(1, 2, 256, 64))
+        Ghost(3, "klt").fit(site(), Sample(normal(1, 2, 256, 64)))
     with pytest.raises(ShapeError, match="ghost: head_dim=80 at 3 bits does not fill four quarters of whole bytes"):
         Ghost(3).layout(80)
     assert Ghost(4).layout(80).effective_bits == 4
     with pytest.raises(FitError, match=r"ghost needs sample keys or values .* `kvcodec fit MODEL ghost-3 --text FILE"):
         Ghost(3).fit(site())
     with pytest.raises(FitError, match=r"got keys or values \(1, 2, 0, 64\) for head_dim=64; .* longer text"):
-        Ghost(3).calibrate(site(), normal(1, 2, 0, 64), normal(1, 2, 9, 64))
+        Ghost(3).fit(site(), Sample(normal(1, 2, 0, 64), normal(1, 2, 9, 64)))
     with pytest.raises(FitError, match=r"got gradients \(1, 2, 8, 64\) for keys or values \(1, 2, 9, 64\)"):
-        Ghost(3, "klt").calibrate_with(site(), *(normal(1, 2, 9, 64),) * 2, normal(1, 2, 8, 64))
+        Ghost(3, "klt").fit(site(), Sample(*(normal(1, 2, 9, 64),) * 2, normal(1, 2, 8, 64)))
     with pytest.raises(FitError, match=r"got queries \(1, 2, 9, 128\) for head_dim=64"):
-        Ghost(3).calibrate(site(), normal(1, 2, 9, 64), normal(1, 2, 9, 128))
+        Ghost(3).fit(site(), Sample(normal(1, 2, 9, 64), normal(1, 2, 9, 128)))

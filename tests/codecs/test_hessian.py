@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import kvcodec
-from kvcodec.codec import Dense, Site, roundtrip
+from kvcodec.codec import Dense, Sample, Site, roundtrip
 from kvcodec.codecs.hessian import HessianRotated, hessian_rotation, second_moment
 from kvcodec.codecs.innerq import InnerQ
 from kvcodec.codecs.saw_int4 import SawInt4
@@ -24,8 +24,8 @@ def anisotropic(*shape: int, seed: int = 0) -> torch.Tensor:
 
 
 def fitted(codec: HessianRotated, dim: int, heads: int = 2, seed: int = 0):
-    return codec.calibrate(
-        Site(0, "key", heads, dim), normal(1, heads, 8, dim), anisotropic(2, 2 * heads, 300, dim, seed=seed)
+    return codec.fit(
+        Site(0, "key", heads, dim), Sample(normal(1, heads, 8, dim), anisotropic(2, 2 * heads, 300, dim, seed=seed))
     )
 
 
@@ -75,7 +75,7 @@ def test_scores_stay_and_vectors_come_back(inner, dim):
 def test_the_code_basis_is_hadamard_first_then_the_rotation_of_unrotated_queries():
     queries = anisotropic(1, 4, 300, 64)
     codec = HessianRotated(SawInt4())
-    params = codec.calibrate(Site(0, "key", 2, 64), normal(1, 2, 8, 64), queries)
+    params = codec.fit(Site(0, "key", 2, 64), Sample(normal(1, 2, 8, 64), queries))
     expected = block_hadamard(normal(1, 2, 9, 64), 64).double() @ hessian_rotation(second_moment(queries))
     torch.testing.assert_close(codec.to_code(normal(1, 2, 9, 64), params), expected.float(), rtol=0, atol=2e-6)
 
@@ -101,7 +101,7 @@ def test_the_score_error_falls_against_plain_int4(block):
         return float(torch.einsum("bhni,ij,bhnj->", error, moment, error))
 
     codec = HessianRotated(SawInt4(block))
-    params = codec.calibrate(Site(0, "key", 2, 128), k, queries)
+    params = codec.fit(Site(0, "key", 2, 128), Sample(k, queries))
     assert loss(codec, params) < 0.5 * loss(SawInt4(1), {})
 
 
@@ -124,21 +124,21 @@ def test_a_token_alone_gives_the_bits_of_a_prefill(dim):
 def test_constants_of_the_inner_codec_lie_under_their_own_name():
     codec = HessianRotated(InnerQ(3, norm=True))
     sample, queries = normal(1, 2, 50, 64) * 3, anisotropic(1, 4, 50, 64)
-    params = codec.calibrate(Site(0, "key", 2, 64), sample, queries)
+    params = codec.fit(Site(0, "key", 2, 64), Sample(sample, queries))
     assert {n: tuple(p.shape) for n, p in params.items()} == {"rotation": (1, 1, 64, 64), "inner.norm": (1, 2, 64)}
     # a basis that is not orthogonal has another dual
     q, k = normal(1, 2, 4, 64, seed=1), normal(1, 2, 9, 64, seed=2)
     scores = codec.query_to_code(q, params) @ codec.to_code(k, params).mT
     torch.testing.assert_close(scores, q @ k.mT, rtol=1e-4, atol=1e-4)
-    assert codec.needs_sample
-    assert codec.needs_queries
-    assert not HessianRotated(SawInt4()).needs_sample
+    assert "tensor" in codec.needs
+    assert "queries" in codec.needs
+    assert "tensor" not in HessianRotated(SawInt4()).needs
 
 
 def test_calibration_is_reproducible_and_the_same_for_keys_and_values():
     queries = anisotropic(1, 4, 100, 64)
     codec = HessianRotated(SawInt4())
-    found = [codec.calibrate(Site(3, role, 2, 64), normal(1, 2, 9, 64), queries) for role in ("key", "value")]
+    found = [codec.fit(Site(3, role, 2, 64), Sample(normal(1, 2, 9, 64), queries)) for role in ("key", "value")]
     assert torch.equal(found[0]["rotation"], found[1]["rotation"])
 
 
@@ -147,7 +147,7 @@ SPECS = ("saw-int4:hessian=true", "saw-int4:rotate=kv,hessian=true", "saw-int4:r
 
 def params_of(scheme):
     k, v, q = normal(1, 2, 80, 64, seed=20), normal(1, 2, 80, 64, seed=21), anisotropic(1, 4, 80, 64)
-    return {r: scheme.codec(r).calibrate(Site(0, r, 2, 64), x, q) for r, x in (("key", k), ("value", v))}
+    return {r: scheme.codec(r).fit(Site(0, r, 2, 64), Sample(x, q)) for r, x in (("key", k), ("value", v))}
 
 
 @pytest.mark.parametrize("spec", SPECS)
@@ -186,10 +186,10 @@ def test_what_cannot_be_fitted_says_how_to():
     with pytest.raises(FitError, match="pass params"):
         kvcodec.LayerCache(kvcodec.get("saw-int4:hessian=true")).append(normal(1, 2, 9, 64), normal(1, 2, 9, 64))
     with pytest.raises(FitError, match=r"got queries \(1, 4, 0, 64\) for head_dim=64; .* longer text"):
-        codec.calibrate(site, normal(1, 2, 9, 64), normal(1, 4, 0, 64))
+        codec.fit(site, Sample(normal(1, 2, 9, 64), normal(1, 4, 0, 64)))
     with pytest.raises(FitError, match=r"got queries \(1, 4, 9, 128\) for head_dim=64"):
-        codec.calibrate(site, normal(1, 2, 9, 64), normal(1, 4, 9, 128))
+        codec.fit(site, Sample(normal(1, 2, 9, 64), normal(1, 4, 9, 128)))
     with pytest.raises(FitError, match="the queries of layer 0 are not finite"):
-        codec.calibrate(site, normal(1, 2, 9, 64), normal(1, 4, 9, 64) * float("inf"))
+        codec.fit(site, Sample(normal(1, 2, 9, 64), normal(1, 4, 9, 64) * float("inf")))
     with pytest.raises(SpecError, match=r"HessianRotated: inner='saw-int4' is not a codec; pass one"):
         HessianRotated("saw-int4")  # type: ignore[arg-type]

@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import kvcodec
-from kvcodec.codec import Site, roundtrip
+from kvcodec.codec import Sample, Site, roundtrip
 from kvcodec.codecs.innerq import InnerQ, innerq
 from kvcodec.errors import FitError, ShapeError, SpecError
 from kvcodec.ops.bitpack import unpack
@@ -270,7 +270,7 @@ def test_keys_leave_one_by_one_and_values_in_groups_of_32():
 
 def test_after_division_the_largest_key_of_a_pair_is_its_root():
     codec, x = InnerQ(3, norm=True), normal(50, heads=2) * torch.logspace(-2, 2, 64)
-    divided = codec.to_code(x, codec.fit(Site(0, "key", 2, 64), x))
+    divided = codec.to_code(x, codec.fit(Site(0, "key", 2, 64), Sample(x)))
     old, new = (k.abs().amax(2).unflatten(-1, (2, 32)).amax(-2) for k in (x, divided))
     torch.testing.assert_close(new, old.double().sqrt().float())
 
@@ -279,7 +279,7 @@ def test_norms_are_the_root_of_the_larger_maximum_of_a_pair():
     codec, x = InnerQ(3, norm=True), normal(50, heads=2, batch=2)
     x[..., 7] *= 40
     x[:, :, :, [5, 37]] = 0
-    norm = codec.fit(Site(0, "key", 2, 64), x)["norm"]
+    norm = codec.fit(Site(0, "key", 2, 64), Sample(x))["norm"]
     assert norm.shape == (2, 2, 64)
     largest = x.abs().amax(2)
     for i in range(32):
@@ -294,7 +294,7 @@ def test_norms_commute_with_rotary_embeddings():
     """Folded into the projections before RoPE or applied after it: the same logits."""
     k, q = normal(40), normal(40, seed=1)
     codec = InnerQ(3, norm=True)
-    params = codec.fit(Site(0, "key", 1, 64), k)
+    params = codec.fit(Site(0, "key", 1, 64), Sample(k))
     angle = torch.arange(40.0)[:, None] * 10000 ** (-torch.arange(32) / 32)
     cos, sin = angle.cos().repeat(1, 2), angle.sin().repeat(1, 2)
 
@@ -310,7 +310,7 @@ def test_norms_help_keys_with_a_loud_channel():
     x[..., 3] *= 40
 
     def logit_error(codec):
-        params = codec.fit(Site(0, "key", 1, 64), x)
+        params = codec.fit(Site(0, "key", 1, 64), Sample(x))
         return float((roundtrip(codec, x, params) - x)[..., :3].square().mean())
 
     assert logit_error(InnerQ(3, norm=True)) < 0.3 * logit_error(InnerQ(3))
@@ -321,7 +321,7 @@ def test_recipe_is_the_papers():
     assert kvcodec.get("innerq-base").value == InnerQ(3, "tokens", "literal")
     assert kvcodec.get("innerq-small").value == InnerQ(2, "tokens", "literal")
     assert kvcodec.get("innerq-hybrid").value == InnerQ(2, "tokens", "literal", hybrid=True)
-    assert not kvcodec.get("innerq-small:norm=false").key.needs_sample
+    assert not kvcodec.get("innerq-small:norm=false").key.needs
 
 
 def test_unknown_options_and_missing_samples():

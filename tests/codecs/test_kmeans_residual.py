@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import kvcodec
-from kvcodec.codec import Dense, Site, roundtrip
+from kvcodec.codec import Dense, Sample, Site, roundtrip
 from kvcodec.codecs.group_int import GroupInt
 from kvcodec.codecs.hessian import HessianRotated
 from kvcodec.codecs.kmeans_residual import KMeansResidual
@@ -81,7 +81,7 @@ def test_centroids_of_sequences_are_their_own():
 def test_one_cluster_is_the_mean_subtracted():
     k = normal(1, 2, 500, 64) + 8 * normal(1, 2, 1, 64, seed=1)
     codec = KMeansResidual(SawInt4(1), 1)
-    params = codec.fit(SITE, k)
+    params = codec.fit(SITE, Sample(k))
     mean = k.double().mean(2, keepdim=True).half()
     assert torch.equal(params["centroids"], mean)
     payload = codec.encode(k, params)
@@ -95,7 +95,7 @@ def test_mean_removal_undoes_constant_outlier_channels(channels):
     k = normal(1, 2, 4000, 128)
     k[..., torch.randperm(128, generator=torch.Generator().manual_seed(0))[:channels]] += 30.0
     codec = KMeansResidual(SawInt4(1), 1)
-    error = roundtrip(codec, k, codec.fit(Site(0, "key", 2, 128), k)) - k
+    error = roundtrip(codec, k, codec.fit(Site(0, "key", 2, 128), Sample(k))) - k
     assert float(error.square().mean()) == pytest.approx(0.0100, rel=0.03)
     assert float((roundtrip(SawInt4(1), k, {}) - k).square().mean()) > 0.3
 
@@ -105,7 +105,7 @@ def test_error_falls_with_more_clusters_on_clustered_keys():
     errors = [relative_mse(k, roundtrip(SawInt4(), k, {}))]
     for clusters in (1, 8, 64):
         codec = KMeansResidual(SawInt4(), clusters)
-        errors.append(relative_mse(k, roundtrip(codec, k, codec.fit(SITE, sample))))
+        errors.append(relative_mse(k, roundtrip(codec, k, codec.fit(SITE, Sample(sample)))))
     assert errors == sorted(errors, reverse=True)
     assert errors[-1] < 0.1 * errors[0]
 
@@ -140,7 +140,7 @@ def test_ids_are_little_endian():
 
 def test_slots_that_were_never_written_decode_to_something():
     codec = KMeansResidual(SawInt4(), 5)
-    params = codec.fit(SITE, normal(1, 2, 20, 64))
+    params = codec.fit(SITE, Sample(normal(1, 2, 20, 64)))
     fields = {f.name: torch.full((1, 2, 3, *f.shape), 255, dtype=torch.uint8) for f in codec.layout(64).fields}
     fields["scale_zero"] = torch.zeros(1, 2, 3, 2, dtype=torch.float16)
     assert torch.equal(codec.decode(fields, params), params["centroids"][:, :, 4:].float().expand(1, 2, 3, 64))
@@ -157,7 +157,7 @@ def inners():
 @pytest.mark.parametrize("inner", inners())
 def test_blocks_one_by_one_equal_all_at_once(inner, clusters):
     codec = KMeansResidual(inner, clusters)
-    params = codec.calibrate(SITE, clustered(2, 2, 200, 64), normal(1, 4, 200, 64))
+    params = codec.fit(SITE, Sample(clustered(2, 2, 200, 64), normal(1, 4, 200, 64)))
     g = codec.block_tokens
     x = clustered(2, 2, 5 * g, 64, seed=2)
     x[0, :, 1] = 0
@@ -184,19 +184,19 @@ def test_blocks_one_by_one_equal_all_at_once(inner, clusters):
 def test_a_prefill_fits_each_sequence_and_a_text_fits_all_together():
     codec = KMeansResidual(SawInt4(), 6)
     k = clustered(2, 2, 100, 64)
-    own = codec.fit(SITE, k)["centroids"]
+    own = codec.fit(SITE, Sample(k))["centroids"]
     assert (own.shape, own.dtype) == ((2, 2, 6, 64), torch.float16)
-    assert torch.equal(codec.fit(SITE, k[1:])["centroids"], own[1:])
-    assert codec.calibrate(SITE, k, normal(1, 4, 9, 64))["centroids"].shape == (1, 2, 6, 64)
+    assert torch.equal(codec.fit(SITE, Sample(k[1:]))["centroids"], own[1:])
+    assert codec.fit(SITE, Sample(k, normal(1, 4, 9, 64)))["centroids"].shape == (1, 2, 6, 64)
 
 
 def test_fitting_is_deterministic_and_seeded_by_the_site():
     codec, k = KMeansResidual(SawInt4(), 12), normal(1, 2, 200, 64)
     before = torch.get_rng_state()
-    first = codec.fit(SITE, k)["centroids"]
+    first = codec.fit(SITE, Sample(k))["centroids"]
     assert torch.equal(torch.get_rng_state(), before)
-    assert torch.equal(codec.fit(SITE, k)["centroids"], first)
-    assert not torch.equal(codec.fit(Site(0, "key", 2, 64, seed=1), k)["centroids"], first)
+    assert torch.equal(codec.fit(SITE, Sample(k))["centroids"], first)
+    assert not torch.equal(codec.fit(Site(0, "key", 2, 64, seed=1), Sample(k))["centroids"], first)
 
 
 @pytest.mark.parametrize("distinct", [1, 3, 8])
@@ -204,7 +204,7 @@ def test_fewer_distinct_points_than_clusters_are_all_centroids(distinct):
     points = normal(distinct, 64).half().float()
     k = points[torch.arange(40) % distinct].expand(1, 2, -1, -1)
     codec = KMeansResidual(SawInt4(1), 8)
-    params = codec.fit(SITE, k)
+    params = codec.fit(SITE, Sample(k))
     assert params["centroids"].shape == (1, 2, 8, 64)
     assert torch.equal(roundtrip(codec, k, params), k)
 
@@ -223,13 +223,13 @@ def test_constants_nest_and_keys_and_values_have_their_own():
     scheme = kvcodec.get("saw-int4:rotate=kv,kmeans=4,hessian=true")
     assert scheme.key == KMeansResidual(HessianRotated(SawInt4()), 4)
     q, k = normal(1, 4, 90, 64), clustered(1, 2, 90, 64)
-    params = {r: scheme.codec(r).calibrate(Site(0, r, 2, 64), k, q) for r in ("key", "value")}
+    params = {r: scheme.codec(r).fit(Site(0, r, 2, 64), Sample(k, q)) for r in ("key", "value")}
     for found in params.values():
         shapes = {n: tuple(p.shape) for n, p in found.items()}
         assert shapes == {"centroids": (1, 2, 4, 64), "inner.rotation": (1, 1, 64, 64)}
     assert torch.equal(params["key"]["inner.rotation"], params["value"]["inner.rotation"])
-    assert scheme.key.needs_sample
-    assert scheme.key.needs_queries
+    assert "tensor" in scheme.key.needs
+    assert "queries" in scheme.key.needs
     settled = scheme.key.settle([params["key"], params["value"]])
     assert all(torch.equal(settled[1][n], params["value"][n]) for n in params["value"])
 
@@ -241,7 +241,7 @@ SPECS = ("saw-int4:kmeans=1", "saw-int4:rotate=kv,kmeans=9", "saw-int4:kmeans=30
 def test_a_cache_filled_token_by_token_is_the_prefilled_one_and_can_be_saved(spec, tmp_path):
     scheme = kvcodec.get(spec)
     sample, q = clustered(1, 2, 400, 64), normal(1, 4, 90, 64)
-    params = {r: scheme.codec(r).calibrate(Site(0, r, 2, 64), sample, q) for r in ("key", "value")}
+    params = {r: scheme.codec(r).fit(Site(0, r, 2, 64), Sample(sample, q)) for r in ("key", "value")}
     k, v = clustered(2, 2, 70, 64, seed=1).half(), normal(2, 2, 70, 64).half()
     one = check_filled_and_saved(scheme, params, k, v, tmp_path)
     query = normal(2, 4, 1, 64, seed=3)
@@ -285,15 +285,15 @@ def test_the_dtype_of_the_inner_codec_is_resolved():
 def test_what_cannot_be_fitted_says_how_to():
     codec = KMeansResidual(SawInt4(), 16)
     with pytest.raises(FitError, match=r"kmeans=16 needs at least 16 tokens to fit on, got 15; .*`kvcodec fit MODEL"):
-        codec.fit(SITE, normal(1, 2, 15, 64))
+        codec.fit(SITE, Sample(normal(1, 2, 15, 64)))
     with pytest.raises(FitError, match="kmeans=16 needs at least 16 tokens to fit on, got 1"):
         kvcodec.LayerCache(kvcodec.get("saw-int4:kmeans=16")).append(normal(1, 2, 1, 64), normal(1, 2, 1, 64))
     with pytest.raises(FitError, match=r"kmeans=16 needs sample vectors .* got none"):
         codec.fit(SITE)
     with pytest.raises(FitError, match="this rotation comes from a model's queries"):
-        KMeansResidual(HessianRotated(SawInt4()), 2).fit(SITE, normal(1, 2, 15, 64))
+        KMeansResidual(HessianRotated(SawInt4()), 2).fit(SITE, Sample(normal(1, 2, 15, 64)))
     # a text of several windows counts as a whole
-    assert codec.calibrate(SITE, normal(2, 2, 8, 64), normal(1, 4, 8, 64))["centroids"].shape[2] == 16
+    assert codec.fit(SITE, Sample(normal(2, 2, 8, 64), normal(1, 4, 8, 64)))["centroids"].shape[2] == 16
 
 
 def test_a_missing_library_is_named_and_the_mean_needs_none(monkeypatch):
@@ -306,8 +306,8 @@ def test_a_missing_library_is_named_and_the_mean_needs_none(monkeypatch):
 
     monkeypatch.setattr(builtins, "__import__", without)
     with pytest.raises(FitError, match=r"k-means of 4 clusters needs scikit-learn.*install kvcodec\[fit\]"):
-        KMeansResidual(SawInt4(), 4).fit(SITE, normal(1, 2, 15, 64))
-    assert KMeansResidual(SawInt4(), 1).fit(SITE, normal(1, 2, 15, 64))
+        KMeansResidual(SawInt4(), 4).fit(SITE, Sample(normal(1, 2, 15, 64)))
+    assert KMeansResidual(SawInt4(), 1).fit(SITE, Sample(normal(1, 2, 15, 64)))
 
 
 @pytest.mark.parametrize("clusters", [0, -1, 65537, 2.0, True])

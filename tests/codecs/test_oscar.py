@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import kvcodec
-from kvcodec.codec import Site
+from kvcodec.codec import Sample, Site
 from kvcodec.codecs.hessian import HessianRotated, hessian_rotation, second_moment
 from kvcodec.codecs.oscar import OscarRotated
 from kvcodec.codecs.saw_int4 import SawInt4
@@ -24,7 +24,7 @@ def queries_of(heads, dim):
 
 
 def fitted(codec, dim=64, heads=2):
-    return codec.calibrate(Site(0, "key", heads, dim), normal(1, heads, 8, dim), queries_of(heads, dim))
+    return codec.fit(Site(0, "key", heads, dim), Sample(normal(1, heads, 8, dim), queries_of(heads, dim)))
 
 
 def test_each_kv_head_has_the_eigenvectors_of_its_own_queries():
@@ -92,6 +92,6 @@ def test_the_option_and_what_is_refused():
     with pytest.raises(SpecError, match="hessian=true and oscar=true are two bases of the same keys"):
         kvcodec.get("saw-int4:hessian=true,oscar=true")
     with pytest.raises(FitError, match=r"oscar: got queries \(1, 4, 0, 64\) for head_dim=64"):
-        OscarRotated(SawInt4()).calibrate(Site(0, "key", 2, 64), normal(1, 2, 9, 64), normal(1, 4, 0, 64))
+        OscarRotated(SawInt4()).fit(Site(0, "key", 2, 64), Sample(normal(1, 2, 9, 64), normal(1, 4, 0, 64)))
     with pytest.raises(FitError, match="oscar: the queries of layer 0 are not finite"):
-        OscarRotated(SawInt4()).calibrate(Site(0, "key", 2, 64), normal(1, 2, 9, 64), normal(1, 4, 9, 64) * torch.inf)
+        OscarRotated(SawInt4()).fit(Site(0, "key", 2, 64), Sample(normal(1, 2, 9, 64), normal(1, 4, 9, 64) * torch.inf))

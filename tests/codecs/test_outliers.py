@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import kvcodec
-from kvcodec.codec import Dense, Site, roundtrip
+from kvcodec.codec import NO_SAMPLE, Dense, Sample, Site, roundtrip
 from kvcodec.codecs.fp8 import Fp8
 from kvcodec.codecs.group_int import GroupInt
 from kvcodec.codecs.hqmq import Hqmq
@@ -33,7 +33,7 @@ around = pytest.mark.parametrize("inner", INNERS, ids=str)
 
 
 def fitted(codec, x):
-    return codec.fit(Site(0, "key", x.shape[1], x.shape[3]), x if codec.needs_sample else None)
+    return codec.fit(Site(0, "key", x.shape[1], x.shape[3]), Sample(x))
 
 
 def flags_of(codec, payload, dim):
@@ -197,13 +197,13 @@ def test_fields_by_definition(inner, dim, c, slots, seed):
 
 def test_the_threshold_is_frozen_at_c_medians_of_each_sequence_and_head():
     x = normal_fp16(2, 2, 300, 64) * torch.tensor([1.0, 10.0]).view(1, 2, 1, 1)
-    median = Med(GroupInt(4, 0), 3).fit(Site(0, "key", 2, 64), x)["threshold"]
+    median = Med(GroupInt(4, 0), 3).fit(Site(0, "key", 2, 64), Sample(x))["threshold"]
     assert median.shape == (2, 2)
     for row in range(2):
         for head in range(2):
             lengths = x[row, head].unflatten(-1, (-1, 4)).double().norm(dim=-1).flatten()
             assert float(median[row, head]) == pytest.approx(3 * float(lengths.median()), rel=1e-6)
-    assert torch.allclose(Med(GroupInt(4, 0), 5).fit(Site(0, "key", 2, 64), x)["threshold"], median * 5 / 3)
+    assert torch.allclose(Med(GroupInt(4, 0), 5).fit(Site(0, "key", 2, 64), Sample(x))["threshold"], median * 5 / 3)
 
 
 def test_the_more_medians_the_fewer_outliers():
@@ -239,7 +239,7 @@ def test_overflow_counts_what_found_no_place_and_it_is_quantized_not_clamped():
 @around
 def test_a_sample_of_zeros_has_no_outliers(inner):
     codec = Med(inner)
-    params = codec.fit(Site(0, "key", 1, 64), torch.zeros(1, 1, 8, 64))
+    params = codec.fit(Site(0, "key", 1, 64), Sample(torch.zeros(1, 1, 8, 64)))
     x = normal_fp16(1, 1, 8, 64)
     assert bool(params["threshold"].isfinite().all())
     assert not codec.encode(codec.to_code(x, params), params)["flags"].any()
@@ -357,14 +357,13 @@ def test_the_inner_codec_is_fitted_calibrated_and_settled_on_the_rest():
     seen = {}
 
     class Listening(GroupInt):
-        needs_sample = needs_queries = True
+        needs = frozenset({"tensor", "queries"})
 
-        def fit(self, site, sample=None):
-            seen["fit"] = sample
-            return {"mark": torch.zeros(1)}
-
-        def calibrate(self, site, sample, queries):
-            seen["calibrate"], seen["queries"] = sample, queries
+        def fit(self, site, sample=NO_SAMPLE):
+            if sample.queries is None:
+                seen["fit"] = sample.tensor
+                return {"mark": torch.zeros(1)}
+            seen["calibrate"], seen["queries"] = sample.tensor, sample.queries
             return {"mark": torch.ones(1)}
 
         def settle(self, fitted):
@@ -373,12 +372,12 @@ def test_the_inner_codec_is_fitted_calibrated_and_settled_on_the_rest():
 
     codec, x, q = Med(Listening(4, 0)), lumpy(1, 1, 64, 64), normal_fp16(1, 2, 64, 64)
     site = Site(0, "key", 1, 64)
-    plain = codec.fit(site, x)
+    plain = codec.fit(site, Sample(x))
     rest = x.masked_fill(flags_of(codec, codec.encode(x, plain), 64).repeat_interleave(4, -1), 0)
     assert relative_mse(x, rest) > 0.5
     assert torch.equal(seen["fit"], rest)
-    params = codec.calibrate(site, x, q)
-    assert codec.needs_queries
+    params = codec.fit(site, Sample(x, q))
+    assert "queries" in codec.needs
     assert torch.equal(seen["calibrate"], rest)
     assert seen["queries"] is q
     assert torch.equal(params["threshold"], plain["threshold"])
@@ -407,7 +406,7 @@ def test_refusals():
     site = Site(0, "key", 1, 64)
     for sample in (None, torch.empty(1, 1, 0, 64)):
         with pytest.raises(FitError, match=r"needs a sample .* outliers=off"):
-            Med(Hqmq(24, 3)).fit(site, sample)
+            Med(Hqmq(24, 3)).fit(site, Sample(sample))
     for options in ({"c": 0}, {"c": float("nan")}, {"c": "3"}, {"slots": 0}, {"slots": 1.5}, {"inner": "hqmq"}):
         with pytest.raises(SpecError, match=r"Med: .* (not allowed; use|is not a codec; pass)"):
             Med(**({"inner": Hqmq(24, 3)} | options))

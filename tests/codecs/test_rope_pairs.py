@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import kvcodec
-from kvcodec.codec import FP16_MAX, Site
+from kvcodec.codec import FP16_MAX, Sample, Site
 from kvcodec.codecs.rope_pairs import ERRORS, STEP, RopePairs, normal_levels
 from kvcodec.codecs.turboquant import TurboQuant
 from kvcodec.errors import FitError, ShapeError, SpecError
@@ -105,7 +105,7 @@ def by_hand(keys, queries, bits):
 @pytest.mark.parametrize("bits", [2, 3, 4])
 def test_constants_of_a_text_weigh_keys_by_the_queries_of_their_group(bits, dim):
     keys, queries = uneven(2, 50, dim, batch=2, seed=1), uneven(6, 50, dim, batch=2, seed=2)
-    params = RopePairs(bits).calibrate(site(2, dim), keys, queries)
+    params = RopePairs(bits).fit(site(2, dim), Sample(keys, queries))
     for head, (order, widths, sizes) in enumerate(by_hand(keys, queries, bits)):
         assert params["order"][0, head].tolist() == order
         assert params["widths"][0, head].tolist() == widths
@@ -120,7 +120,7 @@ def test_constants_of_a_text_weigh_keys_by_the_queries_of_their_group(bits, dim)
 
 def test_constants_of_a_prefill_are_each_sequences_own_by_its_keys_alone():
     keys = torch.cat([uneven(2, 40, 64, seed=1), uneven(2, 40, 64, seed=5)])
-    params = RopePairs(3).fit(site(), keys)
+    params = RopePairs(3).fit(site(), Sample(keys))
     assert not torch.equal(params["order"][0], params["order"][1])
     for b in range(2):
         for head, (order, widths, sizes) in enumerate(by_hand(keys[b : b + 1], None, 3)):
@@ -135,8 +135,8 @@ def test_turning_pairs_as_later_positions_do_changes_no_constant():
     keys[..., 32:] = 0  # as a pair of low frequency at the first positions
     angle = normal(32, seed=3).double()
 
-    early = RopePairs(3).calibrate(site(), keys, queries)
-    late = RopePairs(3).calibrate(site(), turned_pairs(keys, angle), turned_pairs(queries, angle))
+    early = RopePairs(3).fit(site(), Sample(keys, queries))
+    late = RopePairs(3).fit(site(), Sample(turned_pairs(keys, angle), turned_pairs(queries, angle)))
     assert torch.equal(early["order"], late["order"])
     assert torch.equal(early["widths"], late["widths"])
     torch.testing.assert_close(early["scale"], late["scale"])
@@ -146,11 +146,11 @@ def test_turning_pairs_as_later_positions_do_changes_no_constant():
 def test_what_a_short_sample_does_not_show_may_be_loud_later(tokens):
     sample = torch.zeros(1, 1, tokens, 64)
     sample[..., 5] = 4.0
-    params = RopePairs(3).fit(site(1), sample)
+    params = RopePairs(3).fit(site(1), Sample(sample))
     energy = params["scale"].double() ** 2
     least = 16.0 / 2 / 32 / tokens  # a pair of 8, 32 pairs
     torch.testing.assert_close(energy.min(), torch.tensor(least).double())
-    silent = RopePairs(3).fit(site(1), torch.zeros(1, 1, 4, 64))
+    silent = RopePairs(3).fit(site(1), Sample(torch.zeros(1, 1, 4, 64)))
     assert torch.equal(silent["scale"], torch.ones(1, 1, 64))
     assert silent["widths"].tolist() == [[[3] * 8]]
 
@@ -175,7 +175,7 @@ def stream(codes, widths):
 def test_bytes_are_those_of_the_definition(seed, dim, bits, power, loud):
     """Order, division, norm over channels with bits, nearest level by brute force, bits written one by one."""
     codec = RopePairs(bits)
-    params = codec.calibrate(site(2, dim), uneven(2, 60, dim, seed=seed), uneven(2, 60, dim, seed=seed + 1))
+    params = codec.fit(site(2, dim), Sample(uneven(2, 60, dim, seed=seed), uneven(2, 60, dim, seed=seed + 1)))
     x = uneven(2, 5, dim, seed=seed) * 2.0**power
     x[:, 0, :, seed % dim] *= loud
     x = x.clamp(-FP16_MAX, FP16_MAX).half().float()
@@ -204,7 +204,7 @@ def test_nearly_all_tokens_of_the_definition_are_clear():
 
 def test_a_decoded_channel_is_norm_times_level_times_size():
     codec, x = RopePairs(3), uneven(2, 4, 64, seed=4)
-    params = codec.calibrate(site(), uneven(2, 60, 64), uneven(4, 60, 64))
+    params = codec.fit(site(), Sample(uneven(2, 60, 64), uneven(4, 60, 64)))
     payload = codec.encode(codec.to_code(x, params), params)
     back = codec.from_code(codec.decode(payload, params), params)
     levels, head, token = params["levels"][0], 1, 2
@@ -221,7 +221,7 @@ def test_every_head_and_token_takes_the_printed_bits(bits, dim, size):
     codec = RopePairs(bits)
     assert codec.layout(dim).block_bytes == size
     assert codec.layout(dim).effective_bits == bits + 16 / dim
-    params = codec.calibrate(site(2, dim), uneven(2, 60, dim, seed=1), uneven(2, 60, dim, seed=2))
+    params = codec.fit(site(2, dim), Sample(uneven(2, 60, dim, seed=1), uneven(2, 60, dim, seed=2)))
     heads = params["widths"][0].tolist()
     assert [sum(widths) * STEP for widths in heads] == [bits * dim] * 2
     payload = codec.encode(codec.to_code(uneven(2, 3, dim), params), params)
@@ -235,7 +235,7 @@ def test_heads_of_different_widths_and_sequences_of_different_constants_keep_the
     codec, x = RopePairs(3), uneven(2, 30, 64, batch=3, seed=9)
     x[1] *= torch.logspace(1, -1, 64)
     x[2, 1] = x[2, 1].flip(-1)
-    params = codec.fit(site(), x)
+    params = codec.fit(site(), Sample(x))
     assert len({tuple(w) for w in params["widths"].flatten(0, 1).tolist()}) > 1
     whole = codec.encode(codec.to_code(x, params), params)
     back = codec.decode(whole, params)
@@ -261,7 +261,7 @@ def test_sequences_of_a_cache_keep_the_constants_of_their_prefill():
 
 def test_zeros_come_back_as_zeros_and_a_tie_takes_the_lower_level():
     codec, x = RopePairs(4), torch.zeros(1, 1, 2, 64)
-    params = codec.fit(site(1), uneven(1, 40, 64))
+    params = codec.fit(site(1), Sample(uneven(1, 40, 64)))
     x[0, 0, 1, int(params["order"][0, 0, 0])] = 1.0
     payload = codec.encode(codec.to_code(x, params), params)
     back = codec.from_code(codec.decode(payload, params), params)
@@ -282,11 +282,11 @@ def test_scores_lose_a_quarter_of_what_equal_bits_lose_on_uneven_pairs(bits):
     keys, queries = uneven(2, 400, 128, seed=1), uneven(2, 100, 128, seed=1)
     codec, plain = RopePairs(bits), TurboQuant(bits)
 
-    fitted = score_mse(codec, codec.calibrate(site(2, 128), keys, queries), keys, queries)
+    fitted = score_mse(codec, codec.fit(site(2, 128), Sample(keys, queries)), keys, queries)
     assert fitted < score_mse(plain, plain.fit(site(2, 128)), keys, queries) / 4
     # queries that are loud where keys are not: their fit asks for other bits than the keys alone
     queries = queries.roll(32, -1)
-    by_queries, by_keys = codec.calibrate(site(2, 128), keys, queries), codec.fit(site(2, 128), keys)
+    by_queries, by_keys = codec.fit(site(2, 128), Sample(keys, queries)), codec.fit(site(2, 128), Sample(keys))
     assert score_mse(codec, by_queries, keys, queries) < 0.8 * score_mse(codec, by_keys, keys, queries)
 
 
@@ -299,7 +299,7 @@ def test_a_fit_on_a_model_is_saved_and_used(tmp_path):
     samples = capture(model.model, parts, [(layer, "key", codec) for layer in fitted])
     for layer, sample in samples.items():
         keys, queries = torch.cat(sample.key, 2), torch.cat(sample.queries, 2)
-        again = codec.calibrate(Site(layer, "key", keys.shape[1], keys.shape[3]), keys, queries)
+        again = codec.fit(Site(layer, "key", keys.shape[1], keys.shape[3]), Sample(keys, queries))
         assert all(torch.equal(again[name], x) for name, x in fitted[layer]["key"].items())
     path = tmp_path / "p.safetensors"
     fitted.save(path)
@@ -319,6 +319,6 @@ def test_what_does_not_exist_is_refused():
     with pytest.raises(FitError, match=r"rope-pairs needs sample keys .* `kvcodec fit MODEL rope-pairs-3 --text FILE"):
         RopePairs(3).fit(site())
     with pytest.raises(FitError, match=r"got keys \(1, 2, 0, 64\) for head_dim=64; .* longer text"):
-        RopePairs(3).calibrate(site(), normal(1, 2, 0, 64), normal(1, 2, 9, 64))
+        RopePairs(3).fit(site(), Sample(normal(1, 2, 0, 64), normal(1, 2, 9, 64)))
     with pytest.raises(FitError, match=r"got queries \(1, 2, 9, 128\) for head_dim=64"):
-        RopePairs(3).calibrate(site(), normal(1, 2, 9, 64), normal(1, 2, 9, 128))
+        RopePairs(3).fit(site(), Sample(normal(1, 2, 9, 64), normal(1, 2, 9, 128)))

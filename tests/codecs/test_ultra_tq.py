@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import kvcodec
-from kvcodec.codec import Dense, Site, roundtrip
+from kvcodec.codec import Dense, Sample, Site, roundtrip
 from kvcodec.codecs.group_int import GroupInt
 from kvcodec.codecs.ultra_tq import UltraTQ, gaussian_levels, sphere_levels, ultra_tq
 from kvcodec.errors import FitError, ShapeError, SpecError
@@ -26,7 +26,7 @@ def unit(n, dim, seed=0):
 
 
 def fitted(codec, dim=64, sample=None):
-    return codec.fit(Site(0, "key", 1, dim), sample)
+    return codec.fit(Site(0, "key", 1, dim), Sample(sample))
 
 
 def error(codec, x, sample=None):
@@ -123,8 +123,8 @@ def test_a_fit_satisfies_lloyds_two_conditions():
 
 def test_calibration_without_a_sample_or_without_keys():
     codec = UltraTQ(table="calibrated")
-    assert codec.needs_sample
-    assert not UltraTQ().needs_sample
+    assert "tensor" in codec.needs
+    assert "tensor" not in UltraTQ().needs
     with pytest.raises(FitError, match=r"table=calibrated needs sample keys .* got none.*use table=gaussian"):
         fitted(codec)
     zeros = fitted(codec, sample=torch.zeros(1, 1, 8, 64))["levels"]
@@ -143,7 +143,9 @@ def test_a_cache_calibrates_on_its_prefill():
     packed = kvcodec.compress(scheme, k, v)
     assert packed.key.params["levels"].shape == (1, 16)
     assert not torch.equal(packed.key.params["levels"][0].double(), gaussian_levels())
-    assert torch.equal(packed.key.params["levels"], packed.key.codec.fit(Site(0, "key", 2, 64), k.half())["levels"])
+    assert torch.equal(
+        packed.key.params["levels"], packed.key.codec.fit(Site(0, "key", 2, 64), Sample(k.half()))["levels"]
+    )
 
 
 # -- which layers keep their own levels ------------------------------------------------------------------------------
@@ -155,19 +157,19 @@ def calibrated(codec, tails):
     for layer, t in enumerate(tails):
         rotated = normal(512, seed=layer) * (normal(512, seed=100 + layer) * t).exp()
         x = codec.from_code(rotated, {})
-        fitted.append(codec.calibrate(Site(layer, "key", 1, 64), x, x))
+        fitted.append(codec.fit(Site(layer, "key", 1, 64), Sample(x, x)))
     return fitted
 
 
 def test_the_error_that_decides_is_that_of_the_gaussian_table():
     codec, x = UltraTQ(table="calibrated"), unit(512, 64)
-    params = codec.calibrate(Site(0, "key", 1, 64), x, x)
+    params = codec.fit(Site(0, "key", 1, 64), Sample(x, x))
     assert params.keys() == {"levels", "error"}
     assert params["error"].shape == (1, 1)
     # every unit vector counts alike, so the mean over coordinates is the relative error
     assert float(params["error"]) == pytest.approx(error(UltraTQ(), x), rel=1e-3)
     assert torch.equal(params["levels"], fitted(codec, sample=x)["levels"])
-    empty = codec.calibrate(Site(0, "key", 1, 64), torch.zeros(1, 1, 8, 64), x)
+    empty = codec.fit(Site(0, "key", 1, 64), Sample(torch.zeros(1, 1, 8, 64), x))
     assert float(empty["error"]) == 0
 
 
@@ -196,7 +198,7 @@ def test_seven_percent_of_a_hundred_layers_is_seven_and_ties_go_to_the_first():
 def test_other_tables_have_nothing_to_settle():
     for table in ("gaussian", "sphere"):
         codec, x = UltraTQ(table=table), unit(64, 64)
-        params = codec.calibrate(Site(0, "key", 1, 64), x, x)
+        params = codec.fit(Site(0, "key", 1, 64), Sample(x, x))
         assert params.keys() == {"levels"}
         assert codec.settle([params, params]) == [params, params]
 

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import kvcodec
-from kvcodec.codec import ROLES, Codec, Params, Payload, Role, Site, roundtrip, storage_dtype
+from kvcodec.codec import ROLES, Codec, Params, Payload, Role, Sample, Site, roundtrip, storage_dtype
 from kvcodec.scheme import KVScheme
 
 HEAD_DIMS = (64, 80, 96, 128, 192, 256)
@@ -54,8 +54,8 @@ def dim_of(scheme: KVScheme) -> int:
 
 def fit(codec: Codec, site: Site) -> Params:
     """Constants of a site; codecs that need data see a fixed Gaussian sample."""
-    sample = gaussian(1, site.num_heads, 256, site.head_dim, seed=99).float() if codec.needs_sample else None
-    return codec.fit(site, sample)
+    sample = gaussian(1, site.num_heads, 256, site.head_dim, seed=99).float() if "tensor" in codec.needs else None
+    return codec.fit(site, Sample(sample))
 
 
 def given_params(scheme: KVScheme, *, layer: int = 0, heads: int = 2, dim: int = 64, seed: int = 0):
@@ -63,7 +63,7 @@ def given_params(scheme: KVScheme, *, layer: int = 0, heads: int = 2, dim: int =
     return {
         role: fit(scheme.codec(role), Site(layer, role, heads, dim, seed))
         for role in ROLES
-        if scheme.codec(role).needs_sample
+        if "tensor" in scheme.codec(role).needs
     }
 
 

@@ -6,7 +6,7 @@ import torch
 import kvcodec
 from kvcodec.cache.fused import FusedLayerCache, fused_refusal
 from kvcodec.checks import check_constants
-from kvcodec.codec import Codec, Params, Site
+from kvcodec.codec import Codec, Params, Sample, Site
 from kvcodec.errors import FitError
 
 from .support import HEAD_DIMS, dim_of, gaussian, kv, sides, site_of, supported_dims
@@ -18,15 +18,15 @@ SIZES = (1.0, 0.0, 1e-30, 6e4)
 
 def fitted(codec: Codec, site: Site, size: float) -> Params:
     x = (gaussian(3, site.num_heads, max(codec.fit_tokens, 256), site.head_dim, seed=1).float() * size).clamp(-6e4, 6e4)
-    if codec.needs_queries:
-        return codec.calibrate(site, x, gaussian(*x.shape, seed=2).float())
-    return codec.fit(site, x if codec.needs_sample else None)
+    if "queries" in codec.needs:
+        return codec.fit(site, Sample(x, gaussian(*x.shape, seed=2).float()))
+    return codec.fit(site, Sample(x))
 
 
 def test_what_is_fitted_is_what_is_declared(spec):
     for role, codec in sides(kvcodec.get(spec)):
         for dim in supported_dims(codec)[:: len(HEAD_DIMS) - 1]:
-            for size in SIZES if codec.needs_sample and dim == 64 else (1.0,):
+            for size in SIZES if "tensor" in codec.needs and dim == 64 else (1.0,):
                 check_constants(codec, site_of(role, dim=dim), fitted(codec, site_of(role, dim=dim), size), 3)
 
 
@@ -114,7 +114,7 @@ def test_params_of_another_form_are_refused(params):
 
 def test_constants_of_another_batch_are_refused():
     scheme = kvcodec.get("ghost-3")
-    params = {role: codec.fit(site_of(role), gaussian(3, 2, 512, 64).float()) for role, codec in sides(scheme)}
+    params = {role: codec.fit(site_of(role), Sample(gaussian(3, 2, 512, 64).float())) for role, codec in sides(scheme)}
     cache = kvcodec.LayerCache(scheme, params=params)
     with pytest.raises(FitError, match="of 3 sequences, the cache has 2"):
         cache.append(*kv(40))

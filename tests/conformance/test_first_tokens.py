@@ -10,7 +10,7 @@ from torch import Tensor
 
 import kvcodec
 from kvcodec.cache.host import LayerCache
-from kvcodec.codec import Codec, Site, roundtrip
+from kvcodec.codec import Codec, Sample, Site, roundtrip
 from kvcodec.codecs.rope_pairs import RopePairs
 from kvcodec.errors import FitError, UnsupportedError
 from kvcodec.files.caches import load_layers, save_layers
@@ -142,9 +142,9 @@ def test_constants_are_fitted_on_exactly_so_many_tokens_without_their_mean(monke
     seen: list[Tensor] = []
     real = RopePairs.fit
 
-    def fit(self: RopePairs, site: Site, sample: Tensor | None = None) -> Any:
-        assert sample is not None
-        seen.append(sample)
+    def fit(self: RopePairs, site: Site, sample: Sample) -> Any:
+        assert sample.tensor is not None
+        seen.append(sample.tensor)
         return real(self, site, sample)
 
     monkeypatch.setattr(RopePairs, "fit", fit)

@@ -59,7 +59,7 @@ def exact_input(role: Role, dim: int) -> torch.Tensor:
 def digests(codec: Codec, role: Role, dim: int, params: Params) -> dict[str, str]:
     """Of the bytes of many tokens, by head_dim; constants fitted on a sample are there for ``dim`` alone."""
     found = {}
-    for d in {dim} if codec.needs_sample else sorted({dim, *supported_dims(codec)}):
+    for d in {dim} if "tensor" in codec.needs else sorted({dim, *supported_dims(codec)}):
         own = params if d == dim else fit(codec, site_of(role, heads=1, dim=d))
         payload = codec.encode(codec.to_code(exact_input(role, d), own), own)
         bytes_ = b"".join(name.encode() + raw(payload[name]).numpy().tobytes() for name in sorted(payload))
@@ -80,7 +80,7 @@ def make(codec: Codec, role: Role, dim: int) -> tuple[dict[str, torch.Tensor], d
     layout = codec.layout(dim)
     tensors = {f"{role}.input": x, f"{role}.decoded": decoded.half()}
     tensors |= {f"{role}.payload.{name}": t.contiguous() for name, t in payload.items()}
-    if codec.needs_sample:
+    if "tensor" in codec.needs:
         tensors |= {f"{role}.params.{name}": t for name, t in params.items()}
     fields = [{"name": f.name, "dtype": f.dtype, "shape": list(f.shape)} for f in layout.fields]
     about = {"version": layout.version, "block_tokens": layout.block_tokens, "fields": fields}
@@ -142,7 +142,7 @@ def roles(folder: Path):
     tensors = load_file(folder / "data.safetensors")
     for role, codec in sides(scheme):
         params: Params = fit(codec, site_of(role, heads=1, dim=config["head_dim"]))
-        if codec.needs_sample:
+        if "tensor" in codec.needs:
             mark = f"{role}.params."
             params = {n.removeprefix(mark): t for n, t in tensors.items() if n.startswith(mark)}
         mark = f"{role}.payload."

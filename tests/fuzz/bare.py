@@ -22,7 +22,7 @@ from kvcodec.cache.device import DeviceCache
 from kvcodec.cache.growing import GrowingCache
 from kvcodec.cache.host import LayerCache, attend
 from kvcodec.cache.static import StaticCache
-from kvcodec.codec import ROLES, Role, Site
+from kvcodec.codec import ROLES, Role, Sample, Site
 from kvcodec.errors import KVError, UnsupportedError
 from kvcodec.files.caches import load_layers, save_layers
 from kvcodec.kernels.choose import Kernels, refusal
@@ -179,9 +179,9 @@ class Machine:
         params = {}
         if setting["given"]:
             for role in ROLES:
-                if (codec := scheme.codec(role)).needs_sample:
+                if "tensor" in (codec := scheme.codec(role)).needs:
                     site = Site(setting["layer"], role, self.heads, self.dim, setting["seed"])
-                    params[role] = codec.fit(site, _normal(7, 1, self.heads, 128, self.dim))
+                    params[role] = codec.fit(site, Sample(_normal(7, 1, self.heads, 128, self.dim)))
         energy = _normal(8, 1, self.heads, self.dim).square() if setting["energy"] else None
         self.site = LayerSite(
             scheme, setting["layer"], setting["seed"], params, mean=mean, most=setting["most"], energy=energy

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvcodec.codec import ROLES, Codec, Dense, Params, Role, Site, roundtrip
+from kvcodec.codec import ROLES, Codec, Dense, Params, Role, Sample, Site, roundtrip
 from kvcodec.store.site import LayerSite, codec_params
 
 SINK, AGED, RECENT, DENSE = range(4)
@@ -128,8 +128,8 @@ class LayerTokens:
         of = self.site
         site = Site(of.layer, role, x.shape[1], x.shape[3], of.seed, x.device, of.first_head)
         given = codec_params(of.fitted, role)
-        params = given if given is not None or codec.needs_sample else codec.fit(site)
-        return RoleTokens(codec, site, params, given is not None or not codec.needs_sample, x[:, :, :0])
+        params = given if given is not None or "tensor" in codec.needs else codec.fit(site)
+        return RoleTokens(codec, site, params, given is not None or "tensor" not in codec.needs, x[:, :, :0])
 
     @property
     def missing(self) -> bool:
@@ -157,9 +157,9 @@ class LayerTokens:
                     self.mean = self.site.mean.of(sample, placed)
                 sample = sample.float() - self.site.mean.at(self.mean, placed)
             if tokens.params is None and role == "key" and self.site.energy is not None:
-                tokens.params = tokens.codec.fit_with(tokens.site, sample, self.site.energy)
+                tokens.params = tokens.codec.fit(tokens.site, Sample(sample, energy=self.site.energy))
             elif tokens.params is None:
-                tokens.params = tokens.codec.fit(tokens.site, sample)
+                tokens.params = tokens.codec.fit(tokens.site, Sample(sample))
         return True
 
     def _unit(self, role: Role) -> int:

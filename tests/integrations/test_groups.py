@@ -36,7 +36,7 @@ def norms() -> dict[Role, Any]:
 def made(spec: str, slots: int = 3, **options: Any) -> GroupedLayer:
     scheme = kvcodec.get(spec)
     torch.manual_seed(0)
-    params = norms() if scheme.key.needs_sample else None
+    params = norms() if "tensor" in scheme.key.needs else None
     given = {"layer": 3, "heads": HEADS, "head_dim": DIM, "dtype": torch.float16, "device": CPU, "params": params}
     return GroupedLayer(scheme, slots=slots, **{**given, **options})
 

@@ -12,7 +12,7 @@ from kvcodec.attention import Seen
 from kvcodec.integrations.transformers import cache_for
 from kvcodec.integrations.transformers.argument import passing
 from kvcodec.kernels import flash
-from kvcodec.kernels import history as prefill
+from kvcodec.kernels.cuda import history as prefill
 from kvcodec.kernels.flash import score
 from kvcodec.kernels.spec import kernels_for
 from tests.conftest import tiny_model

@@ -17,8 +17,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from kvcodec.codec import Codec, Params, Role, Site
-from kvcodec.kernels.arguments import DecodeArgs
+from kvcodec.codec import Codec, Params, Role, Sample, Site
+from kvcodec.kernels.cuda.arguments import DecodeArgs
 from kvcodec.kernels.mean import KeyMean, key_mean, pairs_of
 from kvcodec.kernels.spec import Reader, decode_spec
 from kvcodec.layout import PageLayout
@@ -400,7 +400,7 @@ def _check(
     for role, side in sides.items():
         x = rows(case, role, dim, columns * geometry.page, rng)
         site = Site(1, role, h, dim, seed=case.seed)
-        params[role] = side.codec.fit(site, x if side.codec.needs_sample else None)
+        params[role] = side.codec.fit(site, Sample(x))
         payload = side.codec.encode(side.codec.to_code(x, params[role]), params[role])
         store.write(role, 0, payload)
         decoded[role] = side.codec.from_code(side.codec.decode(payload, params[role]), params[role])

@@ -7,10 +7,12 @@ from typing import Any
 import pytest
 import torch
 
-from kvcodec.kernels import basis, build, cuda_engine, encode, ghost, innerq
-from kvcodec.kernels import decode as attention
-from kvcodec.kernels import history as prefill
-from kvcodec.kernels.build import Program
+from kvcodec.kernels.codecs import ghost, innerq
+from kvcodec.kernels.cuda import basis, build, encode
+from kvcodec.kernels.cuda import decode as attention
+from kvcodec.kernels.cuda import engine as cuda_engine
+from kvcodec.kernels.cuda import history as prefill
+from kvcodec.kernels.cuda.build import Program
 from tests.kernels import harness
 
 _LAUNCH = """

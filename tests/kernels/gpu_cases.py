@@ -36,14 +36,14 @@ import torch
 from torch import Tensor
 
 import kvcodec
-from kvcodec.codec import ROLES, Codec, Params, Payload, Site
+from kvcodec.codec import ROLES, Codec, Params, Payload, Sample, Site
 from kvcodec.codecs.ghost import Ghost
 from kvcodec.errors import ShapeError
-from kvcodec.kernels import build, encode, launch
-from kvcodec.kernels import decode as attention
-from kvcodec.kernels import history as prefill
 from kvcodec.kernels import spec as specs
 from kvcodec.kernels.constants import Constants, constants_for
+from kvcodec.kernels.cuda import build, encode, launch
+from kvcodec.kernels.cuda import decode as attention
+from kvcodec.kernels.cuda import history as prefill
 from kvcodec.kernels.mean import BLOCK, MOST_POSITIONS, KeyMean, key_mean, most_pairs, pairs_of
 from kvcodec.layout import PageLayout
 from kvcodec.ops.rope import Rotary
@@ -204,8 +204,8 @@ def fill(
         laws.append(law)
         x = x.to(codec.held_dtype(dtype)) if dtype == torch.float32 else x
         y = x.float() if less is None else x.float() - less.turned(0, tokens)
-        fitted = fit_klt(codec, site, y) if isinstance(codec, Ghost) and codec.needs_queries else None
-        fitted = fitted or codec.fit(site, y if codec.needs_sample else None)
+        fitted = fit_klt(codec, site, y) if isinstance(codec, Ghost) and "queries" in codec.needs else None
+        fitted = fitted or codec.fit(site, Sample(y))
         params[role] = own = {name: value.to(device) for name, value in fitted.items()}
         payloads[role] = [codec.encode(codec.to_code(y[:, :, at : at + STEP], own), own) for at in parts]
         if side is not None:

@@ -29,7 +29,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
-from kvcodec.kernels.build import Program, included
+from kvcodec.kernels.cuda.build import Program, included
 
 ROOT = pathlib.Path(__file__).parents[2]
 HEADERS = ROOT / "src/kvcodec/kernels/csrc"

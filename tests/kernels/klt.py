@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from kvcodec.codec import Params, Site
+from kvcodec.codec import NO_SAMPLE, Params, Sample, Site
 from kvcodec.codecs.ghost import Ghost
 
 MOST = 4096
@@ -14,7 +14,7 @@ def fit_klt(codec: Ghost, site: Site, sample: Tensor) -> Params:
     """Constants from keys or values and queries that ask more of some directions than of others."""
     rng, dim = torch.Generator().manual_seed(site.head_dim), site.head_dim
     queries = torch.randn(1, site.num_heads, 200, dim, generator=rng) * torch.logspace(-1, 1, dim)
-    return codec.calibrate(site, sample[:, :, :MOST], queries @ torch.randn(dim, dim, generator=rng))
+    return codec.fit(site, Sample(sample[:, :, :MOST], queries @ torch.randn(dim, dim, generator=rng)))
 
 
 class Klt(Ghost):
@@ -22,7 +22,7 @@ class Klt(Ghost):
 
     __module__ = Ghost.__module__  # by which its kernels are found
 
-    def fit(self, site: Site, sample: Tensor | None = None) -> Params:
-        """As ``fit_klt``."""
-        assert sample is not None
-        return fit_klt(self, site, sample)
+    def fit(self, site: Site, sample: Sample = NO_SAMPLE) -> Params:
+        """As ``fit_klt``; its own samples bring queries."""
+        assert sample.tensor is not None
+        return super().fit(site, sample) if sample.queries is not None else fit_klt(self, site, sample.tensor)

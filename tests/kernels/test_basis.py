@@ -5,7 +5,8 @@ from typing import Any
 import pytest
 import torch
 
-from kvcodec.kernels.basis import (
+from kvcodec.kernels.constants import Constants
+from kvcodec.kernels.cuda.basis import (
     COPY,
     DIVIDE,
     MOST_BLOCKS,
@@ -19,7 +20,6 @@ from kvcodec.kernels.basis import (
     out_of_codes,
     rows_of_warp,
 )
-from kvcodec.kernels.constants import Constants
 from kvcodec.ops.hadamard import block_hadamard
 
 

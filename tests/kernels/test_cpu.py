@@ -13,7 +13,7 @@ import kvcodec
 from kvcodec.attention import Seen
 from kvcodec.cache.fused import FusedLayerCache, fused_refusal
 from kvcodec.cache.host import LayerCache, attend
-from kvcodec.codec import ROLES, Codec, Role, Site
+from kvcodec.codec import ROLES, Codec, Role, Sample, Site
 from kvcodec.codecs.ghost import ALLOWED, Ghost
 from kvcodec.codecs.group_int import BITS, GroupInt
 from kvcodec.codecs.hqmq import Hqmq
@@ -71,7 +71,7 @@ def codecs(spec: str | Codec) -> list[tuple[Role, Codec]]:
         return [("key", spec)]
     scheme = kvcodec.get(spec).for_layer(8, 24)
     own = [(role, scheme.codec(role).for_dtype(torch.float32)) for role in ROLES]
-    return [(role, Klt(x.bits, x.transform) if isinstance(x, Ghost) and x.needs_queries else x) for role, x in own]
+    return [(role, Klt(x.bits, x.transform) if isinstance(x, Ghost) and "queries" in x.needs else x) for role, x in own]
 
 
 # -- readers -----------------------------------------------------------------------------------------------------------
@@ -91,7 +91,7 @@ def test_unpacks_what_the_codec_decodes(spec: str | Codec, monkeypatch: pytest.M
             heads, tokens = 2, page.page_tokens
             x, site = draw(1, heads, tokens, dim, seed=dim).half().float(), Site(0, role, heads, dim)
             x[:, :, 3] = 0
-            params = codec.fit(site, x)
+            params = codec.fit(site, Sample(x))
             store = PageStore(page, 1, heads, CPU, tokens)
             store.pages.random_(0, 256, generator=torch.Generator().manual_seed(1))
             live = tokens // 2 // codec.block_tokens * codec.block_tokens or tokens
@@ -150,7 +150,7 @@ def test_attention_is_as_exact_as_float32(spec: str, dim: int, monkeypatch: pyte
     sides, decoded = [], []
     for role, codec, x in (("key", key, k), ("value", value, v)):
         site = Site(0, role, heads, dim)
-        params = codec.fit(site, x)
+        params = codec.fit(site, Sample(x))
         store.write(role, 0, codec.encode(codec.to_code(x, params), params))
         sides.append(constants_for(read.key if role == "key" else read.value, params, heads, dim))
         decoded.append(codec.from_code(codec.decode(store.read(role, 0, 5 * unit), params), params))
@@ -210,7 +210,7 @@ def test_means_of_350_are_as_exact_as_float32(spec: str, turn: Rotary, monkeypat
         store.pages.random_(0, 256, generator=torch.Generator().manual_seed(2))
         sides, decoded = [], []
         for role, codec, x in (("key", key, k), ("value", value, v)):
-            params = codec.fit(Site(0, role, heads, dim), x)
+            params = codec.fit(Site(0, role, heads, dim), Sample(x))
             store.write(role, 0, codec.encode(codec.to_code(x, params), params))
             sides.append(constants_for(read.key if role == "key" else read.value, params, heads, dim))
             decoded.append(codec.from_code(codec.decode(store.read(role, 0, 2 * unit), params), params))

@@ -9,7 +9,7 @@ from torch import Tensor
 import kvcodec
 from kvcodec.cache.growing import GrowingCache
 from kvcodec.cache.host import LayerCache
-from kvcodec.codec import FP16_MAX, ROLES, Codec, Dense, DenseDtype, Role, Site
+from kvcodec.codec import FP16_MAX, ROLES, Codec, Dense, DenseDtype, Role, Sample, Site
 from kvcodec.codecs.fp8 import Fp8
 from kvcodec.codecs.ghost import ALLOWED, Ghost
 from kvcodec.codecs.group_int import GroupInt
@@ -28,7 +28,7 @@ from kvcodec.kernels.cpu.compile import HERE
 from kvcodec.kernels.cpu.encode import encode, prepared
 from kvcodec.kernels.cpu.engine import CpuEngine
 from kvcodec.kernels.cpu.spec import cpu_spec
-from kvcodec.kernels.encode import Turned
+from kvcodec.kernels.mean import Turned
 from kvcodec.ops.lloyd_max import midpoints
 from kvcodec.ops.rope import NOT_TURNED, Rotary
 from kvcodec.scheme import KVScheme, page_layout
@@ -109,7 +109,7 @@ def _written(
         turn, mean, positions = removed
         less = Turned(mean, *turn.angles(positions), turn.interleaved)
         rest = rest - turn.turn(mean[:, :, None], positions)
-    params = codec.fit(Site(0, role, HEADS, dim), rest)
+    params = codec.fit(Site(0, role, HEADS, dim), Sample(rest))
     slots = first + x.shape[2]
     store = PageStore(layout, x.shape[0], HEADS, x.device, slots)
     store.pages.copy_(torch.arange(store.pages.numel()).view(store.pages.shape) % 251)  # whatever was there

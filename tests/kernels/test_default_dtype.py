@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 import kvcodec
-from kvcodec.codec import ROLES, Params, Role, Site
+from kvcodec.codec import ROLES, Params, Role, Sample, Site
 from kvcodec.errors import UnsupportedError
 from kvcodec.kernels.constants import constants_for
 from kvcodec.kernels.spec import encoder, reader
@@ -32,11 +32,9 @@ def made(spec: str, role: Role, x: torch.Tensor) -> dict[str, Any]:
     """Everything that is derived from a spec: constants, bytes, what they mean, the kernels' tables."""
     codec = kvcodec.get(spec).for_layer(3, 8).codec(role).for_dtype(x.dtype)
     site = Site(3, role, HEADS, DIM, 0, torch.device("cpu"))
-    params: Params
-    if codec.needs_sample or codec.needs_queries:
-        params = codec.settle([codec.calibrate(site, x.float(), x.float())])[0]
-    else:
-        params = codec.fit(site)
+    params: Params = (
+        codec.settle([codec.fit(site, Sample(x.float(), x.float()))])[0] if codec.needs else codec.fit(site)
+    )
     payload = codec.encode(codec.to_code(x.float(), params), params)
     found = {f"constant {name}": value for name, value in params.items()}
     found |= {f"field {name}": value for name, value in payload.items()}

@@ -28,14 +28,15 @@ from kvcodec.codecs.outliers import Med
 from kvcodec.errors import KVCodecWarning
 from kvcodec.integrations.transformers import arrivals, cache_for, layers, windowed
 from kvcodec.integrations.transformers.argument import passing
-from kvcodec.kernels import basis, build, encode, ghost, innerq
-from kvcodec.kernels import decode as attention
-from kvcodec.kernels import history as prefill
 from kvcodec.kernels.choose import refusal
+from kvcodec.kernels.codecs import ghost, innerq
+from kvcodec.kernels.codecs.hqmq import cell_tables
 from kvcodec.kernels.constants import constants_for
-from kvcodec.kernels.cuda_engine import CudaEngine
-from kvcodec.kernels.fit import Rooms
-from kvcodec.kernels.hqmq import cell_tables
+from kvcodec.kernels.cuda import basis, build, encode
+from kvcodec.kernels.cuda import decode as attention
+from kvcodec.kernels.cuda import history as prefill
+from kvcodec.kernels.cuda.engine import CudaEngine
+from kvcodec.kernels.cuda.fit import Rooms
 from kvcodec.kernels.spec import encoder, reader
 from kvcodec.probe import OutlierProbe
 from kvcodec.registry import method_of
@@ -153,7 +154,7 @@ def test_a_second_cache_costs_few_operations_and_no_look(
     assert not [name for name in LOOKS if middle[name]]
     assert not any(seen["lift_fresh"] for seen in counts)  # a host's numbers as a tensor: their copy to a GPU waits
     one = cache.layer_caches[LAYERS // 2]
-    sampled = any(state.codec.needs_sample for state in one.roles.values())
+    sampled = any("tensor" in state.codec.needs for state in one.roles.values())
     dense = (10 if max_len is None else 23) * one.holds_dense  # sink, window and unfinished block
     medians = 35 * ("outliers" in spec)  # of the prefill's chunks
     fits = (15 if max_len or "outliers" in spec else 2) * sampled  # in a growing cache by a kernel
@@ -304,7 +305,7 @@ def test_tables_that_are_called_alike_are_the_same_in_all_layers(spec: str) -> N
     for role in ROLES:
         codec = scheme.codec(role)
         for side in (reader(codec, DIM, role), encoder(codec, DIM, role)):
-            if side.tables is None or codec.needs_sample:
+            if side.tables is None or "tensor" in codec.needs:
                 continue
             sites = Site(0, role, 2, DIM), Site(7, role, 3, DIM, seed=5)
             one, other = (constants_for(side, codec.fit(site), site.num_heads, DIM).tables for site in sites)
@@ -352,7 +353,7 @@ def test_layers_judged_together_are_judged_as_alone(
     """With kernels and without them; some layers are of other keys."""
     monkeypatch.setattr(OutlierProbe, "_warn_or_refuse", lambda *_: None)
     scheme = kvcodec.get(spec)
-    if scheme.key.needs_queries:
+    if "queries" in scheme.key.needs:
         scheme = replace(scheme, key=kvcodec.get("polarquant-4").key, spec="")
     kinds: list[type[LayerCache]] = [LayerCache]
     if not fused_refusal(scheme, DIM, CPU):

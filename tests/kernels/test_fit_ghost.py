@@ -6,11 +6,12 @@ import pytest
 import torch
 from torch import Tensor
 
+from kvcodec import codec as codecs
 from kvcodec.codec import ROLES, Role, Site
 from kvcodec.codecs.ghost import Ghost
-from kvcodec.kernels import ghost
+from kvcodec.kernels.codecs import ghost
 from kvcodec.kernels.constants import constants_for
-from kvcodec.kernels.fit import Rooms, Sample
+from kvcodec.kernels.cuda.fit import Rooms, Sample
 from kvcodec.kernels.spec import encoder, reader
 from kvcodec.ops.rope import Rotary
 from kvcodec.store.site import MeanRemoval
@@ -43,7 +44,7 @@ def fitted(codec: Ghost, role: Role, x: Tensor, tokens: int, padding: Tensor | N
         mean = removal.of(sample, at - 3)
         sample = sample.float() - removal.at(mean, at - 3)
     site = Site(0, role, HEADS, x.shape[3])
-    return (codec.fit(site, sample) if energy is None else codec.fit_with(site, sample, energy)), mean
+    return codec.fit(site, codecs.Sample(sample, energy=energy)), mean
 
 
 @pytest.mark.parametrize(

@@ -5,11 +5,12 @@ from typing import Any
 import pytest
 import torch
 
+from kvcodec import codec as codecs
 from kvcodec.codec import Site
 from kvcodec.codecs.innerq import InnerQ
-from kvcodec.kernels import innerq
+from kvcodec.kernels.codecs import innerq
 from kvcodec.kernels.constants import constants_for
-from kvcodec.kernels.fit import Rooms, Sample
+from kvcodec.kernels.cuda.fit import Rooms, Sample
 from kvcodec.kernels.spec import encoder, reader
 
 
@@ -22,7 +23,7 @@ def test_the_references_norms(head_dim: int, tokens: int, dtype: torch.dtype, ma
     x[1, 2, tokens // 2, 7] = torch.inf
     x[1, 0, tokens // 2, 9] = torch.nan
     site, found = Site(0, "key", 3, head_dim), innerq.fit({"key": codec}, head_dim, {"key": Sample(x)}, Rooms())["key"]
-    want = codec.fit(site, x)
+    want = codec.fit(site, codecs.Sample(x))
     assert found.params.keys() == want.keys()
     torch.testing.assert_close(found.params["norm"], want["norm"], rtol=0, atol=0, equal_nan=True)
     assert found.params["norm"][0, 1, 5] == 1

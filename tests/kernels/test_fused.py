@@ -18,9 +18,9 @@ from kvcodec.codecs.hqmq import Hqmq
 from kvcodec.codecs.octopus_qjl import OctopusQJL
 from kvcodec.codecs.outliers import Med
 from kvcodec.errors import ShapeError, UnsupportedError
-from kvcodec.kernels import fp8
 from kvcodec.kernels.choose import choose, refusal
-from kvcodec.kernels.cuda_engine import CudaEngine
+from kvcodec.kernels.codecs import fp8
+from kvcodec.kernels.cuda.engine import CudaEngine
 from kvcodec.scheme import KVScheme
 from kvcodec.store.role import RoleState
 from tests.kernels.decode_cases import each_in_turn

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from kvcodec.integrations.vllm.layer import Rules
-from kvcodec.kernels.prompts import Room
-from kvcodec.kernels.prompts_groups import GroupChunks
+from kvcodec.kernels.cuda.prompts import Room
+from kvcodec.kernels.cuda.prompts_groups import GroupChunks
 from tests.integrations.test_groups import HEADS, RULES, SINKS, SPECS, UNIT, block_of, made, pending_of, pool, tokens
 from tests.kernels.conftest import unsynchronised
 

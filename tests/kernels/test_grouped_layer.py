@@ -7,9 +7,9 @@ import torch
 
 from kvcodec.integrations.vllm.groups import GroupedLayer
 from kvcodec.integrations.vllm.layer import Rules
-from kvcodec.kernels import history_groups as prefill_groups
-from kvcodec.kernels.prompts import Room
-from kvcodec.kernels.prompts_groups import GroupChunks
+from kvcodec.kernels.cuda import history_groups as prefill_groups
+from kvcodec.kernels.cuda.prompts import Room
+from kvcodec.kernels.cuda.prompts_groups import GroupChunks
 from tests.integrations.test_groups import (
     CUTS,
     DIM,

@@ -16,11 +16,11 @@ from kvcodec.codec import ROLES, Codec, Params, Role
 from kvcodec.codecs.group_int import GroupInt
 from kvcodec.codecs.saw_int4 import SawInt4
 from kvcodec.errors import ShapeError, SpecError, UnsupportedError
-from kvcodec.kernels import arguments, build, encode, launch
-from kvcodec.kernels import decode as attention
 from kvcodec.kernels import spec as specs
-from kvcodec.kernels.build import Program
 from kvcodec.kernels.constants import Constants, constants_for
+from kvcodec.kernels.cuda import arguments, build, encode, launch
+from kvcodec.kernels.cuda import decode as attention
+from kvcodec.kernels.cuda.build import Program
 from tests.kernels import harness
 
 CPU = torch.device("cpu")

@@ -14,7 +14,7 @@ import kvcodec
 from kvcodec.cache.fused import FusedLayerCache
 from kvcodec.integrations.transformers import cache_for
 from kvcodec.integrations.transformers.attention import kvcodec_attention
-from kvcodec.kernels import build
+from kvcodec.kernels.cuda import build
 from kvcodec.scheme import KVScheme
 from tests.conftest import tiny_model
 
@@ -96,4 +96,4 @@ def test_keys_in_append(made: Any, capacity: int, machine: dict[str, Any]) -> No
     cache, keys = made(kvcodec.get("int-8"), capacity=capacity), rows(80)
     _, files = entered(lambda: cache.append(keys, rows(80)), memory_of(keys))
     assert 2 <= len(files) <= MOST, files
-    assert ("kernels/encode.py" in files) == (made is FusedLayerCache)
+    assert ("kernels/cuda/encode.py" in files) == (made is FusedLayerCache)

@@ -12,10 +12,10 @@ import kvcodec
 from kvcodec.cache.fused import FusedLayerCache
 from kvcodec.cache.host import LayerCache
 from kvcodec.errors import KVError, UnsupportedError
-from kvcodec.kernels import build, encode, history, launch
-from kvcodec.kernels import decode as attention
-from kvcodec.kernels.arguments import EncodeArgs
-from kvcodec.kernels.launch import Config, machine_of
+from kvcodec.kernels.cuda import build, encode, history, launch
+from kvcodec.kernels.cuda import decode as attention
+from kvcodec.kernels.cuda.arguments import EncodeArgs
+from kvcodec.kernels.cuda.launch import Config, machine_of
 from kvcodec.kernels.spec import HEAD_DIMS, DecodeSpec, decode_spec, encode_spec
 from tests.kernels import emulation
 from tests.kernels.emulation import machine  # noqa: F401  a fixture

@@ -15,12 +15,12 @@ import kvcodec
 from kvcodec.codec import ROLES, Params, Role
 from kvcodec.codecs.saw_int4 import SawInt4
 from kvcodec.errors import ShapeError, UnsupportedError
-from kvcodec.kernels import basis, encode, launch
-from kvcodec.kernels import decode as attention
-from kvcodec.kernels import history as prefill
 from kvcodec.kernels import spec as specs
 from kvcodec.kernels.constants import Constants, constants_for
-from kvcodec.kernels.cuda_engine import CudaEngine
+from kvcodec.kernels.cuda import basis, encode, launch
+from kvcodec.kernels.cuda import decode as attention
+from kvcodec.kernels.cuda import history as prefill
+from kvcodec.kernels.cuda.engine import CudaEngine
 from kvcodec.kernels.mean import MOST_POSITIONS, KeyMean, key_mean
 from kvcodec.ops.rope import Rotary
 from kvcodec.store.pages import PageStore

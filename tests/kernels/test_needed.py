@@ -14,10 +14,10 @@ import kvcodec
 from kvcodec.cache.fused import FusedLayerCache
 from kvcodec.cli.main import main
 from kvcodec.errors import UnsupportedError
-from kvcodec.kernels import build, launch, needed
-from kvcodec.kernels.build import Program
-from kvcodec.kernels.cuda_engine import CudaEngine
-from kvcodec.kernels.needed import Steps, of_scheme
+from kvcodec.kernels.cuda import build, launch, needed
+from kvcodec.kernels.cuda.build import Program
+from kvcodec.kernels.cuda.engine import CudaEngine
+from kvcodec.kernels.cuda.needed import Steps, of_scheme
 from kvcodec.kernels.spec import decode_spec
 from tests.kernels import emulation
 from tests.kernels.emulation import machine  # noqa: F401  a fixture

@@ -11,12 +11,12 @@ import torch
 from torch import Tensor
 
 import kvcodec
-from kvcodec.codec import ROLES, Codec, Site
+from kvcodec.codec import ROLES, Codec, Sample, Site
 from kvcodec.errors import UnsupportedError
-from kvcodec.kernels import decode as attention
-from kvcodec.kernels import encode, launch
 from kvcodec.kernels import spec as specs
 from kvcodec.kernels.constants import Constants, constants_for
+from kvcodec.kernels.cuda import decode as attention
+from kvcodec.kernels.cuda import encode, launch
 from kvcodec.layout import PageLayout
 from kvcodec.store.pages import PageStore
 from tests.kernels.decode_cases import each_in_turn
@@ -59,7 +59,7 @@ def fill(key: Codec, value: Codec, dim: int, heads: int, lens: list[int], page: 
     for role, codec in zip(ROLES, (key, value), strict=True):
         x = torch.randn(b, heads, tokens, dim, generator=rng)
         site = Site(0, role, heads, dim)
-        params[role] = codec.fit(site, x if codec.needs_sample else None)
+        params[role] = codec.fit(site, Sample(x))
         payload = codec.encode(codec.to_code(x, params[role]), params[role])
         store.write(role, 0, payload)
         decoded.append(codec.from_code(codec.decode(payload, params[role]), params[role]))
@@ -224,8 +224,8 @@ def target_of(scheme: Any, dim: int, heads: int, batch: int, capacity: int, page
     params, given = {}, {}
     for role in ROLES:
         codec = scheme.codec(role)
-        sample = torch.randn(batch, heads, 40, dim, generator=rng) if codec.needs_sample else None
-        params[role] = codec.fit(Site(0, role, heads, dim), sample)
+        sample = torch.randn(batch, heads, 40, dim, generator=rng) if "tensor" in codec.needs else None
+        params[role] = codec.fit(Site(0, role, heads, dim), Sample(sample))
         side = target.encoder(role)
         given[role] = Constants(None, None, 1) if side is None else constants_for(side, params[role], heads, dim)
     return store, (target, given, params)

@@ -9,15 +9,15 @@ from torch import Tensor
 
 import kvcodec
 from kvcodec.cache.host import LayerCache, attend
-from kvcodec.codec import ROLES, Dense, Params, Role, Site
+from kvcodec.codec import ROLES, Dense, Params, Role, Sample, Site
 from kvcodec.errors import ShapeError
 from kvcodec.integrations.vllm import layer as served
 from kvcodec.integrations.vllm.layer import EngineLayer, Live, Rules, Several
 from kvcodec.integrations.vllm.servable import group_tokens, refusal
 from kvcodec.kernels.cpu.engine import CpuEngine
-from kvcodec.kernels.cuda_engine import CudaEngine
+from kvcodec.kernels.cuda.engine import CudaEngine
+from kvcodec.kernels.cuda.prompts import Chunks, Room, Sight, gathered
 from kvcodec.kernels.flash import Ragged, ragged_attention
-from kvcodec.kernels.prompts import Chunks, Room, Sight, gathered
 from kvcodec.ops.rope import Rotary
 from kvcodec.scheme import KVScheme
 from kvcodec.store.site import LayerSite, MeanRemoval
@@ -347,7 +347,7 @@ def fitted(spec: str, kind: Literal["pre", "post", "none"]) -> tuple[EngineLayer
     params: dict[Role, Params] = {}
     for role in ROLES:
         codec = kvcodec.get(spec).codec(role)
-        found = codec.calibrate(Site(3, role, HEADS, DIM, 0, CPU), x, x.flip(2))
+        found = codec.fit(Site(3, role, HEADS, DIM, 0, CPU), Sample(x, x.flip(2)))
         params[role] = codec.settle([found])[0]
     k, v = (x[0, :, at : at + TOKENS].transpose(0, 1) for at in (0, TOKENS))
     mean = None
@@ -411,7 +411,7 @@ def test_few_tokens_are_the_same_bytes(bits: float, dim: int, emulated: dict[str
     params: dict[Role, Params] = {}
     for role in ROLES:
         codec = kvcodec.get(f"ghost-3:bits={bits}").codec(role)
-        params[role] = codec.settle([codec.calibrate(Site(3, role, HEADS, dim, 0, CPU), x, x.flip(2))])[0]
+        params[role] = codec.settle([codec.fit(Site(3, role, HEADS, dim, 0, CPU), Sample(x, x.flip(2)))])[0]
     rotary = Rotary(1e4 ** -(torch.arange(dim // 2) / (dim // 2)))
     mean = MeanRemoval("pre", rotary, 4 * torch.randn(1, HEADS, dim, generator=generator))
     layer = made(f"ghost-3:bits={bits},mean=pre", params=params, mean=mean, head_dim=dim)

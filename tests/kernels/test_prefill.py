@@ -20,12 +20,13 @@ from kvcodec.integrations.transformers import cache_for
 from kvcodec.integrations.transformers.argument import passing
 from kvcodec.integrations.transformers.attention import _read_mask, kvcodec_attention
 from kvcodec.integrations.transformers.layers import PackedCacheLayer
-from kvcodec.kernels import basis, flash
-from kvcodec.kernels import decode as attention
-from kvcodec.kernels import history as prefill
+from kvcodec.kernels import flash
 from kvcodec.kernels import spec as specs
 from kvcodec.kernels.constants import constants_for
-from kvcodec.kernels.cuda_engine import CudaEngine
+from kvcodec.kernels.cuda import basis
+from kvcodec.kernels.cuda import decode as attention
+from kvcodec.kernels.cuda import history as prefill
+from kvcodec.kernels.cuda.engine import CudaEngine
 from kvcodec.kernels.flash import score
 from kvcodec.scheme import KVScheme
 from tests.conftest import tiny_model

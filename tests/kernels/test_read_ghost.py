@@ -4,15 +4,14 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 from kvcodec.cache.fused import FusedLayerCache
 from kvcodec.cache.host import attend
-from kvcodec.codec import ROLES, Params, Role, Site
+from kvcodec.codec import NO_SAMPLE, ROLES, Params, Role, Sample, Site
 from kvcodec.codecs.ghost import ALLOWED, PARTS, Ghost, kinds, share_bits
 from kvcodec.codecs.saw_int4 import SawInt4
+from kvcodec.kernels.codecs.ghost import FEWER, read_tables
 from kvcodec.kernels.constants import Constants, joined
-from kvcodec.kernels.ghost import FEWER, read_tables
 from kvcodec.kernels.spec import definitions
 from tests.kernels import harness
 from tests.kernels.decode_cases import CASES, Case, Geometry, Means, check_all
@@ -115,10 +114,10 @@ class One(Ghost):
 
     __module__ = Ghost.__module__  # by which its kernels are found
 
-    def fit(self, site: Site, sample: Tensor | None = None) -> Params:
+    def fit(self, site: Site, sample: Sample = NO_SAMPLE) -> Params:
         """As ``Ghost.fit``, with B = 1."""
-        assert sample is not None
-        return super().fit(site, sample.transpose(0, 1).flatten(1, 2)[None])
+        assert sample.tensor is not None
+        return super().fit(site, Sample(sample.tensor.transpose(0, 1).flatten(1, 2)[None]))
 
 
 MEANS = (
@@ -198,7 +197,7 @@ def test_a_fused_cache_with_constants_of_a_file(spec: str, machine: dict[str, An
     own: dict[Role, Params] = {}
     for role, x in zip(ROLES, (k, v), strict=True):
         site = Site(0, role, 2, 64)
-        own[role] = fit_klt(Ghost(3, "klt"), site, x[:1]) if "klt" in spec else Ghost(3).fit(site, x[:1])
+        own[role] = fit_klt(Ghost(3, "klt"), site, x[:1]) if "klt" in spec else Ghost(3).fit(site, Sample(x[:1]))
     fused = FusedLayerCache(scheme(spec, sink=4), params=own)
     reference = Reference(scheme(spec, sink=4), params=own)
     for cache in (fused, reference):

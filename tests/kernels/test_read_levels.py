@@ -8,12 +8,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from kvcodec.codec import ROLES, Codec, Params, Role, Site
+from kvcodec.codec import ROLES, Codec, Params, Role, Sample, Site
 from kvcodec.codecs.group_int import GroupInt
 from kvcodec.codecs.turboquant import TurboQuant
 from kvcodec.codecs.ultra_tq import UltraTQ
 from kvcodec.codecs.ultraquant import UltraQuant
-from kvcodec.kernels.tables import level_table
+from kvcodec.kernels.codecs.tables import level_table
 from tests.kernels.decode_cases import CASES, Case, Geometry, check, check_all, each_in_turn, two_dims_in_turn
 from tests.kernels.unpacking import unpacked
 
@@ -41,7 +41,7 @@ def site(dim: int, role: Role = "key") -> Site:
 
 def fitted(codec: Codec, dim: int) -> Params:
     """Constants of a codec."""
-    return codec.fit(site(dim), torch.randn(1, 1, 64, dim) if codec.needs_sample else None)
+    return codec.fit(site(dim), Sample(torch.randn(1, 1, 64, dim)))
 
 
 def close(got: Tensor, want: Tensor, relative: float) -> None:

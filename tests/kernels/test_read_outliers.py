@@ -13,13 +13,13 @@ from kvcodec.codecs.hqmq import RADII, SIZES, Hqmq
 from kvcodec.codecs.outliers import Med
 from kvcodec.codecs.saw_int4 import SawInt4
 from kvcodec.errors import UnsupportedError
-from kvcodec.kernels import decode as attention
-from kvcodec.kernels import history as prefill
-from kvcodec.kernels import launch
 from kvcodec.kernels import spec as specs
+from kvcodec.kernels.codecs.outliers import SHARED_BLOCK, WARPS
 from kvcodec.kernels.constants import constants_for
-from kvcodec.kernels.launch import H200, Config, config_for
-from kvcodec.kernels.outliers import SHARED_BLOCK, WARPS
+from kvcodec.kernels.cuda import decode as attention
+from kvcodec.kernels.cuda import history as prefill
+from kvcodec.kernels.cuda import launch
+from kvcodec.kernels.cuda.launch import H200, Config, config_for
 from tests.kernels import decode_cases
 from tests.kernels.decode_cases import CASES, Case, Geometry, check, check_all, each_in_turn, sides
 from tests.kernels.offline import Kernel, architectures_in_turn, compile_kernels, opcode

@@ -13,8 +13,8 @@ from kvcodec.codec import ROLES, Codec, Params, Payload, Role, Site
 from kvcodec.codecs.hqmq import RADII, SIZES, Hqmq
 from kvcodec.codecs.octopus import JOINT_BITS, Octopus
 from kvcodec.codecs.saw_int4 import SawInt4
-from kvcodec.kernels import build
-from kvcodec.kernels import hqmq as hqmq_kernels
+from kvcodec.kernels.codecs import hqmq as hqmq_kernels
+from kvcodec.kernels.cuda import build
 from kvcodec.kernels.spec import definitions
 from kvcodec.kernels.spec import reader as reader_of
 from kvcodec.ops.split_words import pack_split

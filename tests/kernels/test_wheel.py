@@ -12,7 +12,7 @@ from typing import NamedTuple
 import pytest
 
 from kvcodec.errors import UnsupportedError
-from kvcodec.kernels import build
+from kvcodec.kernels.cuda import build
 
 ROOT = Path(__file__).parents[2]
 OFFLINE = """
@@ -32,8 +32,8 @@ sys.meta_path.insert(0, Blocked())
 COMMAND = """
 import sys
 import kvcodec
-from kvcodec.kernels import needed
 from kvcodec.cli.main import main
+from kvcodec.kernels.cuda import needed
 assert kvcodec.__file__.startswith(sys.argv[1]), kvcodec.__file__
 needed.of_codecs = lambda *given, **more: iter([needed.Needed(needed.basis.program(64), "rows of 64 channels")])
 for arch in sys.argv[2].split(","):
@@ -47,8 +47,9 @@ import torch
 
 import kvcodec
 from kvcodec.cache.fused import FusedLayerCache
-from kvcodec.kernels import basis, build, decode, encode, ghost, history, innerq
-from kvcodec.kernels.cuda_engine import CudaEngine
+from kvcodec.kernels.cuda import basis, build, decode, encode, history
+from kvcodec.kernels.codecs import ghost, innerq
+from kvcodec.kernels.cuda.engine import CudaEngine
 
 said, loaded = [], []
 for name, held in (

@@ -9,7 +9,7 @@ from torch import Tensor
 import kvcodec
 from kvcodec.cache.growing import GrowingCache
 from kvcodec.cache.host import LayerCache
-from kvcodec.codec import ROLES, Codec, Role, Site
+from kvcodec.codec import ROLES, Codec, Role, Sample, Site
 from kvcodec.errors import SpecError, UnsupportedError
 from kvcodec.kernels import spec as cuda
 from kvcodec.kernels.cpu import library
@@ -56,7 +56,7 @@ def rows(dim: int, tokens: int = 128) -> Tensor:
 
 def made(codec: Codec, role: Role, x: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
     """Rows in the basis of the codes, and constants."""
-    params = dict(codec.fit(Site(1, role, x.shape[1], x.shape[3]), x if codec.needs_sample else None))
+    params = dict(codec.fit(Site(1, role, x.shape[1], x.shape[3]), Sample(x)))
     return codec.to_code(x, params), params
 
 

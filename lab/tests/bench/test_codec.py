@@ -115,7 +115,7 @@ def test_refused_before_anything_is_timed():
 
 
 def test_a_codec_that_needs_queries_is_refused(monkeypatch):
-    monkeypatch.setattr(type(kvcodec.get("saw-int4").key), "needs_queries", True)
+    monkeypatch.setattr(type(kvcodec.get("saw-int4").key), "needs", frozenset({"queries"}))
     with pytest.raises(UnsupportedError, match="queries"):
         codec_rows(["saw-int4"])
 

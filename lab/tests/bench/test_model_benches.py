@@ -9,7 +9,7 @@ from kvcodec.cli.measure.generation import FORMS
 from kvcodec.cli.stamp import stamp
 from kvcodec.errors import SpecError, UnsupportedError
 from kvcodec.integrations.transformers.argument import passing
-from kvcodec.kernels.cuda_engine import CudaEngine
+from kvcodec.kernels.cuda.engine import CudaEngine
 from kvcodec_lab.bench import generate, prefill
 from kvcodec_lab.bench.packed import packed_operator
 from kvcodec_lab.bench.prefill import dense_attention, prefill_error, prefill_rows, prefill_shape

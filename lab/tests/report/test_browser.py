@@ -8,14 +8,15 @@ from pathlib import Path
 import pytest
 
 from kvcodec.cli.page import compare
-from kvcodec.cli.page.rows import read_folder, read_layers, read_rows
+from kvcodec.cli.page.rows import read_folder, read_layers
 from kvcodec.cli.page.words import bytes_text
 from kvcodec_lab.report.pages import bench, serve
 from kvcodec_lab.report.pages.eval import page_html
+from lab.tests.bench.test_serve import ROWS as SERVED_ROWS
+from lab.tests.bench.test_summary import speedups
 from lab.tests.report import chromium, folders
 from lab.tests.report.folders import BITS, SPECS, UNCOMPRESSED
 
-ROOT = Path(__file__).parents[3]
 PROGRAM = chromium.find()
 pytestmark = [
     pytest.mark.slow,
@@ -75,11 +76,13 @@ def test_it_renders_without_an_error_a_request_or_a_sideways_scroll(
 @pytest.mark.parametrize("name", ["bench", "serve", "compare"])
 @pytest.mark.parametrize("width", [390, 1280])
 def test_the_other_pages_have_the_same_shell(browser: chromium.Browser, name: str, width: int, tmp_path: Path) -> None:
-    results = ROOT / "benchmarks/results"
+    shapes = ("llm64k", "b32_8k", "b32_32k", "video")
+    timed = [speedups(spec, dict.fromkeys(shapes, 2.0 + i)) for i, spec in enumerate(("saw-int4", "kivi-2"))]
+    compared = [{"spec": spec, "perplexity": 20.0, "kl": 0.1, "effective_bits": bits} for spec, bits in BITS.items()]
     text = {
-        "bench": lambda: bench.page_html(read_rows([results / "nvidia-h200/decode.json"])),
-        "serve": lambda: serve.page_html(read_rows([results / "nvidia-h200/serve.json"])),
-        "compare": lambda: compare.page_html(read_rows([results / "cpu/smollm2-135m.json"]), {}, b""),
+        "bench": lambda: bench.page_html([row for rows in timed for row in rows]),
+        "serve": lambda: serve.page_html(SERVED_ROWS),
+        "compare": lambda: compare.page_html(compared, {}, b""),
     }[name]()
     page = tmp_path / "page.html"
     page.write_text(text, encoding="utf-8")

@@ -6,13 +6,9 @@ from typing import Any
 
 import pytest
 
-from kvcodec.cli.page.rows import NUMBERS, UNCOMPRESSED, Results, Row, read_rows
+from kvcodec.cli.page.rows import NUMBERS, UNCOMPRESSED, Results, Row
 from kvcodec.errors import FormatError
 from kvcodec_lab.report.pages.key_errors import breaking, channels, mending, read, summary, unwarned, without_mean
-from kvcodec_lab.report.pages.leaderboard import read_runs
-
-ROOT = Path(__file__).parents[3]
-RESULTS = ROOT / "benchmarks/results"
 
 
 def row(spec: str, by_layer: list[float | None], mends: dict[str, float | None], check: bool, probe: bool) -> Any:
@@ -123,45 +119,3 @@ def test_a_file_of_something_else_is_refused(tmp_path: Path) -> None:
     path.write_text(json.dumps({"rows": [{"spec": "int-4"}]}))
     with pytest.raises(FormatError, match="holds no errors of scores"):
         read(path)
-
-
-@pytest.mark.parametrize("name", ["qwen2.5-coder-1.5b"])
-def test_nothing_breaks_without_a_warning(name: str) -> None:
-    """The weights' check or the probe warns of whatever is off by a tenth on this model and not on the plain one."""
-    runs = read_runs(RESULTS / "eval")
-    if (judged := runs.get(name)) is None:
-        pytest.skip("no run of this model is published yet")
-    assert unwarned(read(RESULTS / f"cpu/key_errors_{name}.json"), judged, runs["smollm2-135m"])[1] == []
-
-
-def test_the_page_says_what_the_rows_of_med3_say() -> None:
-    """What docs/key-biases.md concludes from the table of slots."""
-    rows = read_rows([RESULTS / "cpu/med3_qwen2.5-coder-1.5b.json"])
-    times = {(r["spec"], r["window_tokens"]): r["perplexity"] / r["uncompressed"]["perplexity"] for r in rows}
-    short = {spec: ratio for (spec, tokens), ratio in times.items() if tokens == 512}
-    two, eight = "hqmq-s192_r6:outliers=3", "hqmq-s192_r6:outliers=3,slots=8"
-    assert short["hqmq-s192_r6"] > 100
-    assert short[two] > 1.3 > 1.1 > short["hqmq-s192_r6:outliers=3,slots=4"] > short[eight]
-    assert short[eight] < 1.02
-    assert times[two, 2048] > short[two], "the loss grows with the window"
-    assert times[eight, 2048] < 1.02
-    assert short["med3_sink-4.json"] > 10 * short[two], "a sink makes it worse"
-    assert short["med3_slots-8_sink-4.json"] < 1.02, "but not where every outlier has room"
-    assert short["int-4"] > 100
-    assert short["int-4:outliers=3,slots=8"] < 1.1, "plain integers hold as well"
-    for spec in ("saw-int4", "turboquant-4"):
-        assert short[spec] > 100
-        assert short[f"{spec}_layer-0-keys-dense.json"] < 1.1
-
-
-def test_every_token_of_layer_0_has_more_outliers_than_med3_has_places() -> None:
-    first = read(RESULTS / "cpu/key_errors_qwen2.5-coder-1.5b.json")["outliers"][0]
-    assert first["layer"] == 0
-    assert all(2 < fewest <= most <= 8 for fewest, most in first["above"])
-
-
-def test_stress_reaches_every_layer_and_the_biases_few() -> None:
-    names = ("qwen2.5-coder-1.5b", "smollm2-135m-stressed")
-    real, stressed = (read(RESULTS / f"cpu/key_errors_{name}.json")["outliers"] for name in names)
-    assert [row["layer"] for row in real if row["worst_head_ratio"] > 20] == [0, 1, 15]
-    assert all(row["worst_head_ratio"] > 20 for row in stressed)

@@ -15,9 +15,9 @@ from kvcodec.cache.device import DeviceCache
 from kvcodec.checks import check_tensors
 from kvcodec.codec import ROLES, Params, Role
 from kvcodec.errors import UnsupportedError
-from kvcodec.kernels.encode import Turned
+from kvcodec.kernels.cuda.fit import Sample
 from kvcodec.kernels.engine import Engine
-from kvcodec.kernels.fit import Sample
+from kvcodec.kernels.mean import Turned
 from kvcodec.ops.precision import without_modes
 from kvcodec.store.pages import stream_of
 from kvcodec.store.positions import NOT_CONSECUTIVE, SlotPositions

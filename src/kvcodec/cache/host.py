@@ -19,7 +19,7 @@ from torch import Tensor
 
 from kvcodec.attention import Partial, Seen, attend_parts, check_queries, merge, rounded_queries, with_sinks
 from kvcodec.checks import check_tensors
-from kvcodec.codec import ROLES, Params, Role, saturated
+from kvcodec.codec import ROLES, Params, Role, Sample, saturated
 from kvcodec.errors import ShapeError, SpecError, UnsupportedError
 from kvcodec.kernels.cpu.held import HeldAttention
 from kvcodec.ops.precision import without_modes
@@ -294,10 +294,9 @@ class LayerCache:
             if (removed := self._mean(state.role, 0, sample.shape[2])) is not None:
                 sample = sample.float() - removed
         if state.params is None:
-            if state.role == "key" and self.site.energy is not None:
-                state.params = state.codec.fit_with(state.site, sample, self.site.energy.to(sample.device))
-            else:
-                state.params = state.codec.fit(state.site, sample)
+            energy = self.site.energy if state.role == "key" else None
+            energy = None if energy is None else energy.to(sample.device)
+            state.params = state.codec.fit(state.site, Sample(sample, energy=energy))
 
     def _write_role(self, state: RoleState, leaving: Tensor) -> None:
         """Encode what leaves the window."""
@@ -639,7 +638,7 @@ class LayerCache:
         for state in self.roles.values():
             state.sink = state.sink.index_select(0, index)
             state.window = state.window.index_select(0, index)
-            if state.codec.needs_sample and state.params is not None and batch > 1:
+            if state.codec.needs and state.params is not None and batch > 1:
                 state.params = {
                     k: p.index_select(0, index) if p.shape[0] == batch else p for k, p in state.params.items()
                 }

@@ -20,7 +20,7 @@ from kvcodec.cache.device import DeviceCache
 from kvcodec.checks import check_tensors
 from kvcodec.codec import Role
 from kvcodec.errors import ShapeError, UnsupportedError
-from kvcodec.kernels.encode import Turned
+from kvcodec.kernels.mean import Turned
 from kvcodec.ops.precision import without_modes
 from kvcodec.ops.rope import Rotary
 from kvcodec.store.positions import NOT_CONSECUTIVE, angles_near, consecutive, first_of
@@ -68,7 +68,7 @@ class StaticCache(DeviceCache):
             if tensor is not None:
                 tensor.zero_()
         for role, state in self.roles.items():
-            if state.codec.needs_sample and role not in self.fitted and self.engine is not None:
+            if state.codec.needs and role not in self.fitted and self.engine is not None:
                 state.params, self.engine.ready = None, False  # fitted again on the next prefill
         if self.site.mean is not None and self.site.mean.given is None and self.engine is not None:
             self.mean, self.engine.ready = None, False

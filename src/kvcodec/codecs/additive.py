@@ -42,7 +42,7 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor
 
-from kvcodec.codec import Codec, Constant, Constants, Params, Payload, Site
+from kvcodec.codec import NO_SAMPLE, Codec, Constant, Constants, Params, Payload, Sample, Site
 from kvcodec.errors import ShapeError, SpecError
 from kvcodec.layout import Field, Layout
 from kvcodec.ops.bitpack import pack, packed_bytes, unpack
@@ -120,7 +120,7 @@ class Additive(Codec):
             "channels": Constant.order(site.head_dim),
         }
 
-    def fit(self, site: Site, sample: Tensor | None = None) -> Params:
+    def fit(self, site: Site, sample: Sample = NO_SAMPLE) -> Params:
         """Draw the two codebooks; tabulate what pairs stand for.
 
         Returns

@@ -99,7 +99,7 @@ import torch
 from torch import Tensor
 
 from kvcodec.checks import check_fitted
-from kvcodec.codec import Codec, Constant, Constants, Params, Payload, Site
+from kvcodec.codec import NO_SAMPLE, Codec, Constant, Constants, Params, Part, Payload, Sample, Site
 from kvcodec.errors import FitError, ShapeError, SpecError
 from kvcodec.layout import Field, Layout
 from kvcodec.ops.bitpack import pack, unpack
@@ -363,19 +363,9 @@ class Ghost(Codec):
             raise SpecError(f"ghost: bits={self.bits} is not allowed; use {', '.join(map(str, ALLOWED))}.")
 
     @property
-    def needs_sample(self) -> bool:
-        """Sizes and widths are fitted."""
-        return True
-
-    @property
-    def needs_queries(self) -> bool:
-        """A prefill does not tell a basis: it has no queries, and too few tokens."""
-        return self.transform == "klt"
-
-    @property
-    def needs_gradients(self) -> bool:
-        """They say which tokens' channels a basis should suit."""
-        return self.transform == "klt"
+    def needs(self) -> frozenset[Part]:
+        """Sizes and widths are fitted; a basis also needs queries, and gradients tell which tokens it should suit."""
+        return frozenset({"tensor", "queries", "gradients"} if self.transform == "klt" else {"tensor"})
 
     @property
     def without_mean(self) -> bool:
@@ -432,88 +422,63 @@ class Ghost(Codec):
         short = torch.stack([high, low], -1)[..., -PARTS:, :] == torch.tensor(short_kind(self.total)).to(widths)
         return bool(full[..., :-PARTS].all()) and bool(short.all())
 
-    def fit(self, site: Site, sample: Tensor | None = None) -> Params:
-        """Fit each sequence of the sample on its own, on its first 256 tokens at most; f of keys is sqrt(v).
+    def fit(self, site: Site, sample: Sample = NO_SAMPLE) -> Params:
+        """Fit each sequence on its own first 256 tokens at most; with queries all together on all tokens, B = 1.
+
+        f of keys is ``query_cost`` of the energies of the queries, sqrt(v) where neither is given. For a basis, tokens
+        count by ``token_weights`` of the gradients in the covariance and in the mean of values.
 
         Returns
         -------
         dict
             ``order [B, H, D]`` int16, ``factor``, ``weight [B, H, D]`` float32, ``widths [B, H, D]`` uint8, of values
-            ``centre [B, H, D]`` float32.
+            ``centre [B, H, D]`` float32; of a basis ``matrix, inverse [1, H, D, D]`` float32 in place of ``order``.
 
         Raises
         ------
         FitError
-            If there is no sample, or a basis is to be fitted.
+            If there is no sample, or none of its queries for a basis; if their head_dim is not the site's; if the
+            gradients have another shape than the sample.
         """
-        return self._fit(site, sample, None)
-
-    def fit_with(self, site: Site, sample: Tensor, energy: Tensor) -> Params:
-        """As ``fit``; f of keys is ``query_cost`` of the queries' energies."""
-        return self._fit(site, sample, energy)
-
-    def _fit(self, site: Site, sample: Tensor | None, energy: Tensor | None) -> Params:
-        if self.transform == "klt":
+        if self.transform == "klt" and sample.queries is None:
             raise FitError(
                 "ghost: transform=klt is fitted with the model's queries, which a prefill does not show; run "
                 '`kvcodec fit MODEL "ghost-3:transform=klt" --text FILE -o PARAMS` (with your spec) and pass params.'
             )
-        if sample is None:
+        if (x := sample.tensor) is None:
             raise FitError(
                 "ghost needs sample keys or values [batch, kv_heads, tokens, head_dim]; got none. Pass a sample to "
                 "fit, or run `kvcodec fit MODEL ghost-3 --text FILE -o PARAMS` (with your spec) and pass params."
             )
-        mean, variance, _ = usual(sample[:, :, : FIT_TOKENS // FIT_EVERY], paired=site.role == "key")
+        if sample.queries is not None:
+            return self._calibrate(site, x, sample.queries, sample.gradients)
+        mean, variance, _ = usual(x[:, :, : FIT_TOKENS // FIT_EVERY], paired=site.role == "key")
         asked = torch.ones_like(variance)
         if site.role == "key":
-            asked = variance.sqrt() if energy is None else query_cost(energy).expand_as(variance)
+            asked = variance.sqrt() if sample.energy is None else query_cost(sample.energy).expand_as(variance)
         return self._constants(site, mean, variance, asked)
 
-    def calibrate(self, site: Site, sample: Tensor, queries: Tensor) -> Params:
-        """Fit all sequences of the sample together; keys with the energies of the queries: as ``fit``, B = 1.
-
-        Raises
-        ------
-        FitError
-            If there is no sample or query, or their head_dim is not the site's.
-        """
-        check_fitted("ghost", site, {"keys or values": sample, "queries": queries})
-        rows, mean, variance, kept = self._usual(site, sample)
-        if self.transform == "klt":
-            return self._bases(site, mean, rows, kept, queries)
-        asked = torch.ones_like(variance)
-        if site.role == "key":
-            own = queries.transpose(0, 1).unflatten(0, (site.num_heads, -1)).flatten(1, 3).unsqueeze(0)  # [1, H, n, D]
-            asked = query_cost(channel_squares(own) / own.shape[2])
-        return self._constants(site, mean, variance, asked)
-
-    def calibrate_with(self, site: Site, sample: Tensor, queries: Tensor, gradients: Tensor) -> Params:
-        """As ``calibrate``; for a basis, tokens count by ``token_weights`` in the covariance and the values' mean.
-
-        Raises
-        ------
-        FitError
-            As ``calibrate``, or gradients of another shape than the sample's.
-        """
-        if self.transform != "klt":
-            return self.calibrate(site, sample, queries)
-        check_fitted("ghost", site, {"keys or values": sample, "queries": queries, "gradients": gradients})
-        if gradients.shape != sample.shape:
-            raise FitError(
-                f"ghost: got gradients {tuple(gradients.shape)} for keys or values {tuple(sample.shape)}; pass those "
-                f"of each number."
-            )
-        rows, mean, variance, kept = self._usual(site, sample)
-        weight = token_weights(gradients.transpose(0, 1).flatten(1, 2)[None], variance, kept)
-        if site.role == "value":
-            mean = sum_by_halves(rows.double() * weight, 2).squeeze(2) / sum_by_halves(weight, 2).squeeze(2)
+    def _calibrate(self, site: Site, x: Tensor, queries: Tensor, gradients: Tensor | None) -> Params:
+        """Fit on all sequences together."""
+        check_fitted("ghost", site, {"keys or values": x, "queries": queries})
+        rows = x.transpose(0, 1).flatten(1, 2)[None]  # [1, H, N, D]
+        mean, variance, weight = usual(rows, paired=site.role == "key")
+        if self.transform == "channels":
+            asked = torch.ones_like(variance)
+            if site.role == "key":
+                own = queries.transpose(0, 1).unflatten(0, (site.num_heads, -1)).flatten(1, 3)[None]  # [1, H, n, D]
+                asked = query_cost(channel_squares(own) / own.shape[2])
+            return self._constants(site, mean, variance, asked)
+        if gradients is not None:
+            if gradients.shape != x.shape:
+                raise FitError(
+                    f"ghost: got gradients {tuple(gradients.shape)} for keys or values {tuple(x.shape)}; pass those "
+                    f"of each number."
+                )
+            weight = token_weights(gradients.transpose(0, 1).flatten(1, 2)[None], variance, weight)
+            if site.role == "value":
+                mean = sum_by_halves(rows.double() * weight, 2).squeeze(2) / sum_by_halves(weight, 2).squeeze(2)
         return self._bases(site, mean, rows, weight, queries)
-
-    @staticmethod
-    def _usual(site: Site, sample: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Tokens of all sequences ``[1, H, N, D]``, and ``usual`` of them."""
-        rows = sample.transpose(0, 1).flatten(1, 2)[None]
-        return rows, *usual(rows, paired=site.role == "key")
 
     def _constants(self, site: Site, mean: Tensor, variance: Tensor, asked: Tensor) -> Params:
         """Constants of means m, variances v and costs f, ``[B, H, D]`` each."""

@@ -24,12 +24,13 @@ range of a token, and may widen it.
 """
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
 from kvcodec.checks import check_fitted
-from kvcodec.codec import Constant, Constants, Params, Site
+from kvcodec.codec import NO_SAMPLE, Constant, Constants, Params, Part, Sample, Site
 from kvcodec.codecs.wrapper import Wrapper, around, inside
 from kvcodec.errors import FitError
 from kvcodec.ops.exact import cut_rotation, rotate_exactly
@@ -82,30 +83,19 @@ class HessianRotated(Wrapper):
     inner : Codec
     """
 
+    method: ClassVar[str] = "hessian"
+
     @property
-    def needs_queries(self) -> bool:
+    def needs(self) -> frozenset[Part]:
         """R comes from the model's queries."""
-        return True
+        return self.inner.needs | {"queries"}
 
     def constants(self, site: Site) -> Constants:
         """Declare the rotation and the inner codec's constants."""
         return {"rotation": Constant((1, site.head_dim, site.head_dim), low=-1, high=1), **super().constants(site)}
 
-    def fit(self, site: Site, sample: Tensor | None = None) -> Params:
-        """Refuse: keys and values alone do not tell R.
-
-        Raises
-        ------
-        FitError
-            Always.
-        """
-        raise FitError(
-            "this rotation comes from a model's queries, which keys and values do not tell; run `kvcodec fit "
-            'MODEL "saw-int4:hessian=true" --text FILE -o PARAMS` (with your spec) and pass params.'
-        )
-
-    def calibrate(self, site: Site, sample: Tensor, queries: Tensor) -> Params:
-        """Take R from the queries.
+    def fit(self, site: Site, sample: Sample = NO_SAMPLE) -> Params:
+        """Take the rotation from the queries.
 
         Returns
         -------
@@ -117,10 +107,18 @@ class HessianRotated(Wrapper):
         FitError
             If there are no queries, they are not finite, or their head_dim is not the site's.
         """
-        check_queries("hessian", site, queries)
-        moment = second_moment(queries)
-        rotation = cut_rotation(hessian_rotation(moment.cpu()))  # the CPU's eigenvectors, whatever the device
-        return around({"rotation": rotation[None, None].to(site.device)}, self.inner.calibrate(site, sample, queries))
+        if sample.queries is None:
+            raise FitError(
+                "this rotation comes from a model's queries, which keys and values do not tell; run `kvcodec fit "
+                'MODEL "saw-int4:hessian=true" --text FILE -o PARAMS` (with your spec) and pass params.'
+            )
+        check_queries(self.method, site, sample.queries)
+        return around({"rotation": self._rotation(site, sample.queries)}, self.inner.fit(site, sample))
+
+    def _rotation(self, site: Site, queries: Tensor) -> Tensor:
+        """Return the rotation for queries ``[B, HQ, N, D]``, from the CPU's eigenvectors whatever the device."""
+        rotation = cut_rotation(hessian_rotation(second_moment(queries).cpu()))
+        return rotation[None, None].to(site.device)
 
     def to_code(self, x: Tensor, params: Params) -> Tensor:
         """Into the inner code basis, then R: Eq. 11."""

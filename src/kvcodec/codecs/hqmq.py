@@ -63,7 +63,7 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor
 
-from kvcodec.codec import Codec, Constant, Constants, Params, Payload, Site
+from kvcodec.codec import NO_SAMPLE, Codec, Constant, Constants, Params, Payload, Sample, Site
 from kvcodec.codecs.outliers import Outliers, with_outliers
 from kvcodec.errors import ShapeError, SpecError
 from kvcodec.layout import Field, Layout
@@ -172,7 +172,7 @@ class Hqmq(Codec):
             "channels": Constant.order(site.head_dim),
         }
 
-    def fit(self, site: Site, sample: Tensor | None = None) -> Params:
+    def fit(self, site: Site, sample: Sample = NO_SAMPLE) -> Params:
         """Draw the secondary quaternions; tabulate the products.
 
         Returns

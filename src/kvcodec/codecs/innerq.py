@@ -58,7 +58,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from kvcodec.codec import FP16_MAX, LEAST, Codec, Constant, Constants, Params, Payload, Site
+from kvcodec.codec import FP16_MAX, LEAST, NO_SAMPLE, Codec, Constant, Constants, Params, Part, Payload, Sample, Site
 from kvcodec.errors import FitError, SpecError
 from kvcodec.layout import Field, Layout, check_whole_bytes
 from kvcodec.ops.bitpack import pack, packed_bytes, unpack
@@ -121,9 +121,9 @@ class InnerQ(Codec):
         return GROUP if self.along == "tokens" else 1
 
     @property
-    def needs_sample(self) -> bool:
+    def needs(self) -> frozenset[Part]:
         """Norms are fitted on the prefill."""
-        return self.norm
+        return frozenset({"tensor"} if self.norm else ())
 
     @property
     def width(self) -> int:
@@ -156,7 +156,7 @@ class InnerQ(Codec):
         norm = Constant((site.num_heads, site.head_dim), low=LEAST, high=FP16_MAX, each=True)
         return {"norm": norm} if self.norm else {}
 
-    def fit(self, site: Site, sample: Tensor | None = None) -> Params:
+    def fit(self, site: Site, sample: Sample = NO_SAMPLE) -> Params:
         """Take the norms of each sequence: ``norm [B, H, D]`` float32, or nothing without ``norm``.
 
         Raises
@@ -166,12 +166,12 @@ class InnerQ(Codec):
         """
         if not self.norm:
             return {}
-        if sample is None:
+        if sample.tensor is None:
             raise FitError(
                 "innerq: norm=true needs sample keys [batch, kv_heads, tokens, head_dim]; got none. "
                 "Pass a sample to fit, or use norm=false."
             )
-        pairs = sample.unflatten(-1, (2, -1))
+        pairs = sample.tensor.unflatten(-1, (2, -1))
         most = torch.linalg.vector_norm(pairs, torch.inf, (2, 3), dtype=torch.float32)
         norm = most.double().sqrt_().float()  # torch's root of a float is not rounded alike on all machines
         norm.masked_fill_(norm == 0, 1.0)

@@ -39,7 +39,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kvcodec.codec import FP16_MAX, Constant, Constants, Params, Payload, Site
+from kvcodec.codec import FP16_MAX, NO_SAMPLE, Constant, Constants, Params, Part, Payload, Sample, Site
 from kvcodec.codecs.wrapper import Wrapper, around, inside
 from kvcodec.errors import FitError, SpecError
 from kvcodec.layout import Field, Layout
@@ -72,9 +72,9 @@ class KMeansResidual(Wrapper):
             raise SpecError("kmeans: the inner codec subtracts centroids already; wrap its inner codec instead.")
 
     @property
-    def needs_sample(self) -> bool:
+    def needs(self) -> frozenset[Part]:
         """Centroids are fitted on data."""
-        return True
+        return self.inner.needs | {"tensor"}
 
     @property
     def id_bytes(self) -> int:
@@ -98,8 +98,8 @@ class KMeansResidual(Wrapper):
         shape = (site.num_heads, self.clusters, site.head_dim)
         return {"centroids": Constant(shape, torch.float16, each=True), **super().constants(site)}
 
-    def fit(self, site: Site, sample: Tensor | None = None) -> Params:
-        """Cluster each sequence of the sample on its own: ``centroids [B, H, C, D]``.
+    def fit(self, site: Site, sample: Sample = NO_SAMPLE) -> Params:
+        """Cluster each sequence of the sample on its own, ``centroids [B, H, C, D]``; with queries all together, B = 1.
 
         Raises
         ------
@@ -107,19 +107,16 @@ class KMeansResidual(Wrapper):
             If there is no sample or it has fewer tokens than clusters; if scikit-learn is missing (C > 1); what the
             inner codec raises.
         """
-        inner = self.inner.fit(site, sample if self.inner.needs_sample else None)
-        if sample is None:
+        inner = self.inner.fit(site, sample)
+        if sample.tensor is None:
             raise FitError(
                 f"kmeans={self.clusters} needs sample vectors [batch, kv_heads, tokens, head_dim]; got none. "
                 f"Pass a sample to fit, or run `kvcodec fit MODEL SPEC --text FILE -o PARAMS` and pass params."
             )
-        return around(self._centroids(site, self.inner.to_code(sample.float(), inner)), inner)
-
-    def calibrate(self, site: Site, sample: Tensor, queries: Tensor) -> Params:
-        """Cluster all sequences of the sample together: ``centroids [1, H, C, D]``; errors as ``fit``."""
-        inner = self.inner.calibrate(site, sample, queries)
-        code = self.inner.to_code(sample.float(), inner)
-        return around(self._centroids(site, code.transpose(0, 1).flatten(1, 2)[None]), inner)
+        code = self.inner.to_code(sample.tensor.float(), inner)
+        if sample.queries is not None:
+            code = code.transpose(0, 1).flatten(1, 2)[None]
+        return around(self._centroids(site, code), inner)
 
     def _centroids(self, site: Site, code: Tensor) -> Params:
         if code.shape[2] < self.clusters:

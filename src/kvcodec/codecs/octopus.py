@@ -59,7 +59,7 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor
 
-from kvcodec.codec import Codec, Constant, Constants, Params, Payload, Site
+from kvcodec.codec import NO_SAMPLE, Codec, Constant, Constants, Params, Payload, Sample, Site
 from kvcodec.codecs.group_int import GroupInt
 from kvcodec.errors import SpecError
 from kvcodec.layout import Field, Layout, check_whole_bytes
@@ -161,7 +161,7 @@ class Octopus(ScaleOption, Codec):
         shapes["signs"] = (site.num_heads, site.head_dim)
         return {name: Constant(shape, low=-1, high=1) for name, shape in shapes.items()}
 
-    def fit(self, site: Site, sample: Tensor | None = None) -> Params:
+    def fit(self, site: Site, sample: Sample = NO_SAMPLE) -> Params:
         """Draw the signs; tabulate the codebooks.
 
         Returns

@@ -55,7 +55,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from kvcodec.codec import Constant, Constants, Params, Payload, Site
+from kvcodec.codec import NO_SAMPLE, Constant, Constants, Params, Payload, Sample, Site
 from kvcodec.codecs.group_int import GroupInt
 from kvcodec.codecs.octopus import Norm, Octopus, Rounding, Split, split_bits
 from kvcodec.errors import SpecError
@@ -98,7 +98,7 @@ class OctopusQJL(Octopus):
         """Declare OCTOPUS' constants and the sketch's signs."""
         return {**super().constants(site), "sketch": Constant((site.num_heads, site.head_dim), low=-1, high=1)}
 
-    def fit(self, site: Site, sample: Tensor | None = None) -> Params:
+    def fit(self, site: Site, sample: Sample = NO_SAMPLE) -> Params:
         """OCTOPUS' constants and ``sketch [1, H, D]``: s', drawn apart from s."""
         return {**super().fit(site), "sketch": random_signs(site, stream=1)}
 

@@ -26,13 +26,14 @@ Pitfalls: the rotations need the model's queries: ``kvcodec fit`` makes them.
 """
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
 from kvcodec.codec import Constant, Constants, Params, Site
-from kvcodec.codecs.hessian import HessianRotated, check_queries, hessian_rotation, second_moment
-from kvcodec.codecs.wrapper import around, inside
+from kvcodec.codecs.hessian import HessianRotated, hessian_rotation, second_moment
+from kvcodec.codecs.wrapper import inside
 from kvcodec.ops.exact import cut_rotation, rotate_exactly
 
 
@@ -45,28 +46,18 @@ class OscarRotated(HessianRotated):
     inner : Codec
     """
 
+    method: ClassVar[str] = "oscar"
+
     def constants(self, site: Site) -> Constants:
         """Declare a rotation for each head and the inner codec's constants."""
         shape = (site.num_heads, site.head_dim, site.head_dim)
         return {**super().constants(site), "rotation": Constant(shape, low=-1, high=1)}
 
-    def calibrate(self, site: Site, sample: Tensor, queries: Tensor) -> Params:
-        """Take each KV head's rotation from its queries.
-
-        Returns
-        -------
-        dict
-            ``rotation [1, H, D, D]`` float32 and the inner codec's constants.
-
-        Raises
-        ------
-        FitError
-            If there are no queries, they are not finite, or their head_dim is not the site's.
-        """
-        check_queries("oscar", site, queries)
+    def _rotation(self, site: Site, queries: Tensor) -> Tensor:
+        """Return the rotations ``[1, H, D, D]`` of the KV heads, each from its own queries."""
         heads = queries.unflatten(1, (site.num_heads, -1)).unbind(1)
         rotation = torch.stack([cut_rotation(hessian_rotation(second_moment(own).cpu())) for own in heads])
-        return around({"rotation": rotation[None].to(site.device)}, self.inner.calibrate(site, sample, queries))
+        return rotation[None].to(site.device)
 
     def to_code(self, x: Tensor, params: Params) -> Tensor:
         """U, then into the inner code basis."""

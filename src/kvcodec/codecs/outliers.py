@@ -44,7 +44,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from kvcodec.codec import Codec, Constant, Constants, Params, Payload, Site
+from kvcodec.codec import NO_SAMPLE, Codec, Constant, Constants, Params, Part, Payload, Sample, Site
 from kvcodec.codecs.wrapper import Wrapper, around, inside
 from kvcodec.errors import FitError, SpecError
 from kvcodec.layout import Field, Layout
@@ -90,9 +90,9 @@ class Med(Wrapper):
             raise SpecError(f"Med: slots={self.slots!r} is not allowed; use at least 1, or outliers=off.")
 
     @property
-    def needs_sample(self) -> bool:
+    def needs(self) -> frozenset[Part]:
         """The threshold comes from data."""
-        return True
+        return self.inner.needs | {"tensor"}
 
     def to_code(self, x: Tensor, params: Params) -> Tensor:
         """Stay in the model basis, where outliers are; the inner codec's maps are inside ``encode`` and ``decode``."""
@@ -131,7 +131,7 @@ class Med(Wrapper):
         """Declare the threshold and the inner codec's constants."""
         return {"threshold": Constant((site.num_heads,), low=0, each=True), **super().constants(site)}
 
-    def fit(self, site: Site, sample: Tensor | None = None) -> Params:
+    def fit(self, site: Site, sample: Sample = NO_SAMPLE) -> Params:
         """Find the threshold; fit the inner codec on what is left of the sample.
 
         Returns
@@ -145,14 +145,12 @@ class Med(Wrapper):
         FitError
             If there is no sample.
         """
-        threshold, bulk = self._split_sample(sample)
-        inner = self.inner.fit(site, bulk()) if self.inner.needs_sample else drawn(self.inner, site)
+        threshold, bulk = self._split_sample(sample.tensor)
+        if self.inner.needs or sample.queries is not None:
+            inner = self.inner.fit(site, replace(sample, tensor=bulk()))
+        else:  # a cache shares random constants
+            inner = drawn(self.inner, site)
         return around({"threshold": threshold.to(site.device)}, inner)
-
-    def calibrate(self, site: Site, sample: Tensor, queries: Tensor) -> Params:
-        """As ``fit``, with the inner codec's ``calibrate``."""
-        threshold, bulk = self._split_sample(sample)
-        return around({"threshold": threshold.to(site.device)}, self.inner.calibrate(site, bulk(), queries))
 
     def encode(self, x: Tensor, params: Params) -> Payload:
         """Split outliers off, zero their places, encode the rest."""

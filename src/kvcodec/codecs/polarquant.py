@@ -49,7 +49,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from kvcodec.codec import Codec, Constant, Constants, Params, Payload, Site
+from kvcodec.codec import NO_SAMPLE, Codec, Constant, Constants, Params, Payload, Sample, Site
 from kvcodec.errors import SpecError
 from kvcodec.layout import Field, Layout, check_whole_bytes
 from kvcodec.ops.bitpack import pack, packed_bytes, unpack
@@ -139,7 +139,7 @@ class PolarQuant(Codec):
             "angles": Constant((rows, 2**self.bits), torch.float64, 0, 2 * pi),
         }
 
-    def fit(self, site: Site, sample: Tensor | None = None) -> Params:
+    def fit(self, site: Site, sample: Sample = NO_SAMPLE) -> Params:
         """Draw the signs; tabulate the angles.
 
         Returns

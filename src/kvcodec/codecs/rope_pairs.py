@@ -55,7 +55,7 @@ import torch
 from torch import Tensor
 
 from kvcodec.checks import check_fitted
-from kvcodec.codec import FP16_MAX, LEAST, Codec, Constant, Constants, Params, Payload, Site
+from kvcodec.codec import FP16_MAX, LEAST, NO_SAMPLE, Codec, Constant, Constants, Params, Part, Payload, Sample, Site
 from kvcodec.codecs.turboquant import TurboQuant
 from kvcodec.errors import FitError, ShapeError, SpecError
 from kvcodec.layout import Field, Layout
@@ -134,9 +134,9 @@ class RopePairs(Codec):
             raise SpecError(f"rope-pairs: bits={self.bits} is not allowed; use 2, 3 or 4.")
 
     @property
-    def needs_sample(self) -> bool:
+    def needs(self) -> frozenset[Part]:
         """Sizes and widths are fitted."""
-        return True
+        return frozenset({"tensor"})
 
     def layout(self, head_dim: int) -> Layout:
         """Codes and the norm of one token."""
@@ -163,8 +163,8 @@ class RopePairs(Codec):
             "levels": Constant((2 ** (WIDEST + 1) - 1,), low=-REACH, high=REACH),
         }  # fmt: skip
 
-    def fit(self, site: Site, sample: Tensor | None = None) -> Params:
-        """Fit each sequence of the sample on its own, by the energy of its keys alone.
+    def fit(self, site: Site, sample: Sample = NO_SAMPLE) -> Params:
+        """Fit each sequence on its own by the energy of its keys; with queries all together by both energies, B = 1.
 
         Returns
         -------
@@ -175,29 +175,21 @@ class RopePairs(Codec):
         Raises
         ------
         FitError
-            If there is no sample.
+            If there are no keys; with queries, if there are none or their head_dim is not the site's.
         """
-        if sample is None:
+        if (keys := sample.tensor) is None:
             raise FitError(
                 "rope-pairs needs sample keys [batch, kv_heads, tokens, head_dim]; got none. Pass a sample to fit, or "
                 "run `kvcodec fit MODEL rope-pairs-3 --text FILE -o PARAMS` (with your spec) and pass params."
             )
-        energy = pair_energy(channel_squares(sample), sample.shape[2])
-        return self._constants(site, energy, energy * energy)
-
-    def calibrate(self, site: Site, sample: Tensor, queries: Tensor) -> Params:
-        """Fit all sequences of the sample together, by the energies of keys and queries: as ``fit``, B = 1.
-
-        Raises
-        ------
-        FitError
-            If there are no keys or queries, or their head_dim is not the site's.
-        """
-        check_fitted("rope-pairs", site, {"keys": sample, "queries": queries})
-        keys = sum_by_halves(channel_squares(sample), 0)
+        if (queries := sample.queries) is None:
+            energy = pair_energy(channel_squares(keys), keys.shape[2])
+            return self._constants(site, energy, energy * energy)
+        check_fitted("rope-pairs", site, {"keys": keys, "queries": queries})
+        total = sum_by_halves(channel_squares(keys), 0)
         heads = channel_squares(queries).unflatten(1, (site.num_heads, -1))  # [B, H, query heads of one, D]
-        energy = pair_energy(keys, sample.shape[0] * sample.shape[2])
-        asked = pair_energy(sum_by_halves(sum_by_halves(heads, 2).squeeze(2), 0), queries.numel() // keys.numel())
+        energy = pair_energy(total, keys.shape[0] * keys.shape[2])
+        asked = pair_energy(sum_by_halves(sum_by_halves(heads, 2).squeeze(2), 0), queries.numel() // total.numel())
         return self._constants(site, energy, energy * asked)
 
     def _constants(self, site: Site, energy: Tensor, weight: Tensor) -> Params:

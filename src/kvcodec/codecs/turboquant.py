@@ -61,7 +61,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from kvcodec.codec import Codec, Constant, Constants, Params, Payload, Site
+from kvcodec.codec import NO_SAMPLE, Codec, Constant, Constants, Params, Payload, Sample, Site
 from kvcodec.errors import SpecError
 from kvcodec.layout import Field, Layout, check_whole_bytes
 from kvcodec.ops.bitpack import pack, packed_bytes, unpack
@@ -130,7 +130,7 @@ class TurboQuant(ScaleOption, Codec):
         signs = Constant((site.num_heads, site.head_dim), low=-1, high=1)
         return {"signs": signs, "levels": Constant((2**self.bits,), low=-1, high=1)}
 
-    def fit(self, site: Site, sample: Tensor | None = None) -> Params:
+    def fit(self, site: Site, sample: Sample = NO_SAMPLE) -> Params:
         """Draw the signs, tabulate the levels: float32 ``signs [1, H, D]``, ``levels [1, 2^b]``."""
         levels = coordinate_centroids(site.head_dim, self.bits)
         return {"signs": random_signs(site), "levels": levels[None].float().to(site.device)}
@@ -234,7 +234,7 @@ class TurboQuantQJL(TurboQuant):
         found = self.stage.constants(site)
         return {**found, "sketch": found["signs"], "sketch_back": found["signs"]}
 
-    def fit(self, site: Site, sample: Tensor | None = None) -> Params:
+    def fit(self, site: Site, sample: Sample = NO_SAMPLE) -> Params:
         """Draw the stage's constants, and ``sketch``, ``sketch_back [1, H, D]``: s' of the encoder and decoder."""
         signs = random_signs(site, stream=1)
         back = signs if self.variant == "correct" else random_signs(site, stream=2)

@@ -62,7 +62,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from kvcodec.codec import Codec, Constant, Constants, Params, Payload, Site
+from kvcodec.codec import NO_SAMPLE, Codec, Constant, Constants, Params, Part, Payload, Sample, Site
 from kvcodec.codecs.group_int import GroupInt
 from kvcodec.errors import FitError, SpecError
 from kvcodec.layout import Field, Layout, check_whole_bytes
@@ -134,9 +134,9 @@ class UltraTQ(ScaleOption, Codec):
         check_scale("ultra-tq", self.scale)
 
     @property
-    def needs_sample(self) -> bool:
-        """Only ``calibrated`` looks at keys."""
-        return self.table == "calibrated"
+    def needs(self) -> frozenset[Part]:
+        """Only ``calibrated`` levels are fitted."""
+        return frozenset({"tensor"} if self.table == "calibrated" else ())
 
     def layout(self, head_dim: int) -> Layout:
         """Codes and norms of one token."""
@@ -156,47 +156,39 @@ class UltraTQ(ScaleOption, Codec):
         """Declare the levels, of coordinates over their root mean square."""
         return {"levels": Constant((16,), low=-(site.head_dim**0.5), high=site.head_dim**0.5)}
 
-    def fit(self, site: Site, sample: Tensor | None = None) -> Params:
+    def fit(self, site: Site, sample: Sample = NO_SAMPLE) -> Params:
         """Tabulate the levels.
 
         Returns
         -------
         dict
-            ``levels [1, 16]`` float32, ascending and symmetric, for coordinates of mean square 1.
+            ``levels [1, 16]`` float32, ascending and symmetric, for coordinates of mean square 1. With queries (a
+            calibration) and table=calibrated also ``error [1, 1]`` float32 for ``settle``: the mean of
+            (y / s - c_code)^2 over the sample, Gaussian levels.
 
         Raises
         ------
         FitError
             If the table is to be calibrated and there is no sample.
         """
+        params: dict[str, Tensor] = {}
         if self.table == "gaussian":
             levels = gaussian_levels()
         elif self.table == "sphere":
             levels = sphere_levels(min(self._group or site.head_dim, site.head_dim))
-        elif sample is None:
+        elif sample.tensor is None:
             raise FitError(
                 "ultra-tq: table=calibrated needs sample keys [batch, kv_heads, tokens, head_dim]; got none. "
                 "Pass a sample to fit, or use table=gaussian."
             )
         else:
-            levels = sample_levels(self._coordinates(sample), gaussian_levels())
-        return {"levels": levels[None].float().to(site.device)}
-
-    def calibrate(self, site: Site, sample: Tensor, queries: Tensor) -> Params:
-        """Fit; with table=calibrated also say how the Gaussian table does on this layer, for ``settle``.
-
-        Returns
-        -------
-        dict
-            As ``fit``, and ``error [1, 1]`` float32: mean of (y / s - c_code)^2 over the sample, Gaussian levels.
-        """
-        params = self.fit(site, sample)
-        if self.table != "calibrated":
-            return params
-        u, levels = self._coordinates(sample), gaussian_levels().to(sample.device)
-        squares = (u - levels[nearest_level(levels)(u)]) ** 2
-        error = squares.sum() / max(1, len(u))
-        return {**params, "error": error.float().view(1, 1).to(site.device)}
+            u, gaussian = self._coordinates(sample.tensor), gaussian_levels()
+            levels = sample_levels(u, gaussian)
+            if sample.queries is not None:
+                gaussian = gaussian.to(u.device)
+                error = ((u - gaussian[nearest_level(gaussian)(u)]) ** 2).sum() / max(1, len(u))
+                params["error"] = error.float().view(1, 1).to(site.device)
+        return {"levels": levels[None].float().to(site.device), **params}
 
     def settle(self, fitted: Sequence[Params]) -> list[Params]:
         """Keep calibrated levels in the layers with the largest ``error`` (Sec. 4.1); the others get the Gaussian's."""

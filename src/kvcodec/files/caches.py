@@ -150,7 +150,7 @@ def _layer_state(name: str, layer: LayerCache, tensors: dict[str, Tensor], schem
             "layout_version": (page.key if role == "key" else page.value).version,
             "runs": [list(run) for run in held.runs],
         }
-        if held.params is not None and (held.codec.needs_sample or codec_params(layer.fitted, role) is not None):
+        if held.params is not None and (held.codec.needs or codec_params(layer.fitted, role) is not None):
             entry["params"] = store_params(held.params, tensors)
         elif held.params is not None:
             entry["fingerprint"] = _fingerprint(held.params)

@@ -287,7 +287,7 @@ def sites_to_fit(scheme: KVScheme, layers: Sequence[int]) -> list[tuple[int, Rol
 
 def _from_data(scheme: KVScheme, role: Role) -> bool:
     codec = scheme.codec(role)
-    return codec.needs_sample or codec.needs_queries or (role == "key" and scheme.mean in ("pre", "post"))
+    return bool(codec.needs) or (role == "key" and scheme.mean in ("pre", "post"))
 
 
 def check_given(name: str, layers: Sequence[int], given: LayerParams) -> None:
@@ -320,7 +320,7 @@ def check_queries(scheme: KVScheme, layers: Sequence[int], given: LayerParams) -
     FitError
     """
     for layer, role, codec in sites_to_fit(scheme, layers):
-        if codec.needs_queries and role not in given.get(layer, {}):
+        if "queries" in codec.needs and role not in given.get(layer, {}):
             raise FitError(
                 f"{scheme}: the {role} constants of layer {layer} are fitted with the model's queries, which a prefill "
                 f"does not show; run `kvcodec fit MODEL {scheme} --text FILE -o PARAMS` and pass that file as params."

@@ -6,11 +6,11 @@
    them; at most ``max_tokens`` per layer are kept, evenly spaced.
 3. With ``mean=pre`` or ``post`` the mean of each head's keys is taken, over all tokens but the first ``SKIPPED`` of a
    window, whose keys are unlike all others; ``mean=auto`` is decided as ``cache_for`` does. Codecs see keys without it.
-4. ``codec.calibrate(site, sample, queries)`` gives each site's constants, with the site that ``cache_for`` makes. Where
-   a codec asks for it, ``calibrate_with`` has the gradients of the loss by keys and values too, for labels that are
-   drawn from the model's own distribution. A model that cannot be run backwards is fitted without them, and the file
-   says so beside the text's name.
-5. ``codec.settle`` decides across the layers of a role.
+4. ``codec.fit(site, sample)`` returns the constants of each site, for the site that ``cache_for`` makes. The sample has
+   keys or values and queries. For a codec that needs gradients it also has the gradients of the loss, for labels that
+   are sampled from the model's own distribution. If the model cannot be run backwards, the codec is fitted without
+   them, and the file says so beside the text's name.
+5. ``codec.settle`` revises the constants of all layers of a role.
 """
 
 import hashlib
@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from kvcodec.checks import check_tensor
-from kvcodec.codec import ROLES, Codec, Params, Role, Site, storage_dtype
+from kvcodec.codec import ROLES, Codec, Params, Role, Sample, Site, storage_dtype
 from kvcodec.errors import FitError, KVError, ModelError
 from kvcodec.files.params import FittedParams, sites_to_fit
 from kvcodec.fitting import samples
@@ -251,7 +251,7 @@ def capture(
     samples: dict[int, LayerSample] = {}
     passed: set[int] = set()  # layers of the current window
     alive: list[tuple[int, Role, Tensor]] = []  # its keys and values, by which gradients are taken
-    backward = backward and any(codec.needs_gradients for _, _, codec in sites)
+    backward = backward and any("gradients" in codec.needs for _, _, codec in sites)
 
     def seen(
         module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, options: dict[str, Any]
@@ -273,7 +273,7 @@ def capture(
                 except ValueError as error:
                     raise FitError(str(error)) from error
                 getattr(sample, role).append(_kept(x, share, wanted[layer][role].held_dtype(x.dtype)))
-                if backward and wanted[layer][role].needs_gradients:
+                if backward and "gradients" in wanted[layer][role].needs:
                     alive.append((layer, role, x))
 
     # the logits of a window are larger than all that is recorded
@@ -350,14 +350,12 @@ def _fit_sites(
         if role == "key" and layer in means:
             removed[layer] = _mean_of(sample.key, sample.places, means[layer])
             x = x.float() - means[layer].at(removed[layer].to(device), torch.cat(sample.places)[None].to(device))
-        if codec.needs_sample or codec.needs_queries:
+        if codec.needs:
             codecs[role] = codec.for_dtype(sample.dtype)
             site = _WatchedSite(layer, role, x.shape[1], x.shape[3], seed, device, drawn=drawn)
-            if slopes := getattr(sample, f"{role}_gradient"):
-                given = torch.cat(slopes, 2).to(device)
-                fitted[role][layer] = codecs[role].calibrate_with(site, x, queries, given)
-            else:
-                fitted[role][layer] = codecs[role].calibrate(site, x, queries)
+            slopes = getattr(sample, f"{role}_gradient")
+            given = torch.cat(slopes, 2).to(device) if slopes else None
+            fitted[role][layer] = codecs[role].fit(site, Sample(x, queries, given))
         if last[layer] == done:
             del samples[layer]
     layers: dict[int, dict[Role, Params]] = {layer: {} for layer, _, _ in sites}

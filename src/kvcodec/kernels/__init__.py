@@ -1,4 +1,1 @@
-"""Optional CUDA kernels, compiled at run time: one skeleton, with a small reader and encoder per codec.
-
-Only ``build`` imports cuda-core, and only when a kernel is needed.
-"""
+"""Optional kernels: CUDA, compiled at run time, and C++ for CPUs, with a small reader and encoder for each codec."""

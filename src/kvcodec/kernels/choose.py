@@ -8,10 +8,10 @@ import torch
 
 from kvcodec.codec import ROLES, Codec
 from kvcodec.errors import UnsupportedError
-from kvcodec.kernels import build
 from kvcodec.kernels.cpu import library
 from kvcodec.kernels.cpu.engine import CpuEngine
-from kvcodec.kernels.cuda_engine import CudaEngine
+from kvcodec.kernels.cuda import build
+from kvcodec.kernels.cuda.engine import CudaEngine
 from kvcodec.kernels.engine import Engine
 from kvcodec.kernels.spec import decode_spec, encoder
 from kvcodec.layout import PageLayout

@@ -86,11 +86,11 @@ def constants(
     tables = factor = matrix = None
     if kernel.tables is not None:
         of, where = kernel.tables_of or codec, (site.head_dim, site.device) if kernel.alike else site
-        name = ("tables", kernel.type, of, where) if drawn and not of.needs_sample else None
+        name = ("tables", kernel.type, of, where) if drawn and not of.needs else None
         before = None if old is None else old.tables
         tables = _shared(name, site.device, before, lambda: _tables(kernel, params, site.num_heads))
     if kernel.multiplies:
-        name = ("factor", kernel.type, codec, site) if drawn and not codec.needs_sample else None
+        name = ("factor", kernel.type, codec, site) if drawn and not codec.needs else None
         before = None if old is None else old.factor
         factor = _shared(name, site.device, before, lambda: _factor(kernel, params, site.num_heads, site.head_dim))
     if kernel.matrix is not None:

@@ -1,4 +1,4 @@
-"""What a cache asks of the kernels of one layer; there are two engines, ``cuda_engine.py`` and ``cpu/engine.py``.
+"""What a cache asks of the kernels of one layer; there are two engines, ``cuda/engine.py`` and ``cpu/engine.py``.
 
 An engine holds only names and tensors, no module or compiled kernel, so that caches can be copied and saved.
 """
@@ -13,9 +13,10 @@ from kvcodec.attention import Seen
 from kvcodec.codec import ROLES, Codec, Params, Role
 from kvcodec.errors import UnsupportedError
 from kvcodec.kernels.constants import NO_CONSTANTS, Constants, constants
-from kvcodec.kernels.encode import SlotWriter, Turned
+from kvcodec.kernels.cuda.encode import SlotWriter
+from kvcodec.kernels.cuda.prompts import ChunkReader
 from kvcodec.kernels.flash import Flash
-from kvcodec.kernels.prompts import ChunkReader
+from kvcodec.kernels.mean import Turned
 from kvcodec.ops.rope import Rotary
 from kvcodec.store.pages import PageStore
 from kvcodec.store.role import RoleState
@@ -24,7 +25,7 @@ from kvcodec.store.site import RoleSite
 if TYPE_CHECKING:
     from kvcodec.kernels.cpu.mean import CpuMean
     from kvcodec.kernels.cpu.spec import CpuEncoder, CpuReader
-    from kvcodec.kernels.fit import Fitted, Sample
+    from kvcodec.kernels.cuda.fit import Fitted, Sample
     from kvcodec.kernels.mean import KeyMean
     from kvcodec.kernels.spec import Encoder, Reader
 

@@ -43,6 +43,28 @@ class KeyMean(NamedTuple):
     pairs: int
 
 
+class Turned(NamedTuple):
+    """What is subtracted from keys before they are encoded: their mean before RoPE, turned as the model turns it.
+
+    The reference's operations are repeated one by one in float32, so bytes are the reference's if cosines and sines
+    are.
+
+    Parameters
+    ----------
+    mean : Tensor float32 ``[1 or B, H, D]``
+    cosines, sines : Tensor float32 ``[1 or B, N, R / 2]``
+        Of the angle of each new token and pair of channels, as the model's rotary embedding gives them, its scaling
+        included; the first R channels turn.
+    interleaved : bool
+        Whether the pairs are channels 2 p, 2 p + 1 instead of p, p + R / 2.
+    """
+
+    mean: Tensor
+    cosines: Tensor
+    sines: Tensor
+    interleaved: bool = False
+
+
 def key_mean(
     mean: Tensor, frequencies: Sequence[float], *, scaling: float = 1.0, interleaved: bool = False, look: bool = True
 ) -> KeyMean:

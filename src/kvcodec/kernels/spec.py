@@ -1,9 +1,9 @@
 """How the CUDA kernels read and write a codec: a ``Reader`` and an ``Encoder`` for each role, found by its module.
 
-``kvcodec/kernels/<stem>.py`` serves the codecs of ``kvcodec/codecs/<stem>.py``. It defines ``reader``, and ``encoder``
-if kernels write the bytes as well: functions of (codec, head_dim, role) that return a ``Reader`` or an ``Encoder``, or
-raise ``UnsupportedError`` with the reason. A codec of another package registers such functions by ``add_reader``
-and ``add_encoder``.
+``kvcodec/kernels/codecs/<stem>.py`` serves the codecs of ``kvcodec/codecs/<stem>.py``. It defines ``reader``, and
+``encoder`` if kernels write the bytes as well: functions of (codec, head_dim, role) that return a ``Reader`` or an
+``Encoder``, or raise ``UnsupportedError`` with the reason. A codec of another package registers such functions by
+``add_reader`` and ``add_encoder``.
 
 Between model basis and code basis kernels apply two linear maps, in this order for queries and new tokens: times a
 factor per head and channel (``[B or 1, H, D]``, a constant of the site), then a block-diagonal Hadamard. Outputs go
@@ -16,6 +16,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
+from pathlib import Path
 from types import ModuleType
 from typing import Any, ClassVar, Literal, NamedTuple, TypeVar
 
@@ -23,10 +24,11 @@ from torch import Tensor
 
 from kvcodec.codec import ROLES, Codec, Params, Role
 from kvcodec.errors import SpecError, UnsupportedError
-from kvcodec.kernels.build import CSRC
 from kvcodec.layout import PageLayout
 from kvcodec.scheme import KVScheme
 
+CSRC = Path(__file__).parent / "csrc"
+"""Folder of the CUDA sources."""
 HEAD_DIMS = (64, 80, 96, 128, 192, 256, 512)
 """A lane of a warp holds every 32nd channel of a row; 80, no multiple of 32, is only for what is ``uneven``."""
 
@@ -264,7 +266,7 @@ def of_module(module: str, name: str) -> Any:
 @lru_cache
 def _kernels(module: str) -> ModuleType | None:
     package, _, stem = ("kvcodec.codecs.dense" if module == "kvcodec.codec" else module).rpartition(".")
-    path = f"kvcodec.kernels.{stem}"
+    path = f"kvcodec.kernels.codecs.{stem}"
     if package != "kvcodec.codecs" or importlib.util.find_spec(path) is None:
         return None
     return importlib.import_module(path)

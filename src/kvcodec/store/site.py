@@ -190,7 +190,7 @@ class LayerSite:
     most : int, optional
         Tokens that the layer ever holds at once (a sliding window); constants are fitted on no more.
     energy : Tensor, optional
-        Mean squares of the queries of each KV head, ``[1, H, D]``, where they are known: for ``Codec.fit_with``.
+        Mean squares of the queries of each KV head, ``[1, H, D]``, where they are known: as in ``Sample``.
 
     Raises
     ------
@@ -245,7 +245,7 @@ class LayerSite:
             self.check_energy(site)
             if own is not None:
                 params = {k: v.to(device) for k, v in own.items()}
-            elif not codec.needs_sample:
+            elif "tensor" not in codec.needs:
                 params = drawn(codec, site)
             made[role] = RoleSite(role, codec, site, params, own is None)
         return made
@@ -279,9 +279,7 @@ class LayerSite:
         if not self.fitted:
             return self.scheme.fit_tokens
         missing = [
-            codec.fit_tokens
-            for role in ROLES
-            if (codec := self.scheme.codec(role)).needs_sample and codec_params(self.fitted, role) is None
+            codec.fit_tokens for role in ROLES if is_missing(codec := self.scheme.codec(role), self.fitted, role)
         ]
         return max(missing, default=0)
 
@@ -297,7 +295,7 @@ class LayerSite:
     @property
     def is_drawn(self) -> bool:
         """Whether every constant follows from the scheme, layer and seed alone: equal sites share them."""
-        return not self.fitted and not (self.scheme.key.needs_sample or self.scheme.value.needs_sample)
+        return not self.fitted and "tensor" not in self.scheme.key.needs | self.scheme.value.needs
 
 
 def check_role(codec: Codec, site: Site, fitted: Mapping[Role, Params]) -> None:
@@ -319,6 +317,11 @@ def check_role(codec: Codec, site: Site, fitted: Mapping[Role, Params]) -> None:
 def mean_constant(site: Site) -> Constant:
     """Declare the keys' mean."""
     return Constant((site.num_heads, site.head_dim), low=-LIMIT, high=LIMIT, each=True)
+
+
+def is_missing(codec: Codec, fitted: Mapping[Role, Params], role: Role) -> bool:
+    """Whether a role's constants are to be fitted on first tokens."""
+    return "tensor" in codec.needs and codec_params(fitted, role) is None
 
 
 def codec_params(fitted: Mapping[Role, Params], role: Role) -> Params | None:

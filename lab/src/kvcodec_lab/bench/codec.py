@@ -29,7 +29,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvcodec.codec import ROLES, Codec, Params, Payload, Role, Site
+from kvcodec.codec import ROLES, Codec, Params, Payload, Role, Sample, Site
 from kvcodec.errors import ShapeError, UnsupportedError
 from kvcodec.registry import get
 from kvcodec_lab.bench.exhaustive import exhaustive
@@ -67,7 +67,7 @@ class CodecWork:
             codec = get(spec).codec(role).for_dtype(torch.float16)
             x = whole[:, :, : whole.shape[2] // codec.block_tokens * codec.block_tokens]
             site = Site(0, role, x.shape[1], x.shape[3], seed, x.device)
-            return RoleWork(codec, codec.fit(site, x.half() if codec.needs_sample else None), x)
+            return RoleWork(codec, codec.fit(site, Sample(x.half())), x)
 
         self.key, self.value = (of(role, whole) for role, whole in zip(ROLES, kv, strict=True))
         self.packed = (self.key.encode(), self.value.encode())
@@ -162,7 +162,7 @@ def codec_rows(
             codec.layout(head_dim)  # refuses a head_dim it cannot take
             if codec.block_tokens > tokens:
                 raise ShapeError(f"bench codec: {spec} encodes {codec.block_tokens} tokens at once; got {tokens}.")
-            if codec.needs_queries:
+            if "queries" in codec.needs:
                 raise UnsupportedError(f"bench codec: {spec} needs a model's queries to be fitted; leave it out.")
     shape = (kv_heads, head_dim, tokens)
     return _codec_rows(specs, shape, usable_device("bench codec", device), repeats, seed, progress or (lambda _: None))

@@ -108,7 +108,7 @@ def run(args: argparse.Namespace, say: Callable[[str], None]) -> "list[Row] | in
     common = stamp(device, args.seed, args.commit)
     limit: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
     if args.shared_memory:
-        from kvcodec.kernels.launch import limited
+        from kvcodec.kernels.cuda.launch import limited
 
         common, limit = common | {"shared_memory_kb": args.shared_memory}, limited(args.shared_memory)
     recorder = Recorder(path, common, say)

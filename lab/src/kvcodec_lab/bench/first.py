@@ -7,7 +7,7 @@ the host's, from the prompt to its first token read back; for a new cache they i
 metric              unit  what
 ==================  ====  ============================================================================================
 ``first_cache_ms``  ms    the first cache of this spec in the process, ``FIRST_PROMPT`` tokens: constants are built and
-                          kernels loaded (compiled too, unless ``benchmarks/compile_kernels.py`` ran before);
+                          kernels loaded (compiled too, unless ``kvcodec compile`` ran before);
                           ``caches_before`` counts the caches of other specs
 ``first_token_ms``  ms    the caches after it, at prompts of ``PROMPTS``
 ``next_turn_ms``    ms    new tokens over a cache that holds ``HELD``

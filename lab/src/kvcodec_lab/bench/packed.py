@@ -23,7 +23,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from kvcodec.attention import rounded_queries
 from kvcodec.cache.device import DeviceCache
 from kvcodec.cache.fused import FusedLayerCache, fused_refusal
-from kvcodec.codec import ROLES, Params, Role, Site
+from kvcodec.codec import ROLES, Params, Role, Sample, Site
 from kvcodec.errors import UnsupportedError
 from kvcodec.registry import get
 from kvcodec.scheme import KVScheme
@@ -177,7 +177,7 @@ def _fitted(scheme: KVScheme, sample: Tensor, seed: int) -> dict[Role, Params]:
     for role in ROLES:
         codec = scheme.codec(role).for_dtype(sample.dtype)
         site = Site(LAYER, role, heads, dim, seed, sample.device)
-        found[role] = codec.fit(site, sample.float() if codec.needs_sample else None)
+        found[role] = codec.fit(site, Sample(sample.float()))
     return found
 
 

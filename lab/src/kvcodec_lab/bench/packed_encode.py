@@ -9,11 +9,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kvcodec.codec import ROLES, Params, Role, Site
+from kvcodec.codec import ROLES, Params, Role, Sample, Site
 from kvcodec.errors import UnsupportedError
-from kvcodec.kernels import build, encode
 from kvcodec.kernels.constants import Constants, constants_for
-from kvcodec.kernels.encode import Turned
+from kvcodec.kernels.cuda import build, encode
+from kvcodec.kernels.mean import Turned
 from kvcodec.kernels.spec import encode_spec
 from kvcodec.scheme import KVScheme
 from kvcodec.store.pages import PageStore
@@ -95,8 +95,8 @@ def encode_operator(spec: str, shape: Shape, device: torch.device, seed: int) ->
     for role, x in zip(ROLES, (keys, values), strict=True):
         codec = scheme.codec(role)
         site = Site(LAYER, role, shape.kv_heads, shape.head_dim, seed)
-        sample = x[:1, :, :FIT_TOKENS].float().cpu() if codec.needs_sample else None
-        params[role] = {name: p.to(device) for name, p in codec.fit(site, sample).items()}
+        sample = x[:1, :, :FIT_TOKENS].float().cpu()
+        params[role] = {name: p.to(device) for name, p in codec.fit(site, Sample(sample)).items()}
     store = PageStore(layout, shape.batch, shape.kv_heads, device, shape.tokens)
     order = torch.randperm(store.table.numel(), generator=generator, device=device)
     store.table = order.view(store.table.shape).int().contiguous()

@@ -29,8 +29,8 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from kvcodec.attention import rounded_queries
 from kvcodec.errors import KVError, SpecError, UnsupportedError
-from kvcodec.kernels.cuda_engine import CudaEngine
-from kvcodec.kernels.history import History, attend_history
+from kvcodec.kernels.cuda.engine import CudaEngine
+from kvcodec.kernels.cuda.history import History, attend_history
 from kvcodec_lab.bench.decode import ROOFLINE_BYTES_PER_US, ratio
 from kvcodec_lab.bench.packed import SCALES, Gate, Packed, packed_operator, worst
 from kvcodec_lab.bench.record import Deadline, DeviceLostError, Recorder, Row, device_lost

@@ -30,7 +30,7 @@ from torch import Tensor
 from kvcodec.cache.host import LayerCache
 from kvcodec.cli.measure.fidelity import LayerRecord
 from kvcodec.cli.measure.rows import Row
-from kvcodec.codec import Codec, Dense, Params, Site, roundtrip
+from kvcodec.codec import Codec, Dense, Sample, Site, roundtrip
 from kvcodec.codecs.outliers import Med
 from kvcodec.errors import BrokenPresetError, KVCodecWarning, KVError
 from kvcodec.key_bias import KeyBiases
@@ -162,14 +162,9 @@ def _errors(record: LayerRecord, codec: Codec, change: Change | None = None, fre
     site = Site(record.layer, "key", keys.shape[1], keys.shape[3])
     sample = keys[:, :, :tokens].half().float()
     decoded = keys.clone()
-    decoded[:, :, :tokens] = roundtrip(codec, sample, _fit(codec, site, sample, record.q.float()))
+    params = codec.fit(site, Sample(sample, record.q.float() if "queries" in codec.needs else None))
+    decoded[:, :, :tokens] = roundtrip(codec, sample, params)
     return score_error(record, undo(decoded))
-
-
-def _fit(codec: Codec, site: Site, sample: Tensor, queries: Tensor) -> Params:
-    if codec.needs_queries:
-        return codec.calibrate(site, sample, queries)
-    return codec.fit(site, sample if codec.needs_sample else None)
 
 
 def _left(

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from kvcodec.codec import Codec, Site, roundtrip
+from kvcodec.codec import Codec, Sample, Site, roundtrip
 from kvcodec.codecs.additive import Additive
 from kvcodec.ops.quaternion import (
     chunk_lengths,
@@ -330,7 +330,7 @@ def _with_loud_chunks(tokens: int) -> tuple[Tensor, Tensor, Tensor]:
 
 def _bulk(codec: Codec, x: Tensor, loud: Tensor, seed: int) -> float:
     """Relative MSE of the chunks that are not ``loud``."""
-    decoded = roundtrip(codec, x, codec.fit(Site(0, "key", 1, x.shape[-1], seed), x if codec.needs_sample else None))
+    decoded = roundtrip(codec, x, codec.fit(Site(0, "key", 1, x.shape[-1], seed), Sample(x)))
     chunks = split_chunks(x)[~loud]
     return float((split_chunks(decoded)[~loud] - chunks).square().sum() / chunks.square().sum())
 

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from kvcodec.cache.host import LayerCache
-from kvcodec.codec import Role, Site
+from kvcodec.codec import Role, Sample, Site
 from kvcodec.codecs.group_int import GroupInt
 from kvcodec.codecs.innerq import GROUP, InnerQ, Reading
 from kvcodec.compressed import compress
@@ -191,7 +191,7 @@ def _norm() -> Iterator[Claim]:
     """Largest key of a channel after the norm against the root of the largest before, Sec. 4.3."""
     keys = torch.randn(1, 4, 512, 128, generator=torch.Generator().manual_seed(0)) * torch.logspace(-2, 2, 128)
     codec = InnerQ(3, norm=True)
-    held = codec.to_code(keys, codec.fit(Site(0, "key", 4, 128), keys)).abs().amax(2)
+    held = codec.to_code(keys, codec.fit(Site(0, "key", 4, 128), Sample(keys))).abs().amax(2)
     ratio = _pair_max(held) / _pair_max(keys.abs().amax(2)).sqrt()
     note = "max |K| = sqrt(old max); per rotary pair, whose channels share a norm so that RoPE keeps the scores"
     yield Claim("key norm, least channel", "max_over_root", "1.0000", float(ratio.min()), 0.0, note)

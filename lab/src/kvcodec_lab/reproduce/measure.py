@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from kvcodec.codec import Codec, Site, roundtrip
+from kvcodec.codec import Codec, Sample, Site, roundtrip
 from kvcodec.registry import get
 from kvcodec.scheme import KVScheme
 
@@ -43,7 +43,7 @@ def fidelity(codec: Codec, seeds: int, keys: int, dim: int = 128) -> Fidelity:
 
 def relative_mse(x: Tensor, scheme: KVScheme, seed: int = 0) -> float:
     """Relative MSE of the key codec on ``x``."""
-    params = scheme.key.fit(Site(0, "key", x.shape[1], x.shape[3], seed), x if scheme.key.needs_sample else None)
+    params = scheme.key.fit(Site(0, "key", x.shape[1], x.shape[3], seed), Sample(x))
     return float((roundtrip(scheme.key, x, params) - x).square().sum() / x.square().sum())
 
 
@@ -79,5 +79,5 @@ def adds_up(parts: list[float], total: float, unit: float) -> bool:
 
 def codec_error(x: Tensor, codec: Codec, sample: Tensor | None = None) -> float:
     """Relative MSE of one codec on ``x [B, H, N, D]``, through its bytes; constants fitted on ``sample`` if any."""
-    params = codec.fit(Site(0, "key", x.shape[1], x.shape[3]), sample)
+    params = codec.fit(Site(0, "key", x.shape[1], x.shape[3]), Sample(sample))
     return float((roundtrip(codec, x, params) - x).square().sum() / x.square().sum())

@@ -1,10 +1,9 @@
 """OCTOPUS's findings on video and audio (Sec. 4.3, Tables 3, 10, 11), tested on models of this project.
 
-The paper judged video models of 1.3B and an audio model. Here they are Whisper base and the video model that
-`benchmarks/video.py` trains; nothing is run, rows come from result files, which a checkout of the repository has and an
-installed package has not. The protocol is the paper's: keys by five methods, values of all in groups of channels at the
-same bits (`benchmarks/parts.py`), the newest unit in 16 bit, no layer left out. One file has the presets with values of
-their own instead.
+The paper judged video models of 1.3B and an audio model. Here they are Whisper base and a small video model.
+Nothing is run: rows come from result files below ``RESULTS``, where they exist. The protocol is the paper's: keys by
+five methods, values of all in groups of channels at the same bits, the newest unit in 16 bit, no layer left out. One
+file has the presets with values of their own instead.
 
 A finding is a ratio of two errors, which can be compared where the errors cannot: the paper's squared error by PSNR and
 log-spectral distance, ours squared error by PSNR and KL. It is printed by no paper but follows from the numbers of one;

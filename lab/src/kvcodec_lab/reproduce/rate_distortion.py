@@ -16,7 +16,7 @@ from torch import Tensor
 import kvcodec
 from kvcodec.cli.measure.fidelity import LayerRecord, record
 from kvcodec.cli.measure.rows import Row
-from kvcodec.codec import Role, Site, roundtrip
+from kvcodec.codec import Role, Sample, Site, roundtrip
 from kvcodec.description import describe
 from kvcodec.errors import KVError
 from kvcodec.progress import Progress
@@ -129,7 +129,7 @@ def measure(spec: str, source: str, role: Role, samples: Sequence[Tensor]) -> Ro
         for seed, sample in enumerate(samples):
             x = sample[:, :, : sample.shape[2] // codec.block_tokens * codec.block_tokens].half().float()
             site = Site(seed, role, x.shape[1], dim, seed)
-            decoded = roundtrip(codec, x, codec.fit(site, x if codec.needs_sample else None))
+            decoded = roundtrip(codec, x, codec.fit(site, Sample(x)))
             errors.append(float((decoded - x).square().sum() / x.square().sum()))
     except KVError as error:
         return row | {"note": str(error)}

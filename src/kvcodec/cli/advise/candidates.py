@@ -54,7 +54,7 @@ def default_specs(head_dim: int) -> list[str]:
     found = []
     for spec in presets():
         scheme = get(spec)
-        if spec == DENSE or scheme.query_error or scheme.key.needs_queries or scheme.value.needs_queries:
+        if spec == DENSE or scheme.query_error or "queries" in scheme.key.needs | scheme.value.needs:
             continue
         try:
             scheme.page_layout(head_dim)
@@ -79,7 +79,7 @@ def check_specs(specs: Sequence[str], plan: ModelPlan) -> None:
     for spec in specs:
         scheme = scheme_of(LayerChoice(spec, spec))
         scheme.page_layout(head_dim)
-        if scheme.key.needs_queries or scheme.value.needs_queries:
+        if "queries" in scheme.key.needs | scheme.value.needs:
             raise UnsupportedError(f"{spec}: its constants need `kvcodec fit`; advise takes codecs that need no file.")
 
 

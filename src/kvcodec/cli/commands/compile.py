@@ -34,9 +34,9 @@ def run(args: argparse.Namespace) -> Result:
 
     from kvcodec.description import kernels_for
     from kvcodec.errors import UnsupportedError
-    from kvcodec.kernels.build import cache_folder, compiled
-    from kvcodec.kernels.launch import machine_of
-    from kvcodec.kernels.needed import Steps, compile_needed, of_scheme
+    from kvcodec.kernels.cuda.build import cache_folder, compiled
+    from kvcodec.kernels.cuda.launch import machine_of
+    from kvcodec.kernels.cuda.needed import Steps, compile_needed, of_scheme
     from kvcodec.progress import Progress
     from kvcodec.registry import get
 

@@ -28,7 +28,7 @@ from kvcodec.key_bias import Probe
 from kvcodec.ops.precision import without_modes
 from kvcodec.probe import OutlierProbe
 from kvcodec.scheme import KVScheme
-from kvcodec.store.site import LayerSite, codec_params
+from kvcodec.store.site import LayerSite, is_missing
 
 
 def unfused_reason(model_or_config: Any) -> str:
@@ -80,7 +80,7 @@ def _energies(
     waiting = [
         layer.index
         for layer, own in zip(plan.kv_layers, schemes, strict=True)
-        if own.key.needs_sample and own.key.fit_tokens > 1 and codec_params(given.get(layer.index, {}), "key") is None
+        if own.key.fit_tokens > 1 and is_missing(own.key, given.get(layer.index, {}), "key")
     ]
     known = query_energies(model_or_config) if waiting and isinstance(model_or_config, torch.nn.Module) else {}
     return {index: known[index] for index in waiting if index in known}

@@ -135,7 +135,7 @@ class CacheMaker:
         for layer in self._first.packed_layers:
             kept[layer.index] = dict(given.get(layer.index, {}))
             for role, state in layer.cache.roles.items():
-                if state.params is not None and not state.codec.needs_sample:
+                if state.params is not None and "tensor" not in state.codec.needs:
                     kept[layer.index][role] = {**kept[layer.index].get(role, {}), **state.params}
         self.scheme = self._first.scheme  # with mean=auto decided: constants without a mean would decide it anew
         self.params, self._first, self._drawn = kept, None, True

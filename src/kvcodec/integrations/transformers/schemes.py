@@ -13,7 +13,7 @@ from kvcodec.integrations.transformers.biases import biases_of, is_followed, rot
 from kvcodec.integrations.transformers.plan import LayerPlan, ModelPlan
 from kvcodec.ops.precision import without_modes
 from kvcodec.scheme import KVScheme, Mean
-from kvcodec.store.site import MEAN, MeanRemoval, codec_params
+from kvcodec.store.site import MEAN, MeanRemoval, is_missing
 
 logger = logging.getLogger(__name__)
 
@@ -106,7 +106,7 @@ def means_of(
                 f"not have; pass the model itself, or use mean=post or mean=none."
             )
         rotary = rotary_of(model_or_config, layer)
-        waits = own.key.needs_sample and own.key.fit_tokens > 1 and codec_params(fitted, "key") is None
+        waits = own.key.fit_tokens > 1 and is_missing(own.key, fitted, "key")
         biases = None if waits else biases_of(model_or_config, plan)
         if mean is not None:
             means[layer.index] = MeanRemoval("pre", rotary, mean, "params")

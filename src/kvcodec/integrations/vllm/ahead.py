@@ -8,10 +8,10 @@ import torch
 from vllm.config import VllmConfig
 from vllm.logger import init_logger
 
-from kvcodec.kernels.build import architecture, compiled
-from kvcodec.kernels.cuda_engine import CudaEngine
-from kvcodec.kernels.launch import machine
-from kvcodec.kernels.needed import Needed, Steps, compile_needed, of_served
+from kvcodec.kernels.cuda.build import architecture, compiled
+from kvcodec.kernels.cuda.engine import CudaEngine
+from kvcodec.kernels.cuda.launch import machine
+from kvcodec.kernels.cuda.needed import Needed, Steps, compile_needed, of_served
 
 logger = init_logger("vllm.kvcodec")
 

@@ -48,8 +48,8 @@ from kvcodec.integrations.vllm.servable import (
     preferred_page,
     refusal,
 )
-from kvcodec.kernels.build import LEAST
-from kvcodec.kernels.prompts import Chunk
+from kvcodec.kernels.cuda.build import LEAST
+from kvcodec.kernels.cuda.prompts import Chunk
 from kvcodec.scheme import Mean
 from kvcodec.store.kept_rows import rows_bytes
 from kvcodec.store.positions import part_of

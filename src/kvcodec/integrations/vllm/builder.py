@@ -19,8 +19,8 @@ from kvcodec.integrations.vllm.layer import EngineLayer, Several
 from kvcodec.integrations.vllm.metadata import Expanded, PackedMetadata, Prompts, SharedStep, longest_sequence
 from kvcodec.integrations.vllm.pending import PendingGroups
 from kvcodec.integrations.vllm.servable import page_refusal
-from kvcodec.kernels.prompts import Chunk, Chunks, Room, Sight, gathered
-from kvcodec.kernels.prompts_groups import GroupChunks
+from kvcodec.kernels.cuda.prompts import Chunk, Chunks, Room, Sight, gathered
+from kvcodec.kernels.cuda.prompts_groups import GroupChunks
 
 logger = init_logger("vllm.kvcodec")
 

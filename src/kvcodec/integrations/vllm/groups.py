@@ -32,7 +32,7 @@ from kvcodec.codec import ROLES, Role, storage_dtype
 from kvcodec.integrations.vllm.layer import CHUNK_TOKENS, EngineLayer, Rules
 from kvcodec.integrations.vllm.pending import PendingGroups
 from kvcodec.integrations.vllm.servable import group_tokens
-from kvcodec.kernels.prompts_groups import GroupChunkReader, GroupChunks
+from kvcodec.kernels.cuda.prompts_groups import GroupChunkReader, GroupChunks
 from kvcodec.scheme import KVScheme
 
 

@@ -41,12 +41,13 @@ from kvcodec.codec import FP16_MAX, ROLES, Params, Role, storage_dtype
 from kvcodec.errors import ShapeError, UnsupportedError
 from kvcodec.integrations.vllm.servable import page_step
 from kvcodec.kernels.choose import choose
-from kvcodec.kernels.decode import MOST_SEQUENCES
-from kvcodec.kernels.encode import SlotWriter, Turned
+from kvcodec.kernels.cuda.decode import MOST_SEQUENCES
+from kvcodec.kernels.cuda.encode import SlotWriter
+from kvcodec.kernels.cuda.history import STAGING_BYTES, workspace_bytes
+from kvcodec.kernels.cuda.prompts import ChunkReader, Chunks
 from kvcodec.kernels.engine import Engine
 from kvcodec.kernels.flash import WIDEST, Flash
-from kvcodec.kernels.history import STAGING_BYTES, workspace_bytes
-from kvcodec.kernels.prompts import ChunkReader, Chunks
+from kvcodec.kernels.mean import Turned
 from kvcodec.layout import PageLayout
 from kvcodec.scheme import KVScheme
 from kvcodec.store.kept_rows import keep_rows, kept_rows, rows_bytes

@@ -10,7 +10,7 @@ from vllm.forward_context import get_forward_context
 from vllm.v1.attention.backend import AttentionMetadata, CommonAttentionMetadata
 
 from kvcodec.integrations.vllm.layer import Live, Several
-from kvcodec.kernels.prompts import Chunk
+from kvcodec.kernels.cuda.prompts import Chunk
 from kvcodec.store.positions import shared
 
 

@@ -77,7 +77,7 @@ def _roles(scheme: KVScheme, attribute: str) -> bool:
 RULES = (
     Rule(
         "statistics",
-        lambda s, fitted: not fitted and (_roles(s, "needs_sample") or _roles(s, "needs_queries")),
+        lambda s, fitted: not fitted and _roles(s, "needs"),
         "it takes constants from each sequence's own tokens, and sequences share pages",
         'run kvcodec fit MODEL "{s}" --text TEXT -o FILE and pass that file, {{"params": FILE}}, or let the server do '
         'so at its start, {{"params": "fit"}}',

@@ -11,7 +11,7 @@ from kvcodec.kernels.cpu import library
 from kvcodec.kernels.cpu.attend import KINDS, fill_tables
 from kvcodec.kernels.cpu.library import EncodeArgsStruct, EncodeRoleStruct, LessStruct
 from kvcodec.kernels.cpu.spec import CpuSpec
-from kvcodec.kernels.encode import Turned
+from kvcodec.kernels.mean import Turned
 
 ROUNDED = 3
 """Kind of float32 numbers that are rounded to fp16 first."""

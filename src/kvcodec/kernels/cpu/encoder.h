@@ -15,7 +15,7 @@ constexpr int MOST_TOKENS = 256;  // most tokens of a block
 struct New {
   const float* rows;       // [count, D]
   uint8_t* page;
-  const uint8_t* tables;   // as kernels/<stem>.py made them, or null
+  const uint8_t* tables;   // as kernels/codecs/<stem>.py made them, or null
   const int64_t* planes;   // byte of the page at which each plane begins
   const int64_t* sizes;    // bytes of a block in each plane
   const int32_t* options;

@@ -16,9 +16,9 @@ from kvcodec.kernels.cpu.held import attend_held, ranges
 from kvcodec.kernels.cpu.library import EncodeArgsStruct
 from kvcodec.kernels.cpu.mean import CpuMean, cpu_mean
 from kvcodec.kernels.cpu.spec import cpu_spec
-from kvcodec.kernels.encode import Turned
 from kvcodec.kernels.engine import Engine
 from kvcodec.kernels.flash import Flash
+from kvcodec.kernels.mean import Turned
 from kvcodec.ops.rope import Rotary
 from kvcodec.store.kept_rows import keep_rows
 from kvcodec.store.pages import PageStore

@@ -20,9 +20,9 @@ constexpr int OVER = 16;
 
 struct Rows {
   const uint8_t* page;    // planes of this head's page
-  const uint8_t* tables;  // the layer's look-up tables for this head, as kernels/<stem>.py made them; or null
+  const uint8_t* tables;  // the layer's look-up tables for this head, as kernels/codecs/<stem>.py made them; or null
   const int64_t* planes;  // byte of the page at which each plane of the role begins
-  const int32_t* options; // numbers that kernels/<stem>.py chose
+  const int32_t* options; // numbers that kernels/codecs/<stem>.py chose
   int dim;                // D, a multiple of 16
   int first, count;       // places in the page
   float* out;             // [count, D], channels in the reader's order; up to OVER numbers behind may be overwritten

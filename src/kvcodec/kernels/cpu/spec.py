@@ -1,7 +1,7 @@
 """How the CPU kernels read and write a codec: a ``CpuReader`` and a ``CpuEncoder`` for each role, found by its module.
 
-``kvcodec/kernels/<stem>.py`` serves the codecs of ``kvcodec/codecs/<stem>.py``: beside the CUDA kernels' ``reader`` it
-defines ``cpu_reader``, a function of (codec, head_dim, role) that returns a ``CpuReader`` or raises
+``kvcodec/kernels/codecs/<stem>.py`` serves the codecs of ``kvcodec/codecs/<stem>.py``. Beside the CUDA kernels'
+``reader`` it defines ``cpu_reader``, a function of (codec, head_dim, role) that returns a ``CpuReader`` or raises
 ``UnsupportedError`` with the reason; and likewise ``cpu_encoder``, if the kernels write it. Bases are as in
 ``kernels/spec.py``.
 """

@@ -1,4 +1,4 @@
-"""Tables of ``benchmarks/key_errors.py``: which presets fail on a model's keys, who warns, what mends it."""
+"""Tables of ``kvcodec_lab.eval.key_errors``: which presets fail on a model's keys, who warns, what mends it."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -34,7 +34,7 @@ def read(path: Path) -> Json:
     rows = read_rows([path])
     data = json.loads(path.read_text(encoding="utf-8"))
     if not isinstance(data, dict) or not isinstance(data.get("outliers"), list) or "by_layer" not in rows[0]:
-        raise FormatError(f"{path} holds no errors of scores; pass what benchmarks/key_errors.py wrote.")
+        raise FormatError(f"{path} holds no errors of scores; pass rows of kvcodec_lab.eval.key_errors.")
     return {**data, "rows": rows}
 
 

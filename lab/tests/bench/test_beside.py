@@ -1,0 +1,106 @@
+"""benchmarks/beside.py on the CPU: shapes, rows of a worker, turns of two checkouts and the table."""
+
+import importlib
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from kvcodec.cache.host import LayerCache
+from kvcodec_lab.bench.shapes import GROUPS, Shape, shapes_named
+from lab.tests.bench.gpu_stubs import Clock
+
+BENCHMARKS = Path(__file__).parents[3] / "benchmarks"
+
+
+class Fused(LayerCache):
+    """A fused cache served by the reference."""
+
+    def __init__(self, *args: Any, capacity: int = 0, **options: Any) -> None:
+        super().__init__(*args, **options)
+
+    def kernels(self) -> dict[str, str]:
+        return {"decode": "reference"}
+
+
+@pytest.fixture
+def beside(monkeypatch):
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    module = importlib.import_module("beside")
+    monkeypatch.setattr(module, "FusedLayerCache", Fused)
+    monkeypatch.setattr(module, "fused_refusal", lambda *_: "")
+    return module
+
+
+def test_shapes_of_the_corners(beside):
+    names = [s.name for s in GROUPS["corners"]]
+    assert names == [
+        "b128_1k", "b64_2k", "llama8b_b1_4096", "one_kv_head_b2_8k", "d64_b4_32k", "d96_b4_8k", "d256_b16_16k",
+        "d512_b8_32k",
+    ]  # fmt: skip
+    assert [Shape(*sizes) for sizes in json.loads(beside.described(GROUPS["corners"]))] == list(GROUPS["corners"])
+    assert len(shapes_named("spine,corners")) == 12
+
+
+def test_a_worker_times_every_spec_beside_bf16(beside, monkeypatch):
+    from kvcodec_lab.bench import timing
+
+    monkeypatch.setattr(beside, "DEVICE", "cpu")
+    monkeypatch.setattr(timing, "Timer", lambda device: Clock())
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA H200")
+    monkeypatch.setattr(beside, "rival", lambda shape, timer: {"cold": (300.0, "cudnn"), "warm": (250.0, "flash")})
+    shape = Shape("tiny", 2, 4, 2, 64, 100)
+    found = list(beside.worker(["int-4", "fp9"], [shape], 1e12, compiling=False))
+    assert found[0] | {"bytes": 0} == {
+        "spec": "int-4", "shape": "tiny", "gpu": "NVIDIA H200", "cold_us": 100.0, "warm_us": 100.0, "bytes": 0,
+        "path": "reference", "bf16_cold_us": 300.0, "bf16_warm_us": 250.0, "bf16_cold": "cudnn", "bf16_warm": "flash",
+    }  # fmt: skip
+    assert found[0]["bytes"] > 2 * 2 * 2 * 100 * 32
+    assert "fp9" in found[1]["status"]
+    assert list(beside.worker(["int-4"], [shape], 1e12, compiling=True)) == []
+    assert list(beside.worker(["int-4"], [shape], 0.0, compiling=False)) == []
+
+
+def test_the_rival_is_the_fastest_that_attends(beside, monkeypatch):
+    monkeypatch.setattr(beside, "DEVICE", "cpu")
+
+    def rivals(dense):
+        yield beside_rival("wrong", dense.expected * 2)
+        yield beside_rival("slow", dense.expected)
+        yield beside_rival("fast", dense.expected)
+
+    def beside_rival(name, answer):
+
+        from kvcodec_lab.bench.attention_rivals import AttentionRival
+
+        return AttentionRival(name, "form", 16.0, lambda: lambda: answer)
+
+    clock = Clock()
+    clock.next_times = [300.0, 100.0, 200.0, 150.0]
+    monkeypatch.setattr(beside, "torch_rivals", rivals)
+    monkeypatch.setattr(beside, "library_rivals", lambda dense: iter([]))
+    found = beside.rival(Shape("tiny", 2, 4, 2, 64, 100), clock)
+    assert found == {"cold": (200.0, "fast, form"), "warm": (100.0, "slow, form")}
+
+
+def test_the_table_has_ratios_of_medians_and_names_what_is_slower(beside):
+    def row(label, spec, cold, **more):
+        times = {"cold_us": cold, "warm_us": cold / 2, "bf16_cold_us": 300.0, "bf16_warm_us": 200.0, "bytes": 240e6}
+        return {"label": label, "spec": spec, "shape": "s", "gpu": "NVIDIA H200", "path": "cuda", **times, **more}
+
+    found = [row("this", "int-4", us) for us in (99.0, 101.0)] + [row("other", "int-4", us) for us in (199.0, 201.0)]
+    found += [row("this", "kivi-2", 110.0), row("other", "kivi-2", 100.0)]
+    found += [{"label": "other", "spec": "saw-int4", "shape": "s", "gpu": "NVIDIA H200", "status": "boom"}]
+    lines = beside.summary(found).splitlines()
+    assert lines[1].split() == ["s", "int-4", "cuda", "200.0", "100.0", "0.500", "0.500", "3.00", "4.00", "50%", "100%"]
+    assert "boom" in lines[3]
+    assert lines[4] == "SLOWER by more than 3 %: kivi-2 at s: 1.100"
+    alone = beside.summary([r for r in found if r["label"] == "this"])
+    assert "nan" in alone
+    assert "SLOWER" not in alone
+
+
+def test_processes_take_turns_there_and_back(beside):
+    assert beside.rounds(3, ["this", "other"]) == ["this", "other", "other", "this", "this", "other"]
