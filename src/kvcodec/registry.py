@@ -26,7 +26,7 @@ from typing import Any, Literal
 from kvcodec.codec import Codec, Dense
 from kvcodec.errors import FormatError, SpecError, nearest
 from kvcodec.recipe import LayerChoice, read_choices, write_choices
-from kvcodec.scheme import KVScheme, Mean, Mix, mix_of, recent_of
+from kvcodec.scheme import KVScheme, Mean, mix_of, recent_of
 
 Recipe = Callable[..., KVScheme]
 Mark = Literal["recommended", "paper", "baseline"]
@@ -249,7 +249,7 @@ def scheme_of(choice: LayerChoice) -> KVScheme:
     )
 
 
-def read_recipe(path: str | Path) -> Mix:
+def read_recipe(path: str | Path) -> KVScheme:
     """Read a recipe file; its path is the mixture's spec.
 
     Raises
@@ -269,7 +269,7 @@ def read_recipe(path: str | Path) -> Mix:
     return mix_of(layers, str(path))
 
 
-def write_recipe(path: str | Path, choices: Sequence[LayerChoice], about: Mapping[str, Any] | None = None) -> Mix:
+def write_recipe(path: str | Path, choices: Sequence[LayerChoice], about: Mapping[str, Any] | None = None) -> KVScheme:
     """Write a recipe file atomically and return its mixture.
 
     Raises
@@ -503,7 +503,7 @@ def _recent(text: str) -> KVScheme | None:
         held = get(text)
     except SpecError as error:
         raise SpecError(f"{wanted}: {error}") from error
-    if isinstance(held, Mix):
+    if held.layers:
         raise SpecError(f"{wanted}, not a recipe; a recipe's layers may each have a preset with its own recent=.")
     return recent_of(held.key, held.value, held, held)
 
