@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from kvcodec.codec import FP16_MAX, ROLES, Codec, Constant, Params, Role, Site
-from kvcodec.errors import FitError, ShapeError, SpecError
+from kvcodec.errors import FitError, KVError, ShapeError, SpecError
 
 
 def largest(x: Tensor) -> Tensor:
@@ -125,22 +125,49 @@ def check_constants(codec: Codec, site: Site, given: Params, batch: int | None =
             f"{where} are {sorted(map(str, given))}; {type(codec).__name__} takes {sorted(declared) or 'none'}: {cure}"
         )
     for name, constant in declared.items():
-        if why := unfit(constant, given[name], batch):
-            raise FitError(f"{where}: {name} {why}; {cure}")
+        check_constant(f"{where}: {name}", constant, given[name], batch, f"; {cure}")
     if len(sizes := {len(given[name]) for name, constant in declared.items() if constant.each}) > 1:
         raise FitError(f"{where} are of {' and of '.join(map(str, sorted(sizes)))} sequences; {cure}")
 
 
-def unfit(constant: Constant, x: Tensor, batch: int | None = None) -> str:
-    """Return why a tensor is not this constant, or ``""``; ``batch``: as of ``check_constants``."""
+def check_constant(
+    name: str,
+    constant: Constant,
+    x: Tensor,
+    batch: int | None = None,
+    cure: str = ".",
+    error: type[KVError] = FitError,
+) -> None:
+    """Validate that a tensor is this constant.
+
+    Parameters
+    ----------
+    name : str
+        Subject of the error's sentence.
+    constant : Constant
+    x : Tensor
+    batch : int, optional
+        As in ``check_constants``.
+    cure : str
+        End of the error's sentence.
+    error : type of KVError
+
+    Raises
+    ------
+    KVError
+        Of the type ``error``: another dtype or shape, numbers out of range, or a broken rule.
+    """
     if not isinstance(x, Tensor) or x.dtype != constant.dtype:
-        return f"is {x.dtype if isinstance(x, Tensor) else type(x).__name__}, not {constant.dtype}"
+        raise error(f"{name} is {x.dtype if isinstance(x, Tensor) else type(x).__name__}, not {constant.dtype}{cure}")
     leads = (1, len(x) if batch is None else batch) if x.ndim and constant.each else (1,)
     if tuple(x.shape[1:]) != constant.shape or (x.ndim and len(x) not in leads):
-        return f"has shape {list(x.shape)}, not {['1 or the batch' if constant.each else 1, *constant.shape]}"
+        shape = ["1 or the batch" if constant.each else 1, *constant.shape]
+        raise error(f"{name} has shape {list(x.shape)}, not {shape}{cure}")
     if not x.numel():
-        return ""
+        return
     low, high = (float(bound) for bound in x.aminmax())
     if not constant.low <= low <= high <= constant.high:  # NaN neither
-        return f"has numbers from {low:.6g} to {high:.6g}, not within {constant.low:.6g} and {constant.high:.6g}"
-    return f"is not {constant.text}" if constant.rule is not None and not constant.rule(x) else ""
+        span = f"{constant.low:.6g} and {constant.high:.6g}"
+        raise error(f"{name} has numbers from {low:.6g} to {high:.6g}, not within {span}{cure}")
+    if constant.rule is not None and not constant.rule(x):
+        raise error(f"{name} is not {constant.text}{cure}")

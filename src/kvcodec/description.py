@@ -6,7 +6,7 @@ from typing import Any
 from kvcodec.codec import ROLES
 from kvcodec.kernels import spec as kernels
 from kvcodec.registry import get, method_of, options_of
-from kvcodec.scheme import KVScheme, Mix
+from kvcodec.scheme import KVScheme
 
 
 def describe(spec: str, head_dim: int = 128) -> dict[str, Any]:
@@ -25,7 +25,7 @@ def describe(spec: str, head_dim: int = 128) -> dict[str, Any]:
         recent, dense_key_layers, dense_value_layers, page_tokens, page_bytes, options, layout, kernels``.
     """
     scheme = get(spec)
-    if isinstance(scheme, Mix):
+    if scheme.layers:
         return _describe_mix(scheme, head_dim)
     method = method_of(spec)
     values = options_of(spec)
@@ -75,7 +75,7 @@ def describe(spec: str, head_dim: int = 128) -> dict[str, Any]:
     }
 
 
-def _describe_mix(mix: Mix, head_dim: int) -> dict[str, Any]:
+def _describe_mix(mix: KVScheme, head_dim: int) -> dict[str, Any]:
     """As ``describe``: bits are means over layers, ``layers`` describes each, and there is no common page size."""
     kinds: dict[str, list[int]] = {}
     for i, layer in enumerate(mix.layers):

@@ -31,7 +31,7 @@ from kvcodec.codec import Codec, Dense, Params
 from kvcodec.errors import ShapeError, SpecError, nearest
 from kvcodec.key_layer import KeyLayer
 from kvcodec.registry import get, with_option
-from kvcodec.scheme import KVScheme, Mean, Mix
+from kvcodec.scheme import KVScheme, Mean
 
 Probe = Literal["refuse", "warn", "off"]
 """What to do about a preset that breaks on a model's keys: ``refuse`` it, ``warn``, or skip the check (``off``)."""
@@ -292,6 +292,6 @@ def _badness(error: BiasError) -> tuple[bool, float]:
 
 def _without_mean(scheme: KVScheme, mean: Mean) -> tuple[str, ...]:
     """Spec of the same scheme that encodes keys without their mean; empty for a recipe and where it does so already."""
-    if not scheme.spec or isinstance(scheme, Mix) or scheme.mean != "none" or mean == "none":
+    if not scheme.spec or scheme.layers or scheme.mean != "none" or mean == "none":
         return ()
     return (with_option(scheme.spec, "mean", mean),)

@@ -26,9 +26,11 @@ from typing import Any, Literal
 from kvcodec.codec import Codec, Dense
 from kvcodec.errors import FormatError, SpecError, nearest
 from kvcodec.recipe import LayerChoice, read_choices, write_choices
-from kvcodec.scheme import KVScheme, Mean, Mix, mix_of, recent_of
+from kvcodec.scheme import KVScheme, Mean, mix_of, recent_of
 
 Recipe = Callable[..., KVScheme]
+Mark = Literal["recommended", "paper", "baseline"]
+"""Status of a preset: recommended for use, a method as its paper has it, or a baseline to compare with."""
 
 
 @dataclass(frozen=True)
@@ -104,6 +106,7 @@ class Method:
     recipe: Recipe
     source: str
     presets: Mapping[str, Mapping[str, Any]]
+    marks: Mapping[str, Mark]
 
     @cached_property
     def parameters(self) -> Mapping[str, inspect.Parameter]:
@@ -138,7 +141,12 @@ _DISCOVERY = threading.RLock()  # re-entrant: a codec's file may look up a spec 
 
 
 def register(
-    name: str, *, source: str, presets: tuple[str, ...] | Mapping[str, Mapping[str, Any]] = ()
+    name: str,
+    *,
+    source: str,
+    presets: tuple[str, ...] | Mapping[str, Mapping[str, Any]] = (),
+    mark: Mark = "paper",
+    recommended: tuple[str, ...] = (),
 ) -> Callable[[Recipe], Recipe]:
     """Register a recipe under ``name``.
 
@@ -150,6 +158,10 @@ def register(
         The paper or system: title or arXiv id and section.
     presets : tuple of str, or mapping of str to options
         Spec strings that tables, tests and docs cover. ``("x-4", "x-2")`` means ``bits=4`` and ``bits=2``.
+    mark : {"paper", "recommended", "baseline"}
+        Of the presets.
+    recommended : tuple of str
+        Presets with that mark instead.
 
     Raises
     ------
@@ -160,6 +172,8 @@ def register(
 
     def add(recipe: Recipe) -> Recipe:
         expanded = presets if isinstance(presets, Mapping) else {p: _suffix(name, p) for p in presets}
+        expanded = expanded or {name: {}}
+        marks: dict[str, Mark] = {p: "recommended" if p in recommended else mark for p in expanded}
         for p in inspect.signature(recipe).parameters.values():
             if inspect.Parameter.empty in (p.annotation, p.default):
                 raise SpecError(
@@ -174,7 +188,7 @@ def register(
                 f"codec {name!r} is registered already, by {inspect.getfile(recipe)}; load or import that file once. "
                 f"A file that imports it is given alone."
             )
-        _METHODS[name] = Method(name, recipe, source, expanded or {name: {}})
+        _METHODS[name] = Method(name, recipe, source, expanded, marks)
         return recipe
 
     return add
@@ -235,7 +249,7 @@ def scheme_of(choice: LayerChoice) -> KVScheme:
     )
 
 
-def read_recipe(path: str | Path) -> Mix:
+def read_recipe(path: str | Path) -> KVScheme:
     """Read a recipe file; its path is the mixture's spec.
 
     Raises
@@ -255,7 +269,7 @@ def read_recipe(path: str | Path) -> Mix:
     return mix_of(layers, str(path))
 
 
-def write_recipe(path: str | Path, choices: Sequence[LayerChoice], about: Mapping[str, Any] | None = None) -> Mix:
+def write_recipe(path: str | Path, choices: Sequence[LayerChoice], about: Mapping[str, Any] | None = None) -> KVScheme:
     """Write a recipe file atomically and return its mixture.
 
     Raises
@@ -316,11 +330,17 @@ def names() -> list[str]:
     return sorted(_methods())
 
 
-def presets() -> list[str]:
-    """All preset specs: ``dense`` first, then by method."""
+def presets(mark: Mark | None = None) -> list[str]:
+    """All preset specs, or those with one mark: ``dense`` first, then by method.
+
+    >>> presets("recommended")
+    ['ghost-4', 'ghost-3', 'ghost-2', 'kivi-4', 'kivi-tq-4', 'saw-int4']
+    """
+    if mark is not None and mark not in typing.get_args(Mark):
+        raise SpecError(f"mark={mark!r} is not allowed; use {', '.join(typing.get_args(Mark))}, or None for all.")
     methods = _methods()
     order = sorted(methods, key=lambda n: (n != "dense", n))
-    return [p for name in order for p in methods[name].presets]
+    return [p for name in order for p, own in methods[name].marks.items() if mark in (None, own)]
 
 
 def from_json(text: str) -> KVScheme:
@@ -483,7 +503,7 @@ def _recent(text: str) -> KVScheme | None:
         held = get(text)
     except SpecError as error:
         raise SpecError(f"{wanted}: {error}") from error
-    if isinstance(held, Mix):
+    if held.layers:
         raise SpecError(f"{wanted}, not a recipe; a recipe's layers may each have a preset with its own recent=.")
     return recent_of(held.key, held.value, held, held)
 

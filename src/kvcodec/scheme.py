@@ -8,12 +8,12 @@ tokens between are encoded, oldest first, in units of the codec's ``block_tokens
 so encoded data never changes, whatever the split into prefill and decode. With ``recent`` the newest tokens are packed
 as well, by other codecs, and encoded from what those decode to when they age: by tokens' age, 16 bit for ever, few
 bits, 8 bits. A ``KVScheme`` applies to every layer of a
-model, a ``Mix`` has one scheme per layer; ``for_layer`` returns the scheme of one layer.
+model, or to a mixture of one scheme per layer (``layers``); ``for_layer`` returns the scheme of one layer.
 """
 
 import json
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property, lru_cache
 from typing import Any, Literal, get_args
@@ -52,6 +52,9 @@ class KVScheme:
         when they age, in blocks of both. Codecs that encode each token alone, with constants that need no data.
     spec : str
         The canonical spec this scheme came from; empty for one built by hand. Not part of equality.
+    layers : tuple of KVScheme
+        Of a mixture (``mix_of``): the scheme of each KV layer, in order. The other fields are the first layer's; bits
+        are means over the layers, and questions about one codec are refused where layers differ.
     """
 
     key: Codec
@@ -63,6 +66,7 @@ class KVScheme:
     mean: Mean = "none"
     recent: "KVScheme | None" = None
     spec: str = field(default="", compare=False)
+    layers: "tuple[KVScheme, ...]" = field(default=(), repr=False)
 
     def __post_init__(self) -> None:
         """Validate the counts and the age tiers."""
@@ -76,23 +80,34 @@ class KVScheme:
             _check_recent(self, self.recent)
 
     def __str__(self) -> str:
-        """Return the spec, or the repr of a scheme built by hand."""
-        return self.spec or repr(self)
+        """Return the spec; for a scheme built by hand its repr, for a mixture its layers' schemes."""
+        if self.spec or not self.layers:
+            return self.spec or repr(self)
+        return f"mix of {len(self.layers)} layers: {', '.join(dict.fromkeys(map(str, self.layers)))}"
 
     def codec(self, role: Role) -> Codec:
-        """Codec of one role."""
+        """Codec of one role.
+
+        Raises
+        ------
+        SpecError
+            Layers of a mixture have different ones.
+        """
+        if self.layers and len({layer.codec(role) for layer in self.layers}) > 1:
+            raise SpecError(
+                f"{self}: its layers have different codecs; ask for one layer with for_layer(i, {len(self.layers)})."
+            )
         return self.key if role == "key" else self.value
 
     @property
     def query_error(self) -> float:
-        """``Codec.query_error`` of the keys' codec; above 0 attention rounds queries as well."""
-        return self.key.query_error
+        """Largest ``Codec.query_error`` of the keys' codecs; above 0 attention rounds queries as well."""
+        return max(scheme.key.query_error for scheme in self.layer_schemes)
 
     @property
     def is_fitted(self) -> bool:
         """Whether a codec has constants that are fitted on data, or the keys' mean is one."""
-        sampled = any(codec.needs for codec in (self.key, self.value))
-        return sampled or self.mean in ("pre", "post")
+        return any(own.key.needs or own.value.needs or own.mean in ("pre", "post") for own in self.layer_schemes)
 
     @cached_property
     def fit_tokens(self) -> int:
@@ -100,13 +115,27 @@ class KVScheme:
         return max(codec.fit_tokens if "tensor" in codec.needs else 0 for codec in (self.key, self.value))
 
     def layout_versions(self, head_dim: int) -> dict[str, Any]:
-        """``Layout.version`` of each role: saved constants are valid only for these."""
-        return {role: self.codec(role).layout(head_dim).version for role in ROLES}
+        """``Layout.version`` of each role, one or one per layer: saved constants are valid only for these."""
+        found = {role: [own.codec(role).layout(head_dim).version for own in self.layer_schemes] for role in ROLES}
+        return {role: versions[0] if len(set(versions)) == 1 else versions for role, versions in found.items()}
 
     def for_layer(self, layer: int, num_layers: int) -> "KVScheme":
-        """Scheme of one layer: boundary layers get ``Dense`` for the roles that stay dense there."""
+        """Scheme of one layer: boundary layers get ``Dense`` for the roles that stay dense there.
+
+        Raises
+        ------
+        SpecError
+            No such layer, or a mixture for another number of layers.
+        """
+        if self.layers and num_layers != len(self.layers):
+            raise SpecError(
+                f"{self} is a recipe for {len(self.layers)} KV layers, not for {num_layers}; "
+                f"make one for this model with `kvcodec advise`."
+            )
         if not 0 <= layer < num_layers:
             raise SpecError(f"layer={layer}: expected 0 <= layer < num_layers={num_layers}.")
+        if self.layers:
+            return self.layers[layer]
         edge = min(layer, num_layers - 1 - layer)
         dense = edge < self.dense_key_layers, edge < self.dense_value_layers
         if (found := self._of_layers.get(dense)) is None:
@@ -129,31 +158,37 @@ class KVScheme:
     def with_means(self, means: "Sequence[Mean]") -> "KVScheme":
         """Return the scheme with ``mean`` decided; ``means`` are those of a model's layers, in order.
 
-        A scheme of one kind has one: ``none`` where all layers have none, else what the others have.
+        Without ``layers`` a scheme has one mean: ``none`` where all layers have none, else what the others have.
         """
+        if self.layers:
+            return mix_of([replace(own, mean=m) for own, m in zip(self.layers, means, strict=True)], self.spec)
         kinds = sorted(set(means) - {"none"})
         return replace(self, mean=kinds[0] if kinds else "none")
 
     def allows(self, other: "KVScheme") -> bool:
         """Whether ``other`` is this scheme, with ``mean=auto`` decided in any way."""
+        if self.layers:
+            same = len(other.layers) == len(self.layers)
+            return same and all(own.allows(theirs) for own, theirs in zip(self.layers, other.layers, strict=True))
         return (replace(other, mean="auto") if self.mean == "auto" else other) == self
 
     @property
     def layer_schemes(self) -> "tuple[KVScheme, ...]":
         """Every scheme that a layer may have by the recipe alone: this one, or those of a mixture, in order."""
-        return (self,)
+        return self.layers or (self,)
 
     def without_windows(self) -> "KVScheme":
         """Return the same codecs with sink = window = 0, as ``fake_quant`` uses them."""
-        return replace(self, sink=0, window=0, recent=None)
+        layers = tuple(layer.without_windows() for layer in self.layers)
+        return replace(self, sink=0, window=0, recent=None, layers=layers)
 
     def key_bits(self, head_dim: int) -> float:
         """Effective bits of an encoded key element, from the layout; windows and dense layers not counted."""
-        return self.key.layout(head_dim).effective_bits
+        return self._mean([own.key.layout(head_dim).effective_bits for own in self.layer_schemes])
 
     def value_bits(self, head_dim: int) -> float:
         """Effective bits of an encoded value element, from the layout."""
-        return self.value.layout(head_dim).effective_bits
+        return self._mean([own.value.layout(head_dim).effective_bits for own in self.layer_schemes])
 
     def effective_bits(self, head_dim: int) -> float:
         """Mean of ``key_bits`` and ``value_bits``."""
@@ -161,11 +196,26 @@ class KVScheme:
 
     def nominal_bits(self, head_dim: int) -> float:
         """Bits of the codes alone, as papers print them."""
-        layouts = self.key.layout(head_dim), self.value.layout(head_dim)
-        return sum(layout.nominal_bits for layout in layouts) / 2
+        codecs = [codec for own in self.layer_schemes for codec in (own.key, own.value)]
+        return self._mean([codec.layout(head_dim).nominal_bits for codec in codecs])
+
+    @staticmethod
+    def _mean(bits: Sequence[float]) -> float:
+        return sum(bits) / len(bits)
 
     def encoded_tokens(self, role: Role, tokens: int) -> int:
-        """How many of ``tokens`` are encoded (the closed form in the module's text)."""
+        """How many of ``tokens`` are encoded (the closed form in the module's text).
+
+        Raises
+        ------
+        SpecError
+            Layers of a mixture encode different numbers.
+        """
+        if self.layers:
+            found, *others = {layer.encoded_tokens(role, tokens) for layer in self.layers}
+            if others:
+                raise SpecError(f"{self}: its layers encode different numbers of tokens; ask for one with for_layer.")
+            return found
         unit = self.unit(role)
         return unit * max(0, (tokens - self.sink - self.window) // unit)
 
@@ -181,11 +231,16 @@ class KVScheme:
 
     def page_layout(self, head_dim: int, page_tokens: int | None = None, *, value_dim: int | None = None) -> PageLayout:
         """Byte map of a page; ``page_tokens`` defaults to 64 rounded up to whole blocks."""
-        return page_layout(self.key, self.value, head_dim, value_dim or head_dim, page_tokens)
+        return page_layout(self.codec("key"), self.codec("value"), head_dim, value_dim or head_dim, page_tokens)
 
     def to_json(self) -> str:
-        """Return JSON from which ``registry.from_json`` rebuilds an equal scheme."""
-        data: dict[str, Any] = {k: v for k, v in asdict(self).items() if k not in ("key", "value", "recent")}
+        """Return JSON from which ``registry.from_json`` rebuilds an equal scheme; equal layers are written once."""
+        if self.layers:
+            texts = [replace(layer, spec="").to_json() for layer in self.layers]
+            kinds = list(dict.fromkeys(texts))
+            layers = [kinds.index(text) for text in texts]
+            return json.dumps({"schemes": [json.loads(text) for text in kinds], "layers": layers, "spec": self.spec})
+        data: dict[str, Any] = {k: v for k, v in asdict(self).items() if k not in ("key", "value", "recent", "layers")}
         if self.mean == "none":  # as before there was a choice: older versions read it
             del data["mean"]
         if self.recent is not None:
@@ -231,151 +286,16 @@ def page_layout(key: Codec, value: Codec, key_dim: int, value_dim: int, page_tok
     return PageLayout(*layouts, page_tokens or page_tokens_for(*layouts))
 
 
-@dataclass(frozen=True)
-class Mix(KVScheme):
-    """A mixture: one scheme per layer; made by ``mix_of``.
-
-    ``key`` and ``value`` are the first layer's; ``codec(role)`` returns a codec only where all layers agree.
-
-    Parameters
-    ----------
-    layers : tuple of KVScheme
-        Of the model's KV layers, in order; their own rules for outer layers are ignored.
-    """
-
-    layers: tuple[KVScheme, ...] = ()
-
-    def __str__(self) -> str:
-        """Return the recipe's path, or the number of layers and their codecs."""
-        if self.spec:
-            return self.spec
-        kinds = dict.fromkeys(str(layer) for layer in self.layers)
-        return f"mix of {len(self.layers)} layers: {', '.join(kinds)}"
-
-    @property
-    def query_error(self) -> float:
-        """Largest of all layers."""
-        return max(layer.query_error for layer in self.layers)
-
-    @property
-    def is_fitted(self) -> bool:
-        """Whether a codec of any layer has constants that are fitted on data."""
-        return any(layer.is_fitted for layer in self.layers)
-
-    def codec(self, role: Role) -> Codec:
-        """Codec of one role, if all layers have the same.
-
-        Raises
-        ------
-        SpecError
-            If they differ.
-        """
-        if len({layer.codec(role) for layer in self.layers}) > 1:
-            raise SpecError(
-                f"{self}: its layers have different codecs; ask for one layer with for_layer(i, {len(self.layers)})."
-            )
-        return super().codec(role)
-
-    def for_layer(self, layer: int, num_layers: int) -> KVScheme:
-        """Scheme of one layer.
-
-        Raises
-        ------
-        SpecError
-            If the mixture is for another number of layers.
-        """
-        if num_layers != len(self.layers):
-            raise SpecError(
-                f"{self} is a recipe for {len(self.layers)} KV layers, not for {num_layers}; "
-                f"make one for this model with `kvcodec advise`."
-            )
-        if not 0 <= layer < num_layers:
-            raise SpecError(f"layer={layer}: expected 0 <= layer < num_layers={num_layers}.")
-        return self.layers[layer]
-
-    @property
-    def layer_schemes(self) -> tuple[KVScheme, ...]:
-        """As ``KVScheme.layer_schemes``: one per KV layer."""
-        return self.layers
-
-    def with_means(self, means: Sequence[Mean]) -> "Mix":
-        """As ``KVScheme.with_means``, layer by layer."""
-        layers = [replace(layer, mean=mean) for layer, mean in zip(self.layers, means, strict=True)]
-        return mix_of(layers, self.spec)
-
-    def allows(self, other: KVScheme) -> bool:
-        """As ``KVScheme.allows``, layer by layer."""
-        if not isinstance(other, Mix) or len(other.layers) != len(self.layers):
-            return False
-        return all(own.allows(theirs) for own, theirs in zip(self.layers, other.layers, strict=True))
-
-    def without_windows(self) -> "Mix":
-        """Return the same codecs with sink = window = 0."""
-        return mix_of([layer.without_windows() for layer in self.layers], self.spec)
-
-    def layout_versions(self, head_dim: int) -> dict[str, Any]:
-        """``Layout.version`` of each role: one, or one per layer."""
-        found = {role: [layer.codec(role).layout(head_dim).version for layer in self.layers] for role in ROLES}
-        return {role: versions[0] if len(set(versions)) == 1 else versions for role, versions in found.items()}
-
-    def key_bits(self, head_dim: int) -> float:
-        """Effective bits of a key element, the layers' mean."""
-        return self._mean(lambda layer: layer.key_bits(head_dim))
-
-    def value_bits(self, head_dim: int) -> float:
-        """Effective bits of a value element, the layers' mean."""
-        return self._mean(lambda layer: layer.value_bits(head_dim))
-
-    def nominal_bits(self, head_dim: int) -> float:
-        """Bits of the codes alone, the layers' mean."""
-        return self._mean(lambda layer: layer.nominal_bits(head_dim))
-
-    def encoded_tokens(self, role: Role, tokens: int) -> int:
-        """As ``KVScheme.encoded_tokens``, if all layers agree.
-
-        Raises
-        ------
-        SpecError
-            If they differ.
-        """
-        found = {layer.encoded_tokens(role, tokens) for layer in self.layers}
-        if len(found) > 1:
-            raise SpecError(f"{self}: its layers encode different numbers of tokens; ask for one layer with for_layer.")
-        return found.pop()
-
-    def page_layout(self, head_dim: int, page_tokens: int | None = None, *, value_dim: int | None = None) -> PageLayout:
-        """As ``KVScheme.page_layout``, if all layers agree.
-
-        Raises
-        ------
-        SpecError
-            If they differ.
-        """
-        for role in ROLES:
-            self.codec(role)
-        return super().page_layout(head_dim, page_tokens, value_dim=value_dim)
-
-    def to_json(self) -> str:
-        """Return JSON from which ``registry.from_json`` rebuilds an equal mixture; equal layers are written once."""
-        texts = [replace(layer, spec="").to_json() for layer in self.layers]
-        kinds = list(dict.fromkeys(texts))
-        layers = [kinds.index(text) for text in texts]
-        return json.dumps({"schemes": [json.loads(text) for text in kinds], "layers": layers, "spec": self.spec})
-
-    def _mean(self, bits: Callable[[KVScheme], float]) -> float:
-        return sum(map(bits, self.layers)) / len(self.layers)
-
-
-def mix_of(layers: Sequence[KVScheme], spec: str = "") -> Mix:
-    """Make a mixture of one scheme per KV layer.
+def mix_of(layers: Sequence[KVScheme], spec: str = "") -> KVScheme:
+    """Make a mixture: one scheme for each KV layer, whose own rules for outer layers are ignored.
 
     Raises
     ------
     SpecError
         No layer, or a mixture among them.
     """
-    if not layers or any(isinstance(layer, Mix) for layer in layers):
+    if not layers or any(layer.layers for layer in layers):
         raise SpecError("a mixture takes at least one scheme, each of one layer.")
     first = layers[0]
     own = tuple(replace(layer, dense_key_layers=0, dense_value_layers=0) for layer in layers)
-    return Mix(first.key, first.value, first.sink, first.window, recent=first.recent, spec=spec, layers=own)
+    return KVScheme(first.key, first.value, first.sink, first.window, recent=first.recent, spec=spec, layers=own)

@@ -12,7 +12,7 @@ from kvcodec.codecs.wrapper import Wrapper, inside
 from kvcodec.errors import FitError, SpecError
 
 OPTIONS = (
-    "ghost-3:transform=klt", "ultra-tq:table=calibrated", "saw-int4:hessian=true", "saw-int4:kmeans=4",
+    "ghost-3:transform=klt", "ultra-tq:table=calibrated", "saw-int4:hessian=true", "saw-int4:kmeans=1",
     "innerq-base:norm=false", "int-4:outliers=3", "turboquant-4:scale=search",
 )  # fmt: skip
 OWN = {"config", "for_dtype", "constants", "fit", "settle"}

@@ -185,6 +185,7 @@ class Additive(Codec):
     "additive",
     source="HQMQ, arXiv:2605.27646, App. Q (its untrained additive baseline)",
     presets={"additive-k48_r4": {"k": 48, "r": 4}},
+    mark="baseline",
 )
 def additive(k: Literal[24, 48, 96, 192] = 48, r: Literal[3, 4, 6] = 4, reading: Reading = "normalised") -> KVScheme:
     """Keys and values in chunks of four on sums of two random codebooks: HQMQ's baseline.

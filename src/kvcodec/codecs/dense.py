@@ -15,7 +15,7 @@ from kvcodec.registry import register
 from kvcodec.scheme import KVScheme
 
 
-@register("dense", source="identity (uncompressed 16-bit cache)")
+@register("dense", source="identity (uncompressed 16-bit cache)", mark="baseline")
 def dense(dtype: Literal["auto", "float16", "bfloat16", "float32"] = "auto") -> KVScheme:
     """The uncompressed cache.
 

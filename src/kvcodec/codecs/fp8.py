@@ -83,7 +83,7 @@ def _e4m3(x: Tensor) -> Tensor:
     return x.clamp(-E4M3_MAX, E4M3_MAX).to(torch.float8_e4m3fn).view(torch.uint8)
 
 
-@register("fp8", source="FP8 formats, arXiv:2209.05433, Sec. 3 (E4M3)")
+@register("fp8", source="FP8 formats, arXiv:2209.05433, Sec. 3 (E4M3)", mark="baseline")
 def fp8(scale: Literal["token", "none"] = "token") -> KVScheme:
     """Eight-bit floating point, E4M3, for keys and values.
 

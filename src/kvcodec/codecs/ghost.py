@@ -596,6 +596,7 @@ class Ghost(Codec):
     "ghost",
     source="kvcodec: docs/ghost.md",
     presets=("ghost-4", "ghost-3", "ghost-2"),
+    mark="recommended",
 )
 def ghost(bits: int | float = 3, transform: Transform = "channels", window: int = 0, sink: int = 4) -> KVScheme:
     """Keys without their mean before RoPE, values without theirs; channels get bits by what their errors cost.

@@ -46,7 +46,7 @@ from kvcodec.registry import register
 from kvcodec.scheme import KVScheme
 
 
-@register("int", source="round-to-nearest baseline", presets=("int-2", "int-3", "int-4", "int-8"))
+@register("int", source="round-to-nearest baseline", presets=("int-2", "int-3", "int-4", "int-8"), mark="baseline")
 def int_naive(
     bits: Literal[2, 3, 4, 8] = 4,
     symmetric: bool = False,

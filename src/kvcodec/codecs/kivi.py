@@ -76,6 +76,7 @@ _TQ = {"group": 128, "values": "turboquant", "window": 0}
         "kivi-tq-4": {"bits": 4, **_TQ},
         "kivi-tq-3": {"bits": 3, **_TQ},
     },
+    recommended=("kivi-4", "kivi-tq-4"),
 )
 def kivi(
     bits: Literal[2, 3, 4, 8] = 2,

@@ -127,7 +127,7 @@ class Q40(Codec):
         return codes.flatten(-2).float().sub_(8).mul_(payload["scale"].float()[..., None]).flatten(-2)
 
 
-@register("q4_0", source="llama.cpp: ggml q4_0, rotation of pull request 21038")
+@register("q4_0", source="llama.cpp: ggml q4_0, rotation of pull request 21038", mark="baseline")
 def q4_0(rotate: Literal["kv", "k", "none"] = "kv", *, window: int = 0) -> KVScheme:
     """llama.cpp's q4_0 cache: blocks of 32 with one fp16 scale, Hadamard-rotated.
 

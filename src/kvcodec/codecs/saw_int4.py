@@ -171,7 +171,9 @@ class SawInt4(ScaleOption, Codec):
         return self._value(codes, scale, zero)
 
 
-@register("saw-int4", source="SAW-INT4, arXiv:2604.19157, Sec. 3-4, App. A", presets={"saw-int4": {}})
+@register(
+    "saw-int4", source="SAW-INT4, arXiv:2604.19157, Sec. 3-4, App. A", presets={"saw-int4": {}}, mark="recommended"
+)
 def saw_int4(
     block: int | None = None,
     rotate: Literal["k", "kv", "none"] = "k",

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from kvcodec.cache.device import DeviceCache
 from kvcodec.cache.host import LayerCache
-from kvcodec.checks import check_constants, largest, unfit
+from kvcodec.checks import check_constant, check_constants, largest
 from kvcodec.codec import LIMIT, ROLES, Constant, Params, Role, Site
 from kvcodec.errors import FormatError, KVError
 from kvcodec.files.container import BROKEN_JSON, Kind, check_target, load_params, read, store_params, write
@@ -237,8 +237,8 @@ def _rebuild(name: str, state: Mapping[str, Any], saved: _Saved, aged: LayerCach
     if "energy" in state:
         site.energy = load_params(state["energy"], saved.tensors, saved.device)[ENERGY]
         dtype = torch.float32 if site.energy.dtype == torch.float32 else torch.float64
-        if why := unfit(Constant(tuple(site.energy.shape[1:]), dtype, 0.0), site.energy):
-            raise FormatError(f"the energies of layer {name}'s queries: the tensor {why}.")
+        energies = f"the energies of layer {name}'s queries: the tensor"
+        check_constant(energies, Constant(tuple(site.energy.shape[1:]), dtype, 0.0), site.energy, error=FormatError)
     if (held := state.get("held")) is None:
         return layer
     batch, heads, length = _count(held, "batch"), _count(held, "heads", 1), _count(held, "length")
@@ -283,8 +283,7 @@ def _rebuild(name: str, state: Mapping[str, Any], saved: _Saved, aged: LayerCach
     site.check_energy(key.site)
     if "mean" in held:
         layer.mean = load_params(held["mean"], saved.tensors, saved.device)[MEAN]
-        if why := unfit(mean_constant(key.site), layer.mean, batch):
-            raise FormatError(f"the keys' mean of layer {name} {why}.")
+        check_constant(f"the keys' mean of layer {name}", mean_constant(key.site), layer.mean, batch, error=FormatError)
     layer.positions.runs = [_positions(run, batch, saved.device) for run in held.get("positions", [])]
     if layer.places_tokens and len(layer.positions) != length:
         raise FormatError(f"layer {name} has positions of {len(layer.positions)} tokens, not {length}; save it again.")

@@ -11,7 +11,7 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from kvcodec.checks import check_constants, params_by_role, unfit
+from kvcodec.checks import check_constant, check_constants, params_by_role
 from kvcodec.codec import LIMIT, ROLES, Codec, Constant, Dense, Params, Payload, Role, Site, saturated
 from kvcodec.errors import FitError, UnsupportedError
 from kvcodec.ops.rope import NOT_TURNED, Rotary
@@ -306,10 +306,9 @@ def check_role(codec: Codec, site: Site, fitted: Mapping[Role, Params]) -> None:
     FitError
     """
     mean = fitted.get("key", {}).get(MEAN) if site.role == "key" else None
-    if mean is not None and (why := unfit(mean_constant(site), mean, 1)):
-        raise FitError(
-            f"the mean of the keys of layer {site.layer} {why}; pass what `kvcodec fit` made, or leave it out."
-        )
+    if mean is not None:
+        cure = "; pass what `kvcodec fit` made, or leave it out."
+        check_constant(f"the mean of the keys of layer {site.layer}", mean_constant(site), mean, 1, cure)
     if (own := codec_params(fitted, site.role)) is not None:
         check_constants(codec, site, own)
 

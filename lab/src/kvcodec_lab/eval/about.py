@@ -14,7 +14,7 @@ from kvcodec.errors import ShapeError
 from kvcodec.files.params import FittedParams
 from kvcodec.models.loading import LoadedModel
 from kvcodec.registry import COMMON
-from kvcodec.scheme import KVScheme, Mix
+from kvcodec.scheme import KVScheme
 from kvcodec_lab.eval.tasks.base import Item, Task, TaskSettings
 
 
@@ -53,7 +53,7 @@ def about_run(
         "specs": [str(scheme) for scheme in schemes],
         "bits": {str(scheme): _bits(scheme, plan.head_dim) for scheme in schemes},
         # by checksum: the file may be replaced under the same name
-        "recipes": {str(s): {"sha256": _sha256(s.to_json())} for s in schemes if isinstance(s, Mix)},
+        "recipes": {str(s): {"sha256": _sha256(s.to_json())} for s in schemes if isinstance(s, KVScheme) and s.layers},
         "params": {
             str(scheme): {"file": given.file, "sha256": given.sha256, "tokens": given.tokens, "text": given.text_name}
             if given

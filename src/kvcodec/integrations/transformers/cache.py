@@ -418,14 +418,15 @@ def load_cache(path: str | Path, model_or_config: Any, *, attention: Attention |
         cache = cache_for(model_or_config, scheme, attention=way, params=fitted, probe="warn", **options)
     except (*BROKEN_JSON, FitError) as error:
         raise FormatError(f"{path}: its description of the cache is damaged ({error}); save it again.") from error
-    reason = check_fits(cache.plan, held)
-    if not reason and saved != _described(cache.plan):
-        reason = f"its layer types differ from those of {cache.plan.name}"
-    if not reason and len(seen) != len(held):
-        reason = f"it states {len(seen)} lengths for {len(held)} layers"
-    reason = reason or _check_lengths(cache.packed_layers, held, seen)
-    if reason:
-        raise FormatError(f"{path} does not fit this model: {reason}. Load it with the model it was saved from.")
+    try:
+        check_fits(cache.plan, held)
+        if saved != _described(cache.plan):
+            raise FormatError(f"its layer types differ from those of {cache.plan.name}")
+        _check_lengths(cache.packed_layers, held, seen)
+    except FormatError as error:
+        raise FormatError(
+            f"{path} does not fit this model: {error}. Load it with the model it was saved from."
+        ) from error
     for layer, layer_cache, count in zip(cache.packed_layers, held, seen, strict=True):
         _give_mean(path, layer_cache, layer.cache)
         if layer_cache.site.energy is None:  # a file that older versions wrote
@@ -441,16 +442,24 @@ def load_cache(path: str | Path, model_or_config: Any, *, attention: Attention |
     return cache
 
 
-def _check_lengths(layers: Sequence[PackedCacheLayer], held: Sequence[LayerCache], seen: Sequence[int]) -> str:
-    """Return why loaded layers are not those of one forward pass, or ``""`` if they are."""
+def _check_lengths(layers: Sequence[PackedCacheLayer], held: Sequence[LayerCache], seen: Sequence[int]) -> None:
+    """Validate that loaded layers are of one forward pass.
+
+    Raises
+    ------
+    FormatError
+    """
+    if len(seen) != len(held):
+        raise FormatError(f"it states {len(seen)} lengths for {len(held)} layers")
     lengths, batches = [len(cache) for cache in held], {cache.batch for cache in held}
     fit = all(
         n >= length if isinstance(layer, WindowedLayer) else n == length
         for layer, n, length in zip(layers, seen, lengths, strict=True)
     )
     if not fit or len({n for layer, n in zip(layers, seen, strict=True) if not layer.is_cross}) > 1:
-        return f"its layers have seen {seen} tokens and hold {lengths}"
-    return f"its layers hold {sorted(batches)} sequences" if len(batches) > 1 else ""
+        raise FormatError(f"its layers have seen {seen} tokens and hold {lengths}")
+    if len(batches) > 1:
+        raise FormatError(f"its layers hold {sorted(batches)} sequences")
 
 
 def _described(plan: ModelPlan) -> list[dict[str, Any]]:

@@ -16,7 +16,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from transformers import __version__ as transformers_version
 from transformers.cache_utils import get_layer_types_and_kwargs
 
-from kvcodec.errors import UnsupportedError
+from kvcodec.errors import FormatError, UnsupportedError
 from kvcodec.integrations.transformers.argument import cache_argument, unwrapped
 from kvcodec.integrations.transformers.handing import use_of_cached
 
@@ -301,11 +301,16 @@ def _common(sizes: Iterable[int | None]) -> int | None:
     return different.pop() if len(different) == 1 else None
 
 
-def check_fits(plan: ModelPlan, layers: list[Any]) -> str:
-    """Return why loaded layer caches do not fit a model, or ``""`` if they do."""
+def check_fits(plan: ModelPlan, layers: list[Any]) -> None:
+    """Validate that loaded layer caches are of a model's layers and sizes.
+
+    Raises
+    ------
+    FormatError
+    """
     wanted = plan.kv_layers
     if len(layers) != len(wanted):
-        return f"the file holds {len(layers)} layers, {plan.name} caches {len(wanted)}"
+        raise FormatError(f"the file holds {len(layers)} layers, {plan.name} caches {len(wanted)}")
     for held, layer in zip(layers, wanted, strict=True):
         if held.store is None:
             continue
@@ -313,5 +318,4 @@ def check_fits(plan: ModelPlan, layers: list[Any]) -> str:
         sizes = ("KV heads", site.num_heads, layer.heads), ("head_dim", site.head_dim, layer.head_dim)
         for word, came, want in sizes:
             if want is not None and came != want:
-                return f"layer {layer.index} of the file has {came} {word}, {plan.name} has {want}"
-    return ""
+                raise FormatError(f"layer {layer.index} of the file has {came} {word}, {plan.name} has {want}")

@@ -33,7 +33,7 @@ from kvcodec.integrations.vllm.servable import group_tokens, preferred_page, ref
 from kvcodec.kernels.choose import choose
 from kvcodec.key_bias import KeyBiases
 from kvcodec.registry import get
-from kvcodec.scheme import KVScheme, Mean, Mix, mix_of
+from kvcodec.scheme import KVScheme, Mean, mix_of
 from kvcodec.store.site import MeanRemoval
 
 
@@ -229,7 +229,7 @@ def packed_everywhere(config: VllmConfig, scheme: KVScheme) -> KVScheme:
     Few of its layers cache keys and values: a dense one would take several times the bytes, and vLLM gives all its
     attention layers pages of one size.
     """
-    if config.model_config.is_hybrid and not isinstance(scheme, Mix):
+    if config.model_config.is_hybrid and not scheme.layers:
         return replace(scheme, dense_key_layers=0, dense_value_layers=0)
     return scheme
 

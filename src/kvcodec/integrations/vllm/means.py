@@ -22,7 +22,7 @@ from kvcodec.kernels.mean import MOST_POSITIONS
 from kvcodec.key_bias import KeyBiases
 from kvcodec.ops.rope import Rotary
 from kvcodec.registry import with_option
-from kvcodec.scheme import KVScheme, Mean, Mix
+from kvcodec.scheme import KVScheme, Mean
 from kvcodec.store.site import MEAN, MeanRemoval
 
 PLACES = (0, 1, 7, 100, 1000)
@@ -257,7 +257,7 @@ def means_of(
 
 
 def _cure(scheme: KVScheme, starts: Callable[[str], bool]) -> str:
-    named = scheme.spec and not isinstance(scheme, Mix)
+    named = scheme.spec and not scheme.layers
     own = [with_option(scheme.spec, "mean", mean) for mean in ("post", "none")] if named else []
     holding = [spec for spec in (*own, *ALTERNATIVES) if starts(spec)]
     return f"use {' or '.join(map(repr, holding))}" if holding else "serve the model without kvcodec"

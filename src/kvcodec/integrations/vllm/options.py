@@ -27,7 +27,7 @@ from kvcodec.errors import SpecError, nearest
 from kvcodec.files.params import FittedParams, read_params
 from kvcodec.key_bias import Probe, probe_option
 from kvcodec.registry import get, presets
-from kvcodec.scheme import KVScheme, Mix
+from kvcodec.scheme import KVScheme
 
 KEY = "kvcodec"
 DTYPE = "kvcodec"
@@ -168,6 +168,6 @@ def _without(scheme: KVScheme, given: Mapping[str, Any]) -> KVScheme:
         window, sink = (0 if name in given else getattr(own, name) for name in ("window", "sink"))
         return replace(own, window=window, sink=sink, recent=own.recent if window else None)
 
-    if isinstance(scheme, Mix):
+    if scheme.layers:
         scheme = replace(scheme, layers=tuple(map(bare, scheme.layers)))
     return bare(scheme)

@@ -21,7 +21,7 @@ from kvcodec.kernels.cuda.launch import Machine, configs_for
 from kvcodec.kernels.mean import BLOCK, most_pairs
 from kvcodec.kernels.spec import decode_spec, encode_spec
 from kvcodec.progress import Progress
-from kvcodec.scheme import KVScheme, Mix
+from kvcodec.scheme import KVScheme
 
 
 class Steps(NamedTuple):
@@ -74,7 +74,7 @@ def of_scheme(
     Parameters
     ----------
     scheme : KVScheme
-        Or a ``Mix``.
+        Or a mixture.
     head_dim : int
     machine : Machine
         ``launch.machine_of`` an architecture will do.
@@ -173,7 +173,7 @@ def of_codecs(
 
 def _layers(scheme: KVScheme) -> Iterable[KVScheme]:
     """Return the schemes that layers of any model may have."""
-    if isinstance(scheme, Mix):
+    if scheme.layers:
         return dict.fromkeys(scheme.layers)
     count = 2 * max(scheme.dense_key_layers, scheme.dense_value_layers) + 1
     return dict.fromkeys(scheme.for_layer(i, count) for i in range(count))
