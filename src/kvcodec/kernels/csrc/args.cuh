@@ -1,4 +1,4 @@
-// Arguments of the decode kernels. One struct by value, mirrored field by field in kvcodec/kernels/arguments.py:
+// Arguments of the decode kernels. One struct by value, mirrored field by field in kvcodec/kernels/cuda/arguments.py:
 // pointers, then 64-bit strides, then 32-bit numbers, so that both compilers lay it out alike.
 #pragma once
 #include "platform.cuh"

@@ -6,7 +6,7 @@
 
 namespace kv {
 
-// mirrored in kvcodec/kernels/arguments.py
+// mirrored in kvcodec/kernels/cuda/arguments.py
 struct Rows {
   const void* x;            // [B, heads, tokens, D], by strides in numbers; channels are contiguous
   void* out;                // the same

@@ -2,7 +2,7 @@
 // least weighted error is kept. All in fp32 and operation by operation as the reference does it, sums by halves over
 // the places.
 //
-// Table of a head, made by kernels/ghost.py:
+// Table of a head, made by kernels/codecs/ghost.py:
 //   float levels [256]        of width w from 2^w - 1 on
 //   float cuts [256]          between them, 2^w - 1 from 2^w on
 //   float walls [16]          of the energy, between the scales' numbers; infinite behind the last

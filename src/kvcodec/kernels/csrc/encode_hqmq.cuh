@@ -12,7 +12,7 @@
 
 namespace kv {
 
-// Table (kvcodec/kernels/hqmq.py):
+// Table (kvcodec/kernels/codecs/hqmq.py):
 //   half entries[PAIRS][2][4]    products p' q_s cell by cell, each cell's filled up with a zero to whole pairs
 //   uint16 names[PAIRS][2]       s << 5 | p' of them
 //   uint16 cells[CELLS]          first pair << 4 | pairs; 0: not listed

@@ -16,7 +16,7 @@
 
 namespace kv {
 
-// mirrored in kvcodec/kernels/arguments.py: a role of all layers of a launch. What is written is that of the first of
+// mirrored in kernels/cuda/arguments.py: a role of all layers of a launch. What is written is that of the first of
 // them
 struct FitGhostArgs {
   const int32_t* padding;   // [B] tokens before the sample; null: none

@@ -58,7 +58,7 @@ template <int RUN, int PARTS> struct PartStream {
 };
 
 // Levels of codes of BITS bits. In global memory: one copy of each entry, the codes of its index from the lowest bits
-// up, see level_table in kvcodec/kernels/tables.py.
+// up, see level_table in kvcodec/kernels/codecs/tables.py.
 template <int BITS> struct LevelTable {
   KV_CONST bool BYTEWISE = BITS == 1 || BITS == 2 || BITS == 4;
   KV_CONST int PER = BYTEWISE ? 8 / BITS : BITS == 3 ? 2 : 1;  // codes of an entry
