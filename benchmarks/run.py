@@ -13,15 +13,14 @@ without it. What jobs print is in ``DIR/run.log``. Exit status 1: a job failed, 
 begin.
 
 Afterwards, anywhere, ``kvcodec bench page --out DIR`` writes ``<part>.json``, the page and the figure, and ``kvcodec
-bench page --out benchmarks/results/nvidia-h200 --add DIR`` adds the rows to those that are committed.
+bench page --out OTHER --add DIR`` joins folders. Rows that a page of docs/ quotes go into ``docs/tables``.
 
 Plans, the most important jobs first:
 
-- ``kernels``: kernels compiled, tests, random cases, then every bench of the GPU;
+- ``kernels``: tests, random cases, then every bench of the GPU;
 - ``studies``: the sweeps for the break-even context, the papers' own studies, a whole model's steps;
 - ``rivals``: other libraries in the same run as the presets, and generate behind torch.compile;
 - ``release``: tests, and times beside those of another checkout (of commit 312ab8e, or a later one);
-- ``serve``: vLLM with every cache (``serve_h200.py``), where vLLM is installed;
 - ``soak``: five minutes of random load on the served engine, a fault that must be found, and a model of real weights;
 - ``cpu``: what is measured without a GPU.
 
@@ -106,11 +105,6 @@ def script(name: str, file: str, options: str, results: str, minutes: float, *ne
     return Job(name, f"{PYTHON} {{root}}/benchmarks/{file} {options}", results, minutes, needs or ("gpu",))
 
 
-def compiled(options: str, specs: tuple[str, ...] = (), minutes: float = 60) -> Job:
-    """Kernels of specs and shapes into the cache folder, several at a time."""
-    return script("compile", "compile_kernels.py", f"{options} {{specs}}", "", minutes)._replace(specs=specs)
-
-
 def tests(folders: str) -> Job:
     """Tests that need a GPU; the benches go on after a failure, since each preset has a gate before it is timed."""
     return Job("tests", f"{PYTHON} -m pytest -q --maxfail=20 -m gpu -p no:cacheprovider {folders}", "", 60)
@@ -120,13 +114,6 @@ def cases(count: str, minutes: float = 60) -> Job:
     """Random cases of the kernels against the reference."""
     command = f"{PYTHON} -m tests.kernels.gpu_cases --cases {count} {{presets}} --deadline {{left}}"
     return Job("cases", f"{command} --out {{out}}/cases.json", "cases.json", minutes)
-
-
-def served(part: str, minutes: float) -> Job:
-    """A part of the visit with vLLM."""
-    options = f"--parts {part} --out {{out}} {{variants}} {{commit}} --deadline {{left}}"
-    results = {"smoke": "smoke.json", "timeline": "timeline-*.json"}.get(part, "serve.jsonl")
-    return script(part, "serve_h200.py", options, results, minutes, "gpu", "vllm")
 
 
 def soak(name: str, options: str, minutes: float) -> Job:
@@ -152,17 +139,14 @@ STUDIES = {
     "octopus": tuple(f"{name}-{bits}" for name in ("octopus", "turboquant") for bits in (4, 3, 2)),
 }
 ALSO = " ".join(f"--also {','.join(specs)}@{name}" for name, specs in STUDIES.items())
-DRIFT = "--out {out} --deadline {left} {specs} {commit}"
 BESIDE = "--other {other} --out {out} --deadline {left} {specs}"
 RELEASE = ("saw-int4", "int-4", "kivi-2", "innerq-base", "octopus-3", "turboquant-4", "hqmq-s96_r4")
 PLANS: dict[str, tuple[Job, ...]] = {
     "kernels": (
-        compiled(""), tests("tests/kernels"), cases("{cases}"), bench("decode", "decode"), bench("encode", "encode"),
+        tests("tests/kernels"), cases("{cases}"), bench("decode", "decode"), bench("encode", "encode"),
         bench("prefill", "prefill"), bench("generate", "generate"), bench("first", "first"),
-        script("drift", "drift.py", DRIFT, "drift.json", 60),
     ),
     "studies": (
-        compiled("--shapes sweep,octopus,per-head", PRESETS, 1.5),
         bench("sweeps", "decode", f"{ALONE} --shapes sweep32,sweep8,sweep1", MAIN, 4.5),
         bench("decode", "decode", f"{ALONE} {ALSO}", minutes=2.5),
         bench("generate", "generate", f"{ALONE} --ways graph,generate {GENERATE}", MAIN, 4.5),
@@ -171,14 +155,12 @@ PLANS: dict[str, tuple[Job, ...]] = {
         bench("other sweeps", "decode", f"{ALONE} --shapes sweep1,sweep32,sweep8", OTHERS, 3.5),
     ),
     "rivals": (
-        compiled("--rivals --shapes spine", MAIN, 2),
         bench("spine", "decode", "--shapes spine", MAIN, 5),
         bench("quantizers", "encode", "--shapes llm64k", ("int-4", "saw-int4"), 0.75),
         bench("quantized caches", "generate", "--ways generate --shapes qwen3_8b_b1_32k", ("saw-int4",), 1),
         bench("compiled", "generate", f"{ALONE} --ways compiled --shapes qwen3_8b_b1_32k", MAIN, 7, workers=4),
     ),
     "release": (
-        compiled("--shapes spine,corners", RELEASE, 3),
         tests("tests/kernels tests/conformance tests/integrations tests/ops"),
         cases("{cases}", 5),
         script("beside", "beside.py", BESIDE, "beside.jsonl", 10, "gpu", "other")._replace(specs=RELEASE),
@@ -186,12 +168,7 @@ PLANS: dict[str, tuple[Job, ...]] = {
         Job("encode of the other", f"{PYTHON} -m kvcodec bench encode --device cuda --out {{out}}/other --rows-only "
             f"{ALONE} --shapes llm64k,b32_8k,append_b8 {{specs}} --deadline {{left}}", "other/encode.jsonl", 3,
             ("gpu", "other"), RELEASE, elsewhere=True),
-        script("drift", "drift.py", f"{DRIFT} --tokens 8192,65536 --batches 1,32", "drift.json", 6),
-        served("smoke", 8), served("steps", 10),
-        Job("steps of the other", f"{PYTHON} {{other}}/benchmarks/serve_h200.py --parts steps --out {{out}}/other "
-            "{variants} --deadline {left}", "other/serve.jsonl", 10, ("gpu", "other", "vllm"), elsewhere=True),
     ),
-    "serve": tuple(served(part, 10) for part in ("smoke", "steps", "throughput", "sessions", "sweep", "timeline")),
     "soak": (
         script("random model", "soak_model.py", "{out}/random-model --random", "random-model/config.json", 2, "torch"),
         soak("soak", "--model {out}/random-model --load-format dummy --seconds 300", 30),
@@ -202,13 +179,8 @@ PLANS: dict[str, tuple[Job, ...]] = {
     "cpu": (
         Job("codec", f"{PYTHON} -m kvcodec bench codec --json {{out}}/codec_speed.json {{specs}}", "codec_speed.json",
             60, ("torch",)),
-        script("code tips", "code_tips.py", "--out {out}/code_tips_smollm2-135m.json", "code_tips_smollm2-135m.json",
-               60, "transformers"),
-        Job("llama", f"{PYTHON} -c 'from pathlib import Path; from tests.serve.engines import save_model; "
-            "save_model(Path(\"{out}/llama\"), \"llama-gqa\", num_hidden_layers=6)'", "llama/config.json", 2,
-            ("transformers",)),
-        script("soak", "soak_serve.py", "--model {out}/llama --preset saw-int4 --seconds 1800 --gap 0.5 --tie 0.1 "
-               "--out {out} {commit}", "soak-saw-int4-cpu.json", 90, "vllm"),
+        Job("attention", f"{PYTHON} -m kvcodec bench decode --device cpu --json {{out}}/attention.json {{specs}}",
+            "attention.json", 60, ("torch",)),
     ),
 }  # fmt: skip
 

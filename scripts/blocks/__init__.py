@@ -1,1 +1,0 @@
-"""The generated blocks of README.md and of docs/, by subject; ``scripts/update_readme.py`` writes them."""
