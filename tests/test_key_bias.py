@@ -35,7 +35,6 @@ from tests.cli.tiny import TEXT, tiny_llama, tiny_tokenizer
 from tests.conftest import tiny_config, tiny_model
 from tests.integrations.test_generate import prompt
 
-ROOT = Path(__file__).parents[1]
 LARGE = 400.0
 DYNAMIC = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}
 RAW = "saw-int4:mean=none"

@@ -292,7 +292,7 @@ def test_the_command_prints_a_recipe_and_writes_what_it_says(tmp_path, capsys):
         "not measured",
     ):
         assert part in told
-    for name in ("recipe.json", "advice.json", "sensitivity.png", "keys.png"):
+    for name in ("recipe.json", "advice.json", "sensitivity.svg", "keys.svg"):
         assert (out / name).is_file()
         assert name == "recipe.json" or f"written: {out / name}" in told
     assert json.loads((tmp_path / "advice.json").read_text())["advised"]["spec"] == str(out / "recipe.json")

@@ -81,10 +81,10 @@ def test_what_ends_a_run_keeps_its_rows(monkeypatch, tmp_path, error, status):
     assert len((tmp_path / "decode.jsonl").read_text().splitlines()) == 1
 
 
-def test_page_of_a_folder_with_its_figure(capsys, tmp_path):
+def test_page_of_a_folder(capsys, tmp_path):
     (tmp_path / "decode.jsonl").write_text("".join(json.dumps(r) + "\n" for r in ROWS))
     assert main(["bench", "page", "--out", str(tmp_path)]) == 0
-    assert {p.name for p in tmp_path.iterdir()} == {"decode.jsonl", "decode.json", "bench.html", "speed.png"}
+    assert {p.name for p in tmp_path.iterdir()} == {"decode.jsonl", "decode.json", "bench.html"}
     assert "saw-int4" in capsys.readouterr().out
     (tmp_path / "decode.jsonl").unlink()
     assert main(["bench", "page", "--out", str(tmp_path)]) == 0  # from the JSON alone

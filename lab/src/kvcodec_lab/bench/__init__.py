@@ -1,4 +1,4 @@
 """Benchmarks of the GPU kernels and of the CPU; how kernels are timed: `kvcodec_lab.bench.timing`."""
 
-PARTS = ("decode", "encode", "prefill", "generate", "first")
-"""The GPU benches; the rows of each are ``PART.jsonl`` in a run's folder."""
+PARTS = ("decode", "encode", "prefill", "generate", "first", "serve")
+"""Benches whose rows go to a folder: those of each are ``PART.jsonl``."""

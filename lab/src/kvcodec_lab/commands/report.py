@@ -23,7 +23,7 @@ def add_arguments(p: argparse.ArgumentParser) -> None:
         type=context_tokens,
         default=CONTEXT,
         metavar="N",
-        help="of a folder: tokens of a sequence that memory is shown for, the page can change it (%(default)s)",
+        help="of a folder: tokens of a sequence that memory is shown for (%(default)s)",
     )
     p.add_argument("--bench", metavar="DIR", help="of a folder: also speed, from the folder of `kvcodec bench decode`")
     p.add_argument(
@@ -112,7 +112,7 @@ def _eval_page(args: argparse.Namespace) -> Path:
         The input is damaged or missing, or the page cannot be written. An existing page is then kept.
     """
     from kvcodec.cli.measure.rows import write_whole
-    from kvcodec_lab.report.pages.eval import page_html
+    from kvcodec_lab.report.evaluation import page_html
 
     folder = Path(args.files[0])
     if args.out is not None:

@@ -15,7 +15,7 @@ def add_arguments(p: argparse.ArgumentParser) -> None:
     p.add_argument("papers", nargs="*", metavar="PAPER", help="e.g. saw-int4, or rate-distortion; default: all")
     p.add_argument("--quick", action="store_true", help="smaller samples: sooner done, less exact")
     p.add_argument("--model", metavar="MODEL", help="rate-distortion also on this model's keys and values")
-    p.add_argument("--out", metavar="FOLDER", help="write reproduce.md, reproduce.json and figures there")
+    p.add_argument("--out", metavar="FOLDER", help="write reproduce.md and reproduce.json there")
 
 
 def run(args: argparse.Namespace) -> Result:

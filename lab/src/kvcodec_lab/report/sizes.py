@@ -4,7 +4,7 @@ Partly filled pages, block tables and constants are left out: they are below a p
 For a spec unknown to this process (of a user's codec file) the bytes are scaled from the measured bits.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -15,9 +15,9 @@ if TYPE_CHECKING:
     from kvcodec.scheme import KVScheme
 
 CONTEXT = 32_768
-"""Initial context, in tokens of a sequence, of the page's memory section."""
-CONTEXTS = tuple(2**k for k in range(8, 24))
-"""Contexts for which the page has bytes; between them it interpolates."""
+"""Default context, in tokens of a sequence, of the page's column of bytes."""
+CONTEXTS = (2**8, 2**23)
+"""Smallest and largest context."""
 DENSE_BYTES = 2
 
 
@@ -70,8 +70,8 @@ def bytes_at(scheme: "KVScheme | None", tokens: int, shape: Shape, bits: float |
     return total
 
 
-def sizes(results: Results, contexts: Sequence[int] = CONTEXTS) -> tuple[dict[str, list[float]], list[str]]:
-    """Bytes of each spec at each context, the uncompressed model's among them, and the specs that were scaled.
+def sizes(results: Results, tokens: int = CONTEXT) -> tuple[dict[str, float], list[str]]:
+    """Bytes of each spec at a context, the uncompressed model's among them, and the specs that were scaled.
 
     Both are empty where the model's shape is not known.
     """
@@ -80,7 +80,7 @@ def sizes(results: Results, contexts: Sequence[int] = CONTEXTS) -> tuple[dict[st
     shape = shape_of(results.about)
     if shape is None:
         return {}, []
-    found: dict[str, list[float]] = {}
+    found: dict[str, float] = {}
     scaled: list[str] = []
     for spec in (UNCOMPRESSED, *results.specs):
         scheme: KVScheme | None = None
@@ -94,7 +94,7 @@ def sizes(results: Results, contexts: Sequence[int] = CONTEXTS) -> tuple[dict[st
             except KVError:
                 scheme = None
                 scaled.append(spec)
-        held = [bytes_at(scheme, tokens, shape, bits) for tokens in contexts]
-        if None not in held:
-            found[spec] = [x for x in held if x is not None]
+        held = bytes_at(scheme, tokens, shape, bits)
+        if held is not None:
+            found[spec] = held
     return found, [spec for spec in scaled if spec in found]

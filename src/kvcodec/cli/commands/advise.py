@@ -10,7 +10,6 @@ from typing import Any
 from kvcodec.cli.arguments import add_device, add_model, add_probe, add_seed, positive, specs, tokens, window_tokens
 from kvcodec.cli.page.tables import aligned
 from kvcodec.cli.result import Result
-from kvcodec.errors import UnsupportedError
 
 OUTPUT = "kvcodec-advice"
 INTERRUPTED = 130
@@ -103,16 +102,15 @@ def run(args: argparse.Namespace) -> Result:
 
 
 def figures(result: Mapping[str, Any], out: Path) -> list[Path]:
-    """Draw sensitivity and K_max / K_median if matplotlib is installed; return the files."""
-    from kvcodec.cli.page import figures, pictures
+    """Draw sensitivity and K_max / K_median; return the files."""
+    from kvcodec.cli.page import figures, svg
 
-    try:
-        strips = figures.sensitivity(result["sensitivity"], f"{result['model']}: one layer compressed")
-        pictures.write_strips(strips, out / "sensitivity.png")
-        pictures.write([figures.outliers({result["model"]: result["keys"]})], out / "keys.png")
-    except UnsupportedError:
-        return []
-    return [out / "sensitivity.png", out / "keys.png"]
+    strips = figures.sensitivity(result["sensitivity"], f"{result['model']}: one layer compressed")
+    outliers = figures.outliers({result["model"]: result["keys"]})
+    drawn = {"sensitivity.svg": svg.draw_strips(strips, strips.title), "keys.svg": svg.draw(outliers)}
+    for name, text in drawn.items():
+        (out / name).write_text(svg.standalone(text), encoding="utf-8")
+    return [out / name for name in drawn]
 
 
 def show(result: Mapping[str, Any]) -> str:

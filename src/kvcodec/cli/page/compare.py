@@ -1,23 +1,22 @@
 """The page of ``kvcodec compare`` and ``demo``: their rows as a picture and one page."""
 
-import base64
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from kvcodec.cli.page import figures, html, pictures
+from kvcodec.cli.page import figures, html, svg
 from kvcodec.cli.page.html import Cell, Head, Section, escape
 from kvcodec.cli.page.rows import UNCOMPRESSED
 from kvcodec.cli.page.tables import Row, cell, columns_of, with_reference
 from kvcodec.errors import KVError
 
-PNG_NAME, HTML_NAME = "quality.png", "report.html"
+SVG_NAME, HTML_NAME = "quality.svg", "report.html"
 DETAILS_FIRST = ("model", "text", "windows", "prefill", "protocol", "device", "versions", "seconds")
 ELSEWHERE = ("title", "recommendation", "prompt", "partial")
 
 
 def write_report(rows: Sequence[Row], out_dir: Path, meta: Mapping[str, Any]) -> list[Path]:
-    """Write ``quality.png`` and ``report.html`` into ``out_dir``.
+    """Write ``quality.svg`` and ``report.html`` into ``out_dir``.
 
     Parameters
     ----------
@@ -36,48 +35,42 @@ def write_report(rows: Sequence[Row], out_dir: Path, meta: Mapping[str, Any]) ->
     Returns
     -------
     list of Path
-        The files written, the picture first.
+        The files written, the picture first; no picture without a point.
 
     Raises
     ------
-    UnsupportedError
-        If matplotlib is missing; names the extra.
     KVError
         If ``out_dir`` cannot be written.
     """
     out_dir = Path(out_dir)
-    png, page = out_dir / PNG_NAME, out_dir / HTML_NAME
+    picture, page = out_dir / SVG_NAME, out_dir / HTML_NAME
     about = [str(meta[k]) for k in ("model", "text") if meta.get(k)]
-    title = " on ".join(about) or str(meta.get("title", "quality over effective bits"))
+    plot = figures.quality(rows, " on ".join(about) or str(meta.get("title", "quality over effective bits")))
+    plots = [plot] if plot.points else []
     try:
         out_dir.mkdir(parents=True, exist_ok=True)
-        pictures.write([figures.quality(rows, title)], png)
-        page.write_text(page_html(with_reference(rows), meta, png.read_bytes()), encoding="utf-8")
+        if plots:
+            picture.write_text(svg.standalone(svg.draw(plot)), encoding="utf-8")
+        page.write_text(page_html(with_reference(rows), meta, plots), encoding="utf-8")
     except OSError as error:
         raise KVError(
             f"the report folder {str(out_dir)!r} cannot be written ({error.strerror or error}); pass another folder."
         ) from error
-    return [png, page]
+    return [picture, page] if plots else [page]
 
 
-def page_html(rows: Sequence[Row], meta: Mapping[str, Any], png: bytes) -> str:
-    """Return the page as one text; ``png`` is its picture."""
+def page_html(rows: Sequence[Row], meta: Mapping[str, Any], plots: Sequence[figures.Plot]) -> str:
+    """Return the page as one text."""
     top = ""
     if meta.get("partial") or any(r.get("partial") for r in rows):
         told = "The run was interrupted: rows in italics cover only the windows finished by then."
         top += html.paragraph(told, "lead")
     if meta.get("recommendation"):
         top += html.paragraph(str(meta["recommendation"]), "lead")
-    specs = ", ".join(str(r.get("spec")) for r in rows)
-    alt = escape(f"Quality over effective bits for {specs}; the numbers are in the table.")
-    picture = base64.b64encode(png).decode("ascii")
     columns = columns_of(rows)
     sections = [
         Section("Results", _table(rows)),
-        Section(
-            "Quality over effective bits",
-            f'<figure class="light"><img alt="{alt}" src="data:image/png;base64,{picture}"></figure>',
-        ),
+        Section("Quality over effective bits", html.drawings(plots)) if plots else "",
         _continuations(rows, meta),
         Section("How it was measured", _details(rows, meta)),
         Section("What the columns mean", html.definitions((c.heading, c.meaning) for c in columns)),

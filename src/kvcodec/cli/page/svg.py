@@ -1,7 +1,6 @@
-"""Figures as SVG: plots with axes, intervals, curves, a frontier and names; strips of cells over layers.
+"""Figures as SVG: plots with axes, intervals, curves and a column of names; strips of cells over layers.
 
-A plot that names its frontier is drawn 360 units wide, so that letters keep their size on a phone; one that names
-everything is wider and has a column of names. Colours of text and lines come from ``drawing.css``.
+Colours of text and lines come from ``drawing.css``.
 """
 
 import math
@@ -24,10 +23,7 @@ class Box(NamedTuple):
     bottom: int
 
 
-NARROW = Box(360, 270, 52, 20, 14, 38)
-WIDE = Box(560, 330, 62, 162, 26, 38)
-LETTER = 6.1
-"""Width of a letter of a label."""
+BOX = Box(560, 330, 62, 162, 26, 38)
 LINE = 14.0
 """Height of a line of the column of names."""
 LOG_FROM = 8.0
@@ -98,48 +94,26 @@ def _scale(axis: Axis, values: Sequence[float], begin: float, end: float, most: 
     return place, ticks(low, high, log, most)
 
 
-def _stops(axis: Axis, values: Sequence[float], begin: float, end: float) -> tuple[Place, list[float]]:
-    """The same for values that are ticks themselves (sequences, rounds), 12 units from either end."""
-    stops, doubling = sorted(set(values)), axis.scale == "doubling"
-
-    def place(value: float) -> float:
-        low, high, here = (math.log2(v) if doubling else v for v in (stops[0], stops[-1], value))
-        return begin + 12 + (end - begin - 24) * ((here - low) / (high - low) if high > low else 0.5)
-
-    return place, stops
-
-
 def draw(plot: Plot) -> str:
-    """A plot; one without a point and without a curve cannot be drawn."""
-    wide = plot.names == "all"
-    box = WIDE if wide else NARROW
-    if wide:
-        named = len(plot.points) + len(plot.curves)
-        box = box._replace(height=max(box.height, math.ceil(box.top + box.bottom + LINE * named)))
+    """A plot with at least one point or curve."""
+    named = len(plot.points) + len(plot.curves)
+    box = BOX._replace(height=max(BOX.height, math.ceil(BOX.top + BOX.bottom + LINE * named)))
     width, height, left, right, top, bottom = box
     x_values = [p.x for p in plot.points] + [x for c in plot.curves for x, _ in c.points]
     y_values = [v for p in plot.points for v in (p.y, p.low, p.high) if v is not None]
     y_values += [v for level in plot.levels for v in (level.y, level.low, level.high) if v is not None]
     y_values += [y for c in plot.curves for _, y in c.points]
-    if plot.x.from_zero:
-        at, x_ticks = _scale(plot.x, x_values, left, width - right, 5)
-    else:
-        at, x_ticks = _stops(plot.x, x_values, left, width - right)
+    at, x_ticks = _scale(plot.x, x_values, left, width - right, 5)
     up, y_ticks = _scale(plot.y, y_values, height - bottom, top, 6)
-    front = frontier([(p.x, p.y) for p in plot.points], plot.better)
     parts = [
-        f'<svg viewBox="0 0 {width} {height}" role="img" aria-label="{escape(_description(plot, front))}"'
-        f' data-better="{plot.better}"{f" data-name={chr(34)}{escape(plot.key)}{chr(34)}" if plot.key else ""}>',
+        f'<svg viewBox="0 0 {width} {height}" role="img" aria-label="{escape(_description(plot))}">',
+        f'<text x="8" y="15" font-weight="600">{escape(plot.title)}: {escape(plot.y.title)}</text><g class="grid">',
     ]
-    if wide:
-        parts.append(f'<text x="8" y="15" font-weight="600">{escape(plot.title)}: {escape(plot.y.title)}</text>')
-    parts.append('<g class="grid">')
     for y in y_ticks:
         parts.append(
             f'<path d="M{left} {up(y):.1f}H{width - right}"/>'
             f'<text x="{left - 6}" y="{up(y) + 4:.1f}" text-anchor="end">{escape(plot.y.tick(y))}</text>'
         )
-    parts.append('</g><g class="xaxis">')
     for x in x_ticks:
         parts.append(
             f'<text x="{at(x):.1f}" y="{height - bottom + 15}" text-anchor="middle">{escape(plot.x.tick(x))}</text>'
@@ -154,24 +128,16 @@ def draw(plot: Plot) -> str:
                 f'<rect class="band" x="{left}" y="{up(level.high):.1f}" width="{width - left - right}" '
                 f'height="{max(up(level.low) - up(level.high), 0):.1f}"/>'
             )
-        place, anchor = (left + 4, "start") if level.left else (width - right, "end")
         parts.append(
             f'<path class="level" d="M{left} {up(level.y):.1f}H{width - right}"/>'
-            f'<text class="soft" x="{place}" y="{up(level.y) + (13 if level.left else -4):.1f}" '
-            f'text-anchor="{anchor}">{escape(level.name)}</text>'
+            f'<text class="soft" x="{width - right}" y="{up(level.y) - 4:.1f}" text-anchor="end">'
+            f"{escape(level.name)}</text>"
         )
-    if not wide:
-        path = "L".join(f"{at(plot.points[i].x):.1f} {up(plot.points[i].y):.1f}" for i in front)
-        parts.append(f'<path class="front" d="M{path}"/>')
     parts += [_curve(curve, plot, at, up) for curve in plot.curves]
     parts += [_point(point, plot, at, up) for point in plot.points]
-    if wide:
-        ends = [(p.spec, p.x, p.y, style_of(p.spec).color) for p in plot.points]
-        ends += [(c.name, *c.points[-1], c.style.color) for c in plot.curves]
-        parts += _name_column([(name, at(x), up(y), color) for name, x, y, color in ends], box)
-    else:
-        named_front = [(plot.points[i].spec, at(plot.points[i].x), up(plot.points[i].y)) for i in front]
-        parts.append(f'<g class="names">{_front_names(named_front, plot.better)}</g>')
+    ends = [(p.spec, p.x, p.y, style_of(p.spec).color) for p in plot.points]
+    ends += [(c.name, *c.points[-1], c.style.color) for c in plot.curves]
+    parts += _name_column([(name, at(x), up(y), color) for name, x, y, color in ends], box)
     return "".join([*parts, "</svg>"])
 
 
@@ -195,29 +161,7 @@ def _curve(curve: Curve, plot: Plot, at: Place, up: Place) -> str:
         f"<title>{escape(f'{curve.name}: {plot.y.text(y)} at {plot.x.text(x)}')}</title></g>"
         for x, y in curve.points
     )
-    return (
-        f'<path d="M{path}" fill="none" stroke="{curve.style.color}" stroke-width="2" '
-        f'stroke-dasharray="{curve.style.dashes}"/>{marks}'
-    )
-
-
-def _front_names(front: Sequence[tuple[str, float, float]], better: str) -> str:
-    """Names of the frontier's points on its empty side: nothing is both cheaper and better."""
-    below = better == "lower"
-    _, height, left, _, top, bottom = NARROW
-    parts: list[str] = []
-    last = -99.0 if below else 9999.0
-    for spec, x, y in front:
-        width = LETTER * len(spec)
-        fits = x - 8 - width >= left
-        place = y + (4 if fits else 15) if below else y - (-4 if fits else 9)
-        place = max(place, last + 12) if below else min(place, last - 12)
-        place = min(max(place, top - 3), height - bottom - 3)
-        last = place
-        begin = x - 8 if fits else left + 3
-        anchor = "end" if fits else "start"
-        parts.append(f'<text x="{begin:.1f}" y="{place:.1f}" text-anchor="{anchor}">{escape(spec)}</text>')
-    return "".join(parts)
+    return f'<path d="M{path}" fill="none" stroke="{curve.style.color}" stroke-width="2"/>{marks}'
 
 
 def _name_column(ends: Sequence[tuple[str, float, float, str]], box: Box) -> list[str]:
@@ -242,21 +186,22 @@ def _name(axis: Axis) -> str:
     return axis.name or axis.title
 
 
-def _description(plot: Plot, front: Sequence[int]) -> str:
+def _description(plot: Plot) -> str:
     """The drawing in words, for screen readers."""
     if plot.curves:
         return f"{plot.title}: {plot.y.title} over {plot.x.title}; the numbers are in the table"
     y, x, unit = plot.y.text, plot.x.text, plot.x.unit
+    front = frontier([(p.x, p.y) for p in plot.points], plot.better)
     best = "; ".join(f"{p.spec}, {y(p.y)} at {x(p.x)}{unit}" for p in (plot.points[i] for i in front))
     return (
         f"{plot.title}: {_name(plot.y)} over {plot.x.title} of {len(plot.points)} presets, {plot.better} is better. "
-        f"Not beaten by a cheaper one: {best}. All numbers are in the tables."
+        f"Frontier: {best}. All numbers are in the tables."
     )
 
 
 def style_sheet() -> str:
     """The style sheet of drawings."""
-    return resources.files("kvcodec_lab.report").joinpath("drawing.css").read_text(encoding="utf-8")
+    return resources.files("kvcodec.cli.page").joinpath("drawing.css").read_text(encoding="utf-8")
 
 
 def standalone(drawn: str) -> str:
@@ -268,13 +213,13 @@ def standalone(drawn: str) -> str:
 
 # -- strips ------------------------------------------------------------------------------------------------------------
 
-STRIP, STRIP_NAME = 16, 15
+STRIP, STRIP_NAME, STRIPS_WIDTH = 16, 15, 360
 STOPS = ((68, 1, 84), (59, 82, 139), (33, 145, 140), (94, 201, 98), (253, 231, 37))
 
 
 def draw_strips(strips: Strips, label: str) -> str:
     """Strips; ``label`` says in words what they show."""
-    width = NARROW.width
+    width = STRIPS_WIDTH
     layers = sorted({layer for values in strips.lines.values() for layer in values})
     positive = [v for values in strips.lines.values() for v in values.values() if v > 0]
     low, high = min(positive, default=1.0), max(positive, default=1.0)

@@ -1,1 +1,0 @@
-"""The pages: each reads rows and returns one text."""

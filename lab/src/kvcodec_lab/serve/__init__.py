@@ -1,1 +1,0 @@
-"""Load of a serving engine over HTTP: clients, metrics, tables."""
