@@ -214,7 +214,7 @@ def test_demo_writes_results_picture_and_page_and_recommends(capsys, model, text
     assert last.startswith("Take ")
     written = {line.split(": ")[1] for line in out.splitlines() if line.startswith("written: ")}
     assert written == {str(p) for p in out_dir.iterdir()}
-    assert {p.suffix for p in out_dir.iterdir()} == {".json", ".png", ".html"}
+    assert {p.suffix for p in out_dir.iterdir()} == {".json", ".svg", ".html"}
     assert "greedy continuation" in out
     assert "measuring" in err
 

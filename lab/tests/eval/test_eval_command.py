@@ -130,7 +130,7 @@ def test_stress_is_part_of_what_a_run_is(capsys, model, text, tmp_path):
         (["--specs", "int-4,int-4"], "given twice: int-4"),
         (["--specs", "int-4", "--tasks", "kl:limit=0"], "a task takes one option, limit=N"),
         (["--specs", "int-4", "--tasks", "kl:shots=3"], "a task takes one option, limit=N"),
-        (["--specs", "int-4", "--tasks", "piqa"], "piqa: nothing below --data"),
+        (["--specs", "int-4", "--tasks", "piqa"], "piqa is a task of the lm-evaluation-harness"),
         (["--specs", "int-4", "--text", "no.txt"], "the text 'no.txt' cannot be read"),
         (["--specs", "int-4", "--params", "no.safetensors"], "was not found"),
         (["--specs", "int-4", "--against", "int-8"], "--against int-8: not among --specs"),

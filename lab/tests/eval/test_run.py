@@ -450,7 +450,7 @@ def test_nothing_is_written_for_a_run_that_cannot_begin(model, data, tmp_path):
         ([], TASKS, SpecError, "no spec to evaluate"),
         (["int-4"], ["needles"], SpecError, "unknown task 'needles'"),
         (["int-4"], [], SpecError, "no task to run"),
-        (["int-4"], ["piqa"], KVError, "piqa: nothing below --data"),
+        (["int-4"], ["piqa"], SpecError, "piqa is a task of the lm-evaluation-harness"),
     ):
         with pytest.raises(error, match=said):
             evaluate(model, specs, tasks, folder, settings_for(data))
@@ -509,30 +509,6 @@ def test_items_are_read_together_only_where_lengths_are_equal(model, data, tmp_p
     evaluate(model, ["int-4"], ["hellaswag"], tmp_path, settings_for(data, batch=3))
     assert max(n for n, _ in shapes) == 3
     assert sum(n for n, _ in shapes) == 2 * 15
-
-
-def test_tasks_of_one_kind_share_calls(model, data, tmp_path, monkeypatch):
-    """The same numbers as apart, in fewer calls; an answer's and a choice's block stay apart."""
-    questions = [{"goal": f"a{i}", "sol1": "x" * (10 + i), "sol2": "y" * (15 + i), "label": 0} for i in range(9)]
-    folder = tmp_path / "data"
-    folder.mkdir()
-    (folder / "hellaswag.jsonl").write_text((data / "hellaswag.jsonl").read_text())
-    (folder / "piqa.jsonl").write_text("\n".join(map(json.dumps, questions)))
-    calls = []
-    original = Reader.continuations
-    monkeypatch.setattr(Reader, "continuations", lambda self, i, k: calls.append(i.shape) or original(self, i, k))
-
-    def counted_calls(name: str, tasks: list[str]) -> tuple[int, dict]:
-        calls.clear()
-        settings = settings_for(folder, batch=64)
-        settings = replace(settings, task=replace(settings.task, limits={"hellaswag": 9, "piqa": 9, "needle": 2}))
-        rows = evaluate(model, ["int-4"], tasks, tmp_path / name, settings).rows
-        return len(calls), values(rows)
-
-    both, together = counted_calls("both", ["hellaswag", "needle", "piqa"])
-    apart = [counted_calls(task, [task]) for task in ("hellaswag", "piqa")]
-    assert both < sum(n for n, _ in apart)
-    assert {k: v for k, v in together.items() if k[1] != "needle"} == apart[0][1] | apart[1][1]
 
 
 def test_the_hash_of_the_weights_sees_every_weight_and_no_order():

@@ -77,7 +77,7 @@ def page_of(folder: Path, **options: Any) -> tuple[str, Page]:
 
 def test_every_number_of_results_json_stands_in_its_table(folder: Path) -> None:
     _, page = page_of(folder)
-    for task, title in (("kl", "KL divergence"), ("needle", "Needle in a haystack"), ("piqa", "PIQA")):
+    for task, title in (("kl", "KL divergence"), ("needle", "Needle in a haystack"), ("piqa", "piqa")):
         head, *lines = page.tables[f"{title}: results"]
         assert [text for _, text in head][:2] == ["preset", "bits"]
         for spec, line in zip((UNCOMPRESSED, *SPECS), lines, strict=True):
@@ -187,7 +187,7 @@ def test_what_is_not_whole_is_said(tmp_path: Path) -> None:
     rows = [r | {"status": "interrupted", "items": 3} for r in folders.rows()]
     text, page = page_of(folders.write(tmp_path / "a", results=rows))
     assert "The run was interrupted" in text
-    assert page.tables["PIQA: results"][1][-1][1] == "3 of 8"
+    assert page.tables["piqa: results"][1][-1][1] == "3 of 8"
     more = [{"spec": "int-4", "task": "kl", "item": f"{i}", "scores": {}} for i in range(11)]
     text, _ = page_of(folders.write(tmp_path / "b", lines=more))
     assert "3 further items are finished and not in these numbers" in text

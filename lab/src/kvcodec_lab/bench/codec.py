@@ -12,9 +12,6 @@ metric                    unit      what is timed
 ``decode_tokens_per_s``   tokens/s  the same bytes to float32 K and V in the model basis
 ``encode_vs_int4``        x         its time over ``int-4``'s, pair by pair: 40 is forty times slower
 ``decode_vs_int4``        x         the same for decoding
-``exhaustive_vs_encode``  x         a search through every codeword (``exhaustive.py``, for the first tokens, scaled up)
-                                    over the codec's encoding of all keys, pair by pair; for codecs with a codebook.
-                                    ``codewords`` says how many.
 ========================  ========  ================================================================================
 
 Rows of other libraries (``quantizer_rivals.py``) do the job of the preset that ``job`` names; ``encode_vs_preset`` and
@@ -32,14 +29,11 @@ from torch import Tensor
 from kvcodec.codec import ROLES, Codec, Params, Payload, Role, Sample, Site
 from kvcodec.errors import ShapeError, UnsupportedError
 from kvcodec.registry import get
-from kvcodec_lab.bench.exhaustive import exhaustive
 from kvcodec_lab.bench.quantizer_rivals import QuantizerRival, quantizer_rivals
 from kvcodec_lab.bench.record import Row, spread, usable_device
 from kvcodec_lab.bench.turns import Progress, in_turn, positive, ratios, stamped
 
 BASE = "int-4"
-EXHAUSTIVE_TOKENS = 128
-"""Tokens on which an exhaustive search is timed; its time, which is proportional to them, is scaled up."""
 
 
 @dataclass(frozen=True)
@@ -80,23 +74,6 @@ class CodecWork:
     def decode(self) -> object:
         """Decode keys and values."""
         return self.key.decode(self.packed[0]), self.value.decode(self.packed[1])
-
-
-class ExhaustiveWork:
-    """An exhaustive search for the first tokens of the keys."""
-
-    def __init__(self, key: RoleWork) -> None:
-        found = exhaustive(key.codec)
-        self.codewords = found[0] if found else 0
-        self.params, x = key.params, key.x[:, :, :EXHAUSTIVE_TOKENS]
-        self.tokens = x.shape[2]
-        self.x = key.codec.to_code(x, key.params).double()
-        self.search = found[1] if found else None
-
-    def run(self) -> object:
-        """Try every codeword."""
-        assert self.search is not None
-        return self.search(self.x, self.params)
 
 
 class QuantizerWork:
@@ -205,11 +182,6 @@ def _codec_rows(
         progress(f"{spec} ({i + 1} of {len(specs)})")
         work, bits = CodecWork(spec, kv, seed), get(spec).effective_bits(dim)
         yield from beside(spec, bits, work, base, "int4", work.tokens)
-        every = ExhaustiveWork(work.key)
-        if every.search is not None:
-            searched, encoded = in_turn([every.run, work.key.encode], device, repeats)
-            values = ratios(searched, encoded, work.tokens / every.tokens)
-            yield row(spec, bits, "exhaustive_vs_encode", values, codewords=every.codewords)
     for rival in quantizer_rivals(dim):
         if rival.missing:
             progress(f"{rival.name}: {rival.module} is not installed, left out")

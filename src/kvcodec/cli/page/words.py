@@ -54,45 +54,10 @@ TASKS = {
         "The words that are most frequent in a long list: information from everywhere has to be added up.",
         "Losing a few positions hardly shows, because every word stands there many times.",
     ),
-    "squad": About(
-        "Question answering, one paragraph",
-        "A question on one paragraph among others (SQuAD), by length and depth.",
-        "Some answers are known without the paragraph; the difference from 16 bit says more than the value.",
-    ),
-    "hotpot": About(
-        "Question answering, two paragraphs",
-        "A question that needs two paragraphs among others (HotpotQA).",
-        "Some answers are known without them or can be guessed from one; compare with 16 bit.",
-    ),
     "hellaswag": About(
         "HellaSwag",
         "The likeliest of four endings of a scene.",
         "Prompts are short, so few tokens are read through the cache: it shows broken presets, not fine differences.",
-    ),
-    "piqa": About(
-        "PIQA",
-        "The likelier of two ways to do something.",
-        "Prompts are short, so few tokens are read through the cache: it shows broken presets, not fine differences.",
-    ),
-    "arc_easy": About(
-        "ARC, easy",
-        "School science with several choices, the easier questions.",
-        "Prompts are short; it is knowledge in the weights, which the cache does not hold.",
-    ),
-    "arc_challenge": About(
-        "ARC, challenge",
-        "School science with several choices, the harder questions.",
-        "A small model is near chance here, and then no preset can lose.",
-    ),
-    "mmlu": About(
-        "MMLU, five shots",
-        "Exam questions of 57 subjects behind five worked examples, which are read from the cache.",
-        "A small model is near chance here, and then no preset can lose.",
-    ),
-    "truthfulqa": About(
-        "TruthfulQA (MC1)",
-        "The true answer among common mistakes.",
-        "A preset that blurs may score higher by accident: this is the model's taste, not its memory.",
     ),
 }
 

@@ -17,16 +17,19 @@ _TASKS = {
     "kv_retrieval": "kv.KeyValue",
     "variable_tracking": "ruler.VariableTracking",
     "common_words": "ruler.CommonWords",
-    "squad": "qa.Squad",
-    "hotpot": "qa.Hotpot",
     "hellaswag": "choice.HellaSwag",
-    "piqa": "choice.Piqa",
-    "arc_easy": "choice.ArcEasy",
-    "arc_challenge": "choice.ArcChallenge",
-    "mmlu": "choice.Mmlu",
-    "truthfulqa": "choice.TruthfulQa",
 }
 """Name -> class, imported on first use: ``kvcodec eval --help`` needs only the names."""
+HARNESS = {
+    "squad": "squadv2",
+    "hotpot": "longbench_hotpotqa",
+    "piqa": "piqa",
+    "arc_easy": "arc_easy",
+    "arc_challenge": "arc_challenge",
+    "mmlu": "mmlu",
+    "truthfulqa": "truthfulqa_mc1",
+}
+"""Tasks of the lm-evaluation-harness by the names that users ask for here."""
 
 
 def task_names() -> list[str]:
@@ -41,8 +44,13 @@ def get_task(name: str) -> "Task":
     Raises
     ------
     SpecError
-        If there is none; names the nearest.
+        If there is none; names the nearest, or the command of the lm-evaluation-harness.
     """
+    if name in HARNESS:
+        raise SpecError(
+            f"{name} is a task of the lm-evaluation-harness; run: kvcodec-lm-eval --model kvcodec --model_args "
+            f"pretrained=MODEL,spec=SPEC --tasks {HARNESS[name]}"
+        )
     if name not in _TASKS:
         raise SpecError(f"unknown task {name!r}.{nearest(name, _TASKS)} Tasks: {', '.join(_TASKS)}.")
     module, _, kind = _TASKS[name].partition(".")
