@@ -75,7 +75,7 @@ def test_recipes_whose_options_have_no_type_or_default():
 
 
 def test_a_recipe_that_returns_no_scheme():
-    method = Method("mine", lambda: kvcodec.get("dense").key, "here", {"mine": {}})
+    method = Method("mine", lambda: kvcodec.get("dense").key, "here", {"mine": {}}, {"mine": "paper"})
     with pytest.raises(kvcodec.SpecError, match=r"the recipe of 'mine' returned Dense; return a KVScheme"):
         method.scheme({})
 
