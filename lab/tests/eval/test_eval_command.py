@@ -205,10 +205,10 @@ def test_lists_of_numbers_tasks_and_paths():
     assert lengths("512, 1k,128K") == (512, 1024, 131072)
     assert depths("0,0.25,1") == (0.0, 0.25, 1.0)
     assert task_list(["kl", "hellaswag:limit=20"]) == (["kl", "hellaswag"], {"hellaswag": 20})
-    whole, single = data_paths(["somewhere", "piqa=else/where"])
-    assert (str(whole), {k: str(v) for k, v in single.items()}) == ("somewhere", {"piqa": "else/where"})
+    whole, single = data_paths(["somewhere", "hellaswag=else/where"])
+    assert (str(whole), {k: str(v) for k, v in single.items()}) == ("somewhere", {"hellaswag": "else/where"})
     assert data_paths(["a=b"])[0].name == "a=b", "a path with = that names no task"
     assert data_paths([]) == (None, {})
-    for twice in (["a", "b"], ["piqa=a", "piqa=b"]):
+    for twice in (["a", "b"], ["hellaswag=a", "hellaswag=b"]):
         with pytest.raises(ValueError, match="--data names two places"):
             data_paths(twice)
