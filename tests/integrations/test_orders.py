@@ -3,6 +3,7 @@
 Every test compares with the same calls made one after the other by one cache of its own.
 """
 
+import contextlib
 import copy
 import io
 import pickle
@@ -116,6 +117,30 @@ def test_positions_of_another_models_pass_are_not_taken(shared_model: Any, spec:
     assert torch.equal(logits(model, cache, ids), wanted)
     assert same(keys_of(cache), keys_of(expected))
     assert len(other.layer_caches[0]) == 0
+
+
+@pytest.mark.parametrize("attention", ["kvcodec", "sdpa"])
+def test_a_cache_made_while_another_thread_records_is_that_of_the_models_attention(
+    shared_model: Any, attention: str
+) -> None:
+    inside, done = threading.Event(), threading.Event()
+
+    def record() -> None:
+        with contextlib.suppress(UnsupportedError), watching.watched(shared_model, lambda *_: None):
+            inside.set()
+            done.wait()
+
+    with watching.implementation(shared_model, attention):
+        alone = kvcodec.cache_for(shared_model, "kivi-4", probe="off").options["attention"]
+        thread = threading.Thread(target=record)
+        thread.start()
+        inside.wait()
+        try:
+            beside = kvcodec.cache_for(shared_model, "kivi-4", probe="off").options["attention"]
+        finally:
+            done.set()
+            thread.join()
+    assert beside == alone == {"kvcodec": "fused", "sdpa": "decoded"}[attention]
 
 
 def test_a_copied_model_tells_the_positions_of_its_pass(shared_model: Any) -> None:

@@ -174,7 +174,7 @@ def _run_recorded(args: argparse.Namespace, say: Callable[[str], None]) -> Resul
     common = stamp(device, args.seed, args.commit)
     limit: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
     if args.shared_memory:
-        from kvcodec.kernels.launch import limited
+        from kvcodec.kernels.cuda.launch import limited
 
         common, limit = common | {"shared_memory_kb": args.shared_memory}, limited(args.shared_memory)
     recorder = Recorder(None if out is None else out / f"{args.what}.jsonl", common, say)

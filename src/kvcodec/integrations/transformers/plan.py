@@ -19,6 +19,7 @@ from transformers.cache_utils import get_layer_types_and_kwargs
 from kvcodec.errors import FormatError, UnsupportedError
 from kvcodec.integrations.transformers.argument import cache_argument, unwrapped
 from kvcodec.integrations.transformers.handing import use_of_cached
+from kvcodec.integrations.transformers.watching import implementation_of
 
 Attention = Literal["decoded", "streamed", "fused"]
 
@@ -237,19 +238,19 @@ def _check_model(name: str, model: Any, text: Any, crossed: bool) -> None:
 
 
 def _check_attention(name: str, model: Any, config: Any, text: Any, attention: Attention) -> None:
-    if text.model_type in _ADDS_MASKS and text._attn_implementation == ATTENTION_NAME:
+    if text.model_type in _ADDS_MASKS and implementation_of(text) == ATTENTION_NAME:
         raise UnsupportedError(
             f"{name}: its encoder computes with attention masks itself, and those of {ATTENTION_NAME!r} are boolean; "
             f"call model.set_attn_implementation('eager') first."
         )
     if attention == "decoded":
         return
-    set_on = {c._attn_implementation for c in (config, text)}
+    set_on = {implementation_of(c) for c in (config, text)}
     built = model is not None or any(set_on)
     if built and ATTENTION_NAME not in set_on:
         raise UnsupportedError(
             f"{name}: attention={attention!r} reads the packed cache inside the attention function, but this model "
-            f"runs {text._attn_implementation!r}; call model.set_attn_implementation({ATTENTION_NAME!r}) first."
+            f"runs {implementation_of(text)!r}; call model.set_attn_implementation({ATTENTION_NAME!r}) first."
         )
     if getattr(text, "num_kv_shared_layers", None):
         raise UnsupportedError(

@@ -75,9 +75,14 @@ def implementation(model: Any, name: str) -> Iterator[None]:
 def _implementations(config: Any) -> dict[str, str]:
     below = {name: getattr(config, name, None) for name in getattr(config, "sub_configs", {})}
     named = {"": config, **{name: own for name, own in below.items() if own is not None}}
-    originals = {recorder: original for original, recorder in _recorders.items()}  # of a block of another thread
-    held = {name: own._attn_implementation for name, own in named.items()}
-    return {name: originals.get(used, used) for name, used in held.items() if used is not None}
+    used = {name: implementation_of(own) for name, own in named.items()}
+    return {name: original for name, original in used.items() if original is not None}
+
+
+def implementation_of(config: Any) -> str | None:
+    """Attention implementation of a config, the recorded one while a block of any thread records it."""
+    name: str | None = config._attn_implementation
+    return next((original for original, recorder in list(_recorders.items()) if recorder == name), name)
 
 
 @contextmanager
