@@ -182,7 +182,7 @@ def test_a_cache_that_returns_noise_scores_at_chance(smollm2, tmp_path):
 
 def test_the_name_is_registered_by_the_import_and_by_the_package():
     assert get_model("kvcodec") is KVCodecLM
-    pyproject = (ROOT / "pyproject.toml").read_text()
+    pyproject = (ROOT / "lab" / "pyproject.toml").read_text()
     assert '[project.entry-points."lm_eval.models"]\nkvcodec = "kvcodec_lab.eval.lm_eval:KVCodecLM"' in pyproject
     assert 'kvcodec-lm-eval = "kvcodec_lab.eval.lm_eval:main"' in pyproject
 

@@ -4,7 +4,7 @@
 
     kvcodec-lm-eval --model kvcodec --model_args pretrained=smollm2-135m,spec=saw-int4 --tasks piqa
 
-    from kvcodec.integrations.lm_eval import KVCodecLM
+    from kvcodec_lab.eval.lm_eval import KVCodecLM
     lm_eval.simple_evaluate(KVCodecLM("smollm2-135m", "saw-int4"), tasks=["piqa"])
 
 It is lm-eval's own ``hf`` model (tokens, truncation, chat templates, stop strings) with one difference: each forward
