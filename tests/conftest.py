@@ -9,6 +9,8 @@ from typing import Any
 import pytest
 import torch
 
+import kvcodec.integrations.transformers.cache  # noqa: F401  registers the attention named "kvcodec"
+
 # tiny tensors: more threads only wait for each other, and on a shared machine they wait long
 torch.set_num_threads(1)
 

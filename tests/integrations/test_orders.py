@@ -143,6 +143,14 @@ def test_a_cache_made_while_another_thread_records_is_that_of_the_models_attenti
     assert beside == alone == {"kvcodec": "fused", "sdpa": "decoded"}[attention]
 
 
+def test_two_models_may_get_one_tensor_of_positions(shared_model: Any) -> None:
+    other, ids, places = biased(), prompt(1, 40), torch.arange(40)[None]
+    for model in (shared_model, other):
+        cache, expected = (new_cache(model, "saw-int4:mean=pre", "decoded") for _ in range(2))
+        wanted = logits(model, expected, ids)
+        assert torch.equal(logits(model, cache, ids, position_ids=places), wanted)
+
+
 def test_a_copied_model_tells_the_positions_of_its_pass(shared_model: Any) -> None:
     """To caches of the original, and where the copy has a cache of its own as well."""
     ids, spec = prompt(1, 40), "saw-int4:mean=pre"

@@ -33,11 +33,10 @@ ALIKE = 1e-2
 
 
 class _Newest(threading.local):
-    """The positions of the newest forward pass of the current thread, and the names of the hooks that saw them."""
+    """The positions of the newest forward pass of the current thread, and the name of the hook that recorded them."""
 
-    given: Tensor | None = None
     positions: Tensor | None = None
-    hooks: tuple[str, ...] = ()
+    hook: str = ""
 
 
 _newest = _Newest()
@@ -53,12 +52,7 @@ def record_positions(positions: Tensor, hook: str) -> None:
     hook : str
         ``PositionHook.name``.
     """
-    if (
-        _newest.given is positions and hook not in _newest.hooks
-    ):  # a copied model has its original's hook beside its own
-        _newest.hooks = (*_newest.hooks, hook)
-    else:
-        _newest.given, _newest.positions, _newest.hooks = positions, positions.detach(), (hook,)
+    _newest.positions, _newest.hook = positions.detach(), hook
 
 
 def take_positions(taken: int, cache: int, hook: "PositionHook | None") -> tuple[Tensor | None, int]:
@@ -80,7 +74,7 @@ def take_positions(taken: int, cache: int, hook: "PositionHook | None") -> tuple
         of another model, or this layer has taken its positions already, or a layer of another cache has.
     """
     positions = _newest.positions
-    if positions is None or hook is None or hook.name not in _newest.hooks:
+    if positions is None or hook is None or hook.name != _newest.hook:
         return None, taken
     if torch.compiler.is_compiling():  # numbers would become guards: one graph per pass
         return positions, taken
@@ -112,9 +106,14 @@ class PositionHook:
     """
 
     def __init__(self, embedding: nn.Module) -> None:
-        self._embedding, self.name = weakref.ref(embedding), uuid.uuid4().hex
-        handle = embedding.register_forward_pre_hook(partial(_record, self.name), with_kwargs=True)
-        weakref.finalize(self, handle.remove)
+        self._embedding = weakref.ref(embedding)
+        # a copied model has the hook of its original, whose name its own caches share
+        known = [h for h in embedding._forward_pre_hooks.values() if isinstance(h, partial) and h.func is _record]
+        names = [hook.args[0] for hook in known]
+        self.name: str = names[0] if names else uuid.uuid4().hex
+        if not names:
+            handle = embedding.register_forward_pre_hook(partial(_record, self.name), with_kwargs=True)
+            weakref.finalize(self, handle.remove)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "PositionHook":
         """Return the owner itself."""
