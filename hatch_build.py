@@ -10,7 +10,7 @@ from typing import Any
 
 from hatchling.builders.hooks.plugin.interface import BuildHookInterface
 
-CPU = "src/kvcodec/kernels/cpu"
+CPU = "src/packedkv/kernels/cpu"
 
 
 class CustomBuildHook(BuildHookInterface):

@@ -3,7 +3,7 @@
     PYTHONPATH=src python benchmarks/beside.py --other PATH --out DIR [--specs A,B] [--shapes spine,corners]
 
 ``PATH`` is another checkout, whose own ``benchmarks/beside.py`` times it. Caches of distinct Gaussian tokens are filled
-by ``append`` and ``attend`` is timed as users get it, in a CUDA graph, cold and warm (``kvcodec_lab.bench.timing``),
+by ``append`` and ``attend`` is timed as users get it, in a CUDA graph, cold and warm (``packedkv_lab.bench.timing``),
 beside the fastest bf16 attention of the same process (cuDNN, flash and, where it can be imported, FlashAttention-3).
 Rounds go this, other, other, this, ...; the table has the medians of all rounds: microseconds, this / other (below 1:
 this one is faster), bf16 / this, and the share of the GPU's memory bandwidth that reading all bytes of the cache once
@@ -27,13 +27,13 @@ from typing import Any, NamedTuple
 import torch
 from checkout import ROOT, environment
 
-import kvcodec
-from kvcodec.cache.device import DeviceCache
-from kvcodec.cache.fused import FusedLayerCache, fused_refusal
-from kvcodec.errors import KVError
-from kvcodec.registry import split_specs
-from kvcodec_lab.bench.attention_rivals import MOST_ERROR, Dense, library_rivals, torch_rivals
-from kvcodec_lab.bench.shapes import Shape
+import packedkv
+from packedkv.cache.device import DeviceCache
+from packedkv.cache.fused import FusedLayerCache, fused_refusal
+from packedkv.errors import KVError
+from packedkv.registry import split_specs
+from packedkv_lab.bench.attention_rivals import MOST_ERROR, Dense, library_rivals, torch_rivals
+from packedkv_lab.bench.shapes import Shape
 
 BANDWIDTH = {"H200": 4.8e6, "H100": 3.35e6}
 """Bytes a microsecond, as the data sheets say."""
@@ -60,7 +60,7 @@ def filled(
     """Return a cache of distinct tokens, encoded chunk by chunk; ``most``: of a full cache's capacity, but no more."""
     generator = torch.Generator(device).manual_seed(seed)
     chunk = max(64, min(CHUNK_TOKENS, CHUNK_ELEMENTS // (batch * heads.kv * heads.dim)))
-    scheme = kvcodec.get(spec).for_layer(LAYER, LAYERS)
+    scheme = packedkv.get(spec).for_layer(LAYER, LAYERS)
     static = not fused_refusal(scheme, heads.dim, device, tokens)
     cache = FusedLayerCache(scheme, layer=LAYER, capacity=tokens if static else 0)
     last = min(tokens, most or tokens)
@@ -101,7 +101,7 @@ def timed(call: Any, shape: Shape, timer: Any) -> dict[str, float]:
 def worker(specs: Sequence[str], shapes: Sequence[Shape], end: float, compiling: bool) -> Iterator[dict[str, Any]]:
     """Time every spec at every shape; or only call everything once."""
     device = torch.device(DEVICE)
-    timer = None if compiling else importlib.import_module("kvcodec_lab.bench.timing").Timer(device)
+    timer = None if compiling else importlib.import_module("packedkv_lab.bench.timing").Timer(device)
     for shape in shapes:
         bf16 = {} if compiling or time.time() > end else rival(shape, timer)
         heads = Heads(shape.query_heads, shape.kv_heads, shape.head_dim)
@@ -215,7 +215,7 @@ def main() -> int:
         for row in worker(split_specs(args.specs), shapes, args.end, args.compile):
             print(json.dumps(row), flush=True)
         return 0
-    from kvcodec_lab.bench.shapes import PRESETS, shapes_named  # this checkout's, which knows the corners
+    from packedkv_lab.bench.shapes import PRESETS, shapes_named  # this checkout's, which knows the corners
 
     specs = split_specs(args.specs) if args.specs else list(PRESETS)
     shapes, end = shapes_named(args.shapes), time.time() + args.deadline

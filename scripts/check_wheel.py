@@ -9,8 +9,8 @@ import sys
 import zipfile
 from pathlib import Path
 
-CPU = "kvcodec/kernels/cpu"
-SOURCES = {"kvcodec-": ("src", "kvcodec/"), "kvcodec_lab-": ("lab/src", "kvcodec_lab/")}
+CPU = "packedkv/kernels/cpu"
+SOURCES = {"packedkv-": ("src", "packedkv/"), "packedkv_lab-": ("lab/src", "packedkv_lab/")}
 """Beginning of a wheel's name: folder of its sources, and package."""
 
 
@@ -24,7 +24,7 @@ def _check(wheel: str) -> int:
     held = {n for n in zipfile.ZipFile(wheel).namelist() if n.startswith(package)}
     tracked = subprocess.run(["git", "ls-files", source], capture_output=True, text=True, check=True).stdout
     wanted = {line.removeprefix(f"{source}/") for line in tracked.splitlines()}
-    if package == "kvcodec/":
+    if package == "packedkv/":
         kernels = runpy.run_path(str(Path(__file__).parents[1] / "src" / CPU / "compile.py"))
         wanted |= {f"{CPU}/{kernels['file_name'](variant)}" for variant in kernels["variants"]()}
         if wheel.endswith("-any.whl"):

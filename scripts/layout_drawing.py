@@ -2,9 +2,9 @@
 
 from html import escape
 
-import kvcodec
-from kvcodec.layout import Layout
-from kvcodec.scheme import KVScheme
+import packedkv
+from packedkv.layout import Layout
+from packedkv.scheme import KVScheme
 
 WIDTH, LEFT, BAR, GAP = 760, 10, 34, 62
 LEAST = 34
@@ -21,7 +21,7 @@ COLOURS = {
 
 def drawing(spec: str, head_dim: int = 128) -> str:
     """SVG of the bytes of ``spec`` at ``head_dim``."""
-    scheme = kvcodec.get(spec)
+    scheme = packedkv.get(spec)
     rows = [
         (_title("keys", scheme.key.layout(head_dim)), _fields(scheme.key.layout(head_dim))),
         (_title("values", scheme.value.layout(head_dim)), _fields(scheme.value.layout(head_dim))),

@@ -12,10 +12,10 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-import kvcodec
+import packedkv
 import tables
-from kvcodec.registry import method_of
 from layout_drawing import drawing
+from packedkv.registry import method_of
 
 HEAD_DIMS = (64, 128, 256)
 
@@ -32,7 +32,7 @@ def on_files(files: Any, config: Any) -> Any:
 def pages() -> dict[str, str]:
     """Text of every built page and drawing, by its path in the site."""
     found = {"api.md": api_page(), "codecs/index.md": index_page()}
-    for name in kvcodec.names():
+    for name in packedkv.names():
         found[f"codecs/{name}.md"] = method_page(name)
         found[f"codecs/{name}.svg"] = drawing(presets_of(name)[0])
     return found
@@ -40,13 +40,13 @@ def pages() -> dict[str, str]:
 
 def presets_of(name: str) -> list[str]:
     """Presets of one method."""
-    return [preset for preset in kvcodec.presets() if method_of(preset).name == name]
+    return [preset for preset in packedkv.presets() if method_of(preset).name == name]
 
 
 def method_page(name: str) -> str:
     """Page of one method."""
     presets = presets_of(name)
-    described = kvcodec.describe(presets[0])
+    described = packedkv.describe(presets[0])
     module = inspect.getmodule(method_of(presets[0]).recipe)
     options = [[f"`{o['name']}`", f"`{o['type']}`", f"`{o['default']}`", o["doc"]] for o in described["options"]]
     parts = [
@@ -75,9 +75,9 @@ def index_page() -> str:
     parts = ["# Methods", "Bits are those at head_dim 128, scales and padding included. [How to choose](../choose.md)."]
     parts += ["## Recommended", markdown(head, map(row_of, recommended))]
     parts += ["## By paper", "Methods as published, and baselines, for comparison."]
-    for name in kvcodec.names():
+    for name in packedkv.names():
         presets = presets_of(name)
-        described = kvcodec.describe(presets[0])
+        described = packedkv.describe(presets[0])
         text = f"{described['summary']} From: {described['source']}."
         parts += [f"### [{name}]({name}.md)", text, markdown(head, map(row_of, presets))]
     return "\n\n".join(parts) + "\n"
@@ -85,27 +85,27 @@ def index_page() -> str:
 
 def row_of(preset: str) -> list[Any]:
     """Line of a preset in the index."""
-    d = kvcodec.describe(preset)
+    d = packedkv.describe(preset)
     kernels = " and ".join(k for k, there in d["kernels"].items() if there != "none") or "–"
     return [f"`{preset}`", f"{d['key_bits']:.2f}", f"{d['value_bits']:.2f}", f"{d['sink']} + {d['window']}", kernels]
 
 
 def bits(preset: str) -> list[Any]:
     """Line of a preset in the table of head dimensions."""
-    scheme, found = kvcodec.get(preset), []
+    scheme, found = packedkv.get(preset), []
     for dim in HEAD_DIMS:
         try:
             found.append(f"{scheme.key_bits(dim):.2f}, {scheme.value_bits(dim):.2f}")
-        except kvcodec.ShapeError:
+        except packedkv.ShapeError:
             found.append("refused")
     return [f"`{preset}`", *found, scheme.sink, scheme.window]
 
 
 def api_page() -> str:
     """List every public name with its signature and docstring."""
-    parts = ["# API", "The names that `import kvcodec` gives."]
-    for name in kvcodec.__all__:
-        thing = getattr(kvcodec, name)
+    parts = ["# API", "The names that `import packedkv` gives."]
+    for name in packedkv.__all__:
+        thing = getattr(packedkv, name)
         parts.append(f"## {name}")
         if inspect.isclass(thing) or inspect.isfunction(thing):
             error = inspect.isclass(thing) and issubclass(thing, Exception)

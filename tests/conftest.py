@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-import kvcodec.integrations.transformers.cache  # noqa: F401  registers the attention named "kvcodec"
+import packedkv.integrations.transformers.cache  # noqa: F401  registers the attention named "packedkv"
 
 # tiny tensors: more threads only wait for each other, and on a shared machine they wait long
 torch.set_num_threads(1)
@@ -63,7 +63,7 @@ def _nan_filled_memory(request: pytest.FixtureRequest) -> Iterator[None]:
 @pytest.fixture(scope="session")
 def smollm2() -> Any:
     """SmolLM2-135M in float32, loaded once per process: who changes it changes it back."""
-    from kvcodec.models.loading import load
+    from packedkv.models.loading import load
 
     return load("smollm2-135m", progress=False)
 

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import torch
 
-from kvcodec.ops.rope import Rotary
+from packedkv.ops.rope import Rotary
 
 
 class Geometry(NamedTuple):

@@ -67,7 +67,7 @@ def copy(tmp_path_factory) -> Path:
     for name in ("pyproject.toml", "README.md", "tests/__init__.py", "tests/conftest.py"):
         if (ROOT / name).is_file():
             shutil.copy(ROOT / name, target / name)
-    (target / "src/kvcodec/codecs/spin.py").write_text(code_block())
+    (target / "src/packedkv/codecs/spin.py").write_text(code_block())
     return target
 
 
@@ -88,15 +88,15 @@ def check_row(row: dict) -> None:
 
 def test_a_file_loaded_in_python(codec_file):
     program = f"""
-import kvcodec, torch
-assert not [p for p in kvcodec.presets() if p.startswith("spin")]
-assert kvcodec.load_file({str(codec_file)!r}) == {PRESETS}
-assert set({PRESETS}) <= set(kvcodec.presets())
-assert kvcodec.load_file({str(codec_file)!r}) == {PRESETS}, "loading it again after an edit"
+import packedkv, torch
+assert not [p for p in packedkv.presets() if p.startswith("spin")]
+assert packedkv.load_file({str(codec_file)!r}) == {PRESETS}
+assert set({PRESETS}) <= set(packedkv.presets())
+assert packedkv.load_file({str(codec_file)!r}) == {PRESETS}, "loading it again after an edit"
 x = torch.randn(1, 2, 40, 80)
-assert kvcodec.compress("spin-4:window=8", x, x).effective_bits > 4.2
-assert str(kvcodec.get("spin:bits=3")) == "spin:bits=3" and kvcodec.get("spin:bits=3") == kvcodec.get("spin-3")
-assert kvcodec.from_json(kvcodec.get("spin-3").to_json()) == kvcodec.get("spin-3")
+assert packedkv.compress("spin-4:window=8", x, x).effective_bits > 4.2
+assert str(packedkv.get("spin:bits=3")) == "spin:bits=3" and packedkv.get("spin:bits=3") == packedkv.get("spin-3")
+assert packedkv.from_json(packedkv.get("spin-3").to_json()) == packedkv.get("spin-3")
 """
     run("-c", program)
 
@@ -106,38 +106,38 @@ def test_a_file_loaded_in_python_with_its_reader(codec_file):
     reader = codec_file.with_name("spin_cuda.py")
     reader.write_text(code_block(1))
     program = f"""
-import kvcodec, sys
+import packedkv, sys
 before = list(sys.path)
 for _ in range(2):
-    assert kvcodec.load_file({str(reader)!r}) == {PRESETS}
-    assert kvcodec.describe("spin-4")["kernels"] == {{"encode": "none", "decode": "cuda"}}
+    assert packedkv.load_file({str(reader)!r}) == {PRESETS}
+    assert packedkv.describe("spin-4")["kernels"] == {{"encode": "none", "decode": "cuda"}}
 assert sys.path == before
 try:
-    kvcodec.load_file({str(codec_file)!r})
-except kvcodec.SpecError as error:
+    packedkv.load_file({str(codec_file)!r})
+except packedkv.SpecError as error:
     assert f"'spin' is registered already, by {codec_file}" in str(error), error
 else:
     raise AssertionError("a second class of the same codec")
-assert kvcodec.describe("spin-4")["kernels"] == {{"encode": "none", "decode": "cuda"}}
-assert kvcodec.from_json(kvcodec.get("spin-4").to_json()) == kvcodec.get("spin-4"), "the class that was refused"
+assert packedkv.describe("spin-4")["kernels"] == {{"encode": "none", "decode": "cuda"}}
+assert packedkv.from_json(packedkv.get("spin-4").to_json()) == packedkv.get("spin-4"), "the class that was refused"
 """
     run("-c", program)
     program = f"""
-import kvcodec, spin
+import packedkv, spin
 try:
-    kvcodec.load_file({str(reader)!r})
-except kvcodec.SpecError as error:
+    packedkv.load_file({str(reader)!r})
+except packedkv.SpecError as error:
     assert "was loaded or imported before, load this one alone" in str(error), error
 else:
     raise AssertionError("no new preset")
 """
     run("-c", program, extra=codec_file.parent)
     program = f"""
-import kvcodec
-kvcodec.load_file({str(codec_file)!r})
+import packedkv
+packedkv.load_file({str(codec_file)!r})
 try:
-    kvcodec.load_file({str(reader)!r})
-except kvcodec.SpecError as error:
+    packedkv.load_file({str(reader)!r})
+except packedkv.SpecError as error:
     assert "'spin' is registered already" in str(error) and "is given alone" in str(error), error
 else:
     raise AssertionError("a second class of the same codec")
@@ -149,9 +149,9 @@ def test_a_file_that_imports_what_is_not_there(codec_file):
     reader = codec_file.with_name("spin_cuda.py")
     reader.write_text(code_block(1))
     codec_file.unlink()
-    done = run("-m", "kvcodec.cli.main", "list", "--codec-file", str(reader), fails=True, stderr=True)
+    done = run("-m", "packedkv.cli.main", "list", "--codec-file", str(reader), fails=True, stderr=True)
     assert done.strip() == (
-        f"kvcodec: error: codec file {reader} imports spin, which is not found; "
+        f"packedkv: error: codec file {reader} imports spin, which is not found; "
         "install it or put its folder on PYTHONPATH."
     )
 
@@ -163,13 +163,13 @@ def test_a_module_named_by_an_entry_point(codec_file, tmp_path):
     info.mkdir(parents=True)
     shutil.copy(codec_file, site / "my_spin.py")
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: my-codecs\nVersion: 1.0\n")
-    (info / "entry_points.txt").write_text("[kvcodec.codecs]\nspin = my_spin\n")
-    out = run("-c", "import kvcodec, json; print(json.dumps(kvcodec.presets()))", extra=site)
+    (info / "entry_points.txt").write_text("[packedkv.codecs]\nspin = my_spin\n")
+    out = run("-c", "import packedkv, json; print(json.dumps(packedkv.presets()))", extra=site)
     assert set(PRESETS) <= set(json.loads(out))
 
 
 def test_a_file_named_on_the_command_line(codec_file):
-    rows = only_preset(run("-m", "kvcodec.cli.main", "list", "--json", "-", "--codec-file", str(codec_file)))
+    rows = only_preset(run("-m", "packedkv.cli.main", "list", "--json", "-", "--codec-file", str(codec_file)))
     assert [row["spec"] for row in rows] == PRESETS
     for row in rows:
         check_row(row)
@@ -177,11 +177,11 @@ def test_a_file_named_on_the_command_line(codec_file):
 
 def test_a_file_dropped_into_the_library_is_listed_and_described(copy):
     source = copy / "src"
-    rows = only_preset(run("-m", "kvcodec.cli.main", "list", "--json", "-", source=source))
+    rows = only_preset(run("-m", "packedkv.cli.main", "list", "--json", "-", source=source))
     assert [row["spec"] for row in rows] == PRESETS
     for row in rows:
         check_row(row)
-    described = json.loads(run("-m", "kvcodec.cli.main", "describe", "spin-4:window=32", "--json", "-", source=source))
+    described = json.loads(run("-m", "packedkv.cli.main", "describe", "spin-4:window=32", "--json", "-", source=source))
     described = described[0] if isinstance(described, list) else described
     options = {o["name"]: o for o in described["options"]}
     assert options["window"]["value"] == 32
@@ -192,7 +192,7 @@ def test_the_command_line_compares_it(copy, tmp_path):
     """The specs of ``compare`` are read before the model: a model that is not there is the only complaint."""
     command = (
         "-m",
-        "kvcodec.cli.main",
+        "packedkv.cli.main",
         "compare",
         str(tmp_path / "no-model"),
         "--specs",
@@ -246,7 +246,7 @@ def test_the_tutorials_file_is_a_codec_file_by_the_houses_rules():
     tree = ast.parse(code)
     assert ast.get_docstring(tree)
     modules = {n.module for n in ast.walk(tree) if isinstance(n, ast.ImportFrom)}
-    assert all(m.split(".")[0] in ("dataclasses", "typing", "torch", "kvcodec") for m in modules)
+    assert all(m.split(".")[0] in ("dataclasses", "typing", "torch", "packedkv") for m in modules)
 
 
 def test_the_tutorial_names_tests_that_exist():
@@ -256,5 +256,5 @@ def test_the_tutorial_names_tests_that_exist():
 
 
 def test_the_checkout_was_not_touched():
-    assert not (ROOT / "src/kvcodec/codecs/spin.py").exists()
+    assert not (ROOT / "src/packedkv/codecs/spin.py").exists()
     assert not list((ROOT / "tests/golden").glob("spin*"))

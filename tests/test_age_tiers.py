@@ -9,17 +9,17 @@ import pytest
 import torch
 from torch import Tensor
 
-import kvcodec
-from kvcodec import LayerCache, SpecError, UnsupportedError
-from kvcodec.cache.fused import FusedLayerCache, fused_refusal
-from kvcodec.cache.host import attend
-from kvcodec.codec import ROLES, roundtrip
-from kvcodec.files.caches import load_layers, save_layers
-from kvcodec.integrations.transformers import cache_for, load_cache
-from kvcodec.integrations.transformers.argument import passing
-from kvcodec.integrations.vllm.servable import refusal
-from kvcodec.recipe import LayerChoice
-from kvcodec.registry import from_json, write_recipe
+import packedkv
+from packedkv import LayerCache, SpecError, UnsupportedError
+from packedkv.cache.fused import FusedLayerCache, fused_refusal
+from packedkv.cache.host import attend
+from packedkv.codec import ROLES, roundtrip
+from packedkv.files.caches import load_layers, save_layers
+from packedkv.integrations.transformers import cache_for, load_cache
+from packedkv.integrations.transformers.argument import passing
+from packedkv.integrations.vllm.servable import refusal
+from packedkv.recipe import LayerChoice
+from packedkv.registry import from_json, write_recipe
 from tests.conftest import tiny_model
 
 SPECS = (
@@ -34,8 +34,8 @@ SPECS = (
 LENGTH = 200
 
 
-def scheme(spec: str) -> kvcodec.KVScheme:
-    return kvcodec.get(spec).for_layer(3, 8)
+def scheme(spec: str) -> packedkv.KVScheme:
+    return packedkv.get(spec).for_layer(3, 8)
 
 
 def tokens(n: int = LENGTH, batch: int = 2) -> tuple[Tensor, Tensor]:
@@ -230,7 +230,7 @@ def test_refused_tokens_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
 )
 def test_what_cannot_be_is_refused(spec: str, text: str) -> None:
     with pytest.raises(SpecError, match=text):
-        kvcodec.get(spec)
+        packedkv.get(spec)
 
 
 def test_what_has_no_tiers_says_so() -> None:
@@ -239,21 +239,21 @@ def test_what_has_no_tiers_says_so() -> None:
     with pytest.raises(UnsupportedError, match=r"age tiers.* Use attention='decoded' or 'streamed'"):
         FusedLayerCache(own).append(k, v)
     with pytest.raises(UnsupportedError, match="use LayerCache or cache_for"):
-        kvcodec.compress(SPECS[0], k, v)
+        packedkv.compress(SPECS[0], k, v)
     assert 'pages that requests share must not change; give "window": 0' in refusal(own, 64)
 
 
 def test_spec_scheme_and_description() -> None:
-    own = kvcodec.get("saw-int4:recent=int-8,sink=4,window=256")
+    own = packedkv.get("saw-int4:recent=int-8,sink=4,window=256")
     assert str(own) == "saw-int4:sink=4,window=256,recent=int-8"
     assert from_json(own.to_json()) == own
-    assert "recent" not in json.loads(kvcodec.get("saw-int4").to_json())
+    assert "recent" not in json.loads(packedkv.get("saw-int4").to_json())
     assert own != replace(own, recent=None)
-    assert own.without_windows() == kvcodec.get("saw-int4")
-    assert kvcodec.describe(str(own))["recent"] == "int-8"
-    assert kvcodec.describe("saw-int4")["recent"] is None
-    assert kvcodec.get("saw-int4:window=256,recent=none") == kvcodec.get("saw-int4:window=256")
-    outer = kvcodec.get("octopus-4:window=64,recent=int-8").for_layer(0, 8)  # keys of outer layers are dense
+    assert own.without_windows() == packedkv.get("saw-int4")
+    assert packedkv.describe(str(own))["recent"] == "int-8"
+    assert packedkv.describe("saw-int4")["recent"] is None
+    assert packedkv.get("saw-int4:window=256,recent=none") == packedkv.get("saw-int4:window=256")
+    outer = packedkv.get("octopus-4:window=64,recent=int-8").for_layer(0, 8)  # keys of outer layers are dense
     assert outer.recent is not None
     assert type(outer.recent.key).__name__ == "Dense"
 
@@ -324,7 +324,7 @@ def test_fused_attention_is_refused_and_never_taken_for_it(tiny: Any) -> None:
     model, spec, ids = tiny("llama-gqa"), "saw-int4:window=8,recent=int-8", torch.arange(1, 31)[None]
     with torch.no_grad():
         decoded = model(ids, **passing(model, cache_for(model, spec, attention="decoded", prefill="decoded"))).logits
-        model.set_attn_implementation("kvcodec")
+        model.set_attn_implementation("packedkv")
         with pytest.raises(UnsupportedError, match=r"age tiers.* Use attention='decoded' or 'streamed'"):
             cache_for(model, spec, attention="fused")
         left_open = cache_for(model, spec)

@@ -9,25 +9,25 @@ import threading
 import pytest
 import torch
 
-import kvcodec
-from kvcodec.atomic import SUFFIX, whole_file
-from kvcodec.files import container
-from kvcodec.files.caches import load_layers, save_layers
-from kvcodec.files.params import read_params
-from kvcodec.recipe import LayerChoice, read_choices, write_choices
+import packedkv
+from packedkv.atomic import SUFFIX, whole_file
+from packedkv.files import container
+from packedkv.files.caches import load_layers, save_layers
+from packedkv.files.params import read_params
+from packedkv.recipe import LayerChoice, read_choices, write_choices
 
 KILLED = """
 import os, signal, sys
 from pathlib import Path
-from kvcodec.atomic import whole_file
+from packedkv.atomic import whole_file
 with whole_file(Path(sys.argv[1])) as part:
     part.write_text("half")
     os.kill(os.getpid(), signal.SIGKILL)
 """
 
 
-def cache_of(tokens: int) -> kvcodec.LayerCache:
-    cache = kvcodec.LayerCache(kvcodec.get("int-8"))
+def cache_of(tokens: int) -> packedkv.LayerCache:
+    cache = packedkv.LayerCache(packedkv.get("int-8"))
     cache.append(*torch.randn(2, 1, 2, tokens, 64, generator=torch.Generator().manual_seed(tokens)))
     return cache
 
@@ -37,7 +37,7 @@ def test_several_threads_save_to_one_path_while_others_read(tmp_path):
     save_layers(path, [cache_of(lengths[0])], {})
     done = threading.Event()
 
-    def write(cache: kvcodec.LayerCache) -> None:
+    def write(cache: packedkv.LayerCache) -> None:
         try:
             for _ in range(15):
                 save_layers(path, [cache], {})
@@ -124,7 +124,7 @@ def test_what_is_no_regular_file_is_refused(tmp_path):
     fifo = tmp_path / "fifo"
     os.mkfifo(fifo)
     for read in (load_layers, read_params, read_choices):
-        with pytest.raises(kvcodec.FormatError, match="not a regular file"):
+        with pytest.raises(packedkv.FormatError, match="not a regular file"):
             read(fifo)
 
 
@@ -132,11 +132,11 @@ def test_what_is_no_regular_file_is_refused(tmp_path):
 def test_deeply_nested_json_is_refused(tmp_path, depth):
     nested, path = "[" * depth + "]" * depth, tmp_path / "file"
     path.write_text(nested)
-    with pytest.raises(kvcodec.FormatError, match="not JSON"):
+    with pytest.raises(packedkv.FormatError, match="not JSON"):
         read_choices(path)
-    for text in (nested, '{"__metadata__": {"kvcodec-cache": ' + f'"{nested}"' + "}}"):
+    for text in (nested, '{"__metadata__": {"packedkv-cache": ' + f'"{nested}"' + "}}"):
         path.write_bytes(len(text).to_bytes(8, "little") + text.encode())
-        with pytest.raises(kvcodec.FormatError, match="JSON"):
+        with pytest.raises(packedkv.FormatError, match="JSON"):
             load_layers(path)
 
 
@@ -145,5 +145,5 @@ def test_about_of_a_recipe_is_an_object(tmp_path):
     write_choices(path, [LayerChoice("int-4", "int-4")])
     for about in ("[1]", '"text"', "3"):
         path.write_text(path.read_text().partition('"about"')[0] + f'"about": {about}}}')
-        with pytest.raises(kvcodec.FormatError, match="about is"):
+        with pytest.raises(packedkv.FormatError, match="about is"):
             read_choices(path)

@@ -10,13 +10,13 @@ from typing import get_args
 import pytest
 import torch
 
-import kvcodec
-from kvcodec.cli import arguments, commands
-from kvcodec.cli import main as cli
-from kvcodec.cli.demo import recommend
-from kvcodec.cli.measure import compare as compare_module
-from kvcodec.cli.measure import perplexity
-from kvcodec.registry import split_specs
+import packedkv
+from packedkv.cli import arguments, commands
+from packedkv.cli import main as cli
+from packedkv.cli.demo import recommend
+from packedkv.cli.measure import compare as compare_module
+from packedkv.cli.measure import perplexity
+from packedkv.registry import split_specs
 from tests.cli.tiny import TEXT, save_tiny, tiny_llama, tiny_tokenizer
 
 SIZES = ["--windows", "2", "--window-tokens", "96"]
@@ -45,7 +45,7 @@ def refused(capsys, *arguments):
     """One line on standard error, no traceback, nothing on standard output, status 2."""
     status, out, err = run(capsys, *arguments)
     assert (status, out) == (2, "")
-    assert err.startswith("kvcodec: error: ")
+    assert err.startswith("packedkv: error: ")
     assert err.count("\n") == 1
     return err
 
@@ -58,7 +58,7 @@ LINES = [["--help"], ["--version"], *([name, "--help"] for name in cli.COMMANDS)
 
 def test_help_is_printed_without_torch():
     code = (
-        "import sys, kvcodec.cli.main as cli\n"
+        "import sys, packedkv.cli.main as cli\n"
         f"for line in {LINES}:\n"
         "    try: cli.main(line)\n"
         "    except SystemExit as end: assert not end.code\n"
@@ -87,11 +87,11 @@ def test_a_command_of_the_laboratory_says_what_to_install(capsys, monkeypatch):
     monkeypatch.setattr(cli, "entry_points", lambda group: [])
     with pytest.raises(SystemExit):
         cli.main(["eval", "some-model"])
-    assert "pip install kvcodec-lab" in capsys.readouterr().err
+    assert "pip install packedkv-lab" in capsys.readouterr().err
 
 
 def test_the_choices_of_probe_are_the_librarys():
-    from kvcodec.key_bias import Probe
+    from packedkv.key_bias import Probe
 
     assert get_args(Probe) == arguments.PROBE
 
@@ -104,11 +104,11 @@ def test_list_gives_an_object_per_preset_with_bits_from_bytes(capsys, head_dim):
     status, out, _ = run(capsys, "list", "--json", "-", "--head-dim", str(head_dim))
     rows = json.loads(out)
     assert status == 0
-    assert [row["spec"] for row in rows] == kvcodec.presets()
+    assert [row["spec"] for row in rows] == packedkv.presets()
     for row in rows:
         assert {"spec", "method", "source", "key_bits", "value_bits", "nominal_bits", "block_tokens"} <= set(row)
         assert set(row["kernels"]) == {"encode", "decode"}
-        page = kvcodec.get(row["spec"]).page_layout(head_dim)
+        page = packedkv.get(row["spec"]).page_layout(head_dim)
         for role in ("key", "value"):
             held = sum(p.nbytes for p in page.planes if p.role == role)
             assert row[f"{role}_bits"] == pytest.approx(held * 8 / (page.page_tokens * head_dim))
@@ -122,7 +122,7 @@ def test_list_shows_every_preset_also_where_a_head_dim_is_refused(capsys):
     assert saw["kernels"] == {"encode": "none", "decode": "none"}
     status, out, _ = run(capsys, "list", "--head-dim", "36")
     assert status == 0
-    assert all(preset in out for preset in kvcodec.presets())
+    assert all(preset in out for preset in packedkv.presets())
 
 
 def test_describe_shows_every_option_and_field(capsys):
@@ -132,12 +132,12 @@ def test_describe_shows_every_option_and_field(capsys):
     for spelled in ("block=none  ", "default none", "hessian=false  ", "default false"):
         assert spelled in out, "an option is printed as a spec takes it"
     _, out, _ = run(capsys, "describe", "saw-int4:rotate=kv", "--json", "-")
-    assert json.loads(out) == json.loads(json.dumps(kvcodec.describe("saw-int4:rotate=kv")))
+    assert json.loads(out) == json.loads(json.dumps(packedkv.describe("saw-int4:rotate=kv")))
 
 
 def test_list_starts_without_transformers_triton_or_matplotlib():
     code = (
-        "import sys; from kvcodec.cli.main import main; main(['list', '--json', '-']); "
+        "import sys; from packedkv.cli.main import main; main(['list', '--json', '-']); "
         "print([m for m in ('transformers', 'triton', 'matplotlib') if m in sys.modules], file=sys.stderr)"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
@@ -148,13 +148,13 @@ def test_list_starts_without_transformers_triton_or_matplotlib():
 def test_a_codec_file_is_listed_before_or_after_the_command(capsys, tmp_path):
     path = tmp_path / "mine.py"
     path.write_text(
-        "import kvcodec\n"
-        "@kvcodec.register('mine-from-cli', source='here')\n"
-        "def mine() -> kvcodec.KVScheme:\n"
+        "import packedkv\n"
+        "@packedkv.register('mine-from-cli', source='here')\n"
+        "def mine() -> packedkv.KVScheme:\n"
         "    '''A codec of mine.'''\n"
-        "    return kvcodec.get('saw-int4')\n"
+        "    return packedkv.get('saw-int4')\n"
     )
-    from kvcodec import registry
+    from packedkv import registry
 
     try:
         _, out, _ = run(capsys, "list", "--codec-file", str(path), "--json", "-")
@@ -234,7 +234,7 @@ def test_bench_and_reproduce_write_their_rows(capsys, monkeypatch):
     _, out, _ = run(capsys, "bench", "codec", "--specs", "saw-int4", *small, "--json", "-")
     assert {"encode_tokens_per_s", "decode_vs_int4"} <= {row["metric"] for row in json.loads(out)}
 
-    from kvcodec_lab import reproduce
+    from packedkv_lab import reproduce
 
     claim = {"paper": "p", "table": "t", "item": "i", "metric": "m", "printed": 1.0, "ours": 1.01, "holds": True}
     claim |= {"note": "", "relative_error": 0.01, "band": 0.02}
@@ -300,7 +300,7 @@ def test_fit_without_a_text_takes_what_the_model_writes(capsys, model, tmp_path)
 
 
 def test_an_interrupted_fit_leaves_no_file(capsys, model, text, tmp_path, monkeypatch):
-    from kvcodec.codecs.innerq import InnerQ
+    from packedkv.codecs.innerq import InnerQ
 
     def interrupted(*_):
         raise KeyboardInterrupt
@@ -317,13 +317,13 @@ def test_params_files_are_checked_before_the_model_is_loaded(capsys, text, tmp_p
     measure = ["compare", "m", "--specs", "innerq-base", "--text", text, "--params"]
     assert "was not found" in refused(capsys, *measure, str(tmp_path / "no"))
     assert "is a folder" in refused(capsys, *measure, str(tmp_path))
-    assert "is not a kvcodec params file" in refused(capsys, *measure, str(tmp_path / "p"))
+    assert "is not a packedkv params file" in refused(capsys, *measure, str(tmp_path / "p"))
 
 
 def test_a_params_file_of_no_spec_or_of_another_model_is_refused(capsys, model, text, tmp_path, monkeypatch):
     out_file = str(tmp_path / "params")
     run(capsys, "fit", model, INNERQ, "--text", text, "-o", out_file, *SIZES)
-    from kvcodec.models import loading as models
+    from packedkv.models import loading as models
 
     with monkeypatch.context() as patch:
         patch.setattr(models, "load", lambda *_, **__: pytest.fail("the model was loaded first"))
@@ -371,7 +371,7 @@ def test_an_interrupt_before_any_result_says_so(capsys, model, text, monkeypatch
     monkeypatch.setattr(compare_module.perplexity, "uncompressed", interrupted)
     status, out, err = run(capsys, "compare", model, "--specs", "int-4", "--text", text, *SIZES)
     assert (status, out) == (130, "")
-    assert err.splitlines()[-1] == "kvcodec: interrupted before anything was finished."
+    assert err.splitlines()[-1] == "packedkv: interrupted before anything was finished."
 
 
 # -- mistakes ----------------------------------------------------------------------------------------------------------
@@ -379,10 +379,10 @@ def test_an_interrupt_before_any_result_says_so(capsys, model, text, monkeypatch
 
 @pytest.fixture
 def no_model(monkeypatch):
-    from kvcodec.models import loading as models
+    from packedkv.models import loading as models
 
     monkeypatch.setattr(models, "load", lambda *_, **__: pytest.fail("the model was loaded first"))
-    monkeypatch.setattr("kvcodec.cli.demo.load", lambda *_, **__: pytest.fail("the model was loaded first"))
+    monkeypatch.setattr("packedkv.cli.demo.load", lambda *_, **__: pytest.fail("the model was loaded first"))
 
 
 @pytest.mark.usefixtures("no_model")

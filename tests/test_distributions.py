@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from kvcodec.cli.main import COMMANDS, LABORATORY
+from packedkv.cli.main import COMMANDS, LABORATORY
 
 ROOT = Path(__file__).parents[1]
 
@@ -26,7 +26,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
         options = ["-q", "--disable-pip-version-check", "--no-index", "--no-deps", "--no-compile"]
         subprocess.run([*python, "pip", "install", *options, "--target", made[name], file], check=True)
     for path in Path(sysconfig.get_path("purelib")).iterdir():
-        if not path.name.lower().startswith(("kvcodec", "_editable")) and path.suffix != ".pth":
+        if not path.name.lower().startswith(("packedkv", "_editable")) and path.suffix != ".pth":
             (made["others"] / path.name).symlink_to(path)
     return made
 
@@ -42,9 +42,9 @@ def run(folders: dict[str, Path], names: list[str], *command: str) -> subprocess
 
 def test_the_library_works_without_the_laboratory(folders: dict[str, Path]) -> None:
     program = (
-        "import importlib.util, kvcodec, torch; x = torch.randn(1, 1, 8, 64);"
-        "bits = kvcodec.compress('saw-int4', x, x).effective_bits;"
-        "print(bits, importlib.util.find_spec('kvcodec_lab'), kvcodec.__file__)"
+        "import importlib.util, packedkv, torch; x = torch.randn(1, 1, 8, 64);"
+        "bits = packedkv.compress('saw-int4', x, x).effective_bits;"
+        "print(bits, importlib.util.find_spec('packedkv_lab'), packedkv.__file__)"
     )
     done = run(folders, ["library"], "-c", program)
     assert done.returncode == 0, done.stderr
@@ -52,20 +52,20 @@ def test_the_library_works_without_the_laboratory(folders: dict[str, Path]) -> N
     assert float(bits) == 4.5
     assert laboratory == "None"
     assert file.startswith(str(folders["library"]))
-    shown = run(folders, ["library"], "-m", "kvcodec", "--help").stdout
+    shown = run(folders, ["library"], "-m", "packedkv", "--help").stdout
     assert all(f"    {name} " in shown for name in COMMANDS)
     assert not any(f"    {name} " in shown for name in LABORATORY)
-    assert run(folders, ["library"], "-m", "kvcodec", "list").returncode == 0
-    done = run(folders, ["library"], "-m", "kvcodec", "eval", "model")
+    assert run(folders, ["library"], "-m", "packedkv", "list").returncode == 0
+    done = run(folders, ["library"], "-m", "packedkv", "eval", "model")
     assert done.returncode == 2
-    assert "pip install kvcodec-lab" in done.stderr
+    assert "pip install packedkv-lab" in done.stderr
 
 
 def test_the_laboratory_adds_its_commands(folders: dict[str, Path]) -> None:
     both = ["library", "laboratory"]
-    shown = run(folders, both, "-m", "kvcodec", "--help").stdout
+    shown = run(folders, both, "-m", "packedkv", "--help").stdout
     assert all(f"    {name} " in shown for name in COMMANDS | LABORATORY)
     for name in LABORATORY:
-        done = run(folders, both, "-m", "kvcodec", name, "--help")
+        done = run(folders, both, "-m", "packedkv", name, "--help")
         assert done.returncode == 0, done.stderr
-        assert done.stdout.startswith(f"usage: kvcodec {name}")
+        assert done.stdout.startswith(f"usage: packedkv {name}")

@@ -11,16 +11,16 @@ from xml.etree import ElementTree
 import pytest
 import torch
 
-import kvcodec
+import packedkv
 import pages
 import tables
-from kvcodec.models.named import SMOLLM2
+from packedkv.models.named import SMOLLM2
 
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
 TEXTS = [*sorted(ROOT.glob("*.md")), *sorted(DOCS.rglob("*.md"))]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
-BUILT = {"api.md", "codecs/index.md", *(f"codecs/{name}.md" for name in kvcodec.names())}
+BUILT = {"api.md", "codecs/index.md", *(f"codecs/{name}.md" for name in packedkv.names())}
 """Pages that ``scripts/pages.py`` adds to the site."""
 
 
@@ -81,8 +81,8 @@ def values(what: str, metric: str, case: str = "", model: str = "") -> dict[str,
 
 def test_presets_named_instead_of_a_broken_one_hold_on_the_real_model() -> None:
     """Qwen2.5-Coder-1.5B, whose biases break half of the presets: within 10 % of the uncompressed perplexity."""
-    from kvcodec.integrations.vllm.biases import ALTERNATIVES as SERVED
-    from kvcodec.key_bias import ALTERNATIVES
+    from packedkv.integrations.vllm.biases import ALTERNATIVES as SERVED
+    from packedkv.key_bias import ALTERNATIVES
 
     perplexity = values("tasks", "perplexity", "mean=none", "Qwen2.5")
     for spec in (*ALTERNATIVES, "saw-int4:mean=pre"):
@@ -114,11 +114,11 @@ def test_presets_that_collapse_under_stress_are_warned_of() -> None:
 # -- the pages that the site builds ------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", kvcodec.names())
+@pytest.mark.parametrize("name", packedkv.names())
 def test_a_method_has_a_page_with_its_docstring_options_and_presets(name: str) -> None:
     page = pages.method_page(name)
-    presets = kvcodec.registry.method_of(name).presets
-    described = kvcodec.describe(next(iter(presets)))
+    presets = packedkv.registry.method_of(name).presets
+    described = packedkv.describe(next(iter(presets)))
     assert page.startswith(f"# {name}\n")
     assert described["source"] in page
     for option in described["options"]:
@@ -128,11 +128,11 @@ def test_a_method_has_a_page_with_its_docstring_options_and_presets(name: str) -
         assert re.search(rf"^\| `{preset}` \| \d", page, re.M)
 
 
-@pytest.mark.parametrize("name", kvcodec.names())
+@pytest.mark.parametrize("name", packedkv.names())
 def test_the_bytes_of_a_method_are_drawn(name: str) -> None:
     """Every field of both blocks and every plane of the page has its box, with its bytes."""
-    preset = next(iter(kvcodec.registry.method_of(name).presets))
-    scheme, page = kvcodec.get(preset), kvcodec.get(preset).page_layout(128)
+    preset = next(iter(packedkv.registry.method_of(name).presets))
+    scheme, page = packedkv.get(preset), packedkv.get(preset).page_layout(128)
     svg = ElementTree.fromstring(pages.drawing(preset))
     told = [e.text for e in svg.iter("{http://www.w3.org/2000/svg}title")][1:]
     fields = [f for codec in (scheme.key, scheme.value) for f in codec.layout(128).fields]
@@ -142,15 +142,15 @@ def test_the_bytes_of_a_method_are_drawn(name: str) -> None:
 
 def test_the_index_lists_every_method_and_preset_and_the_recommended_first() -> None:
     page = pages.index_page()
-    assert re.findall(r"^### \[(\S+)\]", page, re.M) == kvcodec.names()
+    assert re.findall(r"^### \[(\S+)\]", page, re.M) == packedkv.names()
     listed = re.findall(r"^\| `(\S+)` \|", page.partition("## By paper")[2], re.M)
-    assert sorted(listed) == sorted(kvcodec.presets())
+    assert sorted(listed) == sorted(packedkv.presets())
     recommended = re.findall(r"^\| `(\S+)` \|", page.partition("## By paper")[0], re.M)
     assert recommended == list(dict.fromkeys(re.findall(r"^\| `(\S+)` \|", README, re.M)))
 
 
 def test_the_api_page_has_every_public_name() -> None:
-    assert re.findall(r"^## (\w+)$", pages.api_page(), re.M) == kvcodec.__all__
+    assert re.findall(r"^## (\w+)$", pages.api_page(), re.M) == packedkv.__all__
 
 
 def test_a_codec_in_one_file_has_its_page(tmp_path: Path) -> None:
@@ -159,8 +159,8 @@ def test_a_codec_in_one_file_has_its_page(tmp_path: Path) -> None:
     (file := tmp_path / "mine.py").write_text(codec)
     name = re.search(r'@register\(\s*"([\w-]+)"', codec)[1]
     program = (
-        f"import sys; sys.path.insert(0, {str(ROOT / 'scripts')!r})\nimport kvcodec, pages\n"
-        f"kvcodec.load_file({str(file)!r}); print(pages.pages()['codecs/{name}.md'])"
+        f"import sys; sys.path.insert(0, {str(ROOT / 'scripts')!r})\nimport packedkv, pages\n"
+        f"packedkv.load_file({str(file)!r}); print(pages.pages()['codecs/{name}.md'])"
     )
     done = subprocess.run([sys.executable, "-c", program], check=True, capture_output=True, text=True, timeout=600)
     assert codec.split('"""')[1].splitlines()[0] in done.stdout
@@ -206,7 +206,7 @@ def test_the_program_runs_and_is_short(smollm2: Any, tmp_path: Path, capsys: pyt
 def test_the_first_program_of_the_guide_runs(
     smollm2: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("kvcodec.models.loading.load", lambda name: smollm2)  # loaded once for many tests
+    monkeypatch.setattr("packedkv.models.loading.load", lambda name: smollm2)  # loaded once for many tests
     check_generates(programs("docs/use.md")[0], capsys)
 
 
@@ -262,5 +262,5 @@ def test_every_target_of_the_makefile_is_explained() -> None:
 def test_the_version_stands_in_one_place() -> None:
     assert 'dynamic = ["version"]' in (ROOT / "pyproject.toml").read_text()
     changelog = (ROOT / "CHANGELOG.md").read_text()
-    assert re.search(rf"^## \[({re.escape(kvcodec.__version__)}|Unreleased)\]", changelog, re.M)
+    assert re.search(rf"^## \[({re.escape(packedkv.__version__)}|Unreleased)\]", changelog, re.M)
     assert "### Bits changed" in changelog

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-import kvcodec
-import kvcodec.models.loading
-from kvcodec.models.loading import LoadedModel
+import packedkv
+import packedkv.models.loading
+from packedkv.models.loading import LoadedModel
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 
@@ -34,7 +34,7 @@ def run(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> 
 def test_one_tensor_shows_every_preset_with_its_bits_and_a_bounded_cache(run: Run) -> None:
     text = run("01_one_tensor.py")
     bits = {m[1]: float(m[2]) for m in re.finditer(r"^(\S+) +\d+ +([\d.]+) +[\d.]+$", text, re.M)}
-    assert list(bits) == kvcodec.presets()
+    assert list(bits) == packedkv.presets()
     assert bits["saw-int4"] == 4.25
     assert bits["dense"] == 16
     assert "saw-int4 cache: 256 tokens" in text
@@ -44,7 +44,7 @@ def test_one_tensor_shows_every_preset_with_its_bits_and_a_bounded_cache(run: Ru
 def test_generate_shows_bytes_and_text_for_each_spec(
     run: Run, smollm2: LoadedModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(kvcodec.models.loading, "load", lambda name: smollm2)  # loaded once for many tests
+    monkeypatch.setattr(packedkv.models.loading, "load", lambda name: smollm2)  # loaded once for many tests
     generate = smollm2.model.generate
     fewer = {"max_new_tokens": 6}  # each takes all layers of the model
     monkeypatch.setattr(smollm2.model, "generate", lambda **given: generate(**given | fewer))

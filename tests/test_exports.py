@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-import kvcodec
+import packedkv
 
 FIXED = {
     *("presets", "get", "names", "describe", "register", "load_file", "from_json", "compress", "fake_quant"),
@@ -22,43 +22,43 @@ FIXED = {
 
 
 def test_fixed_names_are_exported():
-    assert set(kvcodec.__all__) >= FIXED
-    assert len(kvcodec.__all__) == len(set(kvcodec.__all__))
+    assert set(packedkv.__all__) >= FIXED
+    assert len(packedkv.__all__) == len(set(packedkv.__all__))
 
 
-@pytest.mark.parametrize("name", kvcodec.__all__)
+@pytest.mark.parametrize("name", packedkv.__all__)
 def test_every_exported_name_exists_and_is_explained(name):
-    value = getattr(kvcodec, name)
+    value = getattr(packedkv, name)
     if inspect.isclass(value) or inspect.isfunction(value):
-        assert inspect.getdoc(value), f"kvcodec.{name} has no docstring"
-        assert value.__module__.startswith("kvcodec"), name
+        assert inspect.getdoc(value), f"packedkv.{name} has no docstring"
+        assert value.__module__.startswith("packedkv"), name
 
 
 def test_nothing_else_is_public():
     """Submodules aside, a name without underscore is either exported or a leak."""
-    submodules = {p.stem for p in Path(kvcodec.__file__).parent.iterdir()}
-    leaks = {n for n in vars(kvcodec) if not n.startswith("_")} - set(kvcodec.__all__) - submodules
+    submodules = {p.stem for p in Path(packedkv.__file__).parent.iterdir()}
+    leaks = {n for n in vars(packedkv) if not n.startswith("_")} - set(packedkv.__all__) - submodules
     assert leaks <= {"Any", "TYPE_CHECKING"}
 
 
 def test_no_submodule_has_the_name_of_an_export():
     """Importing it would put the module in the place of the function."""
-    assert not {m.name for m in pkgutil.iter_modules(kvcodec.__path__)} & set(kvcodec.__all__)
+    assert not {m.name for m in pkgutil.iter_modules(packedkv.__path__)} & set(packedkv.__all__)
 
 
 def test_importing_the_package_imports_nothing_heavy_and_its_names_are_there():
     code = (
-        "import sys, kvcodec; assert 'torch' not in sys.modules; assert set(kvcodec.__all__) <= set(dir(kvcodec)); "
-        "from kvcodec import KVScheme, get; assert isinstance(get('int-4'), KVScheme); "
-        "assert kvcodec.registry.get is get"
+        "import sys, packedkv; assert 'torch' not in sys.modules; assert set(packedkv.__all__) <= set(dir(packedkv)); "
+        "from packedkv import KVScheme, get; assert isinstance(get('int-4'), KVScheme); "
+        "assert packedkv.registry.get is get"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
 def test_an_unknown_name_is_an_attribute_error():
     with pytest.raises(AttributeError, match="no attribute 'compres'"):
-        kvcodec.compres  # noqa: B018
-    assert not hasattr(kvcodec, "quantize")
+        packedkv.compres  # noqa: B018
+    assert not hasattr(packedkv, "quantize")
 
 
 def test_the_error_tree_is_as_drawn():
@@ -70,29 +70,29 @@ def test_the_error_tree_is_as_drawn():
         "ModelError": RuntimeError,
         "UnsupportedError": NotImplementedError,
     }
-    drawn = inspect.getdoc(importlib.import_module("kvcodec.errors"))
+    drawn = inspect.getdoc(importlib.import_module("packedkv.errors"))
     for name, builtin in tree.items():
-        error = getattr(kvcodec, name)
-        assert issubclass(error, kvcodec.KVError)
+        error = getattr(packedkv, name)
+        assert issubclass(error, packedkv.KVError)
         assert issubclass(error, builtin)
         assert f"{name} ({builtin.__name__})" in drawn
 
 
 @pytest.mark.parametrize("name", ["compress", "fake_quant", "get", "describe", "load_file", "from_json", "register"])
 def test_public_functions_are_typed(name):
-    function = getattr(kvcodec, name)
+    function = getattr(packedkv, name)
     hints = typing.get_type_hints(function)
     assert set(inspect.signature(function).parameters) | {"return"} == set(hints)
 
 
 def test_signatures_that_users_call():
-    compress = inspect.signature(kvcodec.compress).parameters
+    compress = inspect.signature(packedkv.compress).parameters
     assert list(compress) == ["spec", "keys", "values", "layer", "num_layers", "seed", "params"]
     assert compress["layer"].kind is inspect.Parameter.KEYWORD_ONLY
-    assert list(inspect.signature(kvcodec.fake_quant).parameters) == list(compress)
+    assert list(inspect.signature(packedkv.fake_quant).parameters) == list(compress)
     for method in ("append", "attend", "crop", "evict", "select", "repeat", "reset", "nbytes", "decode"):
-        assert inspect.getdoc(getattr(kvcodec.LayerCache, method)), method
+        assert inspect.getdoc(getattr(packedkv.LayerCache, method)), method
 
 
 def test_models_are_loaded_by_the_name_they_had():
-    assert importlib.import_module("kvcodec.models").load is importlib.import_module("kvcodec.models.loading").load
+    assert importlib.import_module("packedkv.models").load is importlib.import_module("packedkv.models.loading").load

@@ -13,9 +13,9 @@ from pathlib import Path
 
 import pytest
 
-from kvcodec.errors import ModelError
-from kvcodec.models.named import QWEN_CODER
-from kvcodec.progress import Progress
+from packedkv.errors import ModelError
+from packedkv.models.named import QWEN_CODER
+from packedkv.progress import Progress
 
 PIECES = [bytes([65 + i]) * (1000 + i) for i in range(3)]
 WHOLE = b"".join(PIECES)

@@ -7,12 +7,12 @@ from pathlib import Path
 import torch
 from safetensors import safe_open
 
-import kvcodec
-from kvcodec.files import caches as persist
-from kvcodec.files import params
-from kvcodec.fitting.fit import fit_model
-from kvcodec.ops.bitpack import pack
-from kvcodec.ops.interleaved import interleave
+import packedkv
+from packedkv.files import caches as persist
+from packedkv.files import params
+from packedkv.fitting.fit import fit_model
+from packedkv.ops.bitpack import pack
+from packedkv.ops.interleaved import interleave
 from tests.cli.tiny import TEXT, tiny_loaded
 
 DOC = (Path(__file__).parents[1] / "docs" / "format.md").read_text()
@@ -24,7 +24,7 @@ def test_the_table_of_planes_is_the_code_s():
     assert len(specs) == 3
     real = []
     for spec in specs:
-        page = kvcodec.get(spec).page_layout(128)
+        page = packedkv.get(spec).page_layout(128)
         for p in page.planes:
             shape = " x ".join(str(n) for n in p.field.shape)
             row = (spec, page.page_bytes, p.offset, p.role, p.field.name, p.field.dtype, shape, p.blocks)
@@ -32,8 +32,8 @@ def test_the_table_of_planes_is_the_code_s():
     assert written == real
 
 
-def saved(path: Path) -> kvcodec.LayerCache:
-    cache = kvcodec.LayerCache(kvcodec.get("saw-int4"))
+def saved(path: Path) -> packedkv.LayerCache:
+    cache = packedkv.LayerCache(packedkv.get("saw-int4"))
     x = torch.randn(2, 1, 2, 70, 128, generator=torch.Generator().manual_seed(0)).half()
     cache.append(x[0], x[1])
     persist.save_layers(path, [cache], {})
@@ -43,8 +43,8 @@ def saved(path: Path) -> kvcodec.LayerCache:
 def test_the_reader_without_the_library_gives_the_first_key(tmp_path, monkeypatch):
     cache = saved(tmp_path / "cache.safetensors")
     code = re.search(r"^```python\n(.*?)^```", DOC, re.S | re.M)[1]
-    assert "kvcodec." not in code
-    assert "import kvcodec" not in code
+    assert "packedkv." not in code
+    assert "import packedkv" not in code
     monkeypatch.chdir(tmp_path)
     names: dict = {}
     exec(compile(code, "docs/format.md", "exec"), names)
@@ -108,7 +108,7 @@ def test_interleaved_codes_are_as_written():
 
 def test_the_presets_with_interleaved_codes_are_listed():
     section = DOC.split("### Interleaved codes")[1].split("\n## ")[0].split("\n\n")[1]
-    scheme = {name: kvcodec.get(name) for name in kvcodec.presets()}
+    scheme = {name: packedkv.get(name) for name in packedkv.presets()}
     interleaved = {
         n for n, s in scheme.items() if type(s.value).__name__ == "GroupInt" and s.value.layout(128).version == 2
     }

@@ -11,10 +11,10 @@ import sentencepiece
 from tokenizers.normalizers import Replace
 from transformers import AutoTokenizer
 
-from kvcodec.errors import ModelError
-from kvcodec.models import gguf_tokenizer
-from kvcodec.models.gguf_tokenizer import check_tokenizer
-from kvcodec.models.loading import load, load_text
+from packedkv.errors import ModelError
+from packedkv.models import gguf_tokenizer
+from packedkv.models.gguf_tokenizer import check_tokenizer
+from packedkv.models.loading import load, load_text
 
 WIDTH, HEADS, LAYERS = 32, 2, 1
 UNKNOWN, BOS, EOS = 0, 1, 2

@@ -6,11 +6,11 @@ import pytest
 import torch
 from torch import Tensor
 
-import kvcodec
-from kvcodec.cache.host import LayerCache, attend
-from kvcodec.codec import ROLES, Params, Role, Sample, Site, roundtrip
-from kvcodec.ops.rope import Rotary
-from kvcodec.store.site import LayerSite, MeanRemoval
+import packedkv
+from packedkv.cache.host import LayerCache, attend
+from packedkv.codec import ROLES, Params, Role, Sample, Site, roundtrip
+from packedkv.ops.rope import Rotary
+from packedkv.store.site import LayerSite, MeanRemoval
 
 DIM, HEADS, BATCH = 64, 2, 2
 MEAN = 20 * torch.randn(1, HEADS, DIM, generator=torch.Generator().manual_seed(5), dtype=torch.float64)
@@ -37,7 +37,7 @@ def constants(spec: str) -> dict[Role, Params]:
     """Constants of ghost, fitted on numbers whose channels differ; of other methods none."""
     gen, found = torch.Generator().manual_seed(2), {}
     for role in ROLES:
-        codec = kvcodec.get(spec).codec(role)
+        codec = packedkv.get(spec).codec(role)
         if "tensor" in codec.needs:
             x, q = torch.randn(2, HEADS, 1, DIM, generator=gen).exp() * torch.randn(2, HEADS, 300, DIM, generator=gen)
             site = Site(0, role, HEADS, DIM, 0, torch.device("cpu"))
@@ -51,7 +51,7 @@ class Layer:
     def __init__(self, spec: str, turning: int = DIM, interleaved: bool = False, scaling: float = 1.0) -> None:
         self.turn = (turning, interleaved, scaling)
         rotary = Rotary(frequencies(turning), interleaved=interleaved, scaling=scaling)
-        scheme = kvcodec.get(f"{spec}:mean=pre,sink=0")
+        scheme = packedkv.get(f"{spec}:mean=pre,sink=0")
         removed = MeanRemoval("pre", rotary, MEAN.float(), "params")
         self.cache = LayerCache(LayerSite(scheme, fitted=constants(spec), mean=removed))
         self.keys, self.values = torch.empty(2, BATCH, HEADS, 0, DIM)

@@ -14,23 +14,23 @@ import torch
 import transformers
 from torch import nn
 
-import kvcodec
-from kvcodec.cli import main as cli
-from kvcodec.cli.advise.run import advise
-from kvcodec.cli.advise.steps import Request
-from kvcodec.cli.demo import SPECS, run_demo, show
-from kvcodec.cli.measure.compare import Settings, about, compare
-from kvcodec.errors import BrokenPresetError, KVCodecWarning, KVError, SpecError, UnsupportedError
-from kvcodec.integrations.transformers.argument import passing
-from kvcodec.integrations.transformers.biases import biases_of
-from kvcodec.integrations.transformers.plan import plan_for
-from kvcodec.integrations.vllm.biases import Around, check_biases, complete, find_biases
-from kvcodec.integrations.vllm.means import Rotaries, keys_at
-from kvcodec.integrations.vllm.options import Options, read_options
-from kvcodec.key_bias import GAIN, LIMIT, KeyBiases, probe_option
-from kvcodec.models.loading import LoadedModel, SampleText
-from kvcodec.progress import Progress
-from kvcodec.scheme import mix_of
+import packedkv
+from packedkv.cli import main as cli
+from packedkv.cli.advise.run import advise
+from packedkv.cli.advise.steps import Request
+from packedkv.cli.demo import SPECS, run_demo, show
+from packedkv.cli.measure.compare import Settings, about, compare
+from packedkv.errors import BrokenPresetError, KVError, PackedKVWarning, SpecError, UnsupportedError
+from packedkv.integrations.transformers.argument import passing
+from packedkv.integrations.transformers.biases import biases_of
+from packedkv.integrations.transformers.plan import plan_for
+from packedkv.integrations.vllm.biases import Around, check_biases, complete, find_biases
+from packedkv.integrations.vllm.means import Rotaries, keys_at
+from packedkv.integrations.vllm.options import Options, read_options
+from packedkv.key_bias import GAIN, LIMIT, KeyBiases, probe_option
+from packedkv.models.loading import LoadedModel, SampleText
+from packedkv.progress import Progress
+from packedkv.scheme import mix_of
 from tests.cli.tiny import TEXT, tiny_llama, tiny_tokenizer
 from tests.conftest import tiny_config, tiny_model
 from tests.integrations.test_generate import prompt
@@ -121,15 +121,15 @@ def test_the_keys_are_those_that_the_model_caches(family: str) -> None:
 
 def test_the_error_is_of_the_size_it_has_on_keys_of_the_model(model: Any) -> None:
     """Against scores of the model's own queries and keys, whose states are not Gaussian."""
-    from kvcodec.cli.measure import fidelity
-    from kvcodec.codec import Site, roundtrip
+    from packedkv.cli.measure import fidelity
+    from packedkv.codec import Site, roundtrip
 
     biases = biases_of(model, plan_for(model, "decoded"))
     ids = torch.randint(3, 256, (1, 200), generator=torch.Generator().manual_seed(0))
     with fidelity.record(model, 64) as records, torch.no_grad():
         model(ids)
     for spec in ("saw-int4", "int-8", "turboquant-4"):
-        codec = kvcodec.get(spec).key
+        codec = packedkv.get(spec).key
         for r in records:
             params = codec.fit(Site(r.layer, "key", 1, 64))
             e = r.q @ (roundtrip(codec, r.k.half().float(), params) - r.k.half().float()).transpose(2, 3) * r.scale
@@ -142,33 +142,33 @@ def test_presets_that_break_on_the_key_biases_are_refused(changed: dict[str, Any
     made = biased(**changed)
     biases = biases_of(made, plan_for(made, "decoded"))
     for spec in BROKEN:
-        assert "breaks on the key biases" in biases.refusal(kvcodec.get(spec)), spec
+        assert "breaks on the key biases" in biases.refusal(packedkv.get(spec)), spec
     for spec in HOLDING:
-        assert biases.refusal(kvcodec.get(spec)) == "", spec
+        assert biases.refusal(packedkv.get(spec)) == "", spec
 
 
 def test_outer_layers_held_dense_are_no_reason_to_refuse() -> None:
     made = biased(layers=(0,), num_hidden_layers=4)
     biases = biases_of(made, plan_for(made, "decoded"))
-    scheme = kvcodec.get("octopus-4:mean=none")
+    scheme = packedkv.get("octopus-4:mean=none")
     assert biases.refusal(scheme) == ""
     assert "breaks" in biases.refusal(replace(scheme, dense_key_layers=0))
-    assert "'octopus-4' (outer layers dense)" in biases.refusal(kvcodec.get(RAW))
+    assert "'octopus-4' (outer layers dense)" in biases.refusal(packedkv.get(RAW))
 
 
 def test_a_recipe_is_judged_layer_by_layer() -> None:
     made = biased(layers=(1,))
     biases = biases_of(made, plan_for(made, "decoded"))
-    saw, kivi = (kvcodec.get(spec) for spec in (RAW, "kivi-4"))
+    saw, kivi = (packedkv.get(spec) for spec in (RAW, "kivi-4"))
     assert biases.refusal(mix_of([saw, kivi])) == ""
     assert "in layer 1," in biases.refusal(mix_of([kivi, saw]))
 
 
 def test_small_biases_and_none_are_not_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvcodec.key_layer.roundtrip", lambda *_: pytest.fail("measured"))
+    monkeypatch.setattr("packedkv.key_layer.roundtrip", lambda *_: pytest.fail("measured"))
     for made in (biased(0.0), biased(0.5), tiny_model("llama-gqa"), tiny_model("qwen3")):
         for spec in ("saw-int4", "int-2", "turboquant-2"):
-            kvcodec.cache_for(made, spec)
+            packedkv.cache_for(made, spec)
 
 
 def test_a_norm_of_the_keys_takes_the_size_of_a_bias() -> None:
@@ -179,12 +179,12 @@ def test_a_norm_of_the_keys_takes_the_size_of_a_bias() -> None:
             layer.self_attn.k_proj.bias[29::64] = 1e5
     biases = biases_of(made, plan_for(made, "decoded"))
     assert biases.layers[0].where()[2] == pytest.approx(64**0.5, rel=0.1)
-    assert biases.refusal(kvcodec.get("saw-int4")) == ""
+    assert biases.refusal(packedkv.get("saw-int4")) == ""
 
 
 def test_a_coarse_codec_is_not_refused_for_what_it_loses_without_biases(model: Any) -> None:
     biases = biases_of(model, plan_for(model, "decoded"))
-    worst = biases.worst(kvcodec.get(RAW))
+    worst = biases.worst(packedkv.get(RAW))
     assert worst.error > LIMIT
     assert worst.broken
     assert not replace(worst, plain=0.6 * worst.error).broken
@@ -202,11 +202,11 @@ def test_weights_that_cannot_be_called_give_way_to_the_first_tokens(caplog: pyte
     biases = biases_of(made, plan_for(made, "decoded"))
     assert biases is not None
     assert (sorted(biases.known), biases.unread) == ([0], {1: "needs all ranks"})
-    layers = kvcodec.cache_for(made, "saw-int4").report()["layers"]
+    layers = packedkv.cache_for(made, "saw-int4").report()["layers"]
     assert [(own["mean"], own["mean_from"]) for own in layers] == [("pre", "weights"), ("pre", "first tokens")]
     made.model.layers[0].self_attn.k_proj = Sharded()  # looked at again: values may be read later
-    with caplog.at_level("INFO", "kvcodec"):
-        layers = kvcodec.cache_for(made, "int-8").report()["layers"]
+    with caplog.at_level("INFO", "packedkv"):
+        layers = packedkv.cache_for(made, "int-8").report()["layers"]
     assert [(own["mean"], own["mean_from"]) for own in layers] == [("pre", "first tokens")] * 2
     assert "whose values cannot be read (needs all ranks): mean=pre" in caplog.text
 
@@ -216,7 +216,7 @@ def test_a_model_without_weights_is_treated_as_its_config() -> None:
         empty = transformers.Qwen2ForCausalLM(tiny_config("qwen2"))
     assert biases_of(empty, plan_for(empty, "decoded")) is None
     for given in (empty, empty.config):
-        assert kvcodec.cache_for(given, "saw-int4").report()["mean"] == "none"
+        assert packedkv.cache_for(given, "saw-int4").report()["mean"] == "none"
 
 
 # -- weights that lie elsewhere ----------------------------------------------------------------------------------------
@@ -260,11 +260,11 @@ def test_offloaded_weights_are_read_as_others(offload: Any, model: Any, tmp_path
     offload(made, *[tmp_path] * (offload.__code__.co_argcount - 1))
     assert any(p.is_meta for p in made.parameters())
     with pytest.raises(BrokenPresetError, match=SENTENCE):
-        kvcodec.cache_for(made, RAW)
+        packedkv.cache_for(made, RAW)
     for spec in ("saw-int4", "int-8", "kivi-4"):
         found = []
         for own in (model, made):
-            cache = kvcodec.cache_for(own, spec, prefill="decoded", probe="off")
+            cache = packedkv.cache_for(own, spec, prefill="decoded", probe="off")
             with torch.no_grad():
                 logits = own(ids, **passing(own, cache)).logits
             report = cache.report()
@@ -283,8 +283,8 @@ def test_auto_is_the_better_of_both_for_every_preset(size: float) -> None:
     made = biased(size)
     biases = biases_of(made, plan_for(made, "decoded"))
     kinds: dict[str, set[str]] = {"none": set(), "pre": set()}
-    for spec in kvcodec.presets():
-        scheme = kvcodec.get(spec)
+    for spec in packedkv.presets():
+        scheme = packedkv.get(spec)
         errors = {}
         for mean in ("none", "pre"):
             with_it = biases.worst(replace(scheme, mean=mean))
@@ -312,16 +312,16 @@ def test_a_gain_shows_in_the_logits() -> None:
         for spec in ("int-8", "fp8"):
             lost = []
             for asked_for in (spec, f"{spec}:mean=pre", f"{spec}:mean=none"):
-                cache = kvcodec.cache_for(model, asked_for, prefill="decoded", probe="off")
+                cache = packedkv.cache_for(model, asked_for, prefill="decoded", probe="off")
                 lost.append(float((model(ids, **passing(model, cache)).logits - wanted).norm()))
             assert lost[0] == lost[1] < 0.4 * lost[2], (spec, lost)
 
 
 def test_a_log_line_says_what_was_found(model: Any, caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level("INFO", "kvcodec"):
-        kvcodec.cache_for(model, "int-8")
-        kvcodec.cache_for(model, "kivi-4")
-        kvcodec.cache_for(tiny_model("llama-gqa"), "int-8")
+    with caplog.at_level("INFO", "packedkv"):
+        packedkv.cache_for(model, "int-8")
+        packedkv.cache_for(model, "kivi-4")
+        packedkv.cache_for(tiny_model("llama-gqa"), "int-8")
     first, second = caplog.messages
     found = r"Qwen2ForCausalLM adds large biases to the keys of 2 of 2 layers \(up to 400, \d+ times .*\): mean="
     assert re.search(found + r"pre; int-8 moves attention scores by 0\.0\d+ nats, with mean=none by \d", first)
@@ -371,11 +371,11 @@ def test_what_a_refusal_names_is_accepted(case: str) -> None:
     dim = made.config.hidden_size // made.config.num_attention_heads
     spec = RAW if dim & (dim - 1) == 0 else "int-4:mean=none"
     with pytest.raises(BrokenPresetError, match="breaks on the key biases") as error:
-        kvcodec.cache_for(made, spec, **given)
+        packedkv.cache_for(made, spec, **given)
     named = re.findall(r"'([a-z0-9_:=,-]+)' \((?:outer|\d)", str(error.value))
     assert len(named) > 1, str(error.value)
     for other in named:
-        cache = kvcodec.cache_for(made, other, **given)
+        cache = packedkv.cache_for(made, other, **given)
         with torch.no_grad():
             made(prompt(1, 40) % 60 + 3, **passing(made, cache))
 
@@ -384,9 +384,9 @@ def test_a_probe_names_what_is_accepted() -> None:
     """Keys with outlier channels, found in the first prefill; the first preset in its order cannot be had here."""
     made, ids = tiny_model("qwen2"), prompt(2)
     with pytest.raises(BrokenPresetError, match="breaks on this model's keys") as error, torch.no_grad():
-        made(ids, **passing(made, kvcodec.cache_for(made.config, "int-4")))
+        made(ids, **passing(made, packedkv.cache_for(made.config, "int-4")))
     (first,) = re.findall(r"Use '([^']+)' instead", str(error.value))
-    cache = kvcodec.cache_for(made.config, "int-4")
+    cache = packedkv.cache_for(made.config, "int-4")
     assert cache.probe is not None
     cache.probe.starts = lambda spec: spec != first
     with pytest.raises(BrokenPresetError, match="breaks on this model's keys") as error, torch.no_grad():
@@ -403,7 +403,7 @@ def test_the_probe_option_takes_booleans_and_names() -> None:
         "off",
     ]
     with pytest.raises(SpecError, match=r"probe='wran': expected one of refuse, warn, off\. Did you mean 'warn'"):
-        kvcodec.cache_for(tiny_config("qwen2"), "saw-int4", probe="wran")
+        packedkv.cache_for(tiny_config("qwen2"), "saw-int4", probe="wran")
 
 
 # -- cache_for ---------------------------------------------------------------------------------------------------------
@@ -412,16 +412,16 @@ def test_the_probe_option_takes_booleans_and_names() -> None:
 def test_cache_for_refuses_and_goes_on_when_told(model: Any) -> None:
     for given in ({}, {"probe": True}, {"probe": "refuse"}):
         with pytest.raises(BrokenPresetError, match=SENTENCE + ".* or pass probe='warn' to go on") as error:
-            kvcodec.cache_for(model, RAW, **given)
+            packedkv.cache_for(model, RAW, **given)
     assert isinstance(error.value, UnsupportedError)
-    with pytest.warns(KVCodecWarning, match=SENTENCE):
-        cache = kvcodec.cache_for(model, RAW, probe="warn")
+    with pytest.warns(PackedKVWarning, match=SENTENCE):
+        cache = packedkv.cache_for(model, RAW, probe="warn")
     with warnings.catch_warnings():
         warnings.simplefilter("error")  # it is said once
         with torch.no_grad():
             model.generate(prompt(1, 40), **passing(model, cache), max_new_tokens=2, do_sample=False)
         for spec, given in ((RAW, {"probe": False}), (RAW, {"probe": "off"}), ("kivi-4", {})):
-            cache = kvcodec.cache_for(model, spec, **given)
+            cache = packedkv.cache_for(model, spec, **given)
             with torch.no_grad():
                 model.generate(prompt(1, 40), **passing(model, cache), max_new_tokens=2, do_sample=False)
 
@@ -431,40 +431,40 @@ def test_the_prefill_does_not_contradict_the_scores() -> None:
     made, ids = tiny_model("qwen2"), prompt(2)
     with torch.no_grad():
         with pytest.raises(BrokenPresetError, match="breaks on this model's keys"):
-            made(ids, **passing(made, kvcodec.cache_for(made.config, "int-4")))
+            made(ids, **passing(made, packedkv.cache_for(made.config, "int-4")))
         with warnings.catch_warnings():
             warnings.simplefilter("error")
-            cache = kvcodec.cache_for(made, "int-4:mean=none")
+            cache = packedkv.cache_for(made, "int-4:mean=none")
             made(ids, **passing(made, cache))
     assert cache.report()["keys"][0]["channel_error"] > 0.5
 
 
 def test_a_saved_cache_is_loaded_with_a_word(model: Any, tmp_path: Any) -> None:
-    cache = kvcodec.cache_for(model, RAW, probe="off")
+    cache = packedkv.cache_for(model, RAW, probe="off")
     with torch.no_grad():
         model(prompt(1, 40), **passing(model, cache))
     cache.save(tmp_path / "cache")
-    with pytest.warns(KVCodecWarning, match=SENTENCE):
-        again = kvcodec.load_cache(tmp_path / "cache", model)
+    with pytest.warns(PackedKVWarning, match=SENTENCE):
+        again = packedkv.load_cache(tmp_path / "cache", model)
     assert int(again.get_seq_length()) == 40
 
 
 def test_weights_that_change_are_judged_again() -> None:
     made = biased()
     with pytest.raises(BrokenPresetError):
-        kvcodec.cache_for(made, RAW)
+        packedkv.cache_for(made, RAW)
     with torch.no_grad():
         for layer in made.model.layers:
             layer.self_attn.k_proj.bias.zero_()
-    kvcodec.cache_for(made, RAW)
+    packedkv.cache_for(made, RAW)
 
 
 def test_what_was_measured_is_kept(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(BrokenPresetError):
-        kvcodec.cache_for(model, RAW)
-    monkeypatch.setattr("kvcodec.key_layer.roundtrip", lambda *_: pytest.fail("measured again"))
+        packedkv.cache_for(model, RAW)
+    monkeypatch.setattr("packedkv.key_layer.roundtrip", lambda *_: pytest.fail("measured again"))
     with pytest.raises(BrokenPresetError):
-        kvcodec.cache_for(model, RAW)
+        packedkv.cache_for(model, RAW)
 
 
 # -- compare, demo, advise ---------------------------------------------------------------------------------------------
@@ -487,7 +487,7 @@ def test_compare_leaves_out_what_breaks_and_measures_it_when_told(
     assert row["spec"] == "kivi-4"
     assert re.search(SENTENCE, row["left_out"][RAW])
     assert "\nleft out: saw-int4:mean=none breaks on the key biases" in about([row])
-    monkeypatch.setattr("kvcodec.cli.measure.perplexity.uncompressed", lambda *_: pytest.fail("work was begun"))
+    monkeypatch.setattr("packedkv.cli.measure.perplexity.uncompressed", lambda *_: pytest.fail("work was begun"))
     with pytest.raises(BrokenPresetError, match=SENTENCE):
         compare(loaded, [RAW], TEXT, SHORT)
 
@@ -495,7 +495,7 @@ def test_compare_leaves_out_what_breaks_and_measures_it_when_told(
 def test_demo_leaves_out_what_breaks_and_says_so(
     loaded: LoadedModel, tmp_path: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("kvcodec.cli.demo.load", lambda *_, **__: loaded)
+    monkeypatch.setattr("packedkv.cli.demo.load", lambda *_, **__: loaded)
     given = {"text": SampleText(TEXT, "text", ""), "windows": 1, "budget": None, "progress": Progress(False)}
     rows, meta, paths = run_demo("biased", out=tmp_path, settings=SHORT, **given)
     assert "left_out" not in meta  # mean=auto
@@ -518,18 +518,18 @@ def test_advise_never_names_what_breaks() -> None:
     assert found["left_out"] == {}  # mean=auto
     biases = biases_of(made.model, plan_for(made.model, "decoded"))
     for row in found["layers"]:
-        lost = biases.at(row["layer"], kvcodec.get(row["key"]).key)
+        lost = biases.at(row["layer"], packedkv.get(row["key"]).key)
         assert lost is None or not lost.broken
     with pytest.raises(BrokenPresetError, match="saw-int4:mean=none breaks"):
         advise(made, TEXT, replace(ASKED, specs=("kivi-4", RAW)))
-    with pytest.warns(KVCodecWarning, match="saw-int4:mean=none breaks"):
+    with pytest.warns(PackedKVWarning, match="saw-int4:mean=none breaks"):
         found = advise(made, TEXT, replace(ASKED, specs=("kivi-4", RAW), probe="warn"))
     assert found["left_out"] == {}
     assert RAW in {row["spec"] for row in found["finalists"]}
 
 
 def test_the_commands_take_the_option(loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
-    monkeypatch.setattr("kvcodec.models.loading.load", lambda *_, **__: loaded)
+    monkeypatch.setattr("packedkv.models.loading.load", lambda *_, **__: loaded)
     text = tmp_path / "text"
     text.write_text(TEXT)
     common = ["--text", str(text), "--windows", "1", "--window-tokens", "96", "--json", str(tmp_path / "rows")]
@@ -583,7 +583,7 @@ def served(model: Any) -> dict[int, Impl]:
 
 
 def asked(preset: str, **more: Any) -> Options:
-    options = read_options({"kvcodec": {"preset": preset, **more}})
+    options = read_options({"packedkv": {"preset": preset, **more}})
     assert options is not None
     return options
 
@@ -591,7 +591,7 @@ def asked(preset: str, **more: Any) -> Options:
 def test_a_server_refuses_at_its_start(model: Any) -> None:
     biases = find_biases("Qwen2", model.config, [0, 1], served(model))
     sentence = (
-        r"^kvcodec: saw-int4:mean=none breaks on the key biases of Qwen2: in layer [01], KV head 0, channel 61, 4"
+        r"^packedkv: saw-int4:mean=none breaks on the key biases of Qwen2: in layer [01], KV head 0, channel 61, 4"
     )
     with pytest.raises(BrokenPresetError, match=sentence) as error:
         check_biases(asked("saw-int4:mean=none"), biases)
@@ -611,8 +611,8 @@ def test_a_server_judges_as_the_library_does(model: Any) -> None:
     given = find_biases(library.name, model.config, [0, 1], served(model))
     with pytest.raises(BrokenPresetError) as error:
         check_biases(asked("turboquant-4:mean=none"), given)
-    why = library.refusal(kvcodec.get("turboquant-4:mean=none"))
-    assert str(error.value).startswith(f"kvcodec: {why.split(' Use ')[0]}")
+    why = library.refusal(packedkv.get("turboquant-4:mean=none"))
+    assert str(error.value).startswith(f"packedkv: {why.split(' Use ')[0]}")
 
 
 def test_a_server_says_when_nothing_is_known(model: Any) -> None:
@@ -738,8 +738,8 @@ def test_a_mean_that_no_call_gives_is_left_alone() -> None:
     biases = biases_of(made, plan_for(made, "decoded"))
     biases.removable = lambda scheme: "none"
     try:
-        assert set(biases.means(kvcodec.get("saw-int4"))) == {"none"}
-        assert "mean=" not in biases.refusal(kvcodec.get(RAW)).partition(" Use ")[2]
+        assert set(biases.means(packedkv.get("saw-int4"))) == {"none"}
+        assert "mean=" not in biases.refusal(packedkv.get(RAW)).partition(" Use ")[2]
     finally:
         biases.removable = lambda scheme: "pre"
 
@@ -747,13 +747,13 @@ def test_a_mean_that_no_call_gives_is_left_alone() -> None:
 def test_a_server_s_option() -> None:
     assert asked("saw-int4").probe == "refuse"
     assert asked("saw-int4", probe="warn").probe == "warn"
-    with pytest.raises(KVError, match="kvcodec: probe='yes': expected one of refuse, warn, off"):
+    with pytest.raises(KVError, match="packedkv: probe='yes': expected one of refuse, warn, off"):
         asked("saw-int4", probe="yes")
 
 
 def test_models_without_biases_are_walked_once(monkeypatch: pytest.MonkeyPatch) -> None:
     made = tiny_llama()
-    kvcodec.cache_for(made, "saw-int4")
-    monkeypatch.setattr("kvcodec.integrations.transformers.biases._layers_of", lambda *_: pytest.fail("walked again"))
-    kvcodec.cache_for(made, "int-2")
+    packedkv.cache_for(made, "saw-int4")
+    monkeypatch.setattr("packedkv.integrations.transformers.biases._layers_of", lambda *_: pytest.fail("walked again"))
+    packedkv.cache_for(made, "int-2")
     assert not KeyBiases("none", [], [0])

@@ -1,4 +1,4 @@
-"""The import rules of the house: who may know whom, what `import kvcodec` costs, what a file says of itself."""
+"""The import rules of the house: who may know whom, what `import packedkv` costs, what a file says of itself."""
 
 import ast
 import json
@@ -8,36 +8,42 @@ from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 
-import kvcodec
+import packedkv
 
-LIBRARY = Path(kvcodec.__file__).parent
+LIBRARY = Path(packedkv.__file__).parent
 SRC = LIBRARY.parent
-LABORATORY = SRC.parent / "lab" / "src" / "kvcodec_lab"
+LABORATORY = SRC.parent / "lab" / "src" / "packedkv_lab"
 FILES = sorted([*LIBRARY.rglob("*.py"), *LABORATORY.rglob("*.py")])
 
 ROOMS = (
     "errors", "version", "atomic", "paths", "progress", "layout", "codec", "ops", "attention",
     "checks", "shared", "scheme", "recipe", "registry", "codecs", "compressed", "store",
     "kernels", "description", "cache", "files", "key_layer", "key_bias", "probe",
-    "integrations.transformers", "models", "fitting", "integrations.vllm", "integrations", "kvcodec", "cli", "__main__",
+    "integrations.transformers", "models", "fitting", "integrations.vllm", "integrations", "packedkv", "cli", "__main__",
 )  # fmt: skip
 """Folders and files of the library, lowest first: each imports from itself and from those before it."""
 
 BRICKS = {
-    f"kvcodec.codecs.{name}" for name in ("group_int", "wrapper", "hessian", "kmeans_residual", "oscar", "outliers")
+    f"packedkv.codecs.{name}" for name in ("group_int", "wrapper", "hessian", "kmeans_residual", "oscar", "outliers")
 }
 """Codecs that others are built of; any other module of codecs/ is a paper and stands alone."""
-SAME_PAPER = {("octopus_qjl", "kvcodec.codecs.octopus")}
+SAME_PAPER = {("octopus_qjl", "packedkv.codecs.octopus")}
 """A method and its extension, each with a page of its own."""
 
-PAIRED = {("kivi", "kvcodec.codecs.turboquant"), ("rope_pairs", "kvcodec.codecs.turboquant")}
+PAIRED = {("kivi", "packedkv.codecs.turboquant"), ("rope_pairs", "packedkv.codecs.turboquant")}
 """A recipe whose keys are one method's and whose values another one's."""
 
 ONLY_IN = {
     "triton": set(),
-    "transformers": {"kvcodec/integrations", "kvcodec/models", "kvcodec/fitting", "kvcodec/cli/measure", "kvcodec_lab"},
-    "vllm": {"kvcodec/integrations"},
-    "lm_eval": {"kvcodec_lab/eval"},
+    "transformers": {
+        "packedkv/integrations",
+        "packedkv/models",
+        "packedkv/fitting",
+        "packedkv/cli/measure",
+        "packedkv_lab",
+    },
+    "vllm": {"packedkv/integrations"},
+    "lm_eval": {"packedkv_lab/eval"},
     "matplotlib": set(),
 }
 
@@ -55,7 +61,7 @@ MODULES = {module_of(path): path for path in FILES}
 
 def room(module: str) -> str:
     """The room of a module of the library; for the package itself and its doors their own names."""
-    inside = module.removeprefix("kvcodec.")
+    inside = module.removeprefix("packedkv.")
     return next((name for name in ROOMS if f"{inside}.".startswith(f"{name}.")), inside)
 
 
@@ -114,11 +120,11 @@ def breaches(forbidden: Callable[[Path, str], bool]) -> list[str]:
 
 
 def test_the_library_knows_nothing_of_the_laboratory():
-    assert not breaches(lambda path, m: path.is_relative_to(LIBRARY) and m.split(".")[0] == "kvcodec_lab")
+    assert not breaches(lambda path, m: path.is_relative_to(LIBRARY) and m.split(".")[0] == "packedkv_lab")
 
 
 def test_every_file_of_the_library_has_a_room():
-    outside = {room(module) for module in MODULES if module.startswith("kvcodec.")} - set(ROOMS)
+    outside = {room(module) for module in MODULES if module.startswith("packedkv.")} - set(ROOMS)
     assert not outside
 
 
@@ -126,14 +132,14 @@ def test_no_room_imports_a_higher_one():
     for module, path in MODULES.items():
         below = ROOMS[: ROOMS.index(room(module)) + 1] if room(module) in ROOMS else ROOMS
         for other in imports(path):
-            if other.split(".")[0] == "kvcodec" and module.startswith("kvcodec."):
+            if other.split(".")[0] == "packedkv" and module.startswith("packedkv."):
                 assert room(other) in below, f"{module} imports {other}; {room(module)} may import {below}"
 
 
 def test_machines_do_not_import_each_other_and_no_codec():
     for machine, others in {"cpu": ("cuda", "codecs"), "cuda": ("cpu", "codecs")}.items():
         for path in (LIBRARY / "kernels" / machine).glob("*.py"):
-            over = [m for m in imports(path) if m.startswith(tuple(f"kvcodec.kernels.{other}" for other in others))]
+            over = [m for m in imports(path) if m.startswith(tuple(f"packedkv.kernels.{other}" for other in others))]
             assert not over, f"{name_of(path)} imports {over}"
 
 
@@ -149,17 +155,17 @@ def test_a_codec_knows_no_other_paper():
     """What several papers need belongs into ops/ or is one of ``BRICKS``."""
 
     def other_paper(path: Path, module: str) -> bool:
-        paper = path.parent == LIBRARY / "codecs" and path.stem != "__init__" and module.startswith("kvcodec.codecs")
+        paper = path.parent == LIBRARY / "codecs" and path.stem != "__init__" and module.startswith("packedkv.codecs")
         return paper and module not in BRICKS and (path.stem, module) not in SAME_PAPER | PAIRED
 
     assert not breaches(other_paper)
 
 
-READS_ROWS = ("kvcodec_lab.bench", "kvcodec_lab.bench.record")
+READS_ROWS = ("packedkv_lab.bench", "packedkv_lab.bench.record")
 
 
 def test_a_report_reads_files_and_runs_nothing():
-    runs = ("kvcodec_lab.eval", "kvcodec_lab.bench", "kvcodec.integrations", "kvcodec.cli.measure")
+    runs = ("packedkv_lab.eval", "packedkv_lab.bench", "packedkv.integrations", "packedkv.cli.measure")
 
     def runs_something(path: Path, module: str) -> bool:
         report = path.is_relative_to(LABORATORY / "report") or path.is_relative_to(LIBRARY / "cli" / "page")
@@ -169,7 +175,7 @@ def test_a_report_reads_files_and_runs_nothing():
 
 
 def test_nothing_imports_the_command_line():
-    assert not breaches(lambda path, m: path.stem != "__main__" and m.startswith("kvcodec.cli.main"))
+    assert not breaches(lambda path, m: path.stem != "__main__" and m.startswith("packedkv.cli.main"))
 
 
 def test_a_file_says_what_it_is_for():
@@ -189,24 +195,24 @@ def test_no_switches_from_the_environment():
     """Variables of other programs (a cache folder, Triton's interpreter) are read; the library has none."""
     for path in FILES:
         for node in ast.walk(ast.parse(path.read_text())):
-            own = isinstance(node, ast.Constant) and isinstance(node.value, str) and node.value.startswith("KVCODEC_")
+            own = isinstance(node, ast.Constant) and isinstance(node.value, str) and node.value.startswith("PACKEDKV_")
             assert not own, f"{name_of(path)}:{getattr(node, 'lineno', 0)} names a variable of our own; use an argument"
 
 
 PROBE = """
 import json, sys, torch
 before = torch.get_rng_state(), torch.get_num_threads(), torch.get_default_dtype()
-import kvcodec
-specs = kvcodec.presets()
-shown = [kvcodec.describe(s) for s in specs]
+import packedkv
+specs = packedkv.presets()
+shown = [packedkv.describe(s) for s in specs]
 x = torch.randn(1, 1, 8, 64, generator=torch.Generator().manual_seed(0))
-kvcodec.compress(specs[-1], x, x)
-cache = kvcodec.LayerCache(kvcodec.get(specs[-1]))
+packedkv.compress(specs[-1], x, x)
+cache = packedkv.LayerCache(packedkv.get(specs[-1]))
 cache.append(x, x)
 cache.attend(x)
 print(json.dumps({
     "heavy": [m for m in ("triton", "transformers", "matplotlib", "vllm", "lm_eval") if m in sys.modules],
-    "own": sorted(m for m in sys.modules if m.startswith(("kvcodec.integrations", "kvcodec_lab"))),
+    "own": sorted(m for m in sys.modules if m.startswith(("packedkv.integrations", "packedkv_lab"))),
     "cuda": torch.cuda.is_initialized(),
     "changed": not (torch.equal(before[0], torch.get_rng_state())
                     and before[1:] == (torch.get_num_threads(), torch.get_default_dtype())),

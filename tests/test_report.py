@@ -6,10 +6,10 @@ from pathlib import Path
 import pytest
 from lab.tests.report.test_page import Page
 
-import kvcodec
-from kvcodec.cli.page.compare import HTML_NAME, SVG_NAME, write_report
-from kvcodec.cli.page.figures import STYLES, points_of, style_of
-from kvcodec.cli.page.tables import COLUMNS, columns_of
+import packedkv
+from packedkv.cli.page.compare import HTML_NAME, SVG_NAME, write_report
+from packedkv.cli.page.figures import STYLES, points_of, style_of
+from packedkv.cli.page.tables import COLUMNS, columns_of
 
 
 def row(spec: str, bits: float, kl: float, **more: object) -> dict[str, object]:
@@ -122,11 +122,11 @@ def test_styles_are_fixed_distinct_and_follow_the_method() -> None:
     assert style_of("int-4") == style_of("int-8:group=32") == STYLES["int"]
     assert style_of("saw-int4:rotate=kv") == STYLES["saw-int4"]
     assert style_of("mine-4") == style_of("mine-2:x=1")  # a codec that is one new file
-    methods = kvcodec.names()
+    methods = packedkv.names()
     assert len({style_of(method) for method in methods}) == len(methods), "two methods look alike in every figure"
 
 
 def test_folder_that_cannot_be_written_is_named(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    with pytest.raises(kvcodec.KVError, match=r"report folder .*file.* cannot be written .*pass another folder"):
+    with pytest.raises(packedkv.KVError, match=r"report folder .*file.* cannot be written .*pass another folder"):
         write_report(ROWS, tmp_path / "file", META)

@@ -4,9 +4,9 @@ import json
 
 import pytest
 
-import kvcodec
-from kvcodec.cli.main import main
-from kvcodec.errors import SpecError
+import packedkv
+from packedkv.cli.main import main
+from packedkv.errors import SpecError
 
 PRESETS = [
     "dense", "additive-k48_r4", "e8-2", "fp8", "ghost-4", "ghost-3", "ghost-2", "hqmq-s24_r3", "hqmq-s24_r4",
@@ -49,23 +49,23 @@ OPTIONS = [
 
 
 def test_no_preset_is_gone():
-    assert kvcodec.presets() == PRESETS
+    assert packedkv.presets() == PRESETS
 
 
 @pytest.mark.parametrize("spec", OPTIONS)
 def test_a_spec_with_options_is_accepted_and_keeps_its_name(spec):
-    scheme = kvcodec.get(spec)
+    scheme = packedkv.get(spec)
     assert str(scheme) == spec
-    assert kvcodec.from_json(scheme.to_json()) == scheme
+    assert packedkv.from_json(scheme.to_json()) == scheme
 
 
 def test_each_preset_has_a_mark():
-    marks = {mark: kvcodec.presets(mark) for mark in ("recommended", "paper", "baseline")}
+    marks = {mark: packedkv.presets(mark) for mark in ("recommended", "paper", "baseline")}
     assert sorted(preset for own in marks.values() for preset in own) == sorted(PRESETS)
     assert marks["recommended"] == ["ghost-4", "ghost-3", "ghost-2", "kivi-4", "kivi-tq-4", "saw-int4"]
     assert marks["baseline"] == ["dense", "additive-k48_r4", "fp8", "int-2", "int-3", "int-4", "int-8", "q4_0"]
     with pytest.raises(SpecError, match="use recommended, paper, baseline"):
-        kvcodec.presets("best")
+        packedkv.presets("best")
 
 
 def test_a_list_begins_with_the_recommended_presets_and_groups_the_others(capsys):
@@ -73,8 +73,8 @@ def test_a_list_begins_with_the_recommended_presets_and_groups_the_others(capsys
     _, *groups, _ = capsys.readouterr().out.split("\n\n")
     heads = [group.partition("\n")[0] for group in groups]
     names = [[line.split()[0] for line in group.splitlines()[1:]] for group in groups]
-    assert (heads[0], names[0]) == ("recommended:", kvcodec.presets("recommended"))
-    assert (heads[-1], names[-1]) == ("baselines:", kvcodec.presets("baseline"))
+    assert (heads[0], names[0]) == ("recommended:", packedkv.presets("recommended"))
+    assert (heads[-1], names[-1]) == ("baselines:", packedkv.presets("baseline"))
     assert names[heads.index("KIVI, arXiv:2402.02750:")][:2] == ["kivi-2", "kivi-sink-2"]
     assert sorted(name for group in names for name in group) == sorted(PRESETS)
     main(["list", "--json", "-"])

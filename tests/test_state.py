@@ -5,14 +5,14 @@ import random
 import pytest
 import torch
 
-import kvcodec
-from kvcodec.codecs.saw_int4 import SawInt4
-from kvcodec.errors import ShapeError, SpecError
-from kvcodec.integrations.transformers import layers
-from kvcodec.integrations.transformers.argument import passing
+import packedkv
+from packedkv.codecs.saw_int4 import SawInt4
+from packedkv.errors import ShapeError, SpecError
+from packedkv.integrations.transformers import layers
+from packedkv.integrations.transformers.argument import passing
 from tests.conftest import tiny_model
 
-SAW = kvcodec.get("saw-int4")
+SAW = packedkv.get("saw-int4")
 
 
 def kv(tokens: int, batch: int = 1, dim: int = 64) -> tuple[torch.Tensor, torch.Tensor]:
@@ -35,7 +35,7 @@ def fail_once(monkeypatch: pytest.MonkeyPatch, at: int) -> None:
 
 
 def test_keys_and_values_stay_in_step_when_an_append_dies_between_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    cache, expected = kvcodec.LayerCache(SAW), kvcodec.LayerCache(SAW)
+    cache, expected = packedkv.LayerCache(SAW), packedkv.LayerCache(SAW)
     cache.append(*kv(100))
     fail_once(monkeypatch, 2)
     with pytest.raises(MemoryError):
@@ -51,7 +51,7 @@ def test_keys_and_values_stay_in_step_when_an_append_dies_between_them(monkeypat
 def test_half_a_prefill_is_no_prefill(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(layers, "APPEND_TOKENS", 16)
     model = tiny_model("llama-gqa")
-    cache, ids = kvcodec.cache_for(model, "saw-int4", probe=False), torch.arange(40)[None]
+    cache, ids = packedkv.cache_for(model, "saw-int4", probe=False), torch.arange(40)[None]
     fail_once(monkeypatch, 3)
     with torch.no_grad():
         with pytest.raises(MemoryError):
@@ -62,7 +62,7 @@ def test_half_a_prefill_is_no_prefill(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_sliding_layer_does_not_count_a_refused_token() -> None:
-    layer = kvcodec.cache_for(tiny_model("mistral"), "saw-int4", probe=False).packed_layers[0]
+    layer = packedkv.cache_for(tiny_model("mistral"), "saw-int4", probe=False).packed_layers[0]
     k, v = kv(20)
     layer.update(k, v)
     seen = layer.get_seq_length(), layer.get_mask_sizes(1)
@@ -72,7 +72,7 @@ def test_sliding_layer_does_not_count_a_refused_token() -> None:
 
 
 def test_reserved_cache_of_fixed_length_stays_bounded() -> None:
-    cache = kvcodec.LayerCache(SAW, capacity=128)
+    cache = packedkv.LayerCache(SAW, capacity=128)
     sizes = []
     for _ in range(60):
         cache.append(*kv(10))
@@ -83,9 +83,9 @@ def test_reserved_cache_of_fixed_length_stays_bounded() -> None:
 
 def test_dense_in_32_bit_is_lossless() -> None:
     k, v = kv(70)
-    packed = kvcodec.compress("dense:dtype=float32", k, v)
+    packed = packedkv.compress("dense:dtype=float32", k, v)
     assert packed.effective_bits == 32
-    cache = kvcodec.LayerCache(kvcodec.get("dense:dtype=float32"))
+    cache = packedkv.LayerCache(packedkv.get("dense:dtype=float32"))
     cache.append(k, v)
     for hat in (packed.decode(), cache.decode()):
         assert torch.equal(hat[0], k)
@@ -95,11 +95,11 @@ def test_dense_in_32_bit_is_lossless() -> None:
 def test_limit_of_magnitude_is_the_same_in_bf16() -> None:
     x = torch.full((1, 1, 1, 64), 65536.0, dtype=torch.bfloat16)
     with pytest.raises(ValueError, match=r"channel=0\] = 65536.0 is above 65504"):
-        kvcodec.compress("saw-int4", x, x)
+        packedkv.compress("saw-int4", x, x)
 
 
 def test_mask_is_broadcast_over_chunks_and_refused_when_it_does_not_fit() -> None:
-    cache = kvcodec.LayerCache(SAW)
+    cache = packedkv.LayerCache(SAW)
     cache.append(*kv(100))
     q = torch.randn(1, 4, 1, 64, generator=torch.Generator().manual_seed(0))
     everything = cache.attend(q, mask=torch.ones(1, 1, 1, 1, dtype=torch.bool), chunk=30)
@@ -113,36 +113,36 @@ def test_mask_is_broadcast_over_chunks_and_refused_when_it_does_not_fit() -> Non
 
 @pytest.mark.parametrize("bounds", [(-5, 10), (5, 1000), (50, 20)])
 def test_decode_takes_a_range_that_exists(bounds: tuple[int, int]) -> None:
-    cache = kvcodec.LayerCache(SAW)
+    cache = packedkv.LayerCache(SAW)
     cache.append(*kv(100))
     with pytest.raises(ShapeError, match=r"holds tokens 0\.\.100"):
         cache.decode(*bounds)
 
 
 def test_select_and_arguments_of_the_cache_are_checked() -> None:
-    cache = kvcodec.LayerCache(SAW)
+    cache = packedkv.LayerCache(SAW)
     cache.append(*kv(10, batch=2))
     with pytest.raises(ShapeError, match="batch of 2"):
         cache.select(torch.tensor([0, 2]))
-    with pytest.raises(SpecError, match=r"pass kvcodec.get\('saw-int4'\)"):
-        kvcodec.LayerCache("saw-int4")  # type: ignore[arg-type]
+    with pytest.raises(SpecError, match=r"pass packedkv.get\('saw-int4'\)"):
+        packedkv.LayerCache("saw-int4")  # type: ignore[arg-type]
     with pytest.raises(ShapeError, match="page_tokens=0"):
-        kvcodec.LayerCache(SAW, page_tokens=0)
+        packedkv.LayerCache(SAW, page_tokens=0)
     with pytest.raises(SpecError, match="max_len='10'"):
-        kvcodec.cache_for(tiny_model("llama-gqa"), "saw-int4", max_len="10")  # type: ignore[arg-type]
+        packedkv.cache_for(tiny_model("llama-gqa"), "saw-int4", max_len="10")  # type: ignore[arg-type]
     with pytest.raises(ShapeError, match="page_tokens=48"):
-        kvcodec.cache_for(tiny_model("llama-gqa"), "kivi-2", page_tokens=48)
+        packedkv.cache_for(tiny_model("llama-gqa"), "kivi-2", page_tokens=48)
 
 
 def test_class_of_the_package_is_not_replaced_by_a_namesake() -> None:
     type("SawInt4", (SawInt4,), {})
-    assert kvcodec.from_json(SAW.to_json()) == SAW
-    assert type(kvcodec.from_json(SAW.to_json()).key) is SawInt4
+    assert packedkv.from_json(SAW.to_json()) == SAW
+    assert type(packedkv.from_json(SAW.to_json()).key) is SawInt4
 
 
 @pytest.mark.parametrize("spec", ["saw-int4", "kivi-2", "innerq-hybrid", "octopus-3"])
 def test_what_is_remembered_is_what_is_decoded(spec: str) -> None:
-    remembering, plain = kvcodec.LayerCache(kvcodec.get(spec), remember=True), kvcodec.LayerCache(kvcodec.get(spec))
+    remembering, plain = packedkv.LayerCache(packedkv.get(spec), remember=True), packedkv.LayerCache(packedkv.get(spec))
     choose = random.Random(7)
     for _ in range(50):
         length = len(plain)

@@ -5,9 +5,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kvcodec.codec import Codec, Params, Payload
-from kvcodec.layout import Field, Layout
-from kvcodec.scheme import KVScheme
+from packedkv.codec import Codec, Params, Payload
+from packedkv.layout import Field, Layout
+from packedkv.scheme import KVScheme
 
 
 @dataclass(frozen=True)

@@ -6,9 +6,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kvcodec.codec import NO_SAMPLE, Codec, Dense, Params, Part, Payload, Sample, Site
-from kvcodec.layout import Field, Layout
-from kvcodec.scheme import KVScheme
+from packedkv.codec import NO_SAMPLE, Codec, Dense, Params, Part, Payload, Sample, Site
+from packedkv.layout import Field, Layout
+from packedkv.scheme import KVScheme
 
 
 @dataclass(frozen=True)

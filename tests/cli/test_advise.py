@@ -9,20 +9,20 @@ from dataclasses import replace
 import pytest
 import torch
 
-import kvcodec
-from kvcodec.cli import main as cli
-from kvcodec.cli.advise import steps
-from kvcodec.cli.advise.candidates import Candidate, check_specs, choose, default_specs
-from kvcodec.cli.advise.expected import size
-from kvcodec.cli.advise.run import advise
-from kvcodec.cli.advise.steps import Request
-from kvcodec.cli.commands.advise import memory, show
-from kvcodec.cli.measure import perplexity
-from kvcodec.cli.measure.rows import plain
-from kvcodec.errors import KVError, SpecError, UnsupportedError
-from kvcodec.integrations.transformers.plan import plan_for
-from kvcodec.models import windows as text_windows
-from kvcodec.models.loading import load_text
+import packedkv
+from packedkv.cli import main as cli
+from packedkv.cli.advise import steps
+from packedkv.cli.advise.candidates import Candidate, check_specs, choose, default_specs
+from packedkv.cli.advise.expected import size
+from packedkv.cli.advise.run import advise
+from packedkv.cli.advise.steps import Request
+from packedkv.cli.commands.advise import memory, show
+from packedkv.cli.measure import perplexity
+from packedkv.cli.measure.rows import plain
+from packedkv.errors import KVError, SpecError, UnsupportedError
+from packedkv.integrations.transformers.plan import plan_for
+from packedkv.models import windows as text_windows
+from packedkv.models.loading import load_text
 from tests.cli.tiny import TEXT, save_tiny, tiny_loaded
 from tests.conftest import tiny_config
 
@@ -69,7 +69,7 @@ def test_the_recipe_fits_and_is_no_worse_than_any_preset_that_fits(model, advise
     assert {"int-2", "turboquant-2"} <= {r["spec"] for r in fitting}
     assert best["kl"] == min(r["kl"] for r in fitting)
     windows = text_windows.split_windows(text_windows.tokenize(model.tokenizer, TEXT, 3 * WINDOW), 3, WINDOW)[1:]
-    mixture = kvcodec.get(best["spec"])
+    mixture = packedkv.get(best["spec"])
     assert measured(model, mixture.without_windows(), windows) == pytest.approx(best["kl"], rel=1e-4)
     assert measured(model, mixture, windows) == pytest.approx(best["kl_as_served"], rel=1e-4)
     assert best["kl"] < measured(model, "int-2", windows)
@@ -77,7 +77,7 @@ def test_the_recipe_fits_and_is_no_worse_than_any_preset_that_fits(model, advise
 
 def test_the_real_cache_takes_the_bytes_that_were_promised(model, advised):
     found, _ = advised
-    cache = kvcodec.cache_for(model.model, found["advised"]["spec"], probe=False)
+    cache = packedkv.cache_for(model.model, found["advised"]["spec"], probe=False)
     k = torch.randn(1, 2, CONTEXT, 64)
     for layer in range(3):
         cache.update(k, k, layer)
@@ -102,7 +102,7 @@ def test_the_result_says_what_was_chosen_where_and_what_was_not_measured(advised
 
 
 def test_a_second_request_uses_the_rows_of_the_first(model, advised, advised_folder, monkeypatch):
-    from kvcodec.cli.measure import sensitivity
+    from packedkv.cli.measure import sensitivity
 
     found, _ = advised
     monkeypatch.setattr(sensitivity, "_logits", lambda *_: pytest.fail("measured again"))
@@ -158,7 +158,7 @@ def test_what_gives_no_numbers_is_not_advised(model, tmp_path, monkeypatch):
 
 def test_a_layer_whose_logits_are_no_numbers_is_not_taken(model, tmp_path, monkeypatch):
     """Measured or read back from the file, where NaN is null."""
-    from kvcodec.cli.measure import sensitivity
+    from packedkv.cli.measure import sensitivity
 
     whole = sensitivity._logits
 
@@ -210,7 +210,7 @@ def test_mistakes_are_refused(model):
         advise(model, TEXT, request_for(memory=2_000_000, specs=("imt-4",)))
     with pytest.raises(SpecError, match="not another recipe"):
         advise(model, TEXT, request_for(memory=2_000_000, specs=("recipe.json",)))
-    with pytest.raises(UnsupportedError, match="kvcodec fit"):
+    with pytest.raises(UnsupportedError, match="packedkv fit"):
         check_specs(["saw-int4:hessian=true"], plan_for(tiny_config("llama-gqa"), "decoded"))
 
 
@@ -303,7 +303,7 @@ def test_the_command_prints_a_recipe_and_writes_what_it_says(tmp_path, capsys):
 
 
 def test_an_interrupt_keeps_what_was_measured_and_says_so(tmp_path, capsys, monkeypatch):
-    from kvcodec.cli.measure import sensitivity
+    from packedkv.cli.measure import sensitivity
 
     folder, text, whole, calls = save_tiny(tmp_path / "model"), tmp_path / "text.txt", sensitivity._logits, []
     text.write_text(TEXT)

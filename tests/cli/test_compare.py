@@ -5,15 +5,15 @@ import json
 import pytest
 import torch
 
-import kvcodec
-from kvcodec.cli.measure import compare as module
-from kvcodec.cli.measure import perplexity
-from kvcodec.cli.measure.compare import Settings, compare
-from kvcodec.cli.measure.rows import plain
-from kvcodec.errors import FitError, FormatError, ModelError, SpecError
-from kvcodec.fitting.fit import fit_model
-from kvcodec.integrations.transformers.argument import passing
-from kvcodec.models import windows as text_windows
+import packedkv
+from packedkv.cli.measure import compare as module
+from packedkv.cli.measure import perplexity
+from packedkv.cli.measure.compare import Settings, compare
+from packedkv.cli.measure.rows import plain
+from packedkv.errors import FitError, FormatError, ModelError, SpecError
+from packedkv.fitting.fit import fit_model
+from packedkv.integrations.transformers.argument import passing
+from packedkv.models import windows as text_windows
 from tests.cli.leaning import leaning
 from tests.cli.tiny import TEXT, tiny_loaded
 
@@ -67,7 +67,7 @@ def test_dense_is_the_uncompressed_model_and_four_bits_are_not(rows):
 def test_bytes_are_those_of_a_cache_filled_with_one_window(model, rows):
     """The peers' fake savings: a ratio that no tensor backs."""
     ids = text_windows.tokenize(model.tokenizer, TEXT, 96)
-    cache = kvcodec.cache_for(model.model, "saw-int4")
+    cache = packedkv.cache_for(model.model, "saw-int4")
     with torch.no_grad():
         model.model(ids[None], **passing(model.model, cache))
     held = sum(t.nbytes for layer in cache.layer_caches for t in layer.tensors())
@@ -107,7 +107,7 @@ def test_rows_say_where_constants_come_from(model, params, tmp_path):
         "text": "other.txt",
     }
     assert [row["notes"] for row in found] == [
-        ["constants fitted on each prefill (kvcodec fit and --params: on a text of your own)."],
+        ["constants fitted on each prefill (packedkv fit and --params: on a text of your own)."],
         ["constants of levels.safetensors, fitted on 192 tokens of other.txt."],
         [],
     ]
@@ -145,7 +145,7 @@ def test_params_that_do_not_fit_are_refused_before_any_work(model, params, monke
     given = fit_model(model, drawn, TEXT, windows=1, window_tokens=96)
     with pytest.raises(FormatError, match="fitted with seed 0"):
         compare(model, [drawn], TEXT, Settings(**SMALL, seed=1), params=[given])
-    with pytest.raises(FitError, match="run `kvcodec fit MODEL"):
+    with pytest.raises(FitError, match="run `packedkv fit MODEL"):
         compare(model, [leaning()], TEXT, Settings(**SMALL))
 
 
@@ -223,5 +223,5 @@ def test_a_model_without_an_attention_cache_is_refused_before_any_work(model, mo
     mamba = MambaForCausalLM(MambaConfig(hidden_size=16, num_hidden_layers=1, vocab_size=256, state_size=4))
     monkeypatch.setattr(module.perplexity, "uncompressed", lambda *_: pytest.fail("work was begun"))
     loaded = type(model)(mamba, model.tokenizer, "mamba", "made in the test")
-    with pytest.raises(kvcodec.UnsupportedError, match=r"(?i)mamba"):
+    with pytest.raises(packedkv.UnsupportedError, match=r"(?i)mamba"):
         compare(loaded, ["int-4"], TEXT, Settings(**SMALL))

@@ -5,14 +5,14 @@ from dataclasses import replace
 import pytest
 import torch
 
-import kvcodec
-from kvcodec.cli.advise.expected import cache_bytes
-from kvcodec.errors import UnsupportedError
-from kvcodec.integrations.transformers import cache_for
-from kvcodec.integrations.transformers.plan import plan_for
-from kvcodec.recipe import LayerChoice
-from kvcodec.registry import scheme_of
-from kvcodec.scheme import mix_of
+import packedkv
+from packedkv.cli.advise.expected import cache_bytes
+from packedkv.errors import UnsupportedError
+from packedkv.integrations.transformers import cache_for
+from packedkv.integrations.transformers.plan import plan_for
+from packedkv.recipe import LayerChoice
+from packedkv.registry import scheme_of
+from packedkv.scheme import mix_of
 from tests.conftest import tiny_config
 
 SPECS = ("dense", "int-4", "kivi-2", "octopus-4", "innerq-hybrid", "hqmq-s24_r3:outliers=3", "ultraquant", "fp8")
@@ -64,7 +64,7 @@ def test_pages_that_grow_token_by_token_stay_below_the_stated_most(spec):
 def test_age_tiers_are_foretold_to_a_page_of_the_newer_one(tokens):
     config, spec = tiny_config("llama-mqa", num_hidden_layers=1), "kivi-2:window=200,sink=4,recent=int-8"
     found = held(config, spec, tokens, torch.float32).report()["total_bytes"]
-    page = kvcodec.get("int-8").page_layout(64).page_bytes + 4
+    page = packedkv.get("int-8").page_layout(64).page_bytes + 4
     assert 0 <= found - cache_bytes(spec, plan_for(config, "decoded"), tokens, torch.float32) <= page
 
 
@@ -72,7 +72,7 @@ def test_sliding_layers_hold_their_window_alone():
     config = tiny_config("mistral")
     plan = plan_for(config, "decoded")
     found = held(config, "int-4", 400, torch.float32).report()["total_bytes"]
-    page = kvcodec.get("int-4").page_layout(64).page_bytes * config.num_key_value_heads
+    page = packedkv.get("int-4").page_layout(64).page_bytes * config.num_key_value_heads
     assert abs(cache_bytes("int-4", plan, 400, torch.float32) - found) <= config.num_hidden_layers * (page + 4)
     assert cache_bytes("int-4", plan, 400, torch.float32) == cache_bytes("int-4", plan, 10**6, torch.float32)
 

@@ -6,10 +6,10 @@ import weakref
 import pytest
 import torch
 
-import kvcodec
-from kvcodec.cli.measure import fidelity
-from kvcodec.codec import Sample, Site
-from kvcodec.errors import UnsupportedError
+import packedkv
+from packedkv.cli.measure import fidelity
+from packedkv.codec import Sample, Site
+from packedkv.errors import UnsupportedError
 from tests.cli.tiny import tiny_llama
 from tests.conftest import tiny_config, tiny_model
 
@@ -80,7 +80,7 @@ def test_error_of_one_layer_is_its_definition(recorded):
     _, records, _ = recorded
     r = records[1]
     exact = r.output(r.k, r.v)
-    k, v = kvcodec.compress("int-4", r.k, r.v, layer=1).decode()
+    k, v = packedkv.compress("int-4", r.k, r.v, layer=1).decode()
     expected = ((r.output(k, v) - exact).norm() / exact.norm()).item()
     found = fidelity.attention_error([r], [exact], "int-4")
     assert found.by_layer == {1: pytest.approx(expected)}
@@ -136,11 +136,11 @@ def test_layers_that_borrow_keys_are_compressed_as_their_lenders():
     assert [(r.layer, r.owner) for r in records] == [(0, 0), (1, 1), (2, 0), (3, 1)]
     assert records[2].k is records[0].k
     exact = [r.output(r.k, r.v) for r in records]
-    ends = kvcodec.KVScheme(kvcodec.get("int-2").key, kvcodec.get("dense").value, dense_key_layers=1)
+    ends = packedkv.KVScheme(packedkv.get("int-2").key, packedkv.get("dense").value, dense_key_layers=1)
     errors = fidelity.attention_error(records, exact, ends).by_layer
     assert list(errors) == [0, 1, 2, 3]
     assert max(errors.values()) < 1e-3, "layers 0 and 1 are all that cache: the first and the last"
     # constants that only queries give: there are none for layers 2 and 3
-    scheme = kvcodec.get("saw-int4:hessian=true")
+    scheme = packedkv.get("saw-int4:hessian=true")
     given = {r.layer: {"key": scheme.key.fit(Site(r.layer, "key", 2, 64), Sample(r.k, r.q))} for r in records[:2]}
     assert fidelity.attention_error(records, exact, scheme, params=given).worst < 1

@@ -1,4 +1,4 @@
-"""``kvcodec fit``: what is recorded, what codecs are given, and what is refused before the model runs."""
+"""``packedkv fit``: what is recorded, what codecs are given, and what is refused before the model runs."""
 
 from types import SimpleNamespace
 
@@ -6,21 +6,21 @@ import pytest
 import torch
 from transformers import DynamicCache
 
-import kvcodec
-from kvcodec.cli.measure import fidelity, perplexity
-from kvcodec.codec import Sample, Site
-from kvcodec.errors import FitError, ModelError, ShapeError, SpecError, UnsupportedError
-from kvcodec.files.params import sites_to_fit
-from kvcodec.fitting import fit as module
-from kvcodec.fitting import samples
-from kvcodec.fitting.fit import about, about_text, capture, fit_model
-from kvcodec.fitting.samples import WARM_UP_CALLS, own_windows
-from kvcodec.integrations.transformers.argument import passing
-from kvcodec.integrations.transformers.identity import load_params
-from kvcodec.integrations.transformers.watching import watched
-from kvcodec.models import windows as text_windows
-from kvcodec.models.loading import LoadedModel, load_text
-from kvcodec.progress import Progress
+import packedkv
+from packedkv.cli.measure import fidelity, perplexity
+from packedkv.codec import Sample, Site
+from packedkv.errors import FitError, ModelError, ShapeError, SpecError, UnsupportedError
+from packedkv.files.params import sites_to_fit
+from packedkv.fitting import fit as module
+from packedkv.fitting import samples
+from packedkv.fitting.fit import about, about_text, capture, fit_model
+from packedkv.fitting.samples import WARM_UP_CALLS, own_windows
+from packedkv.integrations.transformers.argument import passing
+from packedkv.integrations.transformers.identity import load_params
+from packedkv.integrations.transformers.watching import watched
+from packedkv.models import windows as text_windows
+from packedkv.models.loading import LoadedModel, load_text
+from packedkv.progress import Progress
 from tests.cli.leaning import Leaning, leaning
 from tests.cli.tiny import TEXT, tiny_llama, tiny_loaded, tiny_tokenizer
 from tests.conftest import tiny_model
@@ -53,7 +53,7 @@ def cached(model, role, layer):
 
 
 def test_keys_and_values_are_those_that_a_cache_receives(model):
-    sites = sites_to_fit(kvcodec.get("hqmq-s24_r3:outliers=3"), LAYERS)
+    sites = sites_to_fit(packedkv.get("hqmq-s24_r3:outliers=3"), LAYERS)
     samples = capture(model.model, windows_of(), sites)
     assert list(samples) == list(LAYERS)
     for layer, sample in samples.items():
@@ -67,14 +67,14 @@ def test_queries_are_those_of_attention_and_roles_without_constants_are_left_out
     window = windows_of(1)
     with torch.no_grad(), fidelity.record(model.model, queries=96) as records:
         model.model(window[0][None], use_cache=False)
-    samples = capture(model.model, window, sites_to_fit(kvcodec.get("innerq-base"), LAYERS))
+    samples = capture(model.model, window, sites_to_fit(packedkv.get("innerq-base"), LAYERS))
     for record in records:
         assert torch.equal(samples[record.layer].queries[0], record.q.half())
         assert samples[record.layer].value == []
 
 
 def test_tokens_beyond_the_bound_are_left_out_evenly(model):
-    sites = sites_to_fit(kvcodec.get("innerq-base"), LAYERS)
+    sites = sites_to_fit(packedkv.get("innerq-base"), LAYERS)
     whole, some = capture(model.model, windows_of(), sites), capture(model.model, windows_of(), sites, max_tokens=20)
     kept = [0, 11, 21, 32, 42, 53, 63, 74, 84, 95]
     for part in range(2):
@@ -84,13 +84,13 @@ def test_tokens_beyond_the_bound_are_left_out_evenly(model):
 
 
 def test_a_bf16_model_is_held_in_bf16():
-    sites = sites_to_fit(kvcodec.get("innerq-base"), LAYERS)
+    sites = sites_to_fit(packedkv.get("innerq-base"), LAYERS)
     sample = capture(tiny_llama().bfloat16(), windows_of(1), sites)[0]
     assert (sample.key[0].dtype, sample.queries[0].dtype, sample.dtype) == (torch.bfloat16,) * 3
 
 
 def test_the_models_attention_is_its_own_again_also_after_an_error(model, monkeypatch):
-    sites = sites_to_fit(kvcodec.get("innerq-base"), LAYERS)
+    sites = sites_to_fit(packedkv.get("innerq-base"), LAYERS)
     monkeypatch.setattr(module, "_kept", lambda *_: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         capture(model.model, windows_of(), sites)
@@ -102,7 +102,7 @@ def test_keys_that_no_cache_takes_are_refused_with_their_layer():
     with torch.no_grad():
         model.model.layers[1].self_attn.k_proj.weight.mul_(1e6)
     with pytest.raises(FitError, match=r"keys of layer 1\[batch=0, .* is above 65504"):
-        capture(model, windows_of(), sites_to_fit(kvcodec.get("innerq-base"), LAYERS))
+        capture(model, windows_of(), sites_to_fit(packedkv.get("innerq-base"), LAYERS))
 
 
 # -- gradients ---------------------------------------------------------------------------------------------------------
@@ -113,7 +113,7 @@ KLT = "ghost-3:transform=klt"
 def test_gradients_are_those_of_a_loss_with_labels_of_the_model(model):
     """By autograd's own cross-entropy, through keys and values that take another way into attention."""
     window = windows_of(1)[0]
-    found = capture(model.model, [window], sites_to_fit(kvcodec.get(KLT), LAYERS), seed=3)
+    found = capture(model.model, [window], sites_to_fit(packedkv.get(KLT), LAYERS), seed=3)
     seen = {}
 
     def record(module, query, key, value, mask, options):
@@ -136,20 +136,20 @@ def test_gradients_are_those_of_a_loss_with_labels_of_the_model(model):
 
 
 def test_gradients_are_kept_at_the_places_of_their_tokens_and_only_where_asked_for(model):
-    sites = sites_to_fit(kvcodec.get(KLT), LAYERS)
+    sites = sites_to_fit(packedkv.get(KLT), LAYERS)
     whole, some = capture(model.model, windows_of(), sites), capture(model.model, windows_of(), sites, max_tokens=20)
     for part in range(2):
         kept = whole[1].places[part][some[1].places[part]]
         assert torch.equal(some[1].key_gradient[part], whole[1].key_gradient[part][:, :, kept])
     assert not torch.equal(whole[1].key_gradient[0], whole[1].key_gradient[1])
-    plain = capture(model.model, windows_of(), sites_to_fit(kvcodec.get("ghost-3"), LAYERS))
+    plain = capture(model.model, windows_of(), sites_to_fit(packedkv.get("ghost-3"), LAYERS))
     assert plain[1].key_gradient == plain[1].value_gradient == []
 
 
 def test_a_frozen_model_has_the_same_gradients_and_none_is_left_in_its_weights(model):
     frozen = tiny_loaded()
     frozen.model.requires_grad_(False)
-    sites = sites_to_fit(kvcodec.get(KLT), LAYERS)
+    sites = sites_to_fit(packedkv.get(KLT), LAYERS)
     one, other = (capture(m.model, windows_of(1), sites) for m in (model, frozen))
     assert torch.equal(one[1].value_gradient[0], other[1].value_gradient[0])
     assert all(p.grad is None for p in model.model.parameters())
@@ -163,8 +163,8 @@ def test_a_model_that_cannot_be_run_backwards_is_fitted_without_gradients(model,
     assert "fitting without gradients: LlamaForCausalLM could not be run backwards (no derivative)." in told
     assert (plain.text_name, without.text_name) == ("mine", "mine, without gradients")
     assert not torch.equal(plain[1]["value"]["matrix"], without[1]["value"]["matrix"])
-    codec = kvcodec.get(KLT).value
-    sample = capture(model.model, windows_of(), sites_to_fit(kvcodec.get(KLT), LAYERS), backward=False)[1]
+    codec = packedkv.get(KLT).value
+    sample = capture(model.model, windows_of(), sites_to_fit(packedkv.get(KLT), LAYERS), backward=False)[1]
     site = Site(1, "value", 2, 64, 0)
     expected = codec.fit(site, Sample(torch.cat(sample.value, 2), torch.cat(sample.queries, 2)))
     assert all(torch.equal(without[1]["value"][name], x) for name, x in expected.items())
@@ -176,7 +176,7 @@ def test_gradients_that_are_not_finite_and_models_without_a_loss_are_said(model,
     assert fit_model(model, KLT, TEXT, progress=Progress(), **SMALL).text_name == "a text, without gradients"
     assert "fitting without gradients: gradients in float32 are not finite; try bfloat16." in capsys.readouterr().err
     with pytest.raises(FitError, match="the model returns no logits"):
-        capture(model.model.model, windows_of(1), sites_to_fit(kvcodec.get(KLT), LAYERS))
+        capture(model.model.model, windows_of(1), sites_to_fit(packedkv.get(KLT), LAYERS))
 
 
 # -- what codecs make of it --------------------------------------------------------------------------------------------
@@ -185,7 +185,7 @@ def test_gradients_that_are_not_finite_and_models_without_a_loss_are_said(model,
 @pytest.mark.parametrize("spec", ["innerq-base", "hqmq-s24_r3:outliers=3", "ultra-tq:table=calibrated,dense_layers=1"])
 def test_constants_are_what_fit_gives_for_the_caches_own_site(model, spec):
     fitted = fit_model(model, spec, TEXT, seed=5, **SMALL)
-    scheme = kvcodec.get(spec)
+    scheme = packedkv.get(spec)
     edge = scheme.dense_key_layers
     assert list(fitted) == list(range(edge, 3 - edge))
     for layer, roles in fitted.items():
@@ -227,7 +227,7 @@ def test_models_with_other_layers_are_fitted_where_they_cache(name):
     more = {"vocab_size_per_layer_input": 256} if name == "gemma3n" else {}
     made = tiny_model(name, vocab_size=256, **more)
     fitted = fit_model(LoadedModel(made, tiny_tokenizer(), name, "made here"), leaning(), TEXT, **SMALL)
-    cache = kvcodec.cache_for(made, leaning(), params=fitted)
+    cache = packedkv.cache_for(made, leaning(), params=fitted)
     assert list(fitted) == [layer.index for layer in cache.packed_layers]
     with torch.no_grad():
         made(windows_of(1)[0][None], **passing(made, cache))

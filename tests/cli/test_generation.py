@@ -5,9 +5,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-import kvcodec
-from kvcodec.cli.measure import generation
-from kvcodec.cli.measure.generation import (
+import packedkv
+from packedkv.cli.measure import generation
+from packedkv.cli.measure.generation import (
     CUDNN_OFF,
     Generation,
     attention_backends,
@@ -18,11 +18,11 @@ from kvcodec.cli.measure.generation import (
     uncompressed,
     uncompressed_cache,
 )
-from kvcodec.errors import UnsupportedError
-from kvcodec.integrations.transformers.argument import passing
-from kvcodec.integrations.transformers.recording import generating_cache
-from kvcodec.integrations.transformers.watching import implementation
-from kvcodec.kernels.cpu import library
+from packedkv.errors import UnsupportedError
+from packedkv.integrations.transformers.argument import passing
+from packedkv.integrations.transformers.recording import generating_cache
+from packedkv.integrations.transformers.watching import implementation
+from packedkv.kernels.cpu import library
 from tests.cli.tiny import tiny_llama
 from tests.conftest import tiny_model
 
@@ -37,7 +37,7 @@ def test_tokens_are_those_of_generate(model, spec):
     prompt = torch.randint(0, 256, (70,))
 
     def cache():
-        return uncompressed_cache(model) if spec is None else kvcodec.cache_for(model, spec, probe=False)
+        return uncompressed_cache(model) if spec is None else packedkv.cache_for(model, spec, probe=False)
 
     expected = model.generate(
         prompt[None], **passing(model, cache()), do_sample=False, max_new_tokens=12, pad_token_id=0,
@@ -108,7 +108,7 @@ def test_generation_is_by_the_kernels_where_they_serve(model):
         assert report["attention"] == path
         assert bool(report["unfused"]) == (path != "fused")
         assert path in report["paths"]
-    cache = kvcodec.cache_for(model, "int-4", attention="decoded", probe=False)
+    cache = packedkv.cache_for(model, "int-4", attention="decoded", probe=False)
     assert greedy(model, prompt, 5, cache).tokens == texts[0]
 
 

@@ -5,13 +5,13 @@ import math
 import pytest
 import torch
 
-import kvcodec
-from kvcodec.cli.measure import perplexity
-from kvcodec.cli.measure.compare import Settings, compare
-from kvcodec.cli.measure.perplexity import Reference
-from kvcodec.errors import ModelError
-from kvcodec.models import windows as text_windows
-from kvcodec.models.loading import load_text
+import packedkv
+from packedkv.cli.measure import perplexity
+from packedkv.cli.measure.compare import Settings, compare
+from packedkv.cli.measure.perplexity import Reference
+from packedkv.errors import ModelError
+from packedkv.models import windows as text_windows
+from packedkv.models.loading import load_text
 from tests.cli.tiny import TEXT, tiny_llama, tiny_tokenizer
 from tests.conftest import own_threads
 
@@ -125,7 +125,7 @@ def test_rounded_queries_are_read_inside_attention_and_change_little(model):
 
 
 def test_the_models_attention_is_its_own_again_after_an_error(model, monkeypatch):
-    monkeypatch.setattr(kvcodec.LayerCache, "append", lambda *_: 1 / 0)
+    monkeypatch.setattr(packedkv.LayerCache, "append", lambda *_: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         perplexity.compressed_logits(model, "ultraquant:queries=fp8,dense_layers=0", windows()[0])
     assert model.config._attn_implementation == "sdpa"

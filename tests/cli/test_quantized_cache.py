@@ -11,17 +11,17 @@ import pytest
 import torch
 from transformers import cache_utils
 
-from kvcodec.cli.main import main
-from kvcodec.cli.measure import quantized_cache
-from kvcodec.cli.measure.perplexity import uncompressed
-from kvcodec.cli.measure.quantized_cache import QuantizedCacheMaker, QuantizedCacheSpec, quantized_cache_of, scheme_of
-from kvcodec.errors import SpecError, UnsupportedError
-from kvcodec.integrations.transformers.argument import passing
-from kvcodec.models.loading import SampleText
-from kvcodec_lab.eval.batches import read_answers, read_choices, read_window
-from kvcodec_lab.eval.run import RunSettings, checked_specs, evaluate
-from kvcodec_lab.eval.scoring import Reader
-from kvcodec_lab.eval.tasks.base import Item, TaskSettings
+from packedkv.cli.main import main
+from packedkv.cli.measure import quantized_cache
+from packedkv.cli.measure.perplexity import uncompressed
+from packedkv.cli.measure.quantized_cache import QuantizedCacheMaker, QuantizedCacheSpec, quantized_cache_of, scheme_of
+from packedkv.errors import SpecError, UnsupportedError
+from packedkv.integrations.transformers.argument import passing
+from packedkv.models.loading import SampleText
+from packedkv_lab.eval.batches import read_answers, read_choices, read_window
+from packedkv_lab.eval.run import RunSettings, checked_specs, evaluate
+from packedkv_lab.eval.scoring import Reader
+from packedkv_lab.eval.tasks.base import Item, TaskSettings
 from tests.cli.tiny import TEXT, save_tiny, tiny_llama, tiny_loaded, tiny_tokenizer
 from tests.conftest import tiny_model
 

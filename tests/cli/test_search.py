@@ -5,8 +5,8 @@ import random
 
 import pytest
 
-from kvcodec.cli.advise.search import Option, best_within, frontier, least_for
-from kvcodec.recipe import LayerChoice
+from packedkv.cli.advise.search import Option, best_within, frontier, least_for
+from packedkv.recipe import LayerChoice
 
 
 def option(nbytes, kl):

@@ -5,16 +5,16 @@ import json
 import pytest
 import torch
 
-from kvcodec.cli.measure import perplexity
-from kvcodec.cli.measure import sensitivity as module
-from kvcodec.cli.measure.outliers import key_outliers, outliers_of
-from kvcodec.cli.measure.sensitivity import Prefix, only, sensitivity
-from kvcodec.cli.page import figures, svg
-from kvcodec.codec import Dense
-from kvcodec.errors import FormatError, KVError, SpecError
-from kvcodec.models import windows as text_windows
-from kvcodec.models.loading import LoadedModel
-from kvcodec_lab.eval.stress import stress
+from packedkv.cli.measure import perplexity
+from packedkv.cli.measure import sensitivity as module
+from packedkv.cli.measure.outliers import key_outliers, outliers_of
+from packedkv.cli.measure.sensitivity import Prefix, only, sensitivity
+from packedkv.cli.page import figures, svg
+from packedkv.codec import Dense
+from packedkv.errors import FormatError, KVError, SpecError
+from packedkv.models import windows as text_windows
+from packedkv.models.loading import LoadedModel
+from packedkv_lab.eval.stress import stress
 from tests.cli.tiny import TEXT, tiny_loaded, tiny_tokenizer
 from tests.conftest import MODELS, tiny_model
 

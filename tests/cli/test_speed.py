@@ -5,15 +5,15 @@ from dataclasses import replace
 import pytest
 import torch
 
-import kvcodec
-from kvcodec.cli.advise import speed as module
-from kvcodec.cli.measure import generation
-from kvcodec.cli.measure.generation import Generation
+import packedkv
+from packedkv.cli.advise import speed as module
+from packedkv.cli.measure import generation
+from packedkv.cli.measure.generation import Generation
 from tests.cli.tiny import tiny_loaded
 
 
 def test_each_figure_is_of_its_own_cache(monkeypatch: pytest.MonkeyPatch) -> None:
-    model, scheme = tiny_loaded().model, kvcodec.get("int-4")
+    model, scheme = tiny_loaded().model, packedkv.get("int-4")
     filled, greedy = [], module.greedy
 
     def timed(model, prompt, new_tokens, cache):

@@ -6,7 +6,7 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from kvcodec.models.loading import LoadedModel
+from packedkv.models.loading import LoadedModel
 
 TEXT = "The cache holds what attention reads, and every byte of it is counted. " * 20
 

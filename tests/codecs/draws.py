@@ -5,7 +5,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from kvcodec.codec import Codec, Params, Site, roundtrip
+from packedkv.codec import Codec, Params, Site, roundtrip
 
 
 def normal(*shape: int, seed: int = 0) -> Tensor:

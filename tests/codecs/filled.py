@@ -6,16 +6,16 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-import kvcodec
-from kvcodec.codec import Params, Role
-from kvcodec.files.caches import load_layers, save_layers
+import packedkv
+from packedkv.codec import Params, Role
+from packedkv.files.caches import load_layers, save_layers
 
 
 def check_filled_and_saved(
-    scheme: kvcodec.KVScheme, params: Mapping[Role, Params], k: Tensor, v: Tensor, folder: Path
-) -> kvcodec.LayerCache:
+    scheme: packedkv.KVScheme, params: Mapping[Role, Params], k: Tensor, v: Tensor, folder: Path
+) -> packedkv.LayerCache:
     """Filled token by token as at once, and loaded as it was saved; returns it with the first token once more."""
-    one, many = (kvcodec.LayerCache(scheme, params=params) for _ in range(2))
+    one, many = (packedkv.LayerCache(scheme, params=params) for _ in range(2))
     one.append(k, v)
     for n in range(k.shape[2]):
         many.append(k[:, :, n : n + 1], v[:, :, n : n + 1])

@@ -7,13 +7,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import kvcodec
-from kvcodec.codec import Site, roundtrip
-from kvcodec.codecs.additive import Additive
-from kvcodec.codecs.hqmq import Hqmq
-from kvcodec.errors import ShapeError, SpecError
-from kvcodec.ops.bitpack import unpack
-from kvcodec.ops.quaternion import nearest_entry
+import packedkv
+from packedkv.codec import Site, roundtrip
+from packedkv.codecs.additive import Additive
+from packedkv.codecs.hqmq import Hqmq
+from packedkv.errors import ShapeError, SpecError
+from packedkv.ops.bitpack import unpack
+from packedkv.ops.quaternion import nearest_entry
 from tests.codecs.draws import fitted, normal_fp16
 
 
@@ -53,7 +53,7 @@ def test_printed_bits(k, r, printed):
 
 
 def test_bytes_of_the_preset():
-    assert kvcodec.get("additive-k48_r4").key.layout(128).block_bytes == 48 + 16 + 2
+    assert packedkv.get("additive-k48_r4").key.layout(128).block_bytes == 48 + 16 + 2
 
 
 def test_products_beat_sums_at_equal_rate():

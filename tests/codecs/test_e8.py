@@ -7,11 +7,11 @@ import pytest
 import torch
 from hypothesis import given
 
-import kvcodec
-from kvcodec.codec import roundtrip
-from kvcodec.codecs import e8
-from kvcodec.codecs.e8 import E8, points
-from kvcodec.codecs.turboquant import TurboQuant
+import packedkv
+from packedkv.codec import roundtrip
+from packedkv.codecs import e8
+from packedkv.codecs.e8 import E8, points
+from packedkv.codecs.turboquant import TurboQuant
 from tests.codecs.draws import fitted, normal, relative_mse
 
 from .definitions import MARGIN, by_definition, key_batches, sylvester
@@ -121,7 +121,7 @@ def test_bits_are_those_of_turboquant_at_two():
     for dim in (64, 80, 96, 128, 192, 256):
         assert E8().layout(dim).block_bytes == dim // 4 + 2 == TurboQuant(2).layout(dim).block_bytes
     x = normal(1, 2, 64, 128)
-    held = kvcodec.compress("e8-2", x, x)
+    held = packedkv.compress("e8-2", x, x)
     assert sum(held.nbytes.values()) * 8 / (2 * x.numel()) == 2.125
 
 
@@ -136,7 +136,7 @@ def test_zeros_stay_zero_and_a_single_loud_value_keeps_its_place():
 
 
 def test_refusals():
-    with pytest.raises(kvcodec.ShapeError, match="head_dim=100 is not a multiple of 8; use 64, 80"):
+    with pytest.raises(packedkv.ShapeError, match="head_dim=100 is not a multiple of 8; use 64, 80"):
         E8().layout(100)
-    with pytest.raises(kvcodec.SpecError, match="bits"):
-        kvcodec.get("e8-3")
+    with pytest.raises(packedkv.SpecError, match="bits"):
+        packedkv.get("e8-3")

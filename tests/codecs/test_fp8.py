@@ -5,8 +5,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import kvcodec
-from kvcodec.codecs.fp8 import Fp8
+import packedkv
+from packedkv.codecs.fp8 import Fp8
 
 HEAD_DIMS = (64, 80, 96, 128, 192, 256)
 
@@ -121,5 +121,5 @@ def test_the_scale_makes_tiny_and_huge_tokens_equally_good():
 @pytest.mark.parametrize("head_dim", HEAD_DIMS)
 def test_bits_are_eight_and_one_scale_per_token(head_dim):
     x = torch.ones(1, 2, 5, head_dim)
-    assert kvcodec.compress("fp8", x, x).effective_bits == pytest.approx(8 + 16 / head_dim)
-    assert kvcodec.compress("fp8:scale=none", x, x).effective_bits == 8
+    assert packedkv.compress("fp8", x, x).effective_bits == pytest.approx(8 + 16 / head_dim)
+    assert packedkv.compress("fp8:scale=none", x, x).effective_bits == 8

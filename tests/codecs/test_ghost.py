@@ -8,10 +8,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-import kvcodec
-from kvcodec.codec import Sample, Site, roundtrip
-from kvcodec.codecs import ghost
-from kvcodec.codecs.ghost import (
+import packedkv
+from packedkv.codec import Sample, Site, roundtrip
+from packedkv.codecs import ghost
+from packedkv.codecs.ghost import (
     CUBIC,
     ERRORS,
     FIT_EVERY,
@@ -27,13 +27,13 @@ from kvcodec.codecs.ghost import (
     short_kind,
     usual,
 )
-from kvcodec.codecs.turboquant import TurboQuant
-from kvcodec.errors import FitError, ShapeError, SpecError
-from kvcodec.fitting.fit import fit_model
-from kvcodec.integrations.transformers.argument import passing
-from kvcodec.integrations.transformers.cache import cache_for
-from kvcodec.models.windows import split_windows, tokenize
-from kvcodec.ops.lloyd_max import distortion, lloyd_max
+from packedkv.codecs.turboquant import TurboQuant
+from packedkv.errors import FitError, ShapeError, SpecError
+from packedkv.fitting.fit import fit_model
+from packedkv.integrations.transformers.argument import passing
+from packedkv.integrations.transformers.cache import cache_for
+from packedkv.models.windows import split_windows, tokenize
+from packedkv.ops.lloyd_max import distortion, lloyd_max
 from tests.cli.tiny import TEXT, tiny_loaded, tiny_tokenizer
 from tests.codecs.draws import normal, score_mse, turned_pairs
 
@@ -348,7 +348,7 @@ def test_every_head_and_token_takes_exactly_the_printed_bits(bits, dim):
     assert [sum(widths) + 4 for widths in params["widths"][0].tolist()] == [bits * dim] * 2
     payload = codec.encode(codec.to_code(uneven(2, 3, dim), params), params)
     assert payload["codes"][0, 0, 0].nbytes * 8 == bits * dim
-    assert kvcodec.get(f"ghost:bits={bits}").effective_bits(dim) == bits
+    assert packedkv.get(f"ghost:bits={bits}").effective_bits(dim) == bits
 
 
 def test_heads_of_different_widths_and_sequences_of_different_constants_keep_their_own():
@@ -538,7 +538,7 @@ def test_what_does_not_exist_is_refused():
     with pytest.raises(ShapeError, match="ghost: head_dim=80 at 3 bits does not fill four quarters of whole bytes"):
         Ghost(3).layout(80)
     assert Ghost(4).layout(80).effective_bits == 4
-    with pytest.raises(FitError, match=r"ghost needs sample keys or values .* `kvcodec fit MODEL ghost-3 --text FILE"):
+    with pytest.raises(FitError, match=r"ghost needs sample keys or values .* `packedkv fit MODEL ghost-3 --text FILE"):
         Ghost(3).fit(site())
     with pytest.raises(FitError, match=r"got keys or values \(1, 2, 0, 64\) for head_dim=64; .* longer text"):
         Ghost(3).fit(site(), Sample(normal(1, 2, 0, 64), normal(1, 2, 9, 64)))

@@ -3,13 +3,13 @@
 import pytest
 import torch
 
-import kvcodec
-from kvcodec.codec import Dense, Sample, Site, roundtrip
-from kvcodec.codecs.hessian import HessianRotated, hessian_rotation, second_moment
-from kvcodec.codecs.innerq import InnerQ
-from kvcodec.codecs.saw_int4 import SawInt4
-from kvcodec.errors import FitError, SpecError
-from kvcodec.ops.hadamard import block_hadamard
+import packedkv
+from packedkv.codec import Dense, Sample, Site, roundtrip
+from packedkv.codecs.hessian import HessianRotated, hessian_rotation, second_moment
+from packedkv.codecs.innerq import InnerQ
+from packedkv.codecs.saw_int4 import SawInt4
+from packedkv.errors import FitError, SpecError
+from packedkv.ops.hadamard import block_hadamard
 from tests.codecs.draws import normal
 from tests.codecs.filled import check_filled_and_saved
 
@@ -152,15 +152,15 @@ def params_of(scheme):
 
 @pytest.mark.parametrize("spec", SPECS)
 def test_a_cache_filled_token_by_token_is_the_prefilled_one_and_can_be_saved(spec, tmp_path):
-    scheme = kvcodec.get(spec)
+    scheme = packedkv.get(spec)
     k, v = normal(2, 2, 70, 64, seed=1).half(), normal(2, 2, 70, 64, seed=2).half()
     check_filled_and_saved(scheme, params_of(scheme), k, v, tmp_path)
 
 
 @pytest.mark.parametrize("spec", SPECS)
 def test_attention_over_the_packed_cache_is_that_of_the_decoded_one(spec):
-    scheme = kvcodec.get(spec)
-    cache = kvcodec.LayerCache(scheme, params=params_of(scheme))
+    scheme = packedkv.get(spec)
+    cache = packedkv.LayerCache(scheme, params=params_of(scheme))
     cache.append(normal(2, 2, 70, 64, seed=1), normal(2, 2, 70, 64, seed=2))
     q = normal(2, 4, 1, 64, seed=3)
     k, v = (x.repeat_interleave(2, 1) for x in cache.decode())
@@ -170,8 +170,8 @@ def test_attention_over_the_packed_cache_is_that_of_the_decoded_one(spec):
 
 def test_a_scheme_survives_json():
     for spec in SPECS:
-        scheme = kvcodec.get(spec)
-        assert kvcodec.from_json(scheme.to_json()) == scheme
+        scheme = packedkv.get(spec)
+        assert packedkv.from_json(scheme.to_json()) == scheme
 
 
 def test_bytes_are_those_of_the_inner_codec():
@@ -181,10 +181,10 @@ def test_bytes_are_those_of_the_inner_codec():
 
 def test_what_cannot_be_fitted_says_how_to():
     codec, site = HessianRotated(SawInt4()), Site(0, "key", 2, 64)
-    with pytest.raises(FitError, match='kvcodec fit MODEL "saw-int4:hessian=true" --text FILE -o PARAMS'):
-        kvcodec.compress("saw-int4:hessian=true", normal(1, 2, 9, 64), normal(1, 2, 9, 64))
+    with pytest.raises(FitError, match='packedkv fit MODEL "saw-int4:hessian=true" --text FILE -o PARAMS'):
+        packedkv.compress("saw-int4:hessian=true", normal(1, 2, 9, 64), normal(1, 2, 9, 64))
     with pytest.raises(FitError, match="pass params"):
-        kvcodec.LayerCache(kvcodec.get("saw-int4:hessian=true")).append(normal(1, 2, 9, 64), normal(1, 2, 9, 64))
+        packedkv.LayerCache(packedkv.get("saw-int4:hessian=true")).append(normal(1, 2, 9, 64), normal(1, 2, 9, 64))
     with pytest.raises(FitError, match=r"got queries \(1, 4, 0, 64\) for head_dim=64; .* longer text"):
         codec.fit(site, Sample(normal(1, 2, 9, 64), normal(1, 4, 0, 64)))
     with pytest.raises(FitError, match=r"got queries \(1, 4, 9, 128\) for head_dim=64"):

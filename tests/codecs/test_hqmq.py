@@ -9,14 +9,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import kvcodec
-from kvcodec.codec import Site, roundtrip
-from kvcodec.codecs.hqmq import Hqmq
-from kvcodec.codecs.outliers import Med
-from kvcodec.errors import ShapeError, SpecError
-from kvcodec.ops.bitpack import unpack
-from kvcodec.ops.quaternion import nearest_product, products, random_units
-from kvcodec.ops.radix import unpack_digits
+import packedkv
+from packedkv.codec import Site, roundtrip
+from packedkv.codecs.hqmq import Hqmq
+from packedkv.codecs.outliers import Med
+from packedkv.errors import ShapeError, SpecError
+from packedkv.ops.bitpack import unpack
+from packedkv.ops.quaternion import nearest_product, products, random_units
+from packedkv.ops.radix import unpack_digits
 from tests.codecs.draws import fitted, normal_fp16, relative_mse
 
 
@@ -256,14 +256,14 @@ def test_codebooks_differ_by_head_layer_role_and_seed_and_repeat():
 
 
 def test_the_recipe_puts_outliers_around_the_codec():
-    scheme = kvcodec.get("hqmq-s24_r3:outliers=4,slots=1,packing=radix")
+    scheme = packedkv.get("hqmq-s24_r3:outliers=4,slots=1,packing=radix")
     assert scheme.key == scheme.value == Med(Hqmq(24, 3, packing="radix"), 4, 1)
-    assert kvcodec.get("hqmq-s24_r3:slots=3").key == Hqmq(24, 3)
-    assert kvcodec.get("hqmq-s24_r3:outliers=3").key_bits(128) == 3.375 + 1.25
+    assert packedkv.get("hqmq-s24_r3:slots=3").key == Hqmq(24, 3)
+    assert packedkv.get("hqmq-s24_r3:outliers=3").key_bits(128) == 3.375 + 1.25
 
 
 def test_int8_says_what_it_costs():
-    codebook = next(o for o in kvcodec.describe("hqmq")["options"] if o["name"] == "codebook")
+    codebook = next(o for o in packedkv.describe("hqmq")["options"] if o["name"] == "codebook")
     assert "2e-5 to 4e-5 of relative MSE" in codebook["doc"]
     for s in (24, 48, 192):
         cost = relative_error(s, 4, codebook="int8") - relative_error(s, 4)

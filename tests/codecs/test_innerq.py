@@ -5,11 +5,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import kvcodec
-from kvcodec.codec import Sample, Site, roundtrip
-from kvcodec.codecs.innerq import InnerQ, innerq
-from kvcodec.errors import FitError, ShapeError, SpecError
-from kvcodec.ops.bitpack import unpack
+import packedkv
+from packedkv.codec import Sample, Site, roundtrip
+from packedkv.codecs.innerq import InnerQ, innerq
+from packedkv.errors import FitError, ShapeError, SpecError
+from packedkv.ops.bitpack import unpack
 
 BITS = {  # key, value, published mean
     "base": (3.5, 3.5, 3.5),
@@ -213,7 +213,7 @@ def test_a_far_off_constant_group_is_exact_when_asymmetric():
 def test_bits_are_true_bits(variant, symmetric):
     """Table 3; the literal reading costs one bit more."""
     extra = 1 if symmetric == "literal" else 0
-    scheme = kvcodec.get(f"innerq:variant={variant},symmetric={symmetric}")
+    scheme = packedkv.get(f"innerq:variant={variant},symmetric={symmetric}")
     found = scheme.key_bits(128), scheme.value_bits(128), scheme.effective_bits(128)
     assert found == tuple(b + extra for b in BITS[variant])
 
@@ -228,7 +228,7 @@ def test_bits_are_true_bits(variant, symmetric):
 )
 def test_bits_with_windows(variant, expected):
     """Mean over all tokens of a cache of 512, 2048, 8192 and 32768, the dense ones in 16 bit."""
-    scheme = kvcodec.get(f"innerq:variant={variant},symmetric=signed")
+    scheme = packedkv.get(f"innerq:variant={variant},symmetric=signed")
     for tokens, bits in zip((512, 2048, 8192, 32768), expected, strict=True):
         dense = sum(tokens - scheme.encoded_tokens(role, tokens) for role in ("key", "value"))
         rest = sum(
@@ -238,15 +238,15 @@ def test_bits_with_windows(variant, expected):
         assert (16 * dense + rest) / (2 * tokens) == pytest.approx(bits, abs=6e-4)
         if tokens <= 2048:  # the bytes held say the same
             x = normal(tokens)
-            assert kvcodec.compress(scheme, x, x).effective_bits == pytest.approx(bits, abs=6e-4)
+            assert packedkv.compress(scheme, x, x).effective_bits == pytest.approx(bits, abs=6e-4)
 
 
 def test_keys_leave_one_by_one_and_values_in_groups_of_32():
     """Prefill 128: a key per step from the first one, values at steps 32, 64 and 96; then nothing of them changes."""
-    scheme = kvcodec.get("innerq-base")
+    scheme = packedkv.get("innerq-base")
     assert (scheme.sink, scheme.window) == (32, 96)
     x = normal(128 + 100)
-    cache = kvcodec.LayerCache(scheme)
+    cache = packedkv.LayerCache(scheme)
     cache.append(x[:, :, :128], x[:, :, :128])
     leaving, before = [], {"key": 0, "value": 0}
     for step in range(1, 101):
@@ -261,7 +261,7 @@ def test_keys_leave_one_by_one_and_values_in_groups_of_32():
         before = now
     assert leaving == [32, 64, 96]
     # the group edges lie at 32 + 32 j whatever was prefilled
-    other = kvcodec.LayerCache(scheme, params={"key": cache.roles["key"].params})
+    other = packedkv.LayerCache(scheme, params={"key": cache.roles["key"].params})
     other.append(x[:, :, :199], x[:, :, :199])
     other.append(x[:, :, 199:], x[:, :, 199:])
     for a, b in zip(cache.decode(), other.decode(), strict=True):
@@ -317,11 +317,11 @@ def test_norms_help_keys_with_a_loud_channel():
 
 
 def test_recipe_is_the_papers():
-    assert kvcodec.get("innerq-base").key == InnerQ(3, "channels", "literal", norm=True)
-    assert kvcodec.get("innerq-base").value == InnerQ(3, "tokens", "literal")
-    assert kvcodec.get("innerq-small").value == InnerQ(2, "tokens", "literal")
-    assert kvcodec.get("innerq-hybrid").value == InnerQ(2, "tokens", "literal", hybrid=True)
-    assert not kvcodec.get("innerq-small:norm=false").key.needs
+    assert packedkv.get("innerq-base").key == InnerQ(3, "channels", "literal", norm=True)
+    assert packedkv.get("innerq-base").value == InnerQ(3, "tokens", "literal")
+    assert packedkv.get("innerq-small").value == InnerQ(2, "tokens", "literal")
+    assert packedkv.get("innerq-hybrid").value == InnerQ(2, "tokens", "literal", hybrid=True)
+    assert not packedkv.get("innerq-small:norm=false").key.needs
 
 
 def test_unknown_options_and_missing_samples():

@@ -5,14 +5,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import kvcodec
-from kvcodec.codec import Codec
-from kvcodec.codecs.group_int import GroupInt
-from kvcodec.codecs.outliers import Med
-from kvcodec.codecs.saw_int4 import SawInt4
-from kvcodec.errors import ShapeError, SpecError
-from kvcodec.ops.bitpack import unpack
-from kvcodec.ops.interleaved import deinterleave, interleave
+import packedkv
+from packedkv.codec import Codec
+from packedkv.codecs.group_int import GroupInt
+from packedkv.codecs.outliers import Med
+from packedkv.codecs.saw_int4 import SawInt4
+from packedkv.errors import ShapeError, SpecError
+from packedkv.ops.bitpack import unpack
+from packedkv.ops.interleaved import deinterleave, interleave
 from tests.codecs.cuda_refusal import cuda_refusal
 from tests.codecs.draws import normal_fp16
 
@@ -124,16 +124,16 @@ def test_a_range_inside_the_spacing_of_fp16_subnormals_is_exact():
 def test_bits_are_the_bytes_of_the_groups_that_are_there(head_dim, bits):
     keys = normal_fp16(1, 2, 32, head_dim)
     for group, scales in ((0, 1), (32, -(-head_dim // 32))):
-        held = kvcodec.compress(f"int-{bits}:group={group}" if group else f"int-{bits}", keys, keys)
+        held = packedkv.compress(f"int-{bits}:group={group}" if group else f"int-{bits}", keys, keys)
         assert held.effective_bits == pytest.approx(bits + 32 * scales / head_dim)
         assert sum(held.nbytes.values()) == 2 * 2 * 32 * (head_dim * bits // 8 + 4 * scales)
 
 
 def test_bits_at_head_dim_128():
-    scheme = kvcodec.get("int-4")
+    scheme = packedkv.get("int-4")
     assert (scheme.key_bits(128), scheme.value_bits(128), scheme.nominal_bits(128)) == (4.25, 4.25, 4)
-    assert kvcodec.get("int-4:group=32").key_bits(128) == 5.0
-    assert kvcodec.get("int-4:symmetric=true,group=32").key_bits(128) == 4.5
+    assert packedkv.get("int-4:group=32").key_bits(128) == 5.0
+    assert packedkv.get("int-4:symmetric=true,group=32").key_bits(128) == 4.5
 
 
 def test_a_short_last_group_has_a_scale_of_its_own():
@@ -195,8 +195,8 @@ def test_other_groups_are_not_interleaved(codec):
 def test_the_version_of_interleaved_codes_goes_through_outliers():
     assert Med(GroupInt(2, 32)).layout(128).version == 2
     assert Med(GroupInt(2, 32)).layout(64).version == 1
-    assert [kvcodec.get("octopus-2").value.layout(d).version for d in (64, 96, 128, 256)] == [1, 1, 2, 2]
-    assert kvcodec.get("octopus-4").value.layout(128).version == 1
+    assert [packedkv.get("octopus-2").value.layout(d).version for d in (64, 96, 128, 256)] == [1, 1, 2, 2]
+    assert packedkv.get("octopus-4").value.layout(128).version == 1
 
 
 def test_one_outlier_channel_takes_the_resolution_of_its_token_not_of_its_neighbours():
@@ -304,11 +304,11 @@ def _check_scale(held: torch.Tensor, exact: float, zero: float, levels: int) -> 
 
 
 def test_outliers_of_the_recipe_are_med_around_the_integers():
-    scheme = kvcodec.get("int-4:outliers=5,slots=1,symmetric=true,group=32")
+    scheme = packedkv.get("int-4:outliers=5,slots=1,symmetric=true,group=32")
     assert scheme.key == scheme.value == Med(GroupInt(4, 32, "channels", True), 5, 1)
     assert str(scheme) == "int-4:symmetric=true,group=32,outliers=5,slots=1"
-    assert kvcodec.get("int-4").key == GroupInt(4, 0)
-    options = {o["name"]: o["choices"] for o in kvcodec.describe("int-4")["options"]}
+    assert packedkv.get("int-4").key == GroupInt(4, 0)
+    options = {o["name"]: o["choices"] for o in packedkv.describe("int-4")["options"]}
     assert options["outliers"] == ["off", 3, 4, 5]
 
 
@@ -321,14 +321,14 @@ def test_a_long_chunk_costs_the_others_nothing_with_med3(spec, expected):
     bulk[20:24] = False
 
     def error(spec: str) -> float:
-        y = kvcodec.compress(spec, x, x).decode()[0]
+        y = packedkv.compress(spec, x, x).decode()[0]
         return float((y - x)[..., bulk].square().sum() / x[..., bulk].square().sum())
 
     assert error(spec) > 0.99
     more = "," if ":" in spec else ":"
     assert error(f"{spec}{more}outliers=3,slots=1") == pytest.approx(expected, rel=0.03)
-    packed = kvcodec.compress(f"{spec}{more}outliers=3,slots=1", x, x)
-    assert packed.effective_bits == kvcodec.get(spec).effective_bits(128) + 0.25 + 0.5
+    packed = packedkv.compress(f"{spec}{more}outliers=3,slots=1", x, x)
+    assert packed.effective_bits == packedkv.get(spec).effective_bits(128) + 0.25 + 0.5
     assert torch.equal(packed.decode()[0][..., ~bulk], x[..., ~bulk])
 
 
@@ -348,8 +348,8 @@ def test_a_long_chunk_costs_the_others_nothing_with_med3(spec, expected):
     ],
 )
 def test_which_kernels_read_which_configuration(spec, decode, encode):
-    assert kvcodec.describe(spec)["kernels"] == {"encode": encode, "decode": decode}
-    refused = cuda_refusal(kvcodec.get(spec), 128)
+    assert packedkv.describe(spec)["kernels"] == {"encode": encode, "decode": decode}
+    refused = cuda_refusal(packedkv.get(spec), 128)
     assert bool(refused) == (decode == "none")
     if decode == "none":
         assert refused.startswith(
@@ -358,14 +358,14 @@ def test_which_kernels_read_which_configuration(spec, decode, encode):
 
 
 def test_keys_and_values_of_two_kernels_go_to_cuda():
-    mixed = kvcodec.KVScheme(key=SawInt4(), value=GroupInt(4, 0))
+    mixed = packedkv.KVScheme(key=SawInt4(), value=GroupInt(4, 0))
     assert not cuda_refusal(mixed, 128)
-    assert kvcodec.description.kernels_for(mixed) == {"encode": "cuda", "decode": "cuda"}
+    assert packedkv.description.kernels_for(mixed) == {"encode": "cuda", "decode": "cuda"}
 
 
 def test_a_codec_of_another_package_is_not_taken_for_ours():
     class Stranger(Codec):
         layout = encode = decode = GroupInt.layout
 
-    scheme = kvcodec.KVScheme(key=Stranger(), value=Stranger())
+    scheme = packedkv.KVScheme(key=Stranger(), value=Stranger())
     assert cuda_refusal(scheme, 128, page_tokens=64) == f"no CUDA kernel reads {Stranger()}"

@@ -4,14 +4,14 @@ import numpy as np
 import pytest
 import torch
 
-import kvcodec
-from kvcodec.cache.host import LayerCache
-from kvcodec.codec import Site
-from kvcodec.codecs.group_int import GroupInt
-from kvcodec.codecs.turboquant import TurboQuant, coordinate_centroids
-from kvcodec.errors import FormatError, SpecError
-from kvcodec.files.caches import load_layers, save_layers
-from kvcodec.scheme import page_layout
+import packedkv
+from packedkv.cache.host import LayerCache
+from packedkv.codec import Site
+from packedkv.codecs.group_int import GroupInt
+from packedkv.codecs.turboquant import TurboQuant, coordinate_centroids
+from packedkv.errors import FormatError, SpecError
+from packedkv.files.caches import load_layers, save_layers
+from packedkv.scheme import page_layout
 from tests.codecs.draws import normal
 
 HEAD_DIMS = (64, 80, 96, 128, 192, 256)
@@ -20,7 +20,7 @@ HEAD_DIMS = (64, 80, 96, 128, 192, 256)
 def encoded_counts(spec: str, prefill: int, steps: int) -> list[tuple[int, int]]:
     """Encoded keys and values after the prefill and after each decode step."""
     k, v = normal(2, 1, 1, prefill + steps, 64).half()
-    cache = LayerCache(kvcodec.get(spec))
+    cache = LayerCache(packedkv.get(spec))
     cache.append(k[:, :, :prefill], v[:, :, :prefill])
     counts = []
     for step in range(steps + 1):
@@ -41,7 +41,7 @@ def test_after_a_prefill_of_128_keys_leave_32_at_a_time_and_values_one_by_one(sp
 @pytest.mark.parametrize("spec", ["kivi-2", "kivi-sink-2"])
 @pytest.mark.parametrize("prefill", [0, 1, 127, 128, 159, 160, 161, 300])
 def test_the_window_never_falls_short_whatever_the_prefill(spec, prefill):
-    scheme = kvcodec.get(spec)
+    scheme = packedkv.get(spec)
     for step, (keys, values) in enumerate(encoded_counts(spec, prefill, 40)):
         tokens = prefill + step
         assert tokens - keys >= min(tokens, 128)
@@ -52,7 +52,7 @@ def test_the_window_never_falls_short_whatever_the_prefill(spec, prefill):
 
 def test_the_sink_variant_keeps_the_first_32_tokens_exactly():
     k, v = normal(2, 1, 2, 300, 128).half()
-    keys, values = kvcodec.compress("kivi-sink-2", k, v).decode()
+    keys, values = packedkv.compress("kivi-sink-2", k, v).decode()
     for x, y in ((k, keys), (v, values)):
         assert torch.equal(y[:, :, :32], x[:, :, :32].float())
         assert torch.equal(y[:, :, -96:], x[:, :, -96:].float())
@@ -64,8 +64,8 @@ def test_groups_of_keys_start_behind_the_sink():
     k = normal(1, 1, 256, 64).half()
     loud = k.clone()
     loud[0, 0, 40, 3] = 1000
-    quiet = kvcodec.compress("kivi-sink-2", k, k).decode()[0]
-    spoiled = kvcodec.compress("kivi-sink-2", loud, k).decode()[0]
+    quiet = packedkv.compress("kivi-sink-2", k, k).decode()[0]
+    spoiled = packedkv.compress("kivi-sink-2", loud, k).decode()[0]
     changed = (quiet != spoiled)[0, 0].nonzero()
     assert changed[:, 1].unique().tolist() == [3]
     assert changed[:, 0].min() >= 32
@@ -76,7 +76,7 @@ def test_groups_of_keys_start_behind_the_sink():
 @pytest.mark.parametrize("head_dim", HEAD_DIMS)
 def test_bits_count_every_group_that_is_held(head_dim, spec, bits):
     x = normal(1, 2, 320, head_dim)
-    held = kvcodec.compress(kvcodec.get(spec).without_windows(), x, x)
+    held = packedkv.compress(packedkv.get(spec).without_windows(), x, x)
     value_scales = -(-head_dim // 32)
     assert sum(b for p, b in held.nbytes.items() if p.startswith("key")) * 8 / x.numel() == bits + 1
     assert sum(b for p, b in held.nbytes.items() if p.startswith("value")) * 8 / x.numel() == pytest.approx(
@@ -85,9 +85,9 @@ def test_bits_count_every_group_that_is_held(head_dim, spec, bits):
 
 
 def test_two_bits_cost_three_at_head_dim_128():
-    scheme = kvcodec.get("kivi-2")
+    scheme = packedkv.get("kivi-2")
     assert (scheme.key_bits(128), scheme.value_bits(128), scheme.nominal_bits(128)) == (3.0, 3.0, 2)
-    assert kvcodec.get("kivi-2").value_bits(80) == pytest.approx(3.2)
+    assert packedkv.get("kivi-2").value_bits(80) == pytest.approx(3.2)
 
 
 def test_an_outlier_channel_of_the_keys_costs_its_neighbours_nothing_along_tokens():
@@ -108,19 +108,19 @@ def test_an_outlier_channel_of_the_keys_costs_its_neighbours_nothing_along_token
 @pytest.mark.parametrize(("bits", "expected"), [(2, 0.1544), (4, 0.00612)])
 def test_relative_mse_on_gaussian_keys_and_values(bits, expected):
     k, v = normal(2, 1, 2, 1024, 128)
-    keys, values = kvcodec.fake_quant(f"kivi-{bits}", k, v)
+    keys, values = packedkv.fake_quant(f"kivi-{bits}", k, v)
     for x, y in ((k, keys), (v, values)):
         assert float((y - x).square().sum() / x.square().sum()) == pytest.approx(expected, rel=0.015)
 
 
 @pytest.mark.parametrize(("head_dim", "interleaved"), [(64, False), (96, False), (128, True), (256, True)])
 def test_a_cache_saved_before_values_were_interleaved_is_refused_where_they_are_now(tmp_path, head_dim, interleaved):
-    cache = LayerCache(kvcodec.get("kivi-2"))
+    cache = LayerCache(packedkv.get("kivi-2"))
     cache.append(*normal(2, 1, 2, 200, head_dim).half())
     with pytest.MonkeyPatch.context() as before:
         before.setattr(GroupInt, "interleaves", lambda codec, dim: False)
         page_layout.cache_clear()
-        old = LayerCache(kvcodec.get("kivi-2"))
+        old = LayerCache(packedkv.get("kivi-2"))
         old.append(*normal(2, 1, 2, 200, head_dim).half())
         keys, values = old.decode()
         save_layers(tmp_path / "old", [old], {})
@@ -130,7 +130,7 @@ def test_a_cache_saved_before_values_were_interleaved_is_refused_where_they_are_
     assert torch.equal(load_layers(tmp_path / "new")[0][0].decode()[1], values)
     if interleaved:
         with pytest.raises(
-            FormatError, match=r"the bytes of GroupInt have version 1, this kvcodec has 2; load it with"
+            FormatError, match=r"the bytes of GroupInt have version 1, this packedkv has 2; load it with"
         ):
             load_layers(tmp_path / "old")
     else:
@@ -182,7 +182,7 @@ def test_long_groups_agree_with_an_encoder_written_from_the_definition(spec: str
     bits, group = LONG[spec]
     k, v = normal(2, 1, 2, 256, head_dim, seed=3).half().float()
     k[..., 5] = (k[..., 5] * 30 + 100).half().float()
-    held = kvcodec.compress(kvcodec.get(spec).without_windows(), k, v, layer=2, seed=7)
+    held = packedkv.compress(packedkv.get(spec).without_windows(), k, v, layer=2, seed=7)
     keys, values = held.decode()
     signs = TurboQuant(bits).fit(Site(2, "value", 2, head_dim, 7))["signs"]
     for head in range(2):
@@ -200,12 +200,12 @@ def test_long_groups_agree_with_an_encoder_written_from_the_definition(spec: str
 def test_bits_of_long_groups_are_their_bytes(head_dim: int, spec: str):
     bits, group = LONG[spec]
     x = normal(1, 2, 256, head_dim)
-    held = kvcodec.compress(kvcodec.get(spec).without_windows(), x, x)
+    held = packedkv.compress(packedkv.get(spec).without_windows(), x, x)
     assert sum(b for p, b in held.nbytes.items() if p.startswith("key")) * 8 / x.numel() == bits + 32 / group
     over = 16 / head_dim if "tq" in spec else 32 * -(-head_dim // group) / head_dim
     found = sum(b for p, b in held.nbytes.items() if p.startswith("value")) * 8 / x.numel()
     assert found == pytest.approx(bits + over)
-    assert kvcodec.get(spec).key_bits(head_dim) == bits + 32 / group
+    assert packedkv.get(spec).key_bits(head_dim) == bits + 32 / group
 
 
 @pytest.mark.parametrize(
@@ -213,7 +213,7 @@ def test_bits_of_long_groups_are_their_bytes(head_dim: int, spec: str):
 )
 @pytest.mark.parametrize("prefill", [0, 127, 128, 300])
 def test_keys_of_long_groups_leave_a_group_at_a_time(spec: str, window: int, group: int, prefill: int):
-    assert kvcodec.get(spec).window == window
+    assert packedkv.get(spec).window == window
     for step, (keys, values) in enumerate(encoded_counts(spec, prefill, 140)):
         tokens = prefill + step
         assert values == max(0, tokens - window)
@@ -222,13 +222,13 @@ def test_keys_of_long_groups_leave_a_group_at_a_time(spec: str, window: int, gro
 
 def test_pages_hold_whole_groups():
     for spec, tokens in (("kivi-4", 64), ("kivi-g64-4", 64), ("kivi-g128-4", 128), ("kivi-tq-3", 128)):
-        assert kvcodec.get(spec).page_layout(128).page_tokens == tokens
+        assert packedkv.get(spec).page_layout(128).page_tokens == tokens
 
 
 def test_keys_in_long_groups_with_turboquant_values_beat_turboquant_where_channels_differ():
     k, v = normal(2, 1, 2, 512, 128)
     k = k * 2.0 ** torch.linspace(-3, 3, 128)  # every channel of another size, as keys of models have
-    ours, theirs = kvcodec.fake_quant("kivi-tq-4", k, v), kvcodec.fake_quant("turboquant-4", k, v)
+    ours, theirs = packedkv.fake_quant("kivi-tq-4", k, v), packedkv.fake_quant("turboquant-4", k, v)
 
     def error(x: torch.Tensor, y: torch.Tensor) -> float:
         return float((x - y).square().mean(2).div(x.square().mean(2)).mean())  # of each channel, in its own size
@@ -239,4 +239,4 @@ def test_keys_in_long_groups_with_turboquant_values_beat_turboquant_where_channe
 
 def test_turboquant_values_of_eight_bits_are_refused():
     with pytest.raises(SpecError, match="kivi: bits=8 with values=turboquant is not allowed; use 2, 3 or 4 bits"):
-        kvcodec.get("kivi-8:values=turboquant")
+        packedkv.get("kivi-8:values=turboquant")

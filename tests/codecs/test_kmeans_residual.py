@@ -7,15 +7,15 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import kvcodec
-from kvcodec.codec import Dense, Sample, Site, roundtrip
-from kvcodec.codecs.group_int import GroupInt
-from kvcodec.codecs.hessian import HessianRotated
-from kvcodec.codecs.kmeans_residual import KMeansResidual
-from kvcodec.codecs.saw_int4 import SawInt4
-from kvcodec.errors import FitError, SpecError
-from kvcodec.files.caches import load_layers, save_layers
-from kvcodec.ops.kmeans import fit_centroids, nearest_centroid
+import packedkv
+from packedkv.codec import Dense, Sample, Site, roundtrip
+from packedkv.codecs.group_int import GroupInt
+from packedkv.codecs.hessian import HessianRotated
+from packedkv.codecs.kmeans_residual import KMeansResidual
+from packedkv.codecs.saw_int4 import SawInt4
+from packedkv.errors import FitError, SpecError
+from packedkv.files.caches import load_layers, save_layers
+from packedkv.ops.kmeans import fit_centroids, nearest_centroid
 from tests.codecs.draws import normal, relative_mse
 from tests.codecs.filled import check_filled_and_saved
 
@@ -66,7 +66,7 @@ def test_a_tie_goes_to_the_lowest_id():
 def test_assignment_is_cut_into_chunks_that_do_not_show(monkeypatch):
     x, centroids = normal(2, 2, 33, 64), normal(1, 2, 17, 64, seed=1).half()
     whole = nearest_centroid(x, centroids)
-    monkeypatch.setattr("kvcodec.ops.kmeans.SCORES", 1)
+    monkeypatch.setattr("packedkv.ops.kmeans.SCORES", 1)
     assert torch.equal(nearest_centroid(x, centroids), whole)
 
 
@@ -126,7 +126,7 @@ def test_bits_are_bytes_and_papers_count_log2(clusters, id_bytes, bits, printed)
     assert layout.nominal_bits + 0.25 == printed
     assert [f.name for f in layout.fields] == ["codes", "scale_zero"] + ["ids"] * (id_bytes > 0)
     assert layout.block_bytes == 68 + id_bytes
-    assert kvcodec.get(f"saw-int4:kmeans={clusters}").effective_bits(128) == bits
+    assert packedkv.get(f"saw-int4:kmeans={clusters}").effective_bits(128) == bits
 
 
 def test_ids_are_little_endian():
@@ -220,7 +220,7 @@ def test_points_too_close_to_tell_apart_fit_without_a_warning():
 
 
 def test_constants_nest_and_keys_and_values_have_their_own():
-    scheme = kvcodec.get("saw-int4:rotate=kv,kmeans=4,hessian=true")
+    scheme = packedkv.get("saw-int4:rotate=kv,kmeans=4,hessian=true")
     assert scheme.key == KMeansResidual(HessianRotated(SawInt4()), 4)
     q, k = normal(1, 4, 90, 64), clustered(1, 2, 90, 64)
     params = {r: scheme.codec(r).fit(Site(0, r, 2, 64), Sample(k, q)) for r in ("key", "value")}
@@ -239,7 +239,7 @@ SPECS = ("saw-int4:kmeans=1", "saw-int4:rotate=kv,kmeans=9", "saw-int4:kmeans=30
 
 @pytest.mark.parametrize("spec", SPECS)
 def test_a_cache_filled_token_by_token_is_the_prefilled_one_and_can_be_saved(spec, tmp_path):
-    scheme = kvcodec.get(spec)
+    scheme = packedkv.get(spec)
     sample, q = clustered(1, 2, 400, 64), normal(1, 4, 90, 64)
     params = {r: scheme.codec(r).fit(Site(0, r, 2, 64), Sample(sample, q)) for r in ("key", "value")}
     k, v = clustered(2, 2, 70, 64, seed=1).half(), normal(2, 2, 70, 64).half()
@@ -251,14 +251,14 @@ def test_a_cache_filled_token_by_token_is_the_prefilled_one_and_can_be_saved(spe
 
 
 def test_a_cache_fits_on_its_prefill_and_keeps_sequences_apart(tmp_path):
-    scheme = kvcodec.get("saw-int4:kmeans=5")
+    scheme = packedkv.get("saw-int4:kmeans=5")
     k, v = clustered(2, 2, 40, 64).half(), normal(2, 2, 40, 64).half()
-    cache = kvcodec.LayerCache(scheme)
+    cache = packedkv.LayerCache(scheme)
     cache.append(k, v)
     cache.append(k[:, :, :3], v[:, :, :3])
     save_layers(tmp_path / "c.safetensors", [cache], {})
     (loaded,), _ = load_layers(tmp_path / "c.safetensors")
-    alone = kvcodec.LayerCache(scheme)
+    alone = packedkv.LayerCache(scheme)
     alone.append(k[1:], v[1:])
     alone.append(k[1:, :, :3], v[1:, :, :3])
     both = cache.decode()
@@ -270,8 +270,8 @@ def test_a_cache_fits_on_its_prefill_and_keeps_sequences_apart(tmp_path):
 
 def test_a_scheme_survives_json():
     for spec in SPECS:
-        scheme = kvcodec.get(spec)
-        again = kvcodec.from_json(scheme.to_json())
+        scheme = packedkv.get(spec)
+        again = packedkv.from_json(scheme.to_json())
         assert again == scheme
         assert repr(again.key) == repr(scheme.key)
 
@@ -284,10 +284,10 @@ def test_the_dtype_of_the_inner_codec_is_resolved():
 
 def test_what_cannot_be_fitted_says_how_to():
     codec = KMeansResidual(SawInt4(), 16)
-    with pytest.raises(FitError, match=r"kmeans=16 needs at least 16 tokens to fit on, got 15; .*`kvcodec fit MODEL"):
+    with pytest.raises(FitError, match=r"kmeans=16 needs at least 16 tokens to fit on, got 15; .*`packedkv fit MODEL"):
         codec.fit(SITE, Sample(normal(1, 2, 15, 64)))
     with pytest.raises(FitError, match="kmeans=16 needs at least 16 tokens to fit on, got 1"):
-        kvcodec.LayerCache(kvcodec.get("saw-int4:kmeans=16")).append(normal(1, 2, 1, 64), normal(1, 2, 1, 64))
+        packedkv.LayerCache(packedkv.get("saw-int4:kmeans=16")).append(normal(1, 2, 1, 64), normal(1, 2, 1, 64))
     with pytest.raises(FitError, match=r"kmeans=16 needs sample vectors .* got none"):
         codec.fit(SITE)
     with pytest.raises(FitError, match="this rotation comes from a model's queries"):
@@ -305,7 +305,7 @@ def test_a_missing_library_is_named_and_the_mean_needs_none(monkeypatch):
         return real(name, *args, **kwargs)
 
     monkeypatch.setattr(builtins, "__import__", without)
-    with pytest.raises(FitError, match=r"k-means of 4 clusters needs scikit-learn.*install kvcodec\[fit\]"):
+    with pytest.raises(FitError, match=r"k-means of 4 clusters needs scikit-learn.*install packedkv\[fit\]"):
         KMeansResidual(SawInt4(), 4).fit(SITE, Sample(normal(1, 2, 15, 64)))
     assert KMeansResidual(SawInt4(), 1).fit(SITE, Sample(normal(1, 2, 15, 64)))
 

@@ -8,11 +8,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-import kvcodec
-from kvcodec.codec import roundtrip
-from kvcodec.codecs.group_int import GroupInt
-from kvcodec.codecs.kvarn import KVarN
-from kvcodec.ops.bitpack import unpack
+import packedkv
+from packedkv.codec import roundtrip
+from packedkv.codecs.group_int import GroupInt
+from packedkv.codecs.kvarn import KVarN
+from packedkv.ops.bitpack import unpack
 from tests.codecs.draws import normal
 
 from .definitions import MARGIN, by_definition, key_batches, sylvester
@@ -171,7 +171,7 @@ def test_numbers_beyond_fp16_are_balanced_into_it(along, rounds):
 
 def test_the_first_128_tokens_and_an_unfinished_tile_stay_in_16_bit():
     x = normal(2, 1, 1, 128 + 128 + 57, 64).half()
-    keys, values = kvcodec.compress("kvarn-k4v2", *x).decode()
+    keys, values = packedkv.compress("kvarn-k4v2", *x).decode()
     for side, back in zip(x, (keys, values), strict=True):
         same = (back == side.float()).all(-1)[0, 0]
         assert bool(same[:128].all())
@@ -184,24 +184,24 @@ def test_the_first_128_tokens_and_an_unfinished_tile_stay_in_16_bit():
     [("kvarn-k4v2", 4.375, 2.375), ("kvarn-k4v4", 4.375, 4.375), ("kvarn-k3v3", 3.375, 3.375)],
 )
 def test_bits_are_the_printed_ones_at_head_dim_128(spec, key, value):
-    scheme = kvcodec.get(spec)
+    scheme = packedkv.get(spec)
     assert (scheme.key_bits(128), scheme.value_bits(128)) == (key, value)
     assert (scheme.key_bits(64) - key, scheme.value_bits(64) - value) == (0.125, 0.25)
     x = normal(1, 2, 384, 128)
-    held = kvcodec.compress(scheme.without_windows(), x, x)
+    held = packedkv.compress(scheme.without_windows(), x, x)
     assert sum(held.nbytes.values()) * 8 / (2 * x.numel()) == (key + value) / 2
-    half = kvcodec.get(f"{spec}:group=64")
+    half = packedkv.get(f"{spec}:group=64")
     assert half.key_bits(128) == key + 16 * 2 / 64 - 16 * 2 / 128
 
 
 def test_refusals():
-    with pytest.raises(kvcodec.SpecError, match="bits=5 is not allowed; use 2, 3 or 4"):
+    with pytest.raises(packedkv.SpecError, match="bits=5 is not allowed; use 2, 3 or 4"):
         KVarN(5)
-    with pytest.raises(kvcodec.SpecError, match="use tokens or channels"):
+    with pytest.raises(packedkv.SpecError, match="use tokens or channels"):
         KVarN(4, "rows")
-    with pytest.raises(kvcodec.SpecError, match="group=1 is not allowed; use 2 or more"):
+    with pytest.raises(packedkv.SpecError, match="group=1 is not allowed; use 2 or more"):
         KVarN(4, group=1)
-    with pytest.raises(kvcodec.SpecError, match="rounds=-1 is not allowed; use 0 or more"):
+    with pytest.raises(packedkv.SpecError, match="rounds=-1 is not allowed; use 0 or more"):
         KVarN(4, rounds=-1)
-    with pytest.raises(kvcodec.SpecError, match="group"):
-        kvcodec.get("kvarn-k4v2:group=32")
+    with pytest.raises(packedkv.SpecError, match="group"):
+        packedkv.get("kvarn-k4v2:group=32")

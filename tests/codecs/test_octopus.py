@@ -7,13 +7,13 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-import kvcodec
-from kvcodec.codec import Site, roundtrip
-from kvcodec.codecs.group_int import GroupInt
-from kvcodec.codecs.octopus import Octopus, _Tables, octopus
-from kvcodec.errors import ShapeError, SpecError
-from kvcodec.ops.lloyd_max import block_norm_density, distortion, lloyd_max
-from kvcodec.ops.split_words import unpack_split
+import packedkv
+from packedkv.codec import Site, roundtrip
+from packedkv.codecs.group_int import GroupInt
+from packedkv.codecs.octopus import Octopus, _Tables, octopus
+from packedkv.errors import ShapeError, SpecError
+from packedkv.ops.lloyd_max import block_norm_density, distortion, lloyd_max
+from packedkv.ops.split_words import unpack_split
 from tests.codecs.draws import fitted, loud_channel_cost, unit_keys
 
 from .definitions import MARGIN, by_definition, key_batches, nearest, rotated_unit, smallest
@@ -248,7 +248,7 @@ def test_score_factorises_over_triplets(dim):
     ],
 )
 def test_bytes_of_a_key(spec, dim, nbytes):
-    scheme = kvcodec.get(spec)
+    scheme = packedkv.get(spec)
     assert scheme.key.layout(dim).block_bytes == nbytes
     payload = scheme.key.encode(unit_keys(3, dim), fitted(scheme.key, dim))
     assert sum(field.nbytes for field in payload.values()) == 3 * nbytes
@@ -307,14 +307,14 @@ def test_half_of_the_bits_of_a_norm_cost_nothing_visible():
 
 def test_recipe_is_the_papers():
     for bits in (2, 3, 4):
-        scheme = kvcodec.get(f"octopus-{bits}")
+        scheme = packedkv.get(f"octopus-{bits}")
         assert scheme.key == Octopus(bits + 1, bits - 1, "local_3x3", "fp16")
         assert scheme.value == GroupInt(bits, 32, "channels")
         assert (scheme.sink, scheme.window, scheme.dense_key_layers, scheme.dense_value_layers) == (0, 32, 1, 0)
-        assert kvcodec.get(f"octopus-{bits}:split=plus").key == Octopus(bits + 1, bits)
-    one = kvcodec.get("octopus-1")
+        assert packedkv.get(f"octopus-{bits}:split=plus").key == Octopus(bits + 1, bits)
+    one = packedkv.get("octopus-1")
     assert (one.key, one.value.bits) == (Octopus(1, 1), 2)
-    changed = kvcodec.get("octopus-3:rounding=scalar,window=0,group=16,dense_keys=0,norm=fp32")
+    changed = packedkv.get("octopus-3:rounding=scalar,window=0,group=16,dense_keys=0,norm=fp32")
     assert changed.key == Octopus(4, 2, "scalar", "fp32")
     assert (changed.value.group, changed.window, changed.dense_key_layers) == (16, 0, 0)
 
@@ -330,7 +330,7 @@ def test_recipe_is_the_papers():
 )
 def test_unknown_options(spec, message):
     with pytest.raises(SpecError, match=message.replace("|", r"\|")):
-        kvcodec.get(spec)
+        packedkv.get(spec)
 
 
 def test_recipe_called_directly_checks_its_arguments():
@@ -380,7 +380,7 @@ def test_the_four_bracketing_levels_hold_the_best_of_all_directions(bits):
     ],
 )
 def test_every_split_of_table_4_is_a_spec(spec, widths):
-    key = kvcodec.get(spec).key
+    key = packedkv.get(spec).key
     assert (key.direction_bits, key.norm_bits) == widths
-    with pytest.raises(kvcodec.SpecError, match="norm_bits=0 is not allowed"):
-        kvcodec.get("octopus-2:split=2")
+    with pytest.raises(packedkv.SpecError, match="norm_bits=0 is not allowed"):
+        packedkv.get("octopus-2:split=2")

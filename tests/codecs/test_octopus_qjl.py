@@ -5,14 +5,14 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-import kvcodec
-from kvcodec.codec import roundtrip
-from kvcodec.codecs.group_int import GroupInt
-from kvcodec.codecs.octopus import Octopus
-from kvcodec.codecs.octopus_qjl import OctopusQJL, octopus_qjl
-from kvcodec.errors import ShapeError, SpecError
-from kvcodec.ops.bitpack import unpack
-from kvcodec.ops.split_words import unpack_split
+import packedkv
+from packedkv.codec import roundtrip
+from packedkv.codecs.group_int import GroupInt
+from packedkv.codecs.octopus import Octopus
+from packedkv.codecs.octopus_qjl import OctopusQJL, octopus_qjl
+from packedkv.errors import ShapeError, SpecError
+from packedkv.ops.bitpack import unpack
+from packedkv.ops.split_words import unpack_split
 from tests.codecs.draws import fitted, normal, score_errors
 
 from .definitions import MARGIN, by_definition, key_batches, rotated_unit, sylvester
@@ -160,7 +160,7 @@ def test_a_key_alone_gives_the_bytes_it_gives_in_a_batch():
     ],
 )
 def test_bytes_of_a_key(spec, dim, nbytes, bits):
-    codec = kvcodec.get(spec).key
+    codec = packedkv.get(spec).key
     assert (codec.layout(dim).block_bytes, codec.layout(dim).effective_bits) == (nbytes, bits)
     payload = codec.encode(normal(1, 1, 3, dim), fitted(codec, dim))
     assert sum(field.nbytes for field in payload.values()) == 3 * nbytes
@@ -174,12 +174,12 @@ def test_at_equal_bits_plain_octopus_has_the_smaller_error():
 
 def test_recipe_is_octopus_with_other_keys():
     for bits in (1, 2, 3, 4):
-        ours, plain = kvcodec.get(f"octopus-qjl-{bits}"), kvcodec.get(f"octopus-{bits}")
+        ours, plain = packedkv.get(f"octopus-qjl-{bits}"), packedkv.get(f"octopus-{bits}")
         assert isinstance(ours.key, OctopusQJL)
         assert vars(ours.key) == vars(plain.key)
         for name in ("value", "sink", "window", "dense_key_layers", "dense_value_layers"):
             assert getattr(ours, name) == getattr(plain, name), name
-    changed = kvcodec.get("octopus-qjl-3:rounding=full,split=plus,window=0,group=16,dense_keys=2,norm=fp32")
+    changed = packedkv.get("octopus-qjl-3:rounding=full,split=plus,window=0,group=16,dense_keys=2,norm=fp32")
     assert changed.key == OctopusQJL(4, 3, "full", "fp32")
     assert (changed.value, changed.window, changed.dense_key_layers) == (GroupInt(3, 16, "channels"), 0, 2)
 

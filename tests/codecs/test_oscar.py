@@ -3,15 +3,15 @@
 import pytest
 import torch
 
-import kvcodec
-from kvcodec.codec import Sample, Site
-from kvcodec.codecs.hessian import HessianRotated, hessian_rotation, second_moment
-from kvcodec.codecs.oscar import OscarRotated
-from kvcodec.codecs.saw_int4 import SawInt4
-from kvcodec.errors import FitError, SpecError
-from kvcodec.files.caches import load_layers, save_layers
-from kvcodec.fitting.fit import fit_model
-from kvcodec.ops.hadamard import block_hadamard
+import packedkv
+from packedkv.codec import Sample, Site
+from packedkv.codecs.hessian import HessianRotated, hessian_rotation, second_moment
+from packedkv.codecs.oscar import OscarRotated
+from packedkv.codecs.saw_int4 import SawInt4
+from packedkv.errors import FitError, SpecError
+from packedkv.files.caches import load_layers, save_layers
+from packedkv.fitting.fit import fit_model
+from packedkv.ops.hadamard import block_hadamard
 from tests.cli.tiny import TEXT, tiny_loaded
 
 from .draws import normal
@@ -75,7 +75,7 @@ def test_a_fit_on_a_model_serves_a_cache_that_is_saved(tmp_path):
     params = fit_model(tiny_loaded(), spec, TEXT, windows=2, window_tokens=96)[0]
     assert list(params) == ["key"]
     heads, dim = params["key"]["rotation"].shape[1:3]
-    one = kvcodec.LayerCache(kvcodec.get(spec), params=params)
+    one = packedkv.LayerCache(packedkv.get(spec), params=params)
     k, v = normal(1, heads, 20, dim, seed=1).half(), normal(1, heads, 20, dim, seed=2).half()
     one.append(k, v)
     save_layers(tmp_path / "c.safetensors", [one], {})
@@ -86,11 +86,11 @@ def test_a_fit_on_a_model_serves_a_cache_that_is_saved(tmp_path):
 
 
 def test_the_option_and_what_is_refused():
-    scheme = kvcodec.get("saw-int4:oscar=true")
+    scheme = packedkv.get("saw-int4:oscar=true")
     assert (scheme.key, scheme.value) == (OscarRotated(SawInt4()), SawInt4(1))
-    assert kvcodec.from_json(scheme.to_json()) == scheme
+    assert packedkv.from_json(scheme.to_json()) == scheme
     with pytest.raises(SpecError, match="hessian=true and oscar=true are two bases of the same keys"):
-        kvcodec.get("saw-int4:hessian=true,oscar=true")
+        packedkv.get("saw-int4:hessian=true,oscar=true")
     with pytest.raises(FitError, match=r"oscar: got queries \(1, 4, 0, 64\) for head_dim=64"):
         OscarRotated(SawInt4()).fit(Site(0, "key", 2, 64), Sample(normal(1, 2, 9, 64), normal(1, 4, 0, 64)))
     with pytest.raises(FitError, match="oscar: the queries of layer 0 are not finite"):

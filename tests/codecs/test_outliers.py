@@ -5,18 +5,18 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import kvcodec
-from kvcodec.codec import NO_SAMPLE, Dense, Sample, Site, roundtrip
-from kvcodec.codecs.fp8 import Fp8
-from kvcodec.codecs.group_int import GroupInt
-from kvcodec.codecs.hqmq import Hqmq
-from kvcodec.codecs.innerq import InnerQ
-from kvcodec.codecs.outliers import Med
-from kvcodec.codecs.saw_int4 import SawInt4
-from kvcodec.codecs.wrapper import inside
-from kvcodec.errors import FitError, ShapeError, SpecError
-from kvcodec.files import caches as persist
-from kvcodec.ops.bitpack import unpack
+import packedkv
+from packedkv.codec import NO_SAMPLE, Dense, Sample, Site, roundtrip
+from packedkv.codecs.fp8 import Fp8
+from packedkv.codecs.group_int import GroupInt
+from packedkv.codecs.hqmq import Hqmq
+from packedkv.codecs.innerq import InnerQ
+from packedkv.codecs.outliers import Med
+from packedkv.codecs.saw_int4 import SawInt4
+from packedkv.codecs.wrapper import inside
+from packedkv.errors import FitError, ShapeError, SpecError
+from packedkv.files import caches as persist
+from packedkv.ops.bitpack import unpack
 from tests.codecs.draws import normal_fp16, relative_mse
 
 INNERS = [
@@ -280,10 +280,10 @@ def test_blocks_one_by_one_equal_all_at_once_and_sequences_do_not_meet(inner):
 
 @around
 def test_a_cache_appends_crops_saves_and_loads(inner, tmp_path):
-    scheme = kvcodec.KVScheme(key=Med(inner), value=Med(inner), window=3)
+    scheme = packedkv.KVScheme(key=Med(inner), value=Med(inner), window=3)
     k, v = lumpy(2, 1, 2, 60, 64).half()
     params = {"key": fitted(scheme.key, k.float()), "value": fitted(scheme.value, v.float())}
-    once, steps = (kvcodec.LayerCache(scheme, params=params) for _ in range(2))
+    once, steps = (packedkv.LayerCache(scheme, params=params) for _ in range(2))
     once.append(k, v)
     for at in range(0, 60, 7):
         steps.append(k[:, :, at : at + 7], v[:, :, at : at + 7])
@@ -300,7 +300,7 @@ def test_a_cache_appends_crops_saves_and_loads(inner, tmp_path):
 
 def test_a_cache_without_constants_fits_on_its_first_call():
     k, v = lumpy(2, 2, 2, 40, 64).half()
-    cache = kvcodec.LayerCache(kvcodec.get("hqmq-s24_r4:outliers=3,slots=5"))
+    cache = packedkv.LayerCache(packedkv.get("hqmq-s24_r4:outliers=3,slots=5"))
     cache.append(k[:, :, :30], v[:, :, :30])
     frozen = cache.roles["key"].params["threshold"].clone()
     for at in range(30, 40):
@@ -316,7 +316,7 @@ def test_constants_of_each_sequence_move_with_it():
     codec = Med(InnerQ(3, norm=True))
     k, v = lumpy(2, 2, 2, 64, 64).half()
     k[1] *= 10
-    cache = kvcodec.LayerCache(kvcodec.KVScheme(key=codec, value=Med(GroupInt(4, 32))))
+    cache = packedkv.LayerCache(packedkv.KVScheme(key=codec, value=Med(GroupInt(4, 32))))
     cache.append(k, v)
     assert {n: p.shape[0] for n, p in cache.roles["key"].params.items()} == {"inner.norm": 2, "threshold": 2}
     swapped = cache.decode()[0].flip(0)
@@ -327,7 +327,7 @@ def test_constants_of_each_sequence_move_with_it():
 def test_a_sequence_in_a_batch_gets_the_bytes_it_gets_alone():
     k, v = ((normal_fp16(3, 2, 40, 64, seed=s) ** 3).half() for s in (1, 2))  # outliers of every size
     k[1:] *= 20
-    together, alone = (kvcodec.LayerCache(kvcodec.get("int-4:outliers=3")) for _ in range(2))
+    together, alone = (packedkv.LayerCache(packedkv.get("int-4:outliers=3")) for _ in range(2))
     together.append(k, v)
     alone.append(k[:1], v[:1])
     assert torch.equal(together.decode()[0][:1], alone.decode()[0])
@@ -347,8 +347,8 @@ def test_no_tokens_make_no_bytes():
 
 @around
 def test_json_and_repr_bring_the_same_codec_back(inner):
-    scheme = kvcodec.KVScheme(key=Med(inner, 4, 1), value=Med(inner, 2.5))
-    assert kvcodec.from_json(scheme.to_json()) == scheme
+    scheme = packedkv.KVScheme(key=Med(inner, 4, 1), value=Med(inner, 2.5))
+    assert packedkv.from_json(scheme.to_json()) == scheme
     assert eval(repr(scheme.key)) == scheme.key
     assert scheme.key != scheme.value
 
@@ -391,14 +391,16 @@ def test_what_the_inner_codec_holds_depends_on_the_dtype():
     assert codec == Med(Dense("bfloat16"))
     assert codec.held_dtype(torch.bfloat16) == torch.bfloat16
     k = lumpy(1, 1, 8, 64).bfloat16()
-    assert torch.equal(kvcodec.compress(kvcodec.KVScheme(key=Med(Dense()), value=Dense()), k, k).decode()[0], k.float())
+    assert torch.equal(
+        packedkv.compress(packedkv.KVScheme(key=Med(Dense()), value=Dense()), k, k).decode()[0], k.float()
+    )
 
 
 def test_which_kernels_know_these_bytes():
-    kernels_for = kvcodec.description.kernels_for
-    assert kernels_for(kvcodec.get("hqmq-s24_r3:outliers=3")) == {"encode": "cuda", "decode": "cuda"}
+    kernels_for = packedkv.description.kernels_for
+    assert kernels_for(packedkv.get("hqmq-s24_r3:outliers=3")) == {"encode": "cuda", "decode": "cuda"}
     for inner in (SawInt4(), GroupInt(4, 32), InnerQ(3)):
-        scheme = kvcodec.KVScheme(key=Med(inner), value=Med(inner))
+        scheme = packedkv.KVScheme(key=Med(inner), value=Med(inner))
         assert kernels_for(scheme) == {"encode": "none", "decode": "none"}
 
 
@@ -415,4 +417,4 @@ def test_refusals():
     with pytest.raises(SpecError, match=r"Med has a field .* use a codec without outliers"):
         Med(Med(Hqmq(24, 3))).layout(64)
     with pytest.raises(SpecError, match="outliers='2' is not allowed"):
-        kvcodec.get("hqmq-s24_r3:outliers=2")
+        packedkv.get("hqmq-s24_r3:outliers=2")

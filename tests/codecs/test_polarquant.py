@@ -7,11 +7,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-import kvcodec
-from kvcodec.codec import roundtrip
-from kvcodec.codecs.polarquant import PolarQuant, angle_levels, polarquant, tree
-from kvcodec.errors import ShapeError, SpecError
-from kvcodec.ops.bitpack import unpack
+import packedkv
+from packedkv.codec import roundtrip
+from packedkv.codecs.polarquant import PolarQuant, angle_levels, polarquant, tree
+from packedkv.errors import ShapeError, SpecError
+from packedkv.ops.bitpack import unpack
 from tests.codecs.draws import fitted, normal, unit_keys
 
 from .definitions import by_definition, key_batches, nearest
@@ -163,14 +163,14 @@ def test_zero_rows_are_exact():
     ],
 )
 def test_bytes_of_a_token(spec, dim, nbytes):
-    codec = kvcodec.get(spec).key
+    codec = packedkv.get(spec).key
     assert codec.layout(dim).block_bytes == nbytes
     payload = codec.encode(normal(1, 1, 3, dim), fitted(codec, dim))
     assert sum(field.nbytes for field in payload.values()) == 3 * nbytes
 
 
 def test_the_recipe_has_one_codec_for_keys_and_values():
-    scheme = kvcodec.get("polarquant-3:window=8")
+    scheme = packedkv.get("polarquant-3:window=8")
     assert scheme.key == scheme.value == PolarQuant(3, "fp16")
     assert (scheme.sink, scheme.window) == (0, 8)
 

@@ -5,9 +5,9 @@ import pytest
 import torch
 from hypothesis import given
 
-import kvcodec
-from kvcodec.codec import roundtrip
-from kvcodec.codecs.q4_0 import Q40
+import packedkv
+from packedkv.codec import roundtrip
+from packedkv.codecs.q4_0 import Q40
 
 from .definitions import by_definition, key_batches, sylvester
 
@@ -90,7 +90,7 @@ def test_a_group_that_is_loud_beyond_fp16_saturates():
     ],
 )
 def test_rotation_orders_of_llama_cpp(spec, dim, key, value):
-    scheme = kvcodec.get(spec)
+    scheme = packedkv.get(spec)
     x = torch.randn(1, 1, 3, dim, generator=torch.Generator().manual_seed(1))
     for codec, order in ((scheme.key, key), (scheme.value, value)):
         matrix = torch.block_diag(*[sylvester(order) / order**0.5] * (dim // order))
@@ -108,14 +108,14 @@ def test_rotation_tames_a_loud_channel():
 def test_bits_and_what_shapes_are_refused():
     layout = Q40().layout(128)
     assert (layout.block_bytes, layout.effective_bits) == (72, 4.5)
-    assert kvcodec.get("q4_0").effective_bits(64) == 4.5
-    with pytest.raises(kvcodec.ShapeError, match="not a multiple of 32"):
+    assert packedkv.get("q4_0").effective_bits(64) == 4.5
+    with pytest.raises(packedkv.ShapeError, match="not a multiple of 32"):
         Q40().layout(80)
-    with pytest.raises(kvcodec.SpecError, match="rotation"):
+    with pytest.raises(packedkv.SpecError, match="rotation"):
         Q40("32")
-    with pytest.raises(kvcodec.SpecError, match="rotate"):
-        kvcodec.get("q4_0:rotate=v")
+    with pytest.raises(packedkv.SpecError, match="rotate"):
+        packedkv.get("q4_0:rotate=v")
 
 
 def test_no_kernel_is_promised():
-    assert kvcodec.describe("q4_0")["kernels"] == {"encode": "none", "decode": "none"}
+    assert packedkv.describe("q4_0")["kernels"] == {"encode": "none", "decode": "none"}

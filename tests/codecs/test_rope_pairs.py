@@ -7,17 +7,17 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-import kvcodec
-from kvcodec.codec import FP16_MAX, Sample, Site
-from kvcodec.codecs.rope_pairs import ERRORS, STEP, RopePairs, normal_levels
-from kvcodec.codecs.turboquant import TurboQuant
-from kvcodec.errors import FitError, ShapeError, SpecError
-from kvcodec.fitting.fit import capture, fit_model
-from kvcodec.integrations.transformers.argument import passing
-from kvcodec.integrations.transformers.cache import cache_for
-from kvcodec.models.windows import split_windows, tokenize
-from kvcodec.ops.lloyd_max import distortion
-from kvcodec.ops.widths import allot
+import packedkv
+from packedkv.codec import FP16_MAX, Sample, Site
+from packedkv.codecs.rope_pairs import ERRORS, STEP, RopePairs, normal_levels
+from packedkv.codecs.turboquant import TurboQuant
+from packedkv.errors import FitError, ShapeError, SpecError
+from packedkv.fitting.fit import capture, fit_model
+from packedkv.integrations.transformers.argument import passing
+from packedkv.integrations.transformers.cache import cache_for
+from packedkv.models.windows import split_windows, tokenize
+from packedkv.ops.lloyd_max import distortion
+from packedkv.ops.widths import allot
 from tests.cli.tiny import TEXT, tiny_loaded, tiny_tokenizer
 from tests.codecs.draws import normal, score_mse, turned_pairs
 from tests.ops.test_widths import one_at_a_time
@@ -227,7 +227,7 @@ def test_every_head_and_token_takes_the_printed_bits(bits, dim, size):
     payload = codec.encode(codec.to_code(uneven(2, 3, dim), params), params)
     assert sum(x[0, 0, 0].nbytes for x in payload.values()) == size
     spec = f"rope-pairs:bits={bits}"
-    packed = kvcodec.compress(spec, uneven(2, 9, dim), uneven(2, 9, dim, seed=1), params={"key": params})
+    packed = packedkv.compress(spec, uneven(2, 9, dim), uneven(2, 9, dim, seed=1), params={"key": params})
     assert packed.effective_bits == bits + 16 / dim
 
 
@@ -249,7 +249,7 @@ def test_heads_of_different_widths_and_sequences_of_different_constants_keep_the
 def test_sequences_of_a_cache_keep_the_constants_of_their_prefill():
     keys, values = uneven(2, 40, 64, batch=2, seed=3), normal(2, 2, 40, 64)
     keys[1] = keys[1].flip(-1)
-    both, second = kvcodec.LayerCache(kvcodec.get("rope-pairs-3")), kvcodec.LayerCache(kvcodec.get("rope-pairs-3"))
+    both, second = packedkv.LayerCache(packedkv.get("rope-pairs-3")), packedkv.LayerCache(packedkv.get("rope-pairs-3"))
     both.append(keys, values)
     second.append(keys[1:], values[1:])
     both.select(torch.tensor([1]))
@@ -316,7 +316,7 @@ def test_what_does_not_exist_is_refused():
         RopePairs(5)
     with pytest.raises(ShapeError, match="rope-pairs: head_dim=100 is not a multiple of 8; use 64, 80"):
         RopePairs(3).layout(100)
-    with pytest.raises(FitError, match=r"rope-pairs needs sample keys .* `kvcodec fit MODEL rope-pairs-3 --text FILE"):
+    with pytest.raises(FitError, match=r"rope-pairs needs sample keys .* `packedkv fit MODEL rope-pairs-3 --text FILE"):
         RopePairs(3).fit(site())
     with pytest.raises(FitError, match=r"got keys \(1, 2, 0, 64\) for head_dim=64; .* longer text"):
         RopePairs(3).fit(site(), Sample(normal(1, 2, 0, 64), normal(1, 2, 9, 64)))

@@ -3,13 +3,13 @@
 import pytest
 import torch
 
-import kvcodec
-from kvcodec.codec import roundtrip
-from kvcodec.codecs.hessian import HessianRotated
-from kvcodec.codecs.kmeans_residual import KMeansResidual
-from kvcodec.codecs.saw_int4 import SawInt4
-from kvcodec.errors import ShapeError, SpecError
-from kvcodec.ops.bitpack import unpack
+import packedkv
+from packedkv.codec import roundtrip
+from packedkv.codecs.hessian import HessianRotated
+from packedkv.codecs.kmeans_residual import KMeansResidual
+from packedkv.codecs.saw_int4 import SawInt4
+from packedkv.errors import ShapeError, SpecError
+from packedkv.ops.bitpack import unpack
 from tests.codecs.cuda_refusal import cuda_refusal
 from tests.codecs.draws import normal, relative_mse
 
@@ -22,7 +22,7 @@ def test_rounding_the_zero_point_costs_one_and_a_half_percent_on_gaussian_tokens
     assert rounded == pytest.approx(0.010147, rel=0.006)
     assert floating == pytest.approx(0.009995, rel=0.006)
     assert rounded / floating == pytest.approx(0.010147 / 0.009995, rel=0.004)
-    other = kvcodec.fake_quant("int-4", x, x)[0]  # the same grid with a float offset
+    other = packedkv.fake_quant("int-4", x, x)[0]  # the same grid with a float offset
     assert floating == pytest.approx(relative_mse(x, other), rel=1e-3)
 
 
@@ -108,11 +108,11 @@ def test_a_constant_token_comes_back(zero, block, value):
 @pytest.mark.parametrize("head_dim", HEAD_DIMS)
 def test_bits_are_four_and_two_numbers_per_token(head_dim):
     x = normal(1, 2, 7, head_dim)
-    assert kvcodec.compress("saw-int4", x, x).effective_bits == pytest.approx(4 + 32 / head_dim)
+    assert packedkv.compress("saw-int4", x, x).effective_bits == pytest.approx(4 + 32 / head_dim)
 
 
 def test_bits_and_bytes_at_head_dim_128():
-    scheme = kvcodec.get("saw-int4")
+    scheme = packedkv.get("saw-int4")
     assert (scheme.key_bits(128), scheme.key.layout(128).block_bytes) == (4.25, 68)
 
 
@@ -149,7 +149,7 @@ def test_the_rotation_takes_the_largest_power_of_two_that_divides_the_head(head_
 
 @pytest.mark.parametrize(("rotate", "key", "value"), [("k", None, 1), ("kv", None, None), ("none", 1, 1)])
 def test_what_is_rotated_is_an_option(rotate, key, value):
-    scheme = kvcodec.get(f"saw-int4:rotate={rotate}")
+    scheme = packedkv.get(f"saw-int4:rotate={rotate}")
     assert (scheme.key, scheme.value) == (SawInt4(key), SawInt4(value))
 
 
@@ -175,13 +175,13 @@ def test_a_block_that_does_not_fit_says_which_does():
     ],
 )
 def test_options_compose(options, key, value):
-    scheme = kvcodec.get(f"saw-int4:{options}")
+    scheme = packedkv.get(f"saw-int4:{options}")
     assert (scheme.key, scheme.value) == (key, value)
-    assert kvcodec.from_json(scheme.to_json()) == scheme
+    assert packedkv.from_json(scheme.to_json()) == scheme
 
 
 def test_describe_prints_every_option():
-    options = {o["name"]: o for o in kvcodec.describe("saw-int4:kmeans=256")["options"]}
+    options = {o["name"]: o for o in packedkv.describe("saw-int4:kmeans=256")["options"]}
     assert list(options) == [
         "block",
         "rotate",
@@ -211,10 +211,10 @@ def test_describe_prints_every_option():
     ],
 )
 def test_variants_that_no_kernel_reads_are_refused_with_the_reason(options, reason):
-    scheme = kvcodec.get(f"saw-int4:{options}")
+    scheme = packedkv.get(f"saw-int4:{options}")
     assert reason in cuda_refusal(scheme, 128)
-    assert kvcodec.describe(str(scheme))["kernels"] == {"encode": "none", "decode": "none"}
-    assert kvcodec.describe("saw-int4:rotate=kv")["kernels"] == {"encode": "cuda", "decode": "cuda"}
+    assert packedkv.describe(str(scheme))["kernels"] == {"encode": "none", "decode": "none"}
+    assert packedkv.describe("saw-int4:rotate=kv")["kernels"] == {"encode": "cuda", "decode": "cuda"}
 
 
 @pytest.mark.parametrize(
@@ -222,9 +222,9 @@ def test_variants_that_no_kernel_reads_are_refused_with_the_reason(options, reas
     [
         (lambda: SawInt4(zero="half"), "zero='half' is not allowed; use rounded or float"),
         (lambda: SawInt4(pack="quarters"), "pack='quarters' is not allowed; use neighbours or halves"),
-        (lambda: kvcodec.get("saw-int4:kmeans=-1"), r"kmeans=-1 is not allowed; use 0 \(none\) or 1 to 65536"),
-        (lambda: kvcodec.get("saw-int4:kmeans=65537"), "kmeans=65537 is not allowed; use 1 to 65536"),
-        (lambda: kvcodec.get("saw-int4:hessian=1"), r"hessian='1' is not allowed; expected true\|false"),
+        (lambda: packedkv.get("saw-int4:kmeans=-1"), r"kmeans=-1 is not allowed; use 0 \(none\) or 1 to 65536"),
+        (lambda: packedkv.get("saw-int4:kmeans=65537"), "kmeans=65537 is not allowed; use 1 to 65536"),
+        (lambda: packedkv.get("saw-int4:hessian=1"), r"hessian='1' is not allowed; expected true\|false"),
     ],
     ids=["zero", "pack", "negative", "too-many", "hessian"],
 )

@@ -5,12 +5,12 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-import kvcodec
-from kvcodec.codec import Site, roundtrip
-from kvcodec.codecs.turboquant import TurboQuant, TurboQuantQJL, turboquant, turboquant_qjl
-from kvcodec.errors import ShapeError, SpecError
-from kvcodec.ops.bitpack import unpack
-from kvcodec.ops.lloyd_max import block_norm_density, distortion
+import packedkv
+from packedkv.codec import Site, roundtrip
+from packedkv.codecs.turboquant import TurboQuant, TurboQuantQJL, turboquant, turboquant_qjl
+from packedkv.errors import ShapeError, SpecError
+from packedkv.ops.bitpack import unpack
+from packedkv.ops.lloyd_max import block_norm_density, distortion
 from tests.codecs.draws import fitted, loud_channel_cost, normal, score_errors, unit_keys
 
 from .definitions import MARGIN, by_definition, key_batches, nearest, rotated_unit, sylvester
@@ -172,7 +172,7 @@ def test_ties_take_the_lower_level_and_the_positive_sign():
     ],
 )
 def test_bytes_of_a_token(spec, dim, key, value):
-    scheme = kvcodec.get(spec)
+    scheme = packedkv.get(spec)
     for codec, nbytes in ((scheme.key, key), (scheme.value, value)):
         assert codec.layout(dim).block_bytes == nbytes
         payload = codec.encode(normal(1, 1, 3, dim), fitted(codec, dim))
@@ -199,11 +199,11 @@ def test_norms_at_the_edge_of_fp16(codec):
 
 
 def test_recipes():
-    assert kvcodec.get("turboquant-3").key == kvcodec.get("turboquant-3").value == TurboQuant(3, "fp16")
-    qjl = kvcodec.get("turboquant-qjl-2:variant=printed,window=16")
+    assert packedkv.get("turboquant-3").key == packedkv.get("turboquant-3").value == TurboQuant(3, "fp16")
+    qjl = packedkv.get("turboquant-qjl-2:variant=printed,window=16")
     assert (qjl.key, qjl.value, qjl.window) == (TurboQuantQJL(2, "fp16", "printed"), TurboQuant(2), 16)
-    assert kvcodec.get("turboquant-qjl-3").key.variant == "correct"
-    assert kvcodec.get("turboquant-4").window == 0
+    assert packedkv.get("turboquant-qjl-3").key.variant == "correct"
+    assert packedkv.get("turboquant-4").window == 0
 
 
 @pytest.mark.parametrize(

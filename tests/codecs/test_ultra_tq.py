@@ -7,13 +7,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import kvcodec
-from kvcodec.codec import Dense, Sample, Site, roundtrip
-from kvcodec.codecs.group_int import GroupInt
-from kvcodec.codecs.ultra_tq import UltraTQ, gaussian_levels, sphere_levels, ultra_tq
-from kvcodec.errors import FitError, ShapeError, SpecError
-from kvcodec.ops.bitpack import unpack
-from kvcodec.ops.lloyd_max import block_norm_density, distortion, sample_levels
+import packedkv
+from packedkv.codec import Dense, Sample, Site, roundtrip
+from packedkv.codecs.group_int import GroupInt
+from packedkv.codecs.ultra_tq import UltraTQ, gaussian_levels, sphere_levels, ultra_tq
+from packedkv.errors import FitError, ShapeError, SpecError
+from packedkv.ops.bitpack import unpack
+from packedkv.ops.lloyd_max import block_norm_density, distortion, sample_levels
 
 
 def normal(n, dim=64, heads=1, seed=0):
@@ -56,7 +56,7 @@ def test_the_production_table_is_the_gaussian_one():
     """The paper names the law of a unit vector's coordinate, and prints 0.342."""
     assert round(float(gaussian_levels()[-1]) / 8, 3) == 0.342
     assert round(float(sphere_levels(64)[-1]) / 8, 3) == 0.331
-    assert kvcodec.get("ultra-tq").key.table == "gaussian"
+    assert packedkv.get("ultra-tq").key.table == "gaussian"
 
 
 @pytest.mark.parametrize(("dim", "exact"), [(64, 0.009132), (128, 0.009315), (256, 0.009408)], ids=str)
@@ -138,9 +138,9 @@ def test_calibration_ignores_zero_keys_and_magnitudes():
 
 
 def test_a_cache_calibrates_on_its_prefill():
-    scheme = kvcodec.get("ultra-tq:table=calibrated")
+    scheme = packedkv.get("ultra-tq:table=calibrated")
     k, v = normal(96, heads=2), normal(96, heads=2, seed=1)
-    packed = kvcodec.compress(scheme, k, v)
+    packed = packedkv.compress(scheme, k, v)
     assert packed.key.params["levels"].shape == (1, 16)
     assert not torch.equal(packed.key.params["levels"][0].double(), gaussian_levels())
     assert torch.equal(
@@ -206,7 +206,7 @@ def test_other_tables_have_nothing_to_settle():
 def test_a_share_that_is_none():
     for refit in (-0.1, 1.5, float("nan")):
         with pytest.raises(SpecError, match=f"refit={refit} is not allowed; use a share of the layers, 0 to 1"):
-            kvcodec.get(f"ultra-tq:table=calibrated,refit={refit}")
+            packedkv.get(f"ultra-tq:table=calibrated,refit={refit}")
 
 
 # -- codes and norms -----------------------------------------------------------------------------------------------
@@ -326,17 +326,17 @@ def test_bytes_of_a_key(norm, dim, nbytes):
 
 
 def test_bits_of_keys_and_values():
-    scheme = kvcodec.get("ultra-tq")
+    scheme = packedkv.get("ultra-tq")
     assert (scheme.key_bits(128), scheme.value_bits(128), scheme.effective_bits(128)) == (4.125, 5.0, 4.5625)
 
 
 def test_recipe_is_the_papers():
-    scheme = kvcodec.get("ultra-tq")
+    scheme = packedkv.get("ultra-tq")
     assert (scheme.key, scheme.value) == (UltraTQ("token", "gaussian"), GroupInt(4, 32, "channels"))
     assert (scheme.sink, scheme.window, scheme.dense_key_layers, scheme.dense_value_layers) == (0, 0, 2, 2)
     assert isinstance(scheme.for_layer(1, 48).key, Dense)
     assert isinstance(scheme.for_layer(2, 48).key, UltraTQ)
-    changed = kvcodec.get("ultra-tq:norm=block,table=sphere,refit=0.5,group=64,dense_layers=0")
+    changed = packedkv.get("ultra-tq:norm=block,table=sphere,refit=0.5,group=64,dense_layers=0")
     assert (changed.key, changed.value) == (UltraTQ("block", "sphere", 0.5), GroupInt(4, 64, "channels"))
     assert (changed.dense_key_layers, changed.dense_value_layers) == (0, 0)
 

@@ -7,12 +7,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import kvcodec
-from kvcodec.codec import Dense, Site, roundtrip
-from kvcodec.codecs.ultraquant import UltraQuant, ultraquant
-from kvcodec.errors import ShapeError, SpecError
-from kvcodec.ops.bitpack import unpack
-from kvcodec.ops.fp4 import decode_e2m1, encode_e2m1, nearest_ue8m0, ue8m0_reciprocal, ue8m0_value
+import packedkv
+from packedkv.codec import Dense, Site, roundtrip
+from packedkv.codecs.ultraquant import UltraQuant, ultraquant
+from packedkv.errors import ShapeError, SpecError
+from packedkv.ops.bitpack import unpack
+from packedkv.ops.fp4 import decode_e2m1, encode_e2m1, nearest_ue8m0, ue8m0_reciprocal, ue8m0_value
 
 GRID = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6])
 OCTAVE = [2 ** (i / 8) for i in range(8)]
@@ -99,7 +99,7 @@ def test_ue8m0_values_are_exact():
     ],
 )
 def test_bytes_of_a_token(spec, dim, nbytes):
-    scheme = kvcodec.get(spec)
+    scheme = packedkv.get(spec)
     for codec in (scheme.key, scheme.value):
         assert codec.layout(dim).block_bytes == nbytes
         payload = codec.encode(normal(3, dim), {})
@@ -107,7 +107,7 @@ def test_bytes_of_a_token(spec, dim, nbytes):
 
 
 def test_a_group_of_32_is_17_bytes_and_4_25_bits():
-    scheme = kvcodec.get("ultraquant")
+    scheme = packedkv.get("ultraquant")
     for dim in (64, 96, 128, 192, 256):
         assert scheme.effective_bits(dim) == 17 * 8 / 32 == 4.25
     assert 16 / scheme.effective_bits(128) == pytest.approx(3.765, abs=5e-4)
@@ -176,7 +176,7 @@ def test_a_scale_belongs_to_its_group():
 
 @pytest.mark.parametrize("dim", [64, 80, 96, 128, 192, 256])
 def test_keys_are_rotated_and_values_are_not(dim):
-    scheme, x = kvcodec.get("ultraquant"), normal(4, dim)
+    scheme, x = packedkv.get("ultraquant"), normal(4, dim)
     assert torch.equal(scheme.value.to_code(x, {}), x)
     y = scheme.key.to_code(x, {})
     torch.testing.assert_close(y.norm(dim=-1), x.norm(dim=-1))
@@ -310,7 +310,7 @@ def test_zero_groups_are_byte_0_and_codes_0():
 
 @pytest.mark.parametrize(("layers", "mean"), [(48, 5.229), (62, 5.008), (80, 4.8375)])
 def test_mean_bits_with_two_dense_layers_at_either_end(layers, mean):
-    scheme = kvcodec.get("ultraquant")
+    scheme = packedkv.get("ultraquant")
     of_layer = [scheme.for_layer(i, layers) for i in range(layers)]
     dense = [i for i, s in enumerate(of_layer) if isinstance(s.key, Dense) and isinstance(s.value, Dense)]
     assert dense == [0, 1, layers - 2, layers - 1]
@@ -318,14 +318,14 @@ def test_mean_bits_with_two_dense_layers_at_either_end(layers, mean):
 
 
 def test_recipe_is_the_papers():
-    scheme = kvcodec.get("ultraquant")
+    scheme = packedkv.get("ultraquant")
     assert (scheme.key, scheme.value) == (UltraQuant(True, 0.156, "pow2"), UltraQuant(False, 0.156, "pow2"))
     assert (scheme.sink, scheme.window) == (0, 0)
-    changed = kvcodec.get("ultraquant:c=0.195,scale=real,queries=fp8,dense_layers=0")
+    changed = packedkv.get("ultraquant:c=0.195,scale=real,queries=fp8,dense_layers=0")
     assert changed.key == UltraQuant(True, 0.195, "real", "fp8")
     assert changed.value == UltraQuant(False, 0.195, "real")
     assert (changed.dense_key_layers, changed.dense_value_layers) == (0, 0)
-    assert kvcodec.from_json(changed.to_json()) == changed
+    assert packedkv.from_json(changed.to_json()) == changed
 
 
 @pytest.mark.parametrize(
@@ -353,7 +353,7 @@ def test_attention_reads_queries_as_the_kernel_multiplies_them():
     k, v, q = normal(50, heads=2), normal(50, heads=2, seed=1), normal(3, heads=4, seed=2)
     outs = {}
     for queries in ("exact", "fp8"):
-        cache = kvcodec.LayerCache(kvcodec.get(f"ultraquant:queries={queries}"))
+        cache = packedkv.LayerCache(packedkv.get(f"ultraquant:queries={queries}"))
         cache.append(k, v)
         outs[queries] = cache.attend(q)
     keys, values = cache.decode()

@@ -6,10 +6,10 @@ from functools import cache
 import pytest
 import torch
 
-import kvcodec
-from kvcodec.codec import ROLES, Codec, Dense, Params, Sample, Site
-from kvcodec.codecs.wrapper import Wrapper, inside
-from kvcodec.errors import FitError, SpecError
+import packedkv
+from packedkv.codec import ROLES, Codec, Dense, Params, Sample, Site
+from packedkv.codecs.wrapper import Wrapper, inside
+from packedkv.errors import FitError, SpecError
 
 OPTIONS = (
     "ghost-3:transform=klt", "ultra-tq:table=calibrated", "saw-int4:hessian=true", "saw-int4:kmeans=1",
@@ -22,7 +22,7 @@ OWN = {"config", "for_dtype", "constants", "fit", "settle"}
 @cache
 def codecs() -> dict[str, Codec]:
     """Every codec that a preset or one of the options uses, by its text."""
-    found = [kvcodec.get(spec).codec(role) for spec in (*kvcodec.presets(), *OPTIONS) for role in ROLES]
+    found = [packedkv.get(spec).codec(role) for spec in (*packedkv.presets(), *OPTIONS) for role in ROLES]
     return {repr(codec): codec for codec in found}
 
 

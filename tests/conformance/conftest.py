@@ -8,7 +8,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, settings
 
-import kvcodec
+import packedkv
 
 # deterministic and short: the same examples on every machine; most methods have several presets
 settings.register_profile(
@@ -40,7 +40,7 @@ VARIANTS = (
 )
 """Options that change bytes, constants or what attention does, and are no preset."""
 
-SPECS = (*kvcodec.presets(), *VARIANTS)
+SPECS = (*packedkv.presets(), *VARIANTS)
 
 
 def in_turn(name: str, values: Sequence[Any], ids: Callable[[Any], str] = str) -> pytest.MarkDecorator:

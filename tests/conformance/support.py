@@ -8,9 +8,9 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-import kvcodec
-from kvcodec.codec import ROLES, Codec, Params, Payload, Role, Sample, Site, roundtrip, storage_dtype
-from kvcodec.scheme import KVScheme
+import packedkv
+from packedkv.codec import ROLES, Codec, Params, Payload, Role, Sample, Site, roundtrip, storage_dtype
+from packedkv.scheme import KVScheme
 
 HEAD_DIMS = (64, 80, 96, 128, 192, 256)
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
@@ -36,7 +36,7 @@ def refusal(codec: Codec, dim: int) -> str:
     """What a codec says against a head_dim; empty when it takes it."""
     try:
         codec.layout(dim)
-    except kvcodec.ShapeError as error:
+    except packedkv.ShapeError as error:
         return str(error)
     return ""
 
@@ -67,11 +67,11 @@ def given_params(scheme: KVScheme, *, layer: int = 0, heads: int = 2, dim: int =
     }
 
 
-def cache_of(scheme: KVScheme, *, heads: int = 2, dim: int = 64, **options) -> kvcodec.LayerCache:
+def cache_of(scheme: KVScheme, *, heads: int = 2, dim: int = 64, **options) -> packedkv.LayerCache:
     """A LayerCache whose constants do not depend on what is appended."""
     layer, seed = options.get("layer", 0), options.get("seed", 0)
     params = given_params(scheme, layer=layer, heads=heads, dim=dim, seed=seed)
-    return kvcodec.LayerCache(scheme, params=params, **options)
+    return packedkv.LayerCache(scheme, params=params, **options)
 
 
 def sides(scheme: KVScheme) -> Iterator[tuple[Role, Codec]]:

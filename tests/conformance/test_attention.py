@@ -3,10 +3,10 @@
 import pytest
 import torch
 
-import kvcodec
-from kvcodec.attention import check_queries, rounded_queries
-from kvcodec.cache.host import attend
-from kvcodec.codec import Site
+import packedkv
+from packedkv.attention import check_queries, rounded_queries
+from packedkv.cache.host import attend
+from packedkv.codec import Site
 
 from .conftest import in_turn
 from .support import block_of, cache_of, dim_of, gaussian, kv
@@ -36,10 +36,10 @@ def causal_bias(n: int, total: int):
 @pytest.fixture(scope="module")
 def filled(spec):
     """``filled(tokens)``: a float32 cache of two sequences and two KV heads."""
-    scheme = kvcodec.get(spec)
+    scheme = packedkv.get(spec)
     dim = dim_of(scheme)
 
-    def make(tokens: int) -> kvcodec.LayerCache:
+    def make(tokens: int) -> packedkv.LayerCache:
         cache = cache_of(scheme, dim=dim)
         cache.append(*kv(tokens, dim=dim, dtype=torch.float32, seed=tokens))
         return cache
@@ -59,7 +59,7 @@ def test_one_query_over_any_length(filled, tokens):
 @in_turn("dtype", [torch.bfloat16, torch.float16])
 def test_decoded_tokens_are_not_rounded_to_16_bit(spec, dtype):
     """Rows of equal values and queries of size 100: a rounded key would move a score by whole numbers."""
-    scheme = kvcodec.get(spec)
+    scheme = packedkv.get(spec)
     dim, tokens = dim_of(scheme), scheme.sink + scheme.window + 2 * block_of(scheme) + 150
     cache = cache_of(scheme, dim=dim)
     k, v = gaussian(2, 2, 2, tokens, 1, seed=1).float().expand(-1, -1, -1, -1, dim).to(dtype)
@@ -78,7 +78,7 @@ def rounded_of(cache, q):
 
 def test_outputs_saturate_in_fp16(spec):
     """Numbers near 65504 may be decoded to larger ones; their weighted mean stays finite."""
-    scheme = kvcodec.get(spec)
+    scheme = packedkv.get(spec)
     dim, tokens = dim_of(scheme), scheme.sink + scheme.window + 2 * block_of(scheme) + 150
     for signs in (torch.ones(2, 2, 2, tokens, dim), gaussian(2, 2, 2, tokens, dim, seed=1).float().sign()):
         cache = cache_of(scheme, dim=dim)
@@ -90,7 +90,7 @@ def test_outputs_saturate_in_fp16(spec):
 
 
 def test_causal_queries_and_chunk_sizes(spec, filled):
-    scheme = kvcodec.get(spec)
+    scheme = packedkv.get(spec)
     tokens = scheme.sink + scheme.window + block_of(scheme) + 9
     cache = filled(tokens)
     k, v = cache.decode()
@@ -103,7 +103,7 @@ def test_causal_queries_and_chunk_sizes(spec, filled):
 
 
 def test_masks_scale_and_learned_sinks(spec, filled):
-    scheme = kvcodec.get(spec)
+    scheme = packedkv.get(spec)
     tokens = scheme.sink + scheme.window + block_of(scheme) + 9
     cache = filled(tokens)
     k, v = cache.decode()
@@ -127,13 +127,13 @@ def test_output_has_the_queries_dtype_and_empty_caches_say_so(spec, filled):
     cache = filled(5)
     q = gaussian(2, 2, 1, cache.decode()[0].shape[-1])
     assert cache.attend(q).dtype == torch.float16
-    with pytest.raises(kvcodec.ShapeError, match="query heads must be a multiple"):
+    with pytest.raises(packedkv.ShapeError, match="query heads must be a multiple"):
         cache.attend(q[:, :1].expand(-1, 3, -1, -1))
-    with pytest.raises(kvcodec.ShapeError, match="append keys and values first"):
-        kvcodec.LayerCache(kvcodec.get(spec)).attend(q)
+    with pytest.raises(packedkv.ShapeError, match="append keys and values first"):
+        packedkv.LayerCache(packedkv.get(spec)).attend(q)
 
 
 @pytest.mark.parametrize(("shape", "kv_heads"), [((2, 4, 1, 64), 0), ((2, 0, 1, 64), 0), ((2, 3, 1, 64), 2)])
 def test_queries_that_fit_no_heads_are_refused(shape, kv_heads):
-    with pytest.raises(kvcodec.ShapeError, match=r"multiple of the KV heads, which are one or more|0 KV heads"):
+    with pytest.raises(packedkv.ShapeError, match=r"multiple of the KV heads, which are one or more|0 KV heads"):
         check_queries(torch.zeros(shape), 2, Site(0, "key", kv_heads, 64))

@@ -5,9 +5,9 @@ from typing import Any
 import pytest
 import torch
 
-import kvcodec
-from kvcodec.cache.growing import GrowingCache
-from kvcodec.cache.host import LayerCache
+import packedkv
+from packedkv.cache.growing import GrowingCache
+from packedkv.cache.host import LayerCache
 
 
 @pytest.mark.parametrize(
@@ -19,7 +19,7 @@ from kvcodec.cache.host import LayerCache
 )
 def test_a_cache_does_not_see_it(kind: Any, spec: str) -> None:
     k, v, q = torch.randn(3, 1, 2, 1100 if spec == "ghost-3" else 70, 64, generator=torch.Generator().manual_seed(0))
-    scheme, found = kvcodec.get(spec).for_layer(1, 3), []
+    scheme, found = packedkv.get(spec).for_layer(1, 3), []
     for enabled in (False, True):
         cache = kind(scheme)
         with torch.autocast("cpu", torch.bfloat16, enabled=enabled):
@@ -32,7 +32,7 @@ def test_a_cache_does_not_see_it(kind: Any, spec: str) -> None:
 
 def test_bare_tensors_do_not_see_it() -> None:
     k, v = torch.randn(2, 1, 2, 40, 64, generator=torch.Generator().manual_seed(0))
-    plain = kvcodec.fake_quant("turboquant-3", k, v)
+    plain = packedkv.fake_quant("turboquant-3", k, v)
     with torch.autocast("cpu", torch.bfloat16):
-        for mine, theirs in zip(kvcodec.fake_quant("turboquant-3", k, v), plain, strict=True):
+        for mine, theirs in zip(packedkv.fake_quant("turboquant-3", k, v), plain, strict=True):
             assert torch.equal(mine, theirs)

@@ -8,13 +8,13 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-import kvcodec
-from kvcodec.cache.growing import GrowingCache
-from kvcodec.cache.host import LayerCache
-from kvcodec.errors import UnsupportedError
-from kvcodec.integrations.transformers.argument import passing
-from kvcodec.kernels.choose import Kernels
-from kvcodec.store.site import LayerSite
+import packedkv
+from packedkv.cache.growing import GrowingCache
+from packedkv.cache.host import LayerCache
+from packedkv.errors import UnsupportedError
+from packedkv.integrations.transformers.argument import passing
+from packedkv.kernels.choose import Kernels
+from packedkv.store.site import LayerSite
 
 from .conftest import in_turn
 from .support import (
@@ -34,7 +34,7 @@ from .support import (
 )
 
 
-def assert_same(cache: kvcodec.LayerCache, other: kvcodec.LayerCache) -> None:
+def assert_same(cache: packedkv.LayerCache, other: packedkv.LayerCache) -> None:
     """Same tokens, same bits, same split into sink, pages and window."""
     assert len(cache) == len(other)
     for a, b in zip(cache.decode(), other.decode(), strict=True):
@@ -46,7 +46,7 @@ def assert_same(cache: kvcodec.LayerCache, other: kvcodec.LayerCache) -> None:
         assert same_bits(state.window, twin.window.contiguous())
 
 
-def filled(scheme, k, v, *cuts: int, **options) -> kvcodec.LayerCache:
+def filled(scheme, k, v, *cuts: int, **options) -> packedkv.LayerCache:
     """A cache that saw ``k, v`` in pieces that end at ``cuts``."""
     cache = cache_of(scheme, heads=k.shape[1], dim=k.shape[3], **options)
     at = 0
@@ -58,7 +58,7 @@ def filled(scheme, k, v, *cuts: int, **options) -> kvcodec.LayerCache:
 
 @pytest.fixture(scope="module")
 def scheme(spec):
-    return kvcodec.get(spec)
+    return packedkv.get(spec)
 
 
 @pytest.fixture(scope="module")
@@ -85,7 +85,7 @@ def test_one_prefill_is_compress(scheme, total):
     for n in sorted({*edge_lengths(scheme), total, 1000}):
         k, v = kv(n, batch=1, heads=1, dim=dim_of(scheme))
         cache = filled(scheme, k, v)
-        packed = kvcodec.compress(scheme, k, v, params=given_params(scheme, heads=1, dim=dim_of(scheme)))
+        packed = packedkv.compress(scheme, k, v, params=given_params(scheme, heads=1, dim=dim_of(scheme)))
         for role, a, b in zip(("key", "value"), cache.decode(), packed.decode(), strict=True):
             assert same_bits(a.contiguous(), b.to(a.dtype)), f"{role} N={n}"
             assert cache.roles[role].encoded == scheme.encoded_tokens(role, n)
@@ -190,7 +190,7 @@ def programs(draw, scheme):
     return steps
 
 
-def step(kind: str, size: int, extra: int, cache: kvcodec.LayerCache, model: ModelCache, heads: int, dim: int) -> None:
+def step(kind: str, size: int, extra: int, cache: packedkv.LayerCache, model: ModelCache, heads: int, dim: int) -> None:
     """Do one operation on both."""
     n = len(model)
     if kind == "append":
@@ -307,11 +307,11 @@ LENGTHS = ((1, 1), (3, 70))
 
 
 @pytest.mark.parametrize("kind", [LayerCache, GrowingCache])
-@pytest.mark.parametrize("spec", kvcodec.presets())
+@pytest.mark.parametrize("spec", packedkv.presets())
 def test_a_cache_is_never_larger_than_none(spec: str, kind: Any) -> None:
     """A sequence has at most one page that is not full, and a step reserves 1/32 of the pages."""
     for batch, tokens in LENGTHS:
-        site = LayerSite(kvcodec.get(spec).for_layer(1, 3))
+        site = LayerSite(packedkv.get(spec).for_layer(1, 3))
         try:
             cache = kind(site, kernels=Kernels(None)) if kind is GrowingCache else kind(site)
             k, v = torch.randn(2, batch, 2, tokens, 64, generator=torch.Generator().manual_seed(0))
@@ -325,7 +325,7 @@ def test_a_cache_is_never_larger_than_none(spec: str, kind: Any) -> None:
             cache.append(k[:, :, :1], v[:, :, :1])
 
 
-@pytest.mark.parametrize("attention", ["sdpa", "kvcodec"])
+@pytest.mark.parametrize("attention", ["sdpa", "packedkv"])
 @pytest.mark.parametrize("spec", ["ghost-4", "ghost-2", "saw-int4:mean=pre"])
 def test_no_page_is_held_while_a_padded_batch_waits_for_its_constants(tiny: Any, spec: str, attention: str) -> None:
     """The shortest sequence decides when constants are fitted; until then no token leaves the dense window."""
@@ -335,7 +335,7 @@ def test_no_page_is_held_while_a_padded_batch_waits_for_its_constants(tiny: Any,
         ids[row, -length:] = torch.randint(3, 128, (length,))
         mask[row, -length:] = 1
     model.set_attn_implementation(attention)
-    cache = kvcodec.cache_for(model, spec, probe=False)
+    cache = packedkv.cache_for(model, spec, probe=False)
     with torch.no_grad():
         model(ids, attention_mask=mask, position_ids=(mask.cumsum(-1) - 1).clamp(min=0), **passing(model, cache))
     assert cache.report()["ratio_to_16bit"] >= 0.99

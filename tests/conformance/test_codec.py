@@ -7,9 +7,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-import kvcodec
-from kvcodec.codec import Site, roundtrip
-from kvcodec.registry import method_of
+import packedkv
+from packedkv.codec import Site, roundtrip
+from packedkv.registry import method_of
 
 from .conftest import in_turn
 from .support import (
@@ -33,26 +33,26 @@ from .support import (
 
 
 def test_same_seed_same_bits(spec):
-    scheme = kvcodec.get(spec)
+    scheme = packedkv.get(spec)
     k, v = kv(scheme.sink + scheme.window + 2 * scheme.key.block_tokens, dim=dim_of(scheme))
     torch.manual_seed(1)
-    a = kvcodec.compress(scheme, k, v, layer=3, seed=5)
+    a = packedkv.compress(scheme, k, v, layer=3, seed=5)
     torch.manual_seed(2)
-    b = kvcodec.compress(scheme, k, v, layer=3, seed=5)
+    b = packedkv.compress(scheme, k, v, layer=3, seed=5)
     assert payload_equal(a.key.payload, b.key.payload)
     assert payload_equal(a.value.payload, b.value.payload)
 
 
 def test_nothing_touches_the_global_generator(spec):
-    scheme = kvcodec.get(spec)
+    scheme = packedkv.get(spec)
     before = torch.get_rng_state()
-    kvcodec.compress(scheme, *kv(scheme.window + scheme.key.block_tokens, dim=dim_of(scheme))).decode()
+    packedkv.compress(scheme, *kv(scheme.window + scheme.key.block_tokens, dim=dim_of(scheme))).decode()
     assert torch.equal(before, torch.get_rng_state())
 
 
 def test_drawn_constants_differ_between_sites(spec):
     """A codec that draws per site must not draw the same for each; one that draws nothing has equal constants."""
-    for role, codec in sides(kvcodec.get(spec)):
+    for role, codec in sides(packedkv.get(spec)):
         dim = supported_dims(codec)[0]
         base = fit(codec, site_of(role, dim=dim))
         others = [fit(codec, site_of(role, dim=dim, **change)) for change in ({"layer": 1}, {"seed": 1})]
@@ -63,7 +63,7 @@ def test_drawn_constants_differ_between_sites(spec):
 
 
 def test_constants_are_real_tensors_with_leading_dimension_one(spec):
-    for role, codec in sides(kvcodec.get(spec)):
+    for role, codec in sides(packedkv.get(spec)):
         for name, value in fit(codec, site_of(role, dim=supported_dims(codec)[0])).items():
             assert isinstance(value, torch.Tensor), name
             shape = list(value.shape)
@@ -75,7 +75,7 @@ def test_constants_are_real_tensors_with_leading_dimension_one(spec):
 @given(data=st.data())
 def test_blocks_one_by_one_equal_all_at_once(spec, data):
     """Append-invariance, bit for bit, on values of every kind; a slice of the batch is the batch's slice."""
-    for role, codec in sides(kvcodec.get(spec)):
+    for role, codec in sides(packedkv.get(spec)):
         dim, g = supported_dims(codec)[0], codec.block_tokens
         batch, blocks = data.draw(st.integers(1, 2)), data.draw(st.integers(1, 5))
         params = fit(codec, site_of(role, dim=dim))
@@ -98,7 +98,7 @@ def test_blocks_one_by_one_equal_all_at_once(spec, data):
 @given(data=st.data())
 def test_the_model_basis_is_append_invariant_too(spec, data):
     """to_code on one token gives the bits of a whole prefill: no GEMM whose order depends on the shape."""
-    for role, codec in sides(kvcodec.get(spec)):
+    for role, codec in sides(packedkv.get(spec)):
         dim, g = supported_dims(codec)[-1], codec.block_tokens
         params = fit(codec, site_of(role, dim=dim))
         blocks = 4 if g < 64 else 2
@@ -110,7 +110,7 @@ def test_the_model_basis_is_append_invariant_too(spec, data):
 
 
 def test_bases_keep_inner_products_and_come_back(spec):
-    for role, codec in sides(kvcodec.get(spec)):
+    for role, codec in sides(packedkv.get(spec)):
         for dim in supported_dims(codec):
             params = fit(codec, site_of(role, dim=dim))
             k = gaussian(2, 2, 2 * codec.block_tokens, dim, seed=1).float()
@@ -130,7 +130,7 @@ def test_error_falls_with_more_bits_within_a_method():
     have means of their own, and costs nothing where they have none. Strict on the first only: an offset that a codec
     may take or leave (InnerQ's hybrid) is left on centred groups, and the bytes that hold it then buy nothing."""
     by_method: dict[str, list[str]] = {}
-    for preset in kvcodec.presets():
+    for preset in packedkv.presets():
         by_method.setdefault(method_of(preset).name, []).append(preset)
     for group in by_method.values():
         for role in ("key", "value"):
@@ -145,7 +145,7 @@ def test_error_falls_with_more_bits_within_a_method():
 
 def codecs(presets: list[str], role: str):
     for preset in presets:
-        codec = kvcodec.get(preset).codec(role)
+        codec = packedkv.get(preset).codec(role)
         if 128 in supported_dims(codec):
             yield preset, codec
 
@@ -167,7 +167,7 @@ def error_on(codec, x) -> float:
 
 def test_error_on_gaussian_input_is_possible_and_decent(spec):
     """Rate-distortion: no map of R bits per element gets below 4^-R on normal values, so less means hidden bytes."""
-    for role, codec in sides(kvcodec.get(spec)):
+    for role, codec in sides(packedkv.get(spec)):
         if 128 not in supported_dims(codec):
             continue
         layout = codec.layout(128)
@@ -179,7 +179,7 @@ def test_error_on_gaussian_input_is_possible_and_decent(spec):
 @in_turn("dim", HEAD_DIMS)
 def test_extreme_inputs_stay_finite_and_close(spec, dim):
     """A sequence of each kind, all in one call."""
-    for role, codec in sides(kvcodec.get(spec)):
+    for role, codec in sides(packedkv.get(spec)):
         if dim not in supported_dims(codec):
             continue  # test_layout looks at what it says
         params = fit(codec, Site(0, role, 2, dim))
@@ -204,10 +204,10 @@ def fitted_noise(codec, params, dim) -> float:
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=lambda d: str(d)[6:])
 def test_input_dtypes(spec, dtype):
-    scheme = kvcodec.get(spec)
+    scheme = packedkv.get(spec)
     dim, n = dim_of(scheme), scheme.sink + scheme.window + 2 * scheme.key.block_tokens + 1
     k, v = kv(n, dim=dim, dtype=dtype)
-    packed = kvcodec.compress(scheme, k, v)
+    packed = packedkv.compress(scheme, k, v)
     held = dtype if dtype != torch.float32 else torch.float16
     for role, x, back in zip((packed.key, packed.value), (k, v), packed.decode(), strict=True):
         assert (back.dtype, back.shape) == (torch.float32, x.shape)
@@ -218,9 +218,9 @@ def test_input_dtypes(spec, dtype):
 
 
 def test_float32_gives_the_bits_of_its_fp16_rounding(spec):
-    scheme = kvcodec.get(spec)
+    scheme = packedkv.get(spec)
     k, v = kv(scheme.sink + scheme.window + scheme.key.block_tokens, dim=dim_of(scheme), dtype=torch.float32)
-    a, b = kvcodec.compress(scheme, k, v), kvcodec.compress(scheme, k.half(), v.half())
+    a, b = packedkv.compress(scheme, k, v), packedkv.compress(scheme, k.half(), v.half())
     assert payload_equal(a.key.payload, b.key.payload)
     assert payload_equal(a.value.payload, b.value.payload)
 
@@ -228,17 +228,17 @@ def test_float32_gives_the_bits_of_its_fp16_rounding(spec):
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf"), 70000.0], ids=["nan", "inf", "-inf", "7e4"])
 @pytest.mark.parametrize("which", ["keys", "values"])
 def test_what_no_codec_can_store_is_refused_with_the_place(spec, which, bad):
-    scheme = kvcodec.get(spec)
+    scheme = packedkv.get(spec)
     tensors = dict(zip(("keys", "values"), kv(7, dim=dim_of(scheme), dtype=torch.float32), strict=True))
     tensors[which][1, 0, 4, 11] = bad
-    for call in (lambda **t: kvcodec.compress(scheme, **t), lambda **t: kvcodec.fake_quant(scheme, **t)):
+    for call in (lambda **t: packedkv.compress(scheme, **t), lambda **t: packedkv.fake_quant(scheme, **t)):
         with pytest.raises(ValueError, match=rf"{which}\[batch=1, head=0, token=4, channel=11\]"):
             call(**tensors)
 
 
 def test_fake_quant_is_compress_without_windows(spec):
-    scheme = kvcodec.get(spec)
+    scheme = packedkv.get(spec)
     k, v = kv(2 * scheme.key.block_tokens, dim=dim_of(scheme))
-    expected = kvcodec.compress(scheme.without_windows(), k, v).decode()
-    for a, b in zip(kvcodec.fake_quant(spec, k, v), expected, strict=True):
+    expected = packedkv.compress(scheme.without_windows(), k, v).decode()
+    for a, b in zip(packedkv.fake_quant(spec, k, v), expected, strict=True):
         assert same_bits(a, b)

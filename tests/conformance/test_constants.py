@@ -3,16 +3,16 @@
 import pytest
 import torch
 
-import kvcodec
-from kvcodec.cache.fused import FusedLayerCache, fused_refusal
-from kvcodec.checks import check_constants
-from kvcodec.codec import Codec, Params, Sample, Site
-from kvcodec.errors import FitError
+import packedkv
+from packedkv.cache.fused import FusedLayerCache, fused_refusal
+from packedkv.checks import check_constants
+from packedkv.codec import Codec, Params, Sample, Site
+from packedkv.errors import FitError
 
 from .support import HEAD_DIMS, dim_of, gaussian, kv, sides, site_of, supported_dims
 
 FITTED = ("ghost-3:transform=klt", "saw-int4:hessian=true", "saw-int4:oscar=true", "saw-int4:kmeans=1")
-"""Specs whose constants are fitted by `kvcodec fit`."""
+"""Specs whose constants are fitted by `packedkv fit`."""
 SIZES = (1.0, 0.0, 1e-30, 6e4)
 
 
@@ -24,7 +24,7 @@ def fitted(codec: Codec, site: Site, size: float) -> Params:
 
 
 def test_what_is_fitted_is_what_is_declared(spec):
-    for role, codec in sides(kvcodec.get(spec)):
+    for role, codec in sides(packedkv.get(spec)):
         for dim in supported_dims(codec)[:: len(HEAD_DIMS) - 1]:
             for size in SIZES if "tensor" in codec.needs and dim == 64 else (1.0,):
                 check_constants(codec, site_of(role, dim=dim), fitted(codec, site_of(role, dim=dim), size), 3)
@@ -32,7 +32,7 @@ def test_what_is_fitted_is_what_is_declared(spec):
 
 @pytest.mark.parametrize("of_queries", FITTED)
 def test_what_is_calibrated_is_what_is_declared(of_queries):
-    for role, codec in sides(kvcodec.get(of_queries)):
+    for role, codec in sides(packedkv.get(of_queries)):
         for size in SIZES:
             check_constants(codec, site_of(role), fitted(codec, site_of(role), size), 3)
 
@@ -69,7 +69,7 @@ def lies(name: str, x: torch.Tensor, codec: Codec, site: Site) -> dict[str, torc
 
 @pytest.mark.parametrize("spec", ["ghost-3", "rope-pairs-3", "innerq-base", "turboquant-3", "octopus-3", *FITTED])
 def test_anything_else_is_refused_and_the_text_names_the_constant(spec):
-    for role, codec in sides(kvcodec.get(spec)):
+    for role, codec in sides(packedkv.get(spec)):
         site = site_of(role)
         params = dict(fitted(codec, site, 1.0))
         for name, x in params.items():
@@ -80,15 +80,15 @@ def test_anything_else_is_refused_and_the_text_names_the_constant(spec):
         assert "'stranger'" in refusal(codec, site, {**params, "stranger": torch.ones(1)})
 
 
-def caches_of(scheme, dim: int, **options) -> list[kvcodec.LayerCache]:
+def caches_of(scheme, dim: int, **options) -> list[packedkv.LayerCache]:
     """A cache of the reference, and of the CPU kernels where they serve the scheme."""
     served = not fused_refusal(scheme, dim, torch.device("cpu"))
-    return [kvcodec.LayerCache(scheme, **options), *([FusedLayerCache(scheme, **options)] if served else [])]
+    return [packedkv.LayerCache(scheme, **options), *([FusedLayerCache(scheme, **options)] if served else [])]
 
 
 def test_every_way_in_checks_the_constants_given(spec):
     """LayerCache, GrowingCache and compress: a short constant does not reach a codec or a kernel."""
-    scheme = kvcodec.get(spec)
+    scheme = packedkv.get(spec)
     dim = dim_of(scheme)
     k, v = kv(40, dim=dim)
     for role, codec in sides(scheme):
@@ -101,21 +101,21 @@ def test_every_way_in_checks_the_constants_given(spec):
                 cache.append(k, v)
             assert len(cache) == 0
         with pytest.raises(FitError, match=f"the {role} constants"):
-            kvcodec.compress(scheme, k, v, params=wrong)
+            packedkv.compress(scheme, k, v, params=wrong)
 
 
 @pytest.mark.parametrize("params", [5, "", "file", [1], {"key": 5}, {"keys": {}}, {0: {}}])
 def test_params_of_another_form_are_refused(params):
-    scheme, (k, v) = kvcodec.get("ghost-3"), kv(40)
-    for call in (kvcodec.LayerCache, lambda scheme, params: kvcodec.compress(scheme, k, v, params=params)):
-        with pytest.raises(kvcodec.SpecError, match=r"pass \{'key': Params, 'value': Params\}"):
+    scheme, (k, v) = packedkv.get("ghost-3"), kv(40)
+    for call in (packedkv.LayerCache, lambda scheme, params: packedkv.compress(scheme, k, v, params=params)):
+        with pytest.raises(packedkv.SpecError, match=r"pass \{'key': Params, 'value': Params\}"):
             call(scheme, params=params)
 
 
 def test_constants_of_another_batch_are_refused():
-    scheme = kvcodec.get("ghost-3")
+    scheme = packedkv.get("ghost-3")
     params = {role: codec.fit(site_of(role), Sample(gaussian(3, 2, 512, 64).float())) for role, codec in sides(scheme)}
-    cache = kvcodec.LayerCache(scheme, params=params)
+    cache = packedkv.LayerCache(scheme, params=params)
     with pytest.raises(FitError, match="of 3 sequences, the cache has 2"):
         cache.append(*kv(40))
     cache.append(*kv(40, batch=3))
@@ -123,20 +123,20 @@ def test_constants_of_another_batch_are_refused():
 
 @pytest.mark.parametrize("shape", [(2, 0, 5, 64), (2, 2, 5, 0)], ids=["no heads", "no channels"])
 def test_tensors_without_heads_or_channels_are_refused(spec, shape):
-    scheme = kvcodec.get(spec)
+    scheme = packedkv.get(spec)
     x = torch.zeros(shape)
-    for call in (kvcodec.LayerCache(scheme).append, lambda k, v: kvcodec.compress(scheme, k, v)):
-        with pytest.raises(kvcodec.ShapeError):
+    for call in (packedkv.LayerCache(scheme).append, lambda k, v: packedkv.compress(scheme, k, v)):
+        with pytest.raises(packedkv.ShapeError):
             call(x, x)
-    cache = kvcodec.LayerCache(scheme)
-    with pytest.raises(kvcodec.ShapeError):
+    cache = packedkv.LayerCache(scheme)
+    with pytest.raises(packedkv.ShapeError):
         cache.append(x, x)
     cache.append(*kv(5, dim=dim_of(scheme)))
     assert len(cache) == 5, "the refused tokens left nothing"
 
 
 def test_a_batch_of_zero_is_empty(spec):
-    scheme = kvcodec.get(spec)
+    scheme = packedkv.get(spec)
     dim = dim_of(scheme)
     x = torch.zeros(0, 2, 40, dim)
     for cache in caches_of(scheme, dim):

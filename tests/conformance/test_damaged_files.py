@@ -12,12 +12,12 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-import kvcodec
-from kvcodec.cache.host import LayerCache
-from kvcodec.codec import ROLES, Codec
-from kvcodec.files import caches, container, params
-from kvcodec.files.params import FittedParams, ModelIdentity, read_params
-from kvcodec.recipe import LayerChoice, read_choices, write_choices
+import packedkv
+from packedkv.cache.host import LayerCache
+from packedkv.codec import ROLES, Codec
+from packedkv.files import caches, container, params
+from packedkv.files.params import FittedParams, ModelIdentity, read_params
+from packedkv.recipe import LayerChoice, read_choices, write_choices
 
 from .support import block_of, dim_of, fit, gaussian, kv, site_of
 
@@ -45,7 +45,7 @@ SAMPLE = 12
 
 
 def saved_cache(path, spec) -> LayerCache:
-    scheme = kvcodec.get(spec)
+    scheme = packedkv.get(spec)
     n = scheme.sink + scheme.window + block_of(scheme) + 70
     cache = LayerCache(scheme, page_tokens=None if block_of(scheme) > 64 else 64)
     cache.append(*kv(max(n, scheme.fit_tokens + 8), dim=dim_of(scheme)))
@@ -55,7 +55,7 @@ def saved_cache(path, spec) -> LayerCache:
 
 
 def saved_params(path, spec) -> None:
-    scheme, dim = kvcodec.get(spec), dim_of(kvcodec.get(spec))
+    scheme, dim = packedkv.get(spec), dim_of(packedkv.get(spec))
     fitted = {role: fit(scheme.codec(role), site_of(role, dim=dim)) for role in ROLES}
     model = ModelIdentity("tiny", "llama", (0,), 2, dim, {"weight": (3, 0.5, 0.25)})
     FittedParams(scheme, model, {0: fitted}, 0, False, 9, 1, 9).save(path)
@@ -143,12 +143,12 @@ def forged_caches(path, spec, seeds) -> None:
         signed(path, caches.KIND, own, changed)
         try:
             layers = caches.load_layers(path)[0]
-        except kvcodec.FormatError:
+        except packedkv.FormatError:
             continue
         try:
             for layer in layers:
-                use(layer, dim_of(kvcodec.get(spec)))
-        except kvcodec.KVError:
+                use(layer, dim_of(packedkv.get(spec)))
+        except packedkv.KVError:
             pass
         except Exception as error:
             raise AssertionError(f"{spec}, seed {seed}, {what}: {error!r}") from error
@@ -157,7 +157,7 @@ def forged_caches(path, spec, seeds) -> None:
 def forged_params(path, spec, seeds) -> None:
     saved_params(path, spec)
     header, tensors = contents(path, params.KIND)
-    scheme, dim = kvcodec.get(spec), dim_of(kvcodec.get(spec))
+    scheme, dim = packedkv.get(spec), dim_of(packedkv.get(spec))
     for seed in seeds:
         choose, own, changed = random.Random(f"{spec} {seed}"), copy.deepcopy(header), dict(tensors)
         what = forge_tensor(changed, choose) if tensors and choose.random() < 0.6 else forge_header(own, choose)
@@ -167,7 +167,7 @@ def forged_params(path, spec, seeds) -> None:
             given.check(ModelIdentity("tiny", "llama", (0,), 2, dim), scheme)
             cache = LayerCache(scheme, params=given.get(0))
             cache.append(*kv(scheme.sink + scheme.window + block_of(scheme) + 70, dim=dim))
-        except kvcodec.KVError:
+        except packedkv.KVError:
             continue
         except Exception as error:
             raise AssertionError(f"{spec}, seed {seed}, {what}: {error!r}") from error
@@ -200,7 +200,7 @@ def flipped(path, read, choose: random.Random, times: int) -> None:
     for _ in range(times):
         at = choose.randrange(len(raw))
         path.write_bytes(raw[:at] + bytes([raw[at] ^ 1 << choose.randrange(8)]) + raw[at + 1 :])
-        with pytest.raises(kvcodec.FormatError):
+        with pytest.raises(packedkv.FormatError):
             read(path)
 
 
@@ -213,7 +213,7 @@ def cut(path, read) -> None:
     for end in {0, 1, 7, 8, 9, length, 8 + length, *(8 + length + end + more for end in ends for more in (-1, 0, 1))}:
         if end < len(raw):
             path.write_bytes(raw[:end])
-            with pytest.raises(kvcodec.FormatError):
+            with pytest.raises(packedkv.FormatError):
                 read(path)
 
 
@@ -243,6 +243,6 @@ def test_a_forged_recipe_is_refused_or_a_scheme(tmp_path, times):
             path.write_text(text[:at] + chr(choose.randrange(1, 128)) + text[at + choose.randrange(3) :])
         try:
             assert read_choices(path)[0]
-            kvcodec.get(str(path))
-        except kvcodec.KVError:
+            packedkv.get(str(path))
+        except packedkv.KVError:
             continue

@@ -8,16 +8,16 @@ import pytest
 import torch
 from torch import Tensor
 
-import kvcodec
-from kvcodec.cache.host import LayerCache
-from kvcodec.codec import Codec, Sample, Site, roundtrip
-from kvcodec.codecs.rope_pairs import RopePairs
-from kvcodec.errors import FitError, UnsupportedError
-from kvcodec.files.caches import load_layers, save_layers
-from kvcodec.ops.rope import Rotary
-from kvcodec.scheme import KVScheme
-from kvcodec.shared import drawn
-from kvcodec.store.site import MEAN_TOKENS, LayerSite, MeanRemoval
+import packedkv
+from packedkv.cache.host import LayerCache
+from packedkv.codec import Codec, Sample, Site, roundtrip
+from packedkv.codecs.rope_pairs import RopePairs
+from packedkv.errors import FitError, UnsupportedError
+from packedkv.files.caches import load_layers, save_layers
+from packedkv.ops.rope import Rotary
+from packedkv.scheme import KVScheme
+from packedkv.shared import drawn
+from packedkv.store.site import MEAN_TOKENS, LayerSite, MeanRemoval
 
 DIM = 32
 ROTARY = Rotary(10000.0 ** (-torch.arange(0, DIM, 2).float() / DIM))
@@ -39,7 +39,7 @@ class Patient(RopePairs):
 
 
 def scheme(mean: str = "pre", sink: int = 0, window: int = 0, key: Codec | None = None) -> KVScheme:
-    found = kvcodec.get("int-4")
+    found = packedkv.get("int-4")
     return KVScheme(key or found.key, found.value, sink=sink, window=window, mean=mean)  # type: ignore[arg-type]
 
 
@@ -98,7 +98,7 @@ def test_a_mean_of_the_first_tokens_is_the_explicit_one(parts: tuple[int, ...], 
     assert off.double().mean() < 2e-3
     assert (got - wanted).abs().amax() < 2
     assert (kv[0] - got).abs().amax() < 1  # the mean of 60 takes no levels
-    assert (kvcodec.fake_quant("int-4", *kv)[0] - kv[0]).abs().amax() > 2
+    assert (packedkv.fake_quant("int-4", *kv)[0] - kv[0]).abs().amax() > 2
 
 
 @pytest.mark.parametrize("key", [None, Patient(3)], ids=["mean", "mean and constants"])
@@ -263,22 +263,22 @@ def test_a_failed_append_leaves_it_waiting(monkeypatch: pytest.MonkeyPatch) -> N
 
 def test_without_a_model_auto_is_none_and_post_is_the_first_tokens() -> None:
     kv = tokens(200)
-    auto, none = (LayerCache(kvcodec.get(spec)) for spec in ("int-4", "int-4:mean=none"))
+    auto, none = (LayerCache(packedkv.get(spec)) for spec in ("int-4", "int-4:mean=none"))
     for cache in (auto, none):
         cache.append(*kv)
     assert auto.scheme.mean == "none"
     assert torch.equal(auto.decode()[0], none.decode()[0])
-    post = LayerCache(kvcodec.get("int-4:mean=post"))
+    post = LayerCache(packedkv.get("int-4:mean=post"))
     post.append(*kv)
     assert post.mean is not None
     torch.testing.assert_close(post.mean, kv[0][:, :, :MEAN_TOKENS].mean(2), atol=1e-4, rtol=1e-5)
     assert (post.decode()[0] - kv[0]).square().mean() < 0.5 * (none.decode()[0] - kv[0]).square().mean()
     given = {"mean": kv[0].mean(2)}
-    fitted = LayerCache(kvcodec.get("int-4:mean=post"), params={"key": given})
+    fitted = LayerCache(packedkv.get("int-4:mean=post"), params={"key": given})
     fitted.append(*(x[:, :, :3] for x in kv))
     assert fitted.roles["key"].encoded == 3
 
 
 def test_a_mean_before_rope_without_a_model_is_refused() -> None:
     with pytest.raises(FitError, match="only a model knows"):
-        LayerCache(kvcodec.get("int-4:mean=pre"))
+        LayerCache(packedkv.get("int-4:mean=pre"))

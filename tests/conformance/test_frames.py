@@ -7,23 +7,23 @@ import pytest
 import torch
 from torch import Tensor
 
-import kvcodec
-from kvcodec import FrameCache
-from kvcodec.cache.growing import GrowingCache
-from kvcodec.cache.host import LayerCache, attend
-from kvcodec.cache.static import StaticCache
-from kvcodec.errors import KVError, ShapeError, UnsupportedError
-from kvcodec.kernels import flash
-from kvcodec.ops.rope import Rotary
-from kvcodec.scheme import KVScheme
-from kvcodec.store.site import LayerSite, MeanRemoval
+import packedkv
+from packedkv import FrameCache
+from packedkv.cache.growing import GrowingCache
+from packedkv.cache.host import LayerCache, attend
+from packedkv.cache.static import StaticCache
+from packedkv.errors import KVError, ShapeError, UnsupportedError
+from packedkv.kernels import flash
+from packedkv.ops.rope import Rotary
+from packedkv.scheme import KVScheme
+from packedkv.store.site import LayerSite, MeanRemoval
 
 HEADS, DIM, TOKENS, FRAMES, SINKS = 2, 64, 12, 5, 1
 
 
 def scheme_of(spec: str, tokens: int = TOKENS) -> KVScheme:
     """A preset with a residual window of one frame, and the sink frames in 16 bit."""
-    return replace(kvcodec.get(spec).for_layer(1, 3), window=tokens, sink=SINKS * tokens)
+    return replace(packedkv.get(spec).for_layer(1, 3), window=tokens, sink=SINKS * tokens)
 
 
 def frames(n: int, seed: int = 0, tokens: int = TOKENS, batch: int = 1) -> tuple[Tensor, Tensor]:
@@ -107,7 +107,7 @@ def test_sink_frames_may_be_packed_too() -> None:
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize("spec", kvcodec.presets())
+@pytest.mark.parametrize("spec", packedkv.presets())
 def test_every_preset_rolls(spec: str) -> None:
     try:
         scheme = scheme_of(spec, 64)  # so many that groups of 128 tokens are full before they are evicted
@@ -192,7 +192,7 @@ def test_frames_of_a_full_cache_may_be_replayed(spec: str, tokens: int, page_tok
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize("spec", kvcodec.presets())
+@pytest.mark.parametrize("spec", packedkv.presets())
 def test_frames_of_every_preset_may_be_replayed(spec: str) -> None:
     try:
         video, oracle = replayed(scheme_of(spec, 64), 64, None, batch=1)
@@ -345,7 +345,7 @@ def test_positions_may_count_within_what_is_held() -> None:
     def turned(x: Tensor, frame: int) -> Tensor:
         return rotary.turn(x, torch.full((1, 1), frame))
 
-    scheme = replace(kvcodec.get("dense:dtype=float16"), window=TOKENS, sink=TOKENS)
+    scheme = replace(packedkv.get("dense:dtype=float16"), window=TOKENS, sink=TOKENS)
     video, (k, v) = FrameCache(GrowingCache(scheme), tokens=TOKENS, frames=FRAMES, sinks=1), frames(11)
     for i in range(11):
         video.append(turned(k[i], i), v[i])
@@ -402,7 +402,7 @@ def test_what_is_no_frame_is_refused_and_nothing_changes() -> None:
 
 
 def test_a_cache_that_cannot_roll_is_refused() -> None:
-    plain = LayerCache(kvcodec.get("saw-int4"))
+    plain = LayerCache(packedkv.get("saw-int4"))
     for options, text in (
         ({"tokens": 0, "frames": 2}, "frames of 0 tokens"),
         ({"tokens": 4, "frames": 2, "sinks": 2}, "2 held, 2 of them sinks"),
@@ -410,9 +410,9 @@ def test_a_cache_that_cannot_roll_is_refused() -> None:
         with pytest.raises(ShapeError, match=text):
             FrameCache(plain, **options)  # type: ignore[arg-type]
     with pytest.raises(UnsupportedError, match="does not use evicted slots again; leave the capacity out"):
-        FrameCache(StaticCache(kvcodec.get("saw-int4"), capacity=64), tokens=4, frames=2)
+        FrameCache(StaticCache(packedkv.get("saw-int4"), capacity=64), tokens=4, frames=2)
     with pytest.raises(UnsupportedError, match="sink is 0 tokens, and 1 frames of 4 are 4"):
-        FrameCache(GrowingCache(kvcodec.get("saw-int4")), tokens=4, frames=2, sinks=1)
+        FrameCache(GrowingCache(packedkv.get("saw-int4")), tokens=4, frames=2, sinks=1)
     plain.append(*torch.zeros(2, 1, 1, 4, 64))
     with pytest.raises(ShapeError, match="holds 4 tokens already"):
         FrameCache(plain, tokens=4, frames=2)
@@ -433,6 +433,6 @@ def test_a_frame_that_cannot_replace_another_leaves_it() -> None:
 
 def test_a_mean_before_rope_is_refused() -> None:
     rotary = Rotary(torch.ones(DIM // 2))
-    site = LayerSite(kvcodec.get("saw-int4:mean=pre"), mean=MeanRemoval("pre", rotary, torch.ones(1, HEADS, DIM)))
+    site = LayerSite(packedkv.get("saw-int4:mean=pre"), mean=MeanRemoval("pre", rotary, torch.ones(1, HEADS, DIM)))
     with pytest.raises(UnsupportedError, match="mean before RoPE"):
         FrameCache(LayerCache(site), tokens=TOKENS, frames=FRAMES)

@@ -13,8 +13,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-import kvcodec
-from kvcodec.codec import Codec, Params, Role
+import packedkv
+from packedkv.codec import Codec, Params, Role
 
 from .conftest import VARIANTS
 from .support import (
@@ -88,7 +88,7 @@ def make(codec: Codec, role: Role, dim: int) -> tuple[dict[str, torch.Tensor], d
 
 
 def write(folder: Path, spec: str, dim: int) -> None:
-    scheme = kvcodec.get(spec)
+    scheme = packedkv.get(spec)
     config: dict[str, object] = {"spec": spec, "scheme": json.loads(scheme.to_json()), "head_dim": dim}
     tensors: dict[str, torch.Tensor] = {}
     for role, codec in sides(scheme):
@@ -102,8 +102,8 @@ def write(folder: Path, spec: str, dim: int) -> None:
 def goldens() -> dict[str, tuple[str, int]]:
     """Folder to spec and head_dim: the smallest, and a larger one where bytes have another version there."""
     found = {}
-    for spec in (*kvcodec.presets(), *VARIANTS):
-        scheme, folder = kvcodec.get(spec), re.sub(r"[:=,]", "_", spec)
+    for spec in (*packedkv.presets(), *VARIANTS):
+        scheme, folder = packedkv.get(spec), re.sub(r"[:=,]", "_", spec)
         dim = dim_of(scheme)
         found[folder] = (spec, dim)
         codecs = [codec for _, codec in sides(scheme)]
@@ -138,7 +138,7 @@ def golden(name, golden_root, regen_golden) -> Path:
 def roles(folder: Path):
     """Role, codec as saved, params, tensors and description of each side of a golden."""
     config = json.loads((folder / "config.json").read_text())
-    scheme = kvcodec.from_json(json.dumps(config["scheme"]))
+    scheme = packedkv.from_json(json.dumps(config["scheme"]))
     tensors = load_file(folder / "data.safetensors")
     for role, codec in sides(scheme):
         params: Params = fit(codec, site_of(role, heads=1, dim=config["head_dim"]))
@@ -183,8 +183,8 @@ def test_golden_input_is_what_golden_input_draws(golden):
 def test_golden_describes_the_layout_and_the_preset(golden, spec):
     config = json.loads((golden / "config.json").read_text())
     assert config["spec"] == spec
-    stored = kvcodec.from_json(json.dumps(config["scheme"]))
-    assert kvcodec.get(spec).allows(stored), "the preset means something else now"
+    stored = packedkv.from_json(json.dumps(config["scheme"]))
+    assert packedkv.get(spec).allows(stored), "the preset means something else now"
     for role, codec, *_ in roles(golden):
         fields = [
             {"name": f.name, "dtype": f.dtype, "shape": list(f.shape)} for f in codec.layout(config["head_dim"]).fields
@@ -204,5 +204,5 @@ def test_no_golden_is_lost_or_too_large(golden_root):
     assert folders >= set(goldens())
     for folder in folders:  # those of presets that are gone must still load
         config = json.loads((golden_root / folder / "config.json").read_text())
-        kvcodec.from_json(json.dumps(config["scheme"]))
+        packedkv.from_json(json.dumps(config["scheme"]))
     assert sum(p.stat().st_size for p in golden_root.rglob("*") if p.is_file()) < BUDGET

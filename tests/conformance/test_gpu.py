@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-import kvcodec
-from kvcodec.cache.host import LayerCache
+import packedkv
+from packedkv.cache.host import LayerCache
 
 from .support import KINDS, dim_of, fit, gaussian, kv, row_block, same_bits, sides, site_of, supported_dims
 
@@ -20,7 +20,7 @@ def on(device: str, tensors):
 
 @pytest.mark.parametrize("kind", [k for k in KINDS if k != "zero"])
 def test_cuda_encodes_to_the_bytes_of_the_cpu(spec, kind):
-    for role, codec in sides(kvcodec.get(spec)):
+    for role, codec in sides(packedkv.get(spec)):
         for dim in {supported_dims(codec)[0], supported_dims(codec)[-1]}:
             params = fit(codec, site_of(role, dim=dim))
             x = row_block(kind, (2, 2, 4 * codec.block_tokens, dim), seed=3)
@@ -32,7 +32,7 @@ def test_cuda_encodes_to_the_bytes_of_the_cpu(spec, kind):
 
 
 def test_cuda_decodes_the_same_bytes_to_the_same_numbers(spec):
-    for role, codec in sides(kvcodec.get(spec)):
+    for role, codec in sides(packedkv.get(spec)):
         dim = supported_dims(codec)[-1]
         params = fit(codec, site_of(role, dim=dim))
         x = gaussian(2, 2, 4 * codec.block_tokens, dim, seed=5).float()
@@ -44,7 +44,7 @@ def test_cuda_decodes_the_same_bytes_to_the_same_numbers(spec):
 
 
 def test_constants_drawn_on_cuda_are_those_of_the_cpu(spec):
-    for role, codec in sides(kvcodec.get(spec)):
+    for role, codec in sides(packedkv.get(spec)):
         if "tensor" in codec.needs:
             continue
         dim = supported_dims(codec)[0]
@@ -57,7 +57,7 @@ def test_constants_drawn_on_cuda_are_those_of_the_cpu(spec):
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=["float16", "bfloat16"])
 def test_a_cache_on_cuda_attends_as_one_on_the_cpu(spec, dtype):
-    scheme = kvcodec.get(spec)
+    scheme = packedkv.get(spec)
     n = scheme.sink + scheme.window + 3 * max(scheme.key.block_tokens, scheme.value.block_tokens) + 1
     dim = dim_of(scheme)
     k, v = kv(n, dim=dim, dtype=dtype)

@@ -5,10 +5,10 @@ import math
 import pytest
 import torch
 
-import kvcodec
-from kvcodec.codec import Site
-from kvcodec.layout import PLANE_ALIGN
-from kvcodec.store.pages import PageStore
+import packedkv
+from packedkv.codec import Site
+from packedkv.layout import PLANE_ALIGN
+from packedkv.store.pages import PageStore
 
 from .conftest import in_turn
 from .support import (
@@ -29,7 +29,7 @@ from .support import (
 
 @in_turn("dim", HEAD_DIMS)
 def test_payload_is_exactly_the_layout(spec, dim):
-    for role, codec in sides(kvcodec.get(spec)):
+    for role, codec in sides(packedkv.get(spec)):
         if text := refusal(codec, dim):
             assert any(str(d) in text for d in supported_dims(codec)), f"{text}: name a head_dim it takes"
             continue
@@ -50,7 +50,7 @@ def test_payload_is_exactly_the_layout(spec, dim):
 
 
 def test_head_dims_of_real_models_are_taken_or_refused_with_the_way_out(spec):
-    for _, codec in sides(kvcodec.get(spec)):
+    for _, codec in sides(packedkv.get(spec)):
         assert supported_dims(codec), "a codec takes at least one head_dim of real models"
         for dim in (1, 7, 33, 60, 100, 576):
             if text := refusal(codec, dim):
@@ -60,13 +60,13 @@ def test_head_dims_of_real_models_are_taken_or_refused_with_the_way_out(spec):
 
 @in_turn("dim", HEAD_DIMS)
 def test_listed_bits_are_measured_bytes(spec, dim):
-    scheme = kvcodec.get(spec)
+    scheme = packedkv.get(spec)
     if any(dim not in supported_dims(codec) for _, codec in sides(scheme)):
         pytest.skip(f"{spec} refuses head_dim {dim}; its message is tested above")
     tokens = math.lcm(scheme.key.block_tokens, scheme.value.block_tokens)
     k, v = kv(tokens, dim=dim)
-    packed = kvcodec.compress(scheme.without_windows(), k, v)
-    described = kvcodec.describe(spec, dim)
+    packed = packedkv.compress(scheme.without_windows(), k, v)
+    described = packedkv.describe(spec, dim)
     for role in ("key", "value"):
         held = sum(size for part, size in packed.nbytes.items() if part.startswith(f"{role}."))
         assert held * 8 / k.numel() == described[f"{role}_bits"], role
@@ -76,11 +76,11 @@ def test_listed_bits_are_measured_bytes(spec, dim):
 
 @pytest.mark.parametrize("extra", [0, 1, 5])
 def test_nbytes_is_the_formula_and_the_tensors(spec, extra):
-    scheme = kvcodec.get(spec)
+    scheme = packedkv.get(spec)
     dim, g = dim_of(scheme), block_of(scheme)
     tokens = scheme.sink + scheme.window + 2 * g + extra
     k, v = kv(tokens, dim=dim)
-    packed = kvcodec.compress(scheme, k, v)
+    packed = packedkv.compress(scheme, k, v)
     assert sum(packed.nbytes.values()) == sum(t.nbytes for t in packed.tensors())
     expected = 0
     for role, codec in sides(scheme):
@@ -93,7 +93,7 @@ def test_nbytes_is_the_formula_and_the_tensors(spec, extra):
 
 
 def test_cache_nbytes_is_the_formula_and_the_tensors(spec):
-    scheme = kvcodec.get(spec)
+    scheme = packedkv.get(spec)
     dim, g = dim_of(scheme), block_of(scheme)
     tokens = scheme.sink + scheme.window + 2 * g + 1
     cache = cache_of(scheme, dim=dim)
@@ -116,7 +116,7 @@ def test_cache_nbytes_is_the_formula_and_the_tensors(spec):
 
 @pytest.mark.parametrize("dim", HEAD_DIMS)
 def test_page_planes_are_aligned_in_order_and_apart(spec, dim):
-    scheme = kvcodec.get(spec)
+    scheme = packedkv.get(spec)
     if any(dim not in supported_dims(codec) for _, codec in sides(scheme)):
         pytest.skip(f"{spec} refuses head_dim {dim}; its message is tested above")
     page = scheme.page_layout(dim)
@@ -132,7 +132,7 @@ def test_page_planes_are_aligned_in_order_and_apart(spec, dim):
 
 
 def test_pages_give_back_the_payload_bit_for_bit(spec):
-    scheme = kvcodec.get(spec)
+    scheme = packedkv.get(spec)
     dim = dim_of(scheme)
     page = scheme.page_layout(dim)
     store = PageStore(page, 2, 2, torch.device("cpu"))

@@ -7,15 +7,15 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-import kvcodec
-from kvcodec.files import container
-from kvcodec.files.caches import KIND, load_layers, save_layers
+import packedkv
+from packedkv.files import container
+from packedkv.files.caches import KIND, load_layers, save_layers
 
 from .conftest import in_turn
 from .support import DTYPES, block_of, cache_of, dim_of, fit, gaussian, given_params, kv, same_bits, site_of
 
 
-def assert_equal_caches(a: kvcodec.LayerCache, b: kvcodec.LayerCache) -> None:
+def assert_equal_caches(a: packedkv.LayerCache, b: packedkv.LayerCache) -> None:
     assert (len(a), a.batch, a.start) == (len(b), b.batch, b.start)
     assert a.scheme == b.scheme
     for x, y in zip(a.decode(), b.decode(), strict=True):
@@ -24,7 +24,7 @@ def assert_equal_caches(a: kvcodec.LayerCache, b: kvcodec.LayerCache) -> None:
 
 @in_turn("dtype", DTYPES, ids=lambda d: str(d)[6:])
 def test_saved_caches_come_back_and_go_on_the_same(spec, dtype, tmp_path):
-    scheme = kvcodec.get(spec)
+    scheme = packedkv.get(spec)
     dim, n = dim_of(scheme), scheme.sink + scheme.window + 3 * block_of(scheme) + 5
     layers = [cache_of(scheme.for_layer(i, 4), dim=dim, layer=i, seed=3) for i in range(3)]
     for i, layer in enumerate(layers):
@@ -48,7 +48,7 @@ def test_saved_caches_come_back_and_go_on_the_same(spec, dtype, tmp_path):
 
 
 def test_saving_twice_gives_the_same_bytes_and_empty_layers_stay_empty(spec, tmp_path):
-    scheme = kvcodec.get(spec)
+    scheme = packedkv.get(spec)
     cache = cache_of(scheme, dim=dim_of(scheme))
     save_layers(tmp_path / "a", [cache], {})
     assert [len(c) for c in load_layers(tmp_path / "a")[0]] == [0]
@@ -59,7 +59,7 @@ def test_saving_twice_gives_the_same_bytes_and_empty_layers_stay_empty(spec, tmp
 
 
 def test_free_pages_are_not_written_and_forgotten_tokens_are_wiped(spec, tmp_path):
-    scheme = kvcodec.get(spec)
+    scheme = packedkv.get(spec)
     dim, n = dim_of(scheme), scheme.sink + scheme.window + 2 * block_of(scheme) + 64
     roomy = cache_of(scheme, dim=dim, capacity=100_000)
     roomy.append(*kv(n, dim=dim))
@@ -81,10 +81,10 @@ def test_free_pages_are_not_written_and_forgotten_tokens_are_wiped(spec, tmp_pat
 
 
 def test_given_constants_are_saved_once_and_survive_reset(spec, tmp_path):
-    scheme = kvcodec.get(spec)
+    scheme = packedkv.get(spec)
     dim = dim_of(scheme)
     given = {role: {**fit(scheme.codec(role), site_of(role, dim=dim))} for role in ("key", "value")}
-    layers = [kvcodec.LayerCache(scheme, layer=i, params=given) for i in range(3)]
+    layers = [packedkv.LayerCache(scheme, layer=i, params=given) for i in range(3)]
     for layer in layers:
         layer.append(*kv(scheme.sink + scheme.window + block_of(scheme), dim=dim))
     save_layers(tmp_path / "c", layers, {})
@@ -103,8 +103,8 @@ def test_given_constants_are_saved_once_and_survive_reset(spec, tmp_path):
 @pytest.fixture
 def saved(tmp_path):
     """A good file of one small layer."""
-    spec = kvcodec.presets()[-1]
-    scheme = kvcodec.get(spec)
+    spec = packedkv.presets()[-1]
+    scheme = packedkv.get(spec)
     cache = cache_of(scheme, dim=dim_of(scheme))
     cache.append(*kv(scheme.sink + scheme.window + block_of(scheme), dim=dim_of(scheme)))
     path = tmp_path / "cache.safetensors"
@@ -130,7 +130,7 @@ def resave(path, header, tensors, *, sign: bool = True) -> None:
 def test_a_cut_file_is_refused(saved, left):
     raw = saved.read_bytes()
     saved.write_bytes(raw[: int(len(raw) * left) if isinstance(left, float) else left])
-    with pytest.raises(kvcodec.FormatError, match=r"cut|not a kvcodec cache"):
+    with pytest.raises(packedkv.FormatError, match=r"cut|not a packedkv cache"):
         load_layers(saved)
 
 
@@ -140,10 +140,10 @@ def test_every_altered_byte_is_noticed(saved):
     places = {0, 3, 8, 9, 20, length - 2, 8 + length, len(raw) - 1, *range(8, len(raw), max(1, len(raw) // 60))}
     for at in sorted(places):
         saved.write_bytes(raw[:at] + bytes([raw[at] ^ 1]) + raw[at + 1 :])
-        with pytest.raises(kvcodec.FormatError):
+        with pytest.raises(packedkv.FormatError):
             load_layers(saved)
     saved.write_bytes(raw + b"\0")
-    with pytest.raises(kvcodec.FormatError, match="altered"):
+    with pytest.raises(packedkv.FormatError, match="altered"):
         load_layers(saved)
     saved.write_bytes(raw)
     assert load_layers(saved)[1] == {"note": "good"}
@@ -153,23 +153,23 @@ def test_altered_metadata_is_noticed(saved):
     header, tensors = header_of(saved)
     header["meta"]["note"] = "evil"
     resave(saved, header, tensors, sign=False)
-    with pytest.raises(kvcodec.FormatError, match="sha256 does not match"):
+    with pytest.raises(packedkv.FormatError, match="sha256 does not match"):
         load_layers(saved)
 
 
 def test_a_newer_format_says_update(saved):
     header, tensors = header_of(saved)
-    resave(saved, {**header, "version": 2, "kvcodec": "9.9"}, tensors)
-    with pytest.raises(kvcodec.FormatError, match=r"version 2, written by kvcodec 9\.9.*Update kvcodec"):
+    resave(saved, {**header, "version": 2, "packedkv": "9.9"}, tensors)
+    with pytest.raises(packedkv.FormatError, match=r"version 2, written by packedkv 9\.9.*Update packedkv"):
         load_layers(saved)
 
 
-@pytest.mark.parametrize(("change", "cure"), [(1, "update kvcodec"), (-1, "load it with the kvcodec that wrote it")])
+@pytest.mark.parametrize(("change", "cure"), [(1, "update packedkv"), (-1, "load it with the packedkv that wrote it")])
 def test_another_layout_version_of_the_codec_is_refused(saved, change, cure):
     header, tensors = header_of(saved)
     header["layers"][0]["held"]["roles"]["key"]["layout_version"] += change
     resave(saved, header, tensors)
-    with pytest.raises(kvcodec.FormatError, match=cure):
+    with pytest.raises(packedkv.FormatError, match=cure):
         load_layers(saved)
 
 
@@ -177,7 +177,7 @@ def test_an_unknown_codec_class_is_refused(saved):
     header, tensors = header_of(saved)
     header["schemes"][0] = re.sub(r'"codec": "\w+"', '"codec": "NeverWritten"', header["schemes"][0])
     resave(saved, header, tensors)
-    with pytest.raises(kvcodec.FormatError, match="unknown codec class 'NeverWritten'"):
+    with pytest.raises(packedkv.FormatError, match="unknown codec class 'NeverWritten'"):
         load_layers(saved)
 
 
@@ -187,14 +187,14 @@ def test_state_and_tensors_that_disagree_are_refused(saved):
         broken = json.loads(json.dumps(header))
         broken["layers"][0]["held"].update(change)
         resave(saved, broken, tensors)
-        with pytest.raises(kvcodec.FormatError, match=str(saved)):
+        with pytest.raises(packedkv.FormatError, match=str(saved)):
             load_layers(saved)
 
 
 def test_constants_drawn_differently_are_noticed(tmp_path, monkeypatch):
     """A codec whose draw changed must not decode old bytes with new constants, silently wrong."""
-    for spec in kvcodec.presets():
-        scheme = kvcodec.get(spec)
+    for spec in packedkv.presets():
+        scheme = packedkv.get(spec)
         if given_params(scheme) or not fit(scheme.key, site_of(dim=dim_of(scheme))):
             continue
         cache = cache_of(scheme, dim=dim_of(scheme))
@@ -204,7 +204,7 @@ def test_constants_drawn_differently_are_noticed(tmp_path, monkeypatch):
         monkeypatch.setattr(
             type(scheme.key), "fit", lambda self, *a, d=drawn: {n: t.flip(-1) * 3 for n, t in d(self, *a).items()}
         )
-        with pytest.raises(kvcodec.FormatError, match="are not those the file"):
+        with pytest.raises(packedkv.FormatError, match="are not those the file"):
             load_layers(tmp_path / "c")
         monkeypatch.undo()
 
@@ -216,7 +216,7 @@ def test_a_foreign_file_is_refused(tmp_path, content):
         save_file({"weight": torch.ones(3)}, path, metadata={"format": "pt"})
     else:
         path.write_text("hello, this is not a cache\n" * 3 if content == "text" else "")
-    with pytest.raises(kvcodec.FormatError, match="not a kvcodec cache"):
+    with pytest.raises(packedkv.FormatError, match="not a packedkv cache"):
         load_layers(path)
 
 

@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from kvcodec.layout import PageLayout
-from kvcodec.registry import get
-from kvcodec.store.pages import PageStore
-from kvcodec.store.pool import HUGE, zeroed_pool
+from packedkv.layout import PageLayout
+from packedkv.registry import get
+from packedkv.store.pages import PageStore
+from packedkv.store.pool import HUGE, zeroed_pool
 
 CPU = torch.device("cpu")
 

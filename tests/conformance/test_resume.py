@@ -6,12 +6,12 @@ from dataclasses import replace
 import pytest
 import torch
 
-import kvcodec
-from kvcodec.cache.fused import FusedLayerCache, fused_refusal
-from kvcodec.cache.host import LayerCache
-from kvcodec.files.caches import load_layers, save_layers
-from kvcodec.ops.rope import Rotary
-from kvcodec.store.site import LayerSite, MeanRemoval
+import packedkv
+from packedkv.cache.fused import FusedLayerCache, fused_refusal
+from packedkv.cache.host import LayerCache
+from packedkv.files.caches import load_layers, save_layers
+from packedkv.ops.rope import Rotary
+from packedkv.store.site import LayerSite, MeanRemoval
 from tests.conftest import tiny_config
 
 from .conftest import SPECS
@@ -30,7 +30,7 @@ KINDS = {
 
 def new_site(spec: str, mean: str, most: int | None = None) -> LayerSite:
     """A site as a model makes it: keys' mean, energies of queries, the reach of a sliding window."""
-    scheme = kvcodec.get(spec)
+    scheme = packedkv.get(spec)
     dim = dim_of(scheme)
     kind = "pre" if mean == "given" else mean
     rotary = Rotary(1e4 ** -(torch.arange(dim // 2) / (dim // 2)))
@@ -85,7 +85,7 @@ def resumes(path, spec: str, mean: str, kind: str, n: int, most: int | None = No
 
 
 def cases(spec: str) -> list[tuple[str, str, int]]:
-    scheme = kvcodec.get(spec)
+    scheme = packedkv.get(spec)
     lengths = sorted({*LENGTHS, *(n for n in edge_lengths(scheme) if n >= 0)})
     return list(itertools.product(MEANS, KINDS, lengths))
 
@@ -133,5 +133,5 @@ def test_a_remembering_cache_reads_what_is_left_after_evictions(mean):
 @pytest.mark.parametrize("params", [5, "", [1], {0: 5}])
 def test_params_of_another_form_are_refused_by_cache_for(params):
     config = tiny_config("llama-gqa")
-    with pytest.raises(kvcodec.KVError, match="params"):
-        kvcodec.cache_for(config, "int-4", params=params)
+    with pytest.raises(packedkv.KVError, match="params"):
+        packedkv.cache_for(config, "int-4", params=params)

@@ -4,8 +4,8 @@ from dataclasses import replace
 
 import pytest
 
-import kvcodec
-from kvcodec.registry import codec_classes, method_of, options_of
+import packedkv
+from packedkv.registry import codec_classes, method_of, options_of
 
 
 def text_of(value: object) -> str:
@@ -22,54 +22,54 @@ def with_option(spec: str, option: str) -> str:
 
 
 def test_dense_leads_and_no_preset_is_listed_twice():
-    presets = kvcodec.presets()
+    presets = packedkv.presets()
     assert presets[0] == "dense"
     assert len(presets) == len(set(presets))
-    assert {method_of(p).name for p in presets} == set(kvcodec.names())
+    assert {method_of(p).name for p in presets} == set(packedkv.names())
 
 
 def test_spec_parses_to_itself(spec):
-    scheme = kvcodec.get(spec)
+    scheme = packedkv.get(spec)
     assert str(scheme) == spec
-    assert kvcodec.get(str(scheme)) == scheme
-    assert kvcodec.get(scheme) is scheme
+    assert packedkv.get(str(scheme)) == scheme
+    assert packedkv.get(scheme) is scheme
 
 
 def test_json_round_trip(spec):
-    scheme = kvcodec.get(spec)
-    back = kvcodec.from_json(scheme.to_json())
+    scheme = packedkv.get(spec)
+    back = packedkv.from_json(scheme.to_json())
     assert back == scheme
     assert (back.spec, hash(back)) == (spec, hash(scheme))
 
 
 def test_repr_evaluates_to_an_equal_object(spec):
-    scheme = kvcodec.get(spec)
-    names = {"KVScheme": kvcodec.KVScheme, **codec_classes()}
+    scheme = packedkv.get(spec)
+    names = {"KVScheme": packedkv.KVScheme, **codec_classes()}
     assert eval(repr(scheme), names) == scheme
     for codec in (scheme.key, scheme.value):
         assert eval(repr(codec), names) == codec
 
 
 def test_every_option_given_as_it_is_changes_nothing(spec):
-    scheme = kvcodec.get(spec)
+    scheme = packedkv.get(spec)
     for name, value in options_of(spec).items():
-        same = kvcodec.get(with_option(spec, f"{name}={text_of(value)}")) if ":" not in spec else scheme
+        same = packedkv.get(with_option(spec, f"{name}={text_of(value)}")) if ":" not in spec else scheme
         assert same == scheme, name
         assert str(same) == spec, f"{name}: an option at its default does not belong in the canonical spec"
 
 
 def test_every_preset_keeps_as_many_first_tokens_dense_as_told(spec):
     preset = spec.partition(":")[0]
-    more = kvcodec.get(preset).sink + 3
-    scheme = kvcodec.get(f"{preset}:sink={more}")
-    assert scheme == replace(kvcodec.get(preset), sink=more)
-    assert kvcodec.get(str(scheme)) == scheme
-    with pytest.raises(kvcodec.SpecError, match="sink=-1: expected an integer >= 0"):
-        kvcodec.get(f"{preset}:sink=-1")
+    more = packedkv.get(preset).sink + 3
+    scheme = packedkv.get(f"{preset}:sink={more}")
+    assert scheme == replace(packedkv.get(preset), sink=more)
+    assert packedkv.get(str(scheme)) == scheme
+    with pytest.raises(packedkv.SpecError, match="sink=-1: expected an integer >= 0"):
+        packedkv.get(f"{preset}:sink=-1")
 
 
 def test_describe_shows_every_option_with_a_text(spec):
-    described = kvcodec.describe(spec)
+    described = packedkv.describe(spec)
     shown = {o["name"]: o for o in described["options"]}
     assert set(shown) == set(options_of(spec))
     for name, option in shown.items():
@@ -83,29 +83,29 @@ def test_describe_shows_every_option_with_a_text(spec):
 
 
 def test_unknown_option_names_the_valid_ones(spec):
-    with pytest.raises(kvcodec.SpecError, match="no option 'no_such_option'") as error:
-        kvcodec.get(with_option(spec, "no_such_option=1"))
+    with pytest.raises(packedkv.SpecError, match="no option 'no_such_option'") as error:
+        packedkv.get(with_option(spec, "no_such_option=1"))
     for name in options_of(spec):
         assert name in str(error.value)
 
 
 def test_an_option_value_that_is_not_allowed_says_what_is(spec):
-    for option in kvcodec.describe(spec)["options"]:
+    for option in packedkv.describe(spec)["options"]:
         if option["type"] == "str":
             continue
-        with pytest.raises(kvcodec.SpecError, match=r"expected|allowed|use|not a") as error:
-            kvcodec.get(f"{spec.partition(':')[0]}:{option['name']}=no-such-value")
+        with pytest.raises(packedkv.SpecError, match=r"expected|allowed|use|not a") as error:
+            packedkv.get(f"{spec.partition(':')[0]}:{option['name']}=no-such-value")
         assert "no-such-value" in str(error.value)
 
 
 def test_a_typo_in_the_name_finds_the_preset(spec):
-    with pytest.raises(kvcodec.SpecError, match="unknown codec") as error:
-        kvcodec.get(f"{spec.partition(':')[0]}x")
+    with pytest.raises(packedkv.SpecError, match="unknown codec") as error:
+        packedkv.get(f"{spec.partition(':')[0]}x")
     assert spec.partition(":")[0] in str(error.value)
 
 
 def test_codec_is_frozen_and_holds_plain_values(spec):
-    scheme = kvcodec.get(spec)
+    scheme = packedkv.get(spec)
     for codec in (scheme.key, scheme.value):
         config = codec.config()
         assert config.pop("codec") == type(codec).__name__

@@ -16,19 +16,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
-import kvcodec
-from kvcodec.attention import Seen
-from kvcodec.cache.device import DeviceCache
-from kvcodec.cache.growing import GrowingCache
-from kvcodec.cache.host import LayerCache, attend
-from kvcodec.cache.static import StaticCache
-from kvcodec.codec import ROLES, Role, Sample, Site
-from kvcodec.errors import KVError, UnsupportedError
-from kvcodec.files.caches import load_layers, save_layers
-from kvcodec.kernels.choose import Kernels, refusal
-from kvcodec.ops.rope import Rotary
-from kvcodec.scheme import KVScheme, recent_of
-from kvcodec.store.site import LayerSite, MeanRemoval
+import packedkv
+from packedkv.attention import Seen
+from packedkv.cache.device import DeviceCache
+from packedkv.cache.growing import GrowingCache
+from packedkv.cache.host import LayerCache, attend
+from packedkv.cache.static import StaticCache
+from packedkv.codec import ROLES, Role, Sample, Site
+from packedkv.errors import KVError, UnsupportedError
+from packedkv.files.caches import load_layers, save_layers
+from packedkv.kernels.choose import Kernels, refusal
+from packedkv.ops.rope import Rotary
+from packedkv.scheme import KVScheme, recent_of
+from packedkv.store.site import LayerSite, MeanRemoval
 from tests.conformance.conftest import SPECS
 from tests.fuzz.oracle import LayerTokens, Mismatch, causal, unexpected
 from tests.geometries import GEOMETRIES
@@ -52,10 +52,10 @@ OPERATIONS = (*WRITES, *READS, *CHANGES, *COPIES, "undo", "bytes", "reset")
 
 
 def scheme_of(setting: Setting) -> KVScheme:
-    scheme = kvcodec.get(setting["spec"]).for_layer(3, 8)
+    scheme = packedkv.get(setting["spec"]).for_layer(3, 8)
     if not setting["values"]:
         return scheme
-    value = kvcodec.get(setting["values"]).for_layer(3, 8).value
+    value = packedkv.get(setting["values"]).for_layer(3, 8).value
     return replace(scheme, value=value, recent=recent_of(scheme.key, value, scheme.recent, scheme.recent))
 
 

@@ -20,14 +20,14 @@ import transformers
 from torch import Tensor, nn
 from transformers import AttentionInterface
 
-import kvcodec
-from kvcodec.cache.device import DeviceCache
-from kvcodec.errors import KVError, UnsupportedError
-from kvcodec.integrations.transformers import cache_for, load_cache
-from kvcodec.integrations.transformers.argument import passing
-from kvcodec.integrations.transformers.attention import kvcodec_attention
-from kvcodec.integrations.transformers.layers import PackedCacheLayer, PackedKV
-from kvcodec.integrations.transformers.windowed import WindowedLayer
+import packedkv
+from packedkv.cache.device import DeviceCache
+from packedkv.errors import KVError, UnsupportedError
+from packedkv.integrations.transformers import cache_for, load_cache
+from packedkv.integrations.transformers.argument import passing
+from packedkv.integrations.transformers.attention import packedkv_attention
+from packedkv.integrations.transformers.layers import PackedCacheLayer, PackedKV
+from packedkv.integrations.transformers.windowed import WindowedLayer
 from tests.conftest import SMALL, tiny_model
 from tests.fuzz.oracle import CLOSE, LayerTokens, Mismatch, attention64, causal, unexpected
 
@@ -73,7 +73,7 @@ def model_of(name: str, dtype: str = "float32") -> Any:
 def setting_of(random: Random) -> Setting:
     """A model, a preset with options that its cache can be made of, and an attention."""
     while True:
-        name, spec, options = random.choice(MODELS), random.choice(kvcodec.presets()), {}
+        name, spec, options = random.choice(MODELS), random.choice(packedkv.presets()), {}
         if random.random() < 0.3:
             options["sink"] = random.choice((0, 1, 3))
         if random.random() < 0.5:
@@ -117,7 +117,7 @@ def attending(setting: Setting) -> Iterator[None]:
     """Give the model the attention function that a cache of the setting needs."""
     model = model_of(setting["model"], setting["dtype"])
     own = "eager" if model.config.model_type == "gpt_oss" else "sdpa"
-    model.set_attn_implementation(own if setting["attention"] == "decoded" else "kvcodec")
+    model.set_attn_implementation(own if setting["attention"] == "decoded" else "packedkv")
     try:
         yield
     finally:
@@ -504,7 +504,7 @@ def watching(machine: Machine) -> Iterator[None]:
         setattr(kind, name, call)
 
     def attention(module: nn.Module, query: Tensor, key: Any, value: Any, mask: Any, **options: Any) -> Any:
-        found, weights = kvcodec_attention(module, query, key, value, mask, **options)
+        found, weights = packedkv_attention(module, query, key, value, mask, **options)
         machine.attend(query, key, value, options, found)
         return found, weights
 
@@ -525,11 +525,11 @@ def watching(machine: Machine) -> Iterator[None]:
             if name in vars(kind):
                 watched(kind, name, to)
     hook = machine.model.register_forward_pre_hook(note, with_kwargs=True)
-    AttentionInterface.register("kvcodec", attention)
+    AttentionInterface.register("packedkv", attention)
     try:
         yield
     finally:
-        AttentionInterface.register("kvcodec", kvcodec_attention)
+        AttentionInterface.register("packedkv", packedkv_attention)
         hook.remove()
         for kind, name, method in own:
             setattr(kind, name, method)

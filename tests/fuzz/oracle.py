@@ -16,8 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvcodec.codec import ROLES, Codec, Dense, Params, Role, Sample, Site, roundtrip
-from kvcodec.store.site import LayerSite, codec_params
+from packedkv.codec import ROLES, Codec, Dense, Params, Role, Sample, Site, roundtrip
+from packedkv.store.site import LayerSite, codec_params
 
 SINK, AGED, RECENT, DENSE = range(4)
 """Where a token lies: dense for ever, encoded, encoded by the codecs of ``recent``, dense in the window."""

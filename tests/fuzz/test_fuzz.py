@@ -10,13 +10,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from kvcodec.integrations.transformers import cache_for
-from kvcodec.integrations.transformers.argument import passing
-from kvcodec.kernels.cpu.held import HeldAttention
-from kvcodec.kernels.cpu.library import refusal
-from kvcodec.store.pages import PageStore
-from kvcodec.store.positions import Positions
-from kvcodec.store.role import RoleState
+from packedkv.integrations.transformers import cache_for
+from packedkv.integrations.transformers.argument import passing
+from packedkv.kernels.cpu.held import HeldAttention
+from packedkv.kernels.cpu.library import refusal
+from packedkv.store.pages import PageStore
+from packedkv.store.positions import Positions
+from packedkv.store.role import RoleState
 from tests.conftest import tiny_model
 from tests.fuzz import check, fault_of, program_of
 
@@ -93,7 +93,7 @@ def _generated(model: Any, spec: str, seed: int) -> list[Tensor]:
 
 
 def _threads_give_what_one_gives(threads: int, count: int, models: int, attention: str) -> None:
-    if attention == "kvcodec" and (reason := refusal(torch.device("cpu"))):
+    if attention == "packedkv" and (reason := refusal(torch.device("cpu"))):
         pytest.skip(reason)
     names = ("llama-gqa", "qwen2")[:models]
     first, own = ([tiny_model(name) for name in names] for _ in range(2))
@@ -114,14 +114,14 @@ def _threads_give_what_one_gives(threads: int, count: int, models: int, attentio
                 assert torch.equal(x, y), f"thread {thread}, {call}: off by {float((x - y).abs().max()):.3g}"
 
 
-@pytest.mark.parametrize("attention", ["sdpa", "kvcodec"])
+@pytest.mark.parametrize("attention", ["sdpa", "packedkv"])
 @pytest.mark.parametrize("models", [1, 2])
 def test_threads(models: int, attention: str) -> None:
     _threads_give_what_one_gives(4, 4, models, attention)
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize("attention", ["sdpa", "kvcodec"])
+@pytest.mark.parametrize("attention", ["sdpa", "packedkv"])
 @pytest.mark.parametrize("models", [1, 2])
 def test_many_threads(models: int, attention: str) -> None:
     _threads_give_what_one_gives(8, 50, models, attention)

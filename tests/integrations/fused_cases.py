@@ -10,13 +10,13 @@ from typing import Any
 import pytest
 import torch
 
-import kvcodec
-from kvcodec.cache.fused import FusedLayerCache
-from kvcodec.codecs.group_int import GroupInt
-from kvcodec.codecs.saw_int4 import SawInt4
-from kvcodec.errors import ShapeError, UnsupportedError
-from kvcodec.integrations.transformers import cache_for
-from kvcodec.integrations.transformers.argument import passing
+import packedkv
+from packedkv.cache.fused import FusedLayerCache
+from packedkv.codecs.group_int import GroupInt
+from packedkv.codecs.saw_int4 import SawInt4
+from packedkv.errors import ShapeError, UnsupportedError
+from packedkv.integrations.transformers import cache_for
+from packedkv.integrations.transformers.argument import passing
 from tests.conftest import tiny_model
 from tests.integrations.test_generate import padded, prompt
 
@@ -28,7 +28,7 @@ NARROW = ("gpt-oss",)
 
 def model_on(device: str, name: str) -> Any:
     model = tiny_model(name).to(device)
-    model.set_attn_implementation("kvcodec")
+    model.set_attn_implementation("packedkv")
     model.generation_config.disable_compile = True
     return model
 
@@ -180,15 +180,15 @@ def case_beams(device: str) -> None:
 def case_sink_and_window(device: str) -> None:
     """Tokens held dense join the packed ones by log-sum-exp, with learned sinks, after crops and evictions."""
     for key, value in ((SawInt4(), SawInt4(1)), (GroupInt(4, 0), GroupInt(4, 0))):
-        sink_and_window(device, kvcodec.KVScheme(key=key, value=value, sink=3, window=5))
+        sink_and_window(device, packedkv.KVScheme(key=key, value=value, sink=3, window=5))
 
 
-def sink_and_window(device: str, scheme: kvcodec.KVScheme) -> None:
+def sink_and_window(device: str, scheme: packedkv.KVScheme) -> None:
     """Compare a fused and a reference cache of a scheme through appends, a crop and an eviction."""
     generator = torch.Generator().manual_seed(0)
     k, v = (torch.randn(2, 2, 90, 64, generator=generator).to(device) for _ in range(2))
     q, logits = torch.randn(2, 4, 1, 64, generator=generator).to(device), torch.tensor([0.5, -1.0, 2.0, 0.0]).to(device)
-    caches = [cls(scheme) for cls in (kvcodec.LayerCache, FusedLayerCache)]
+    caches = [cls(scheme) for cls in (packedkv.LayerCache, FusedLayerCache)]
     for at, end in ((0, 2), (2, 7), (7, 75), *((t, t + 1) for t in range(75, 80))):
         for cache in caches:
             cache.append(k[:, :, at:end], v[:, :, at:end])
@@ -201,7 +201,7 @@ def sink_and_window(device: str, scheme: kvcodec.KVScheme) -> None:
         torch.testing.assert_close(fused, reference, rtol=0, atol=2e-3)
     assert len(caches[0]) == len(caches[1]) == 60
     static = FusedLayerCache(scheme, capacity=96)
-    whole = kvcodec.LayerCache(scheme)
+    whole = packedkv.LayerCache(scheme)
     for at, end in ((0, 70), *((t, t + 1) for t in range(70, 76))):
         for cache in (static, whole):
             cache.append(k[:, :, at:end], v[:, :, at:end])
@@ -217,7 +217,7 @@ def case_full_static_cache_is_flagged(device: str) -> None:
 def full_static_cache(device: str, spec: str) -> None:
     """Fill a static cache, go on, and crop, reset and refill it."""
     k = torch.randn(1, 1, 64, 64, generator=torch.Generator().manual_seed(0)).to(device)
-    cache = FusedLayerCache(kvcodec.get(spec), capacity=64)
+    cache = FusedLayerCache(packedkv.get(spec), capacity=64)
     cache.append(k, k)
     before = cache.store.pages.clone()
     cache.append(k[:, :, :1], k[:, :, :1])

@@ -6,9 +6,9 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin
 
-import kvcodec
-from kvcodec.integrations.transformers.plan import plan_for
-from kvcodec.store.site import LayerSite
+import packedkv
+from packedkv.integrations.transformers.plan import plan_for
+from packedkv.store.site import LayerSite
 from tests.fuzz.oracle import LayerTokens
 
 
@@ -16,9 +16,9 @@ class OracleLayer(CacheLayerMixin):
     is_croppable = True
     supports_early_init = False
 
-    def __init__(self, scheme: kvcodec.KVScheme, layer: int, seed: int, prefill: str, window: int | None) -> None:
+    def __init__(self, scheme: packedkv.KVScheme, layer: int, seed: int, prefill: str, window: int | None) -> None:
         super().__init__()
-        scheme = scheme if window is None else kvcodec.KVScheme(scheme.key, scheme.value, 0, scheme.window)
+        scheme = scheme if window is None else packedkv.KVScheme(scheme.key, scheme.value, 0, scheme.window)
         self.tokens = LayerTokens(LayerSite(scheme, layer, seed))
         self.prefill, self.window = prefill, window
         self.is_sliding = window is not None
@@ -79,7 +79,7 @@ def oracle_for(model: Any, spec: str, *, prefill: str = "exact", seed: int = 0) 
     """The oracle's cache for ``model``."""
     from transformers.cache_utils import DYNAMIC_LAYER_TYPE_MAPPING
 
-    plan, scheme = plan_for(model, "decoded"), kvcodec.get(spec)
+    plan, scheme = plan_for(model, "decoded"), packedkv.get(spec)
     total, at, layers = len(plan.kv_layers), 0, []
     for layer in plan.layers:
         if not layer.holds_kv:

@@ -10,11 +10,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from kvcodec.errors import FitError, ShapeError, UnsupportedError
-from kvcodec.integrations.transformers import cache_for, load_cache
-from kvcodec.integrations.transformers.argument import passing
-from kvcodec.integrations.transformers.fold import fold_key_norms
-from kvcodec.integrations.transformers.handing import use_of_cached
+from packedkv.errors import FitError, ShapeError, UnsupportedError
+from packedkv.integrations.transformers import cache_for, load_cache
+from packedkv.integrations.transformers.argument import passing
+from packedkv.integrations.transformers.fold import fold_key_norms
+from packedkv.integrations.transformers.handing import use_of_cached
 from tests.conftest import tiny_model
 from tests.integrations.architectures import NotBuilt, causal_types, seq2seq_types, small_model
 
@@ -158,16 +158,16 @@ SAMPLE = {
     "moshi": "fused",
     "qwen3_next": "fused",
 }
-"""How each is served to a model that attends with ``kvcodec``."""
+"""How each is served to a model that attends with ``packedkv``."""
 
 
 @pytest.mark.parametrize("kind", SAMPLE)
 def test_an_architecture_equals_a_plain_cache_or_is_refused(kind: str) -> None:
-    assert check(kind, "dense", "kvcodec").startswith(SAMPLE[kind])
+    assert check(kind, "dense", "packedkv").startswith(SAMPLE[kind])
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize(("spec", "attention"), [("dense", None), ("dense", "kvcodec"), ("saw-int4", "kvcodec")])
+@pytest.mark.parametrize(("spec", "attention"), [("dense", None), ("dense", "packedkv"), ("saw-int4", "packedkv")])
 @pytest.mark.parametrize("kind", sorted({*causal_types(), *seq2seq_types()}))
 def test_every_architecture_equals_a_plain_cache_or_is_refused(kind: str, spec: str, attention: str | None) -> None:
     try:
@@ -179,7 +179,7 @@ def test_every_architecture_equals_a_plain_cache_or_is_refused(kind: str, spec: 
 @pytest.mark.parametrize("attention", ["streamed", "fused"])
 def test_a_model_that_works_on_cached_tensors_is_refused_by_the_expression(attention: str) -> None:
     model = small_model("diffllama")
-    with attending(model, "kvcodec"):
+    with attending(model, "packedkv"):
         with pytest.raises(
             UnsupportedError, match=r"DiffLlamaAttention uses `torch.chunk\(value_states, 2, dim=1\)` of"
         ):
@@ -285,7 +285,7 @@ def test_peft_is_taken(tiny: Any) -> None:
     assert cache_for(adapted, "saw-int4").plan.name == "LlamaForCausalLM"
 
 
-@pytest.mark.parametrize("attention", ["sdpa", "kvcodec"])
+@pytest.mark.parametrize("attention", ["sdpa", "packedkv"])
 def test_a_cache_of_a_model_with_fewer_layers_is_refused(attention: str) -> None:
     two, three = (tiny_model("llama-gqa", num_hidden_layers=n) for n in (2, 3))
     with torch.no_grad(), attending(two, attention), attending(three, attention):
@@ -294,7 +294,7 @@ def test_a_cache_of_a_model_with_fewer_layers_is_refused(attention: str) -> None
             three(tokens(1, 20), **passing(three, cache))
 
 
-@pytest.mark.parametrize(("attention", "name"), [("sdpa", "llama-gqa"), ("kvcodec", "llama-gqa"), ("sdpa", "mistral")])
+@pytest.mark.parametrize(("attention", "name"), [("sdpa", "llama-gqa"), ("packedkv", "llama-gqa"), ("sdpa", "mistral")])
 def test_more_tokens_than_max_len_are_refused(tiny: Any, attention: str, name: str) -> None:
     model = tiny(name)
     with torch.no_grad(), attending(model, attention):
@@ -325,11 +325,11 @@ def test_a_prompt_that_the_cache_holds_already_is_refused_in_words(tiny: Any, na
     ("name", "spec", "attention"),
     [
         ("llama-gqa", "saw-int4", "eager"),
-        ("llama-gqa", "dense", "kvcodec"),
-        ("qwen3", "kivi-4", "kvcodec"),
-        ("gemma3", "ghost-4", "kvcodec"),
+        ("llama-gqa", "dense", "packedkv"),
+        ("qwen3", "kivi-4", "packedkv"),
+        ("gemma3", "ghost-4", "packedkv"),
         ("gemma3", "dense", "eager"),
-        ("gpt-oss", "saw-int4", "kvcodec"),
+        ("gpt-oss", "saw-int4", "packedkv"),
     ],
 )
 def test_autocast_around_a_float32_model(tiny: Any, name: str, spec: str, attention: str) -> None:
@@ -344,7 +344,7 @@ def test_autocast_around_a_float32_model(tiny: Any, name: str, spec: str, attent
     assert ours.layer_caches[0].dtype == torch.bfloat16
 
 
-@pytest.mark.parametrize("attention", ["sdpa", "kvcodec"])
+@pytest.mark.parametrize("attention", ["sdpa", "packedkv"])
 def test_keys_and_values_are_copied_out_of_the_layers(tiny: Any, attention: str) -> None:
     model = tiny("mistral")
     with torch.no_grad(), attending(model, attention):

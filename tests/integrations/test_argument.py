@@ -6,8 +6,8 @@ import pytest
 import torch
 import transformers
 
-from kvcodec.integrations.transformers import KVCache, cache_for
-from kvcodec.integrations.transformers.argument import cache_argument, passing
+from packedkv.integrations.transformers import KVCache, cache_for
+from packedkv.integrations.transformers.argument import cache_argument, passing
 from tests.conftest import tiny_model
 from tests.integrations.test_generate import prompt
 

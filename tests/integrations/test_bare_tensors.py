@@ -5,7 +5,7 @@ from pathlib import Path
 
 import torch
 
-import kvcodec
+import packedkv
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "04_bare_tensors.py"
 
@@ -22,11 +22,11 @@ def test_chunk_causal_attention_equals_one_masked_call() -> None:
     example = runpy.run_path(str(EXAMPLE))
     layer, chunk, keep = example["ChunkCausalAttention"](), example["CHUNK"], example["KEEP"]
     x = torch.randn(2, 6 * chunk, 256)
-    cache = kvcodec.LayerCache(kvcodec.get("saw-int4"))
+    cache = packedkv.LayerCache(packedkv.get("saw-int4"))
     streamed = torch.cat([layer(part, cache) for part in x.split(chunk, 1)], 1)
     assert len(cache) == keep
     q, k, v = layer.qkv(x).unflatten(-1, (3, 4, 64)).permute(2, 0, 3, 1, 4)
-    k, v = kvcodec.fake_quant("saw-int4", k, v)
+    k, v = packedkv.fake_quant("saw-int4", k, v)
     at = torch.arange(6 * chunk)
     end = (at // chunk + 1) * chunk
     mask = (at[None, :] < end[:, None]) & (at[None, :] >= end[:, None] - keep)
@@ -37,7 +37,7 @@ def test_chunk_causal_attention_equals_one_masked_call() -> None:
 
 def test_streams_are_independent() -> None:
     k, v = torch.randn(2, 1, 4, 40, 64)
-    alone, first, second = (kvcodec.LayerCache(kvcodec.get("kivi-2:window=4")) for _ in range(3))
+    alone, first, second = (packedkv.LayerCache(packedkv.get("kivi-2:window=4")) for _ in range(3))
     alone.append(k, v)
     for a in range(0, 40, 8):  # interleaved with another stream
         first.append(k[:, :, a : a + 8], v[:, :, a : a + 8])

@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-import kvcodec
-from kvcodec.codec import Codec
-from kvcodec.errors import FormatError, ShapeError, SpecError, UnsupportedError
-from kvcodec.integrations.transformers import KVCache, cache_for, layers, load_cache
-from kvcodec.integrations.transformers.argument import passing
+import packedkv
+from packedkv.codec import Codec
+from packedkv.errors import FormatError, ShapeError, SpecError, UnsupportedError
+from packedkv.integrations.transformers import KVCache, cache_for, layers, load_cache
+from packedkv.integrations.transformers.argument import passing
 from tests.conftest import tiny_config, tiny_model
 from tests.integrations.oracle import oracle_for
 from tests.integrations.test_generate import SPECS, assert_same, prompt, run
@@ -162,7 +162,7 @@ def test_sliding_crop_without_recording_is_refused(tiny: Any) -> None:
 def test_sliding_steps_without_crop_match_the_mask(tiny: Any) -> None:
     """With recording on and no crop between steps, only the window is handed to attention."""
     model = tiny("mistral")
-    for attention in ("sdpa", "kvcodec"):
+    for attention in ("sdpa", "packedkv"):
         model.set_attn_implementation(attention)
         way = "decoded" if attention == "sdpa" else "streamed"
         logits = []
@@ -183,7 +183,7 @@ def test_sliding_steps_without_crop_match_the_mask(tiny: Any) -> None:
 @pytest.mark.parametrize("attention", ["decoded", "streamed"])
 def test_no_16_bit_copy_of_the_history_survives_a_step(tiny: Any, attention: str) -> None:
     model = tiny("llama-gqa")
-    model.set_attn_implementation("kvcodec" if attention == "streamed" else "sdpa")
+    model.set_attn_implementation("packedkv" if attention == "streamed" else "sdpa")
     filled(model, _cache(model, "saw-int4", attention=attention), 1, 20)  # constants of the process stay
     gc.collect()
     before = {id(x) for x in gc.get_objects() if issubclass(type(x), Tensor)}
@@ -216,7 +216,7 @@ def test_every_token_is_encoded_once(tiny: Any, monkeypatch: pytest.MonkeyPatch)
 
     monkeypatch.setattr(codec_class, "encode", counting)
     run(model, cache, prompt(1, 45), max_new_tokens=40)
-    scheme, tokens = kvcodec.get(BLOCKED), 45 + 39
+    scheme, tokens = packedkv.get(BLOCKED), 45 + 39
     for role in ("key", "value"):
         assert encoded[scheme.codec(role)] == 2 * scheme.encoded_tokens(role, tokens)
 
@@ -267,22 +267,22 @@ class LiveBytes(TorchDispatchMode):
 @pytest.mark.parametrize(
     ("spec", "attention"),
     each_in_turn(
-        [*(s for s in kvcodec.presets() if "octopus" not in s), "octopus-3", "octopus-2"], ["decoded", "streamed"]
+        [*(s for s in packedkv.presets() if "octopus" not in s), "octopus-3", "octopus-2"], ["decoded", "streamed"]
     ),
 )
 def test_workspace_of_a_step_is_within_the_reported_bound(spec: str, attention: str) -> None:
     config = tiny_config("llama-gqa", num_hidden_layers=3, num_attention_heads=8)
-    config._attn_implementation = "kvcodec"
+    config._attn_implementation = "packedkv"
     cache = cache_for(config, spec, attention=attention, probe=False)
     k, v = torch.randn(2, 1, 2, 2600, 64, dtype=torch.bfloat16)
-    from kvcodec.integrations.transformers.attention import kvcodec_attention
+    from packedkv.integrations.transformers.attention import packedkv_attention
 
     cache.update(k, v, 1)
     q = torch.randn(1, 8, 1, 64, dtype=torch.bfloat16)
     with torch.no_grad(), LiveBytes() as live:
         keys, values = cache.update(k[:, :, :1], v[:, :, :1], 1)
         if attention == "streamed":
-            kvcodec_attention(torch.nn.Module(), q, keys, values, None)
+            packedkv_attention(torch.nn.Module(), q, keys, values, None)
     bound = cache.report()["workspace_bytes"]
     assert live.peak <= bound
     if attention == "streamed":  # bounded by the chunk, not by the length
@@ -343,9 +343,9 @@ def test_a_saved_cache_is_loaded_with_another_attention(tiny: Any, tmp_path: Pat
         load_cache(path, model, attention="steamed")
     with pytest.raises(UnsupportedError, match="not loaded into the fused path; use 'streamed' or 'decoded'"):
         load_cache(path, model, attention="fused")
-    with pytest.raises(UnsupportedError, match=r"call model.set_attn_implementation\('kvcodec'\) first"):
+    with pytest.raises(UnsupportedError, match=r"call model.set_attn_implementation\('packedkv'\) first"):
         load_cache(path, model, attention="streamed")
-    model.set_attn_implementation("kvcodec")
+    model.set_attn_implementation("packedkv")
     try:
         loaded = {way: load_cache(path, model, attention=way) for way in ("decoded", "streamed")}
         assert {way: cache.options["attention"] for way, cache in loaded.items()} == {w: w for w in loaded}
@@ -394,7 +394,7 @@ def test_saved_cache_of_another_model_is_refused(tiny: Any, tmp_path: Path) -> N
 
 
 def test_empty_cache_is_not_saved(tiny: Any, tmp_path: Path) -> None:
-    with pytest.raises(kvcodec.UnsupportedError, match="the cache is empty"):
+    with pytest.raises(packedkv.UnsupportedError, match="the cache is empty"):
         _cache(tiny("llama-gqa"), "saw-int4").save(tmp_path / "x.safetensors")
 
 

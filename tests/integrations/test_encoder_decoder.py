@@ -17,13 +17,13 @@ from transformers import (
 )
 from transformers.cache_utils import EncoderDecoderCache
 
-import kvcodec
-from kvcodec.codec import Dense
-from kvcodec.errors import SpecError, UnsupportedError
-from kvcodec.integrations.transformers import cache_for, load_cache
-from kvcodec.integrations.transformers.argument import passing
-from kvcodec.integrations.transformers.cache import EncoderDecoderKVCache
-from kvcodec.scheme import mix_of
+import packedkv
+from packedkv.codec import Dense
+from packedkv.errors import SpecError, UnsupportedError
+from packedkv.integrations.transformers import cache_for, load_cache
+from packedkv.integrations.transformers.argument import passing
+from packedkv.integrations.transformers.cache import EncoderDecoderKVCache
+from packedkv.scheme import mix_of
 
 FRAMES, HEADS, HEAD_DIM, LAYERS = 100, 2, 64, 2
 SPECS = ["dense", "int-8", "saw-int4", "kivi-4", "octopus-3", "turboquant-qjl-4"]
@@ -64,7 +64,7 @@ def steps_of(model: Any, audio: Tensor, cache: Any, tokens: int) -> tuple[Tensor
 
 
 def with_attention(model: Any, attention: str) -> Any:
-    model.set_attn_implementation("sdpa" if attention == "decoded" else "kvcodec")
+    model.set_attn_implementation("sdpa" if attention == "decoded" else "packedkv")
     return model
 
 
@@ -99,7 +99,7 @@ def test_what_is_stored_of_the_encoders_output_is_what_the_codec_makes_of_it(whi
             held = cache.layers[LAYERS + i].cache
             projections = layer.encoder_attn.k_proj, layer.encoder_attn.v_proj
             k, v = (p(frames).view(2, FRAMES, HEADS, HEAD_DIM).transpose(1, 2) for p in projections)
-            wanted = kvcodec.LayerCache(kvcodec.get("saw-int4").without_windows(), layer=LAYERS + i)
+            wanted = packedkv.LayerCache(packedkv.get("saw-int4").without_windows(), layer=LAYERS + i)
             wanted.append(k, v)
             for mine, theirs in zip(held.decode(), wanted.decode(), strict=True):
                 torch.testing.assert_close(mine, theirs, atol=0.3, rtol=0)  # a code may differ by a step
@@ -107,7 +107,7 @@ def test_what_is_stored_of_the_encoders_output_is_what_the_codec_makes_of_it(whi
 
 
 def test_the_report_counts_every_byte_of_both_caches(whisper: Any, audio: Tensor) -> None:
-    scheme = replace(kvcodec.get("saw-int4"), sink=2, window=8)
+    scheme = replace(packedkv.get("saw-int4"), sink=2, window=8)
     cache = cache_for(with_attention(whisper, "decoded"), scheme, page_tokens=4)
     out = transcribe(whisper, audio, cache)
     report = cache.report()
@@ -200,11 +200,11 @@ def test_a_decoder_deeper_than_its_encoder_has_all_its_layers() -> None:
 
 
 def test_outer_layers_and_recipes_are_those_of_each_stack(whisper: Any) -> None:
-    cache = cache_for(whisper, replace(kvcodec.get("saw-int4"), dense_key_layers=1))
+    cache = cache_for(whisper, replace(packedkv.get("saw-int4"), dense_key_layers=1))
     assert all(isinstance(layer.cache.scheme.key, Dense) for layer in cache.layers)
-    recipe = mix_of([kvcodec.get("int-8"), kvcodec.get("int-4")])
+    recipe = mix_of([packedkv.get("int-8"), packedkv.get("int-4")])
     bits = [layer.cache.scheme.key_bits(HEAD_DIM) for layer in cache_for(whisper, recipe).layers]
     assert bits[:2] == bits[2:]
     assert bits[0] > bits[1]
     with pytest.raises(SpecError, match="a recipe for 1 KV layers, not for 2"):
-        cache_for(whisper, mix_of([kvcodec.get("int-8")]))
+        cache_for(whisper, mix_of([packedkv.get("int-8")]))

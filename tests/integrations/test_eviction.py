@@ -10,10 +10,10 @@ import pytest
 import torch
 from transformers import DynamicCache
 
-import kvcodec
-from kvcodec.integrations.transformers import cache_for
-from kvcodec.integrations.transformers.argument import passing
-from kvcodec.integrations.transformers.attention import ATTENTION_NAME
+import packedkv
+from packedkv.integrations.transformers import cache_for
+from packedkv.integrations.transformers.argument import passing
+from packedkv.integrations.transformers.attention import ATTENTION_NAME
 from tests.cli.tiny import tiny_llama
 
 TOKENS, KEPT, NEW = 96, 48, 20
@@ -30,7 +30,7 @@ class CodedCache(DynamicCache):
 
     def update(self, key_states, value_states, layer_idx, *args, **kwargs):
         keys, values = super().update(key_states, value_states, layer_idx, *args, **kwargs)
-        return kvcodec.compress(self.spec, keys, values, layer=layer_idx).decode()
+        return packedkv.compress(self.spec, keys, values, layer=layer_idx).decode()
 
 
 def kept(layer):

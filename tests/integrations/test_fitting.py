@@ -12,13 +12,13 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-import kvcodec
-from kvcodec.cli.main import parse
-from kvcodec.errors import FitError, FormatError, ModelError, SpecError
-from kvcodec.files import checkpoint
-from kvcodec.files.params import FittedParams, ModelIdentity, figures
-from kvcodec.integrations.vllm import fitting
-from kvcodec.integrations.vllm.options import read_options
+import packedkv
+from packedkv.cli.main import parse
+from packedkv.errors import FitError, FormatError, ModelError, SpecError
+from packedkv.files import checkpoint
+from packedkv.files.params import FittedParams, ModelIdentity, figures
+from packedkv.integrations.vllm import fitting
+from packedkv.integrations.vllm.options import read_options
 
 WEIGHT = "model.layers.0.self_attn.k_proj.weight"
 
@@ -53,7 +53,7 @@ def config_of(model: Path | str, **changed: Any) -> Any:
 
 
 def options(preset: str = "ghost-3", **more: Any) -> Any:
-    return read_options({"kvcodec": {"preset": preset, "params": "fit", **more}})
+    return read_options({"packedkv": {"preset": preset, "params": "fit", **more}})
 
 
 def saved(file: Path, tensors: dict[str, torch.Tensor], spec: str = "ghost-3") -> FittedParams:
@@ -61,13 +61,13 @@ def saved(file: Path, tensors: dict[str, torch.Tensor], spec: str = "ghost-3") -
     model = torch.nn.ParameterDict({name.replace(".", "/"): tensor for name, tensor in tensors.items()})
     found = {name.replace("/", "."): own for name, own in figures(model, [WEIGHT.replace(".", "/")]).items()}
     identity = ModelIdentity("mine", "llama", (0,), 1, 64, found)
-    return FittedParams(kvcodec.get(spec), identity, {}, 0, False, 1, 1, 1).save(file)
+    return FittedParams(packedkv.get(spec), identity, {}, 0, False, 1, 1, 1).save(file)
 
 
 def test_params_fit_is_read_as_an_option_to_fit() -> None:
     found = options()
     assert (found.to_fit, found.fitted, found.params) == ("ghost-3", True, None)
-    plain = read_options({"kvcodec": {"preset": "ghost-3"}})
+    plain = read_options({"packedkv": {"preset": "ghost-3"}})
     assert plain is not None
     assert (plain.to_fit, plain.fitted) == ("", False)
     with pytest.raises(SpecError, match=r'saw-int4 has no constants to fit; leave "params": "fit" out'):
@@ -76,9 +76,9 @@ def test_params_fit_is_read_as_an_option_to_fit() -> None:
 
 def test_the_file_that_was_made_is_read_as_any_other(tmp_path: Path) -> None:
     file = saved(tmp_path / "made", weights())
-    given = {"kvcodec": {"preset": "ghost-3", "params": "fit"}}
+    given = {"packedkv": {"preset": "ghost-3", "params": "fit"}}
     found = read_options(given, "auto", tmp_path / "made")
-    same = read_options({"kvcodec": {"preset": "ghost-3", "params": str(tmp_path / "made")}})
+    same = read_options({"packedkv": {"preset": "ghost-3", "params": str(tmp_path / "made")}})
     assert found is not None
     assert same is not None
     assert found.params is not None
@@ -91,7 +91,7 @@ def test_the_name_has_weights_preset_seed_and_version(
 ) -> None:
     fit = fitting.fit_of(config_of(folder), options())
     file = fit.file()
-    assert file.parent == tmp_path / "cache" / "kvcodec" / "params"
+    assert file.parent == tmp_path / "cache" / "packedkv" / "params"
     assert file.name.startswith("ghost-3_seed0_some-model_")
     names = {file, *(fitting.fit_of(config_of(folder), o).file() for o in (options("ghost-4"), options(seed=1)))}
     assert len(names) == 3
@@ -148,7 +148,7 @@ def test_one_fits_and_the_others_wait(
 
     monkeypatch.setattr(fitting, "_output", command)
     monkeypatch.setattr(fitting.logger, "handlers", [Heard()])
-    caplog.set_level(logging.INFO, "vllm.kvcodec")
+    caplog.set_level(logging.INFO, "vllm.packedkv")
     found: list[Path] = []
 
     def start() -> None:
@@ -202,7 +202,7 @@ def test_a_repository_of_the_hub_is_its_folder_in_the_cache(folder: Path, tmp_pa
     (held / "snapshots").mkdir()
     folder.rename(held / "snapshots" / commit)
     assert fitting.folder_of(config, local_files_only=True) == held / "snapshots" / commit
-    with pytest.raises(FormatError, match=r"is not that of some/model; run kvcodec fit"):
+    with pytest.raises(FormatError, match=r"is not that of some/model; run packedkv fit"):
         fitting.check_same_model(config, saved(tmp_path / "other", weights(1)))
 
 
@@ -223,7 +223,7 @@ def test_weights_as_16_bit_or_codes_are_no_others(folder: Path) -> None:
     ],
 )
 def test_what_transformers_would_load_otherwise_is_refused(changed: dict[str, Any], why: str, folder: Path) -> None:
-    with pytest.raises(FitError, match=rf"{why}; run kvcodec fit MODEL ghost-3 -o FILE with a MODEL that"):
+    with pytest.raises(FitError, match=rf"{why}; run packedkv fit MODEL ghost-3 -o FILE with a MODEL that"):
         fitting.fit_of(config_of(folder, **changed), options())
 
 
@@ -232,20 +232,20 @@ def test_a_model_that_is_not_there_is_refused(folder: Path, monkeypatch: pytest.
         raise OSError("no network\nand more")
 
     monkeypatch.setattr("huggingface_hub.snapshot_download", fails)
-    with pytest.raises(FitError, match=r"neither a folder nor in reach on the hub \(no network\); run kvcodec fit"):
+    with pytest.raises(FitError, match=r"neither a folder nor in reach on the hub \(no network\); run packedkv fit"):
         fitting.fit_of(config_of("some/model"), options())
     (folder / "model.safetensors").unlink()
     with pytest.raises(
-        FitError, match=r"not fitted to .*holds no weights as .safetensors.* Run kvcodec fit .*some-mod"
+        FitError, match=r"not fitted to .*holds no weights as .safetensors.* Run packedkv fit .*some-mod"
     ):
         fitting.fitted_file(config_of(folder), options())
 
 
 def test_a_command_that_fails_names_its_reason(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     own = fitting._output
-    ends = [sys.executable, "-c", "import sys; print('begun'); sys.exit('kvcodec: error: a window is too long.')"]
+    ends = [sys.executable, "-c", "import sys; print('begun'); sys.exit('packedkv: error: a window is too long.')"]
     monkeypatch.setattr(fitting, "_output", lambda command: own(ends))
-    with pytest.raises(FitError, match=r"a window is too long\. Run kvcodec fit .*-o FILE --seed 0 --device cpu") as e:
+    with pytest.raises(FitError, match=r"a window is too long\. Run packedkv fit .*-o FILE --seed 0 --device cpu") as e:
         fitting.fitted_file(config_of(folder), options())
     assert str(e.value).endswith('give {"params": FILE}.')
     assert own([sys.executable, "-c", "print('one'); print(); print('two')"]) == (0, ["one", "two"])

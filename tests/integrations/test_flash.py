@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import torch
 
-from kvcodec.attention import partial
-from kvcodec.integrations.vllm.flash import flash_for
-from kvcodec.kernels.flash import Ragged, ragged_attention
+from packedkv.attention import partial
+from packedkv.integrations.vllm.flash import flash_for
+from packedkv.kernels.flash import Ragged, ragged_attention
 
 NAME = "vllm.v1.attention.backends.fa_utils"
 

@@ -6,10 +6,10 @@ import transformers
 from torch import nn
 from transformers import DynamicCache
 
-import kvcodec
-from kvcodec.errors import FitError, ShapeError, UnsupportedError
-from kvcodec.integrations.transformers.argument import passing
-from kvcodec.integrations.transformers.fold import fold_key_norms
+import packedkv
+from packedkv.errors import FitError, ShapeError, UnsupportedError
+from packedkv.integrations.transformers.argument import passing
+from packedkv.integrations.transformers.fold import fold_key_norms
 
 from ..conftest import tiny_config, tiny_model, unchanged, weights
 
@@ -38,7 +38,7 @@ def logits_and_keys(model, ids):
 
 def fitted(model, ids):
     """Norms that innerq-base fits on a prompt, as ``cache_for(params=)`` takes them."""
-    cache = kvcodec.cache_for(model, "innerq-base:mean=none", probe=False)
+    cache = packedkv.cache_for(model, "innerq-base:mean=none", probe=False)
     with torch.no_grad():
         model(ids, **passing(model, cache))
     return {layer.index: {"key": layer.cache.roles["key"].params} for layer in cache.packed_layers}
@@ -92,7 +92,7 @@ def check_same_codes(model, ids, filled):
     params = fitted(model, ids[:, :filled])
 
     def run(spec, params):
-        cache = kvcodec.cache_for(model, spec, params=params, probe=False)
+        cache = packedkv.cache_for(model, spec, params=params, probe=False)
         with torch.no_grad():
             model(ids[:, :filled], **passing(model, cache))  # attends exact keys, so each layer's input is exact
             codes = [c.store.read("key", 0, c.roles["key"].encoded)["codes"] for c in cache.layer_caches]
@@ -272,7 +272,7 @@ def test_norms_that_cannot_be_folded(params, error, message):
 
 @pytest.mark.slow
 def test_the_real_small_model(smollm2):
-    from kvcodec.models.loading import load_text
+    from packedkv.models.loading import load_text
 
     ids = torch.tensor([smollm2.tokenizer(load_text().text[:4000])["input_ids"][:256]])
     model = smollm2.model

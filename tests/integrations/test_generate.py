@@ -6,10 +6,10 @@ from typing import Any
 import pytest
 import torch
 
-import kvcodec
-from kvcodec.codec import Dense
-from kvcodec.integrations.transformers.argument import passing
-from kvcodec.registry import with_option
+import packedkv
+from packedkv.codec import Dense
+from packedkv.integrations.transformers.argument import passing
+from packedkv.registry import with_option
 from tests.conftest import MODELS, tiny_model
 from tests.integrations.oracle import oracle_for
 from tests.kernels.decode_cases import each_in_turn
@@ -35,7 +35,7 @@ def assert_same(ours: Any, theirs: Any, atol: float = 2e-3) -> None:
 
 
 def cache_for(model: Any, spec: str, **options: Any) -> Any:
-    return kvcodec.cache_for(model, spec, probe=False, **options)
+    return packedkv.cache_for(model, spec, probe=False, **options)
 
 
 # in this order models with sliding windows meet blocks and windows
@@ -65,7 +65,7 @@ def test_chunked_shared_and_convolution_layers_equal_the_oracle(tiny: Any, name:
 def test_streamed_equals_decoded(tiny: Any, name: str) -> None:
     model = tiny(name)
     decoded = run(model, cache_for(model, "saw-int4"), prompt(2))
-    model.set_attn_implementation("kvcodec")
+    model.set_attn_implementation("packedkv")
     cache = cache_for(model, "saw-int4", attention="streamed")
     # another order of summation moves a key by an ulp, and with luck its code by one
     assert_same(run(model, cache, prompt(2)), decoded, atol=2e-2)
@@ -76,13 +76,13 @@ def test_streamed_equals_decoded(tiny: Any, name: str) -> None:
 def test_streamed_equals_decoded_with_windows_and_blocks(tiny: Any, spec: str) -> None:
     model = tiny("gemma3")
     decoded = run(model, cache_for(model, spec), prompt(2))
-    model.set_attn_implementation("kvcodec")
+    model.set_attn_implementation("packedkv")
     assert_same(run(model, cache_for(model, spec, attention="streamed"), prompt(2)), decoded, atol=2e-2)
 
 
 def test_two_streamed_caches_share_a_model(tiny: Any) -> None:
     model = tiny("llama-gqa")
-    model.set_attn_implementation("kvcodec")
+    model.set_attn_implementation("packedkv")
     alone = [run(model, cache_for(model, "saw-int4", attention="streamed"), prompt(seed=s)).sequences for s in (1, 2)]
     caches = [cache_for(model, spec, attention="streamed") for spec in ("saw-int4", "saw-int4")]
     ids = [prompt(seed=1), prompt(seed=2)]
@@ -153,7 +153,7 @@ def test_left_padding_does_not_overwrite_live_tokens(tiny: Any, name: str, atten
     ids, mask = padded(PROMPT, 21, 5)
     batch = run(model, oracle_for(model, "saw-int4:mean=none"), ids, attention_mask=mask)
     if attention == "streamed":
-        model.set_attn_implementation("kvcodec")
+        model.set_attn_implementation("packedkv")
     ours = run(model, cache_for(model, "saw-int4:mean=none", attention=attention), ids, attention_mask=mask)
     # streamed: as above, another order of summation; without one of its tokens a sequence is off by 0.05 and more
     assert_same(ours, batch, atol=2e-3 if attention == "decoded" else 2e-2)
@@ -242,7 +242,7 @@ def test_default_settings_change_little(tiny: Any) -> None:
     [
         ("sdpa", "llama-gqa", "saw-int4", True),
         ("sdpa", "gemma3", "kivi-4", None),
-        ("kvcodec", "llama-gqa", "saw-int4", None),
+        ("packedkv", "llama-gqa", "saw-int4", None),
     ],
 )
 def test_a_compiled_model_gives_the_same_logits(attention: str, name: str, spec: str, dynamic: bool | None) -> None:

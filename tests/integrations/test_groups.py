@@ -6,12 +6,12 @@ from typing import Any
 import pytest
 import torch
 
-import kvcodec
-from kvcodec.cache.host import LayerCache
-from kvcodec.codec import ROLES, Role, roundtrip
-from kvcodec.integrations.vllm.groups import GroupedLayer
-from kvcodec.integrations.vllm.layer import Rules
-from kvcodec.integrations.vllm.pending import PendingGroups
+import packedkv
+from packedkv.cache.host import LayerCache
+from packedkv.codec import ROLES, Role, roundtrip
+from packedkv.integrations.vllm.groups import GroupedLayer
+from packedkv.integrations.vllm.layer import Rules
+from packedkv.integrations.vllm.pending import PendingGroups
 
 CPU = torch.device("cpu")
 HEADS, DIM, UNIT, BLOCK = 2, 64, 32, 64
@@ -29,12 +29,12 @@ SINKS = torch.tensor([0.5, -1.0, 2.0, 0.0])
 
 
 def norms() -> dict[Role, Any]:
-    """Constants as a file of ``kvcodec fit`` brings them."""
+    """Constants as a file of ``packedkv fit`` brings them."""
     return {"key": {"norm": torch.rand(1, HEADS, DIM // 2).repeat(1, 1, 2) + 0.5}, "value": {}}
 
 
 def made(spec: str, slots: int = 3, **options: Any) -> GroupedLayer:
-    scheme = kvcodec.get(spec)
+    scheme = packedkv.get(spec)
     torch.manual_seed(0)
     params = norms() if "tensor" in scheme.key.needs else None
     given = {"layer": 3, "heads": HEADS, "head_dim": DIM, "dtype": torch.float16, "device": CPU, "params": params}

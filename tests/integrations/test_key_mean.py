@@ -7,24 +7,24 @@ import torch
 import transformers
 from torch import Tensor
 
-import kvcodec
-from kvcodec.codec import roundtrip
-from kvcodec.codecs.rope_pairs import RopePairs
-from kvcodec.errors import BrokenPresetError, FitError, FormatError, UnsupportedError
-from kvcodec.fitting.fit import fit_model
-from kvcodec.integrations.transformers.argument import passing
-from kvcodec.integrations.transformers.biases import biases_of
-from kvcodec.integrations.transformers.plan import plan_for
-from kvcodec.integrations.transformers.rope import record_positions
-from kvcodec.integrations.vllm.means import decided
-from kvcodec.integrations.vllm.options import read_options
-from kvcodec.integrations.vllm.servable import refusal
-from kvcodec.kernels.cpu import compile as sources
-from kvcodec.kernels.cpu import library
-from kvcodec.models.loading import LoadedModel
-from kvcodec.scheme import mix_of
-from kvcodec.shared import drawn
-from kvcodec.store.positions import Positions
+import packedkv
+from packedkv.codec import roundtrip
+from packedkv.codecs.rope_pairs import RopePairs
+from packedkv.errors import BrokenPresetError, FitError, FormatError, UnsupportedError
+from packedkv.fitting.fit import fit_model
+from packedkv.integrations.transformers.argument import passing
+from packedkv.integrations.transformers.biases import biases_of
+from packedkv.integrations.transformers.plan import plan_for
+from packedkv.integrations.transformers.rope import record_positions
+from packedkv.integrations.vllm.means import decided
+from packedkv.integrations.vllm.options import read_options
+from packedkv.integrations.vllm.servable import refusal
+from packedkv.kernels.cpu import compile as sources
+from packedkv.kernels.cpu import library
+from packedkv.models.loading import LoadedModel
+from packedkv.scheme import mix_of
+from packedkv.shared import drawn
+from packedkv.store.positions import Positions
 from tests.cli.tiny import TEXT, tiny_tokenizer
 from tests.conftest import tiny_model
 from tests.integrations.test_generate import prompt
@@ -86,7 +86,7 @@ def check(model: Any, cache: Any, keys: list[Tensor], positions: Tensor) -> None
 @pytest.mark.parametrize("parts", [(40,), (1,) * 12, (17, 1, 22)])
 def test_decoded_keys_are_those_of_the_definition(model: Any, parts: tuple[int, ...]) -> None:
     ids = prompt(2, sum(parts))
-    cache, at = kvcodec.cache_for(model, SPEC, prefill="exact"), 0
+    cache, at = packedkv.cache_for(model, SPEC, prefill="exact"), 0
     for n in parts:
         run(model, cache, ids[:, at : at + n])
         at += n
@@ -94,25 +94,25 @@ def test_decoded_keys_are_those_of_the_definition(model: Any, parts: tuple[int, 
     if len(parts) == 1:  # later calls attend decoded keys, so those of deeper layers differ from the model's own
         check(model, cache, own_keys(model, ids), torch.arange(at)[None])
     else:
-        assert torch.equal(exact[0][:, :, 0], kvcodec_first(model, ids))
+        assert torch.equal(exact[0][:, :, 0], packedkv_first(model, ids))
     assert cache.layer_caches[0].positions.runs[0][0] == at
     assert all("without their mean" in layer["note"] for layer in cache.report()["layers"])
 
 
-def kvcodec_first(model: Any, ids: Tensor) -> Tensor:
+def packedkv_first(model: Any, ids: Tensor) -> Tensor:
     """The first token's decoded keys of layer 0, appended alone."""
-    cache = kvcodec.cache_for(model, SPEC)
+    cache = packedkv.cache_for(model, SPEC)
     run(model, cache, ids[:, :1])
     return cache.layer_caches[0].decode()[0][:, :, 0]
 
 
 def test_attention_streamed_is_attention_decoded(model: Any) -> None:
     ids = prompt(1, 50)
-    decoded = kvcodec.cache_for(model, SPEC, prefill="decoded")
+    decoded = packedkv.cache_for(model, SPEC, prefill="decoded")
     first = run(model, decoded, ids)
-    model.set_attn_implementation("kvcodec")
+    model.set_attn_implementation("packedkv")
     try:
-        streamed = kvcodec.cache_for(model, SPEC, prefill="decoded", attention="streamed")
+        streamed = packedkv.cache_for(model, SPEC, prefill="decoded", attention="streamed")
         torch.testing.assert_close(run(model, streamed, ids), first, atol=5e-3, rtol=1e-2)
         assert set(streamed.report()["paths"]) == {"streamed"}
     finally:
@@ -124,7 +124,7 @@ def test_left_padding_has_positions_of_its_own(model: Any) -> None:
     mask = torch.ones(2, 30, dtype=torch.long)
     mask[0, :pad] = 0
     positions = (mask.cumsum(-1) - 1).clamp_min(0)
-    cache = kvcodec.cache_for(model, SPEC)
+    cache = packedkv.cache_for(model, SPEC)
     run(model, cache, ids, attention_mask=mask, position_ids=positions)
     keys = own_keys(model, ids, attention_mask=mask, position_ids=positions)
     for i, layer in enumerate(cache.layer_caches):
@@ -136,7 +136,7 @@ def test_left_padding_has_positions_of_its_own(model: Any) -> None:
 
 def test_crop_evict_select_and_repeat(model: Any) -> None:
     ids = prompt(2, 40)
-    cache = kvcodec.cache_for(model, SPEC)
+    cache = packedkv.cache_for(model, SPEC)
     run(model, cache, ids)
     before = [layer.decode()[0] for layer in cache.layer_caches]
     layer = cache.layer_caches[0]
@@ -157,7 +157,7 @@ def test_crop_evict_select_and_repeat(model: Any) -> None:
 
 def test_cropped_tokens_are_replaced_at_their_positions(model: Any) -> None:
     ids = prompt(1, 40)
-    cache = kvcodec.cache_for(model, SPEC)
+    cache = packedkv.cache_for(model, SPEC)
     run(model, cache, ids)
     wanted = cache.layer_caches[0].decode()[0]
     cache.crop(25)
@@ -170,12 +170,12 @@ def test_sliding_layers_and_windows(model: Any) -> None:
         use_sliding_window=True, sliding_window=16, max_window_layers=0, layer_types=["sliding_attention"] * 2
     )
     ids = prompt(1, 40)
-    cache = kvcodec.cache_for(made, f"{SPEC},sink=2")
+    cache = packedkv.cache_for(made, f"{SPEC},sink=2")
     run(made, cache, ids)
     run(made, cache, ids[:, :1])
     layer = cache.layer_caches[0]
     assert layer.positions.of(0, len(layer))[0].tolist() == list(range(41 - len(layer), 41))
-    windowed = kvcodec.cache_for(model, "kivi-4:mean=pre,window=8,sink=4", prefill="decoded")
+    windowed = packedkv.cache_for(model, "kivi-4:mean=pre,window=8,sink=4", prefill="decoded")
     run(model, windowed, ids)
     got, own = windowed.layer_caches[0].decode()[0], own_keys(model, ids)[0]
     assert torch.equal(got[:, :, :4], own[:, :, :4].half().float())  # held dense, with their mean
@@ -184,10 +184,10 @@ def test_sliding_layers_and_windows(model: Any) -> None:
 
 
 def test_a_saved_cache_gets_the_mean_from_the_model(model: Any, tmp_path: Any) -> None:
-    cache = kvcodec.cache_for(model, SPEC)
+    cache = packedkv.cache_for(model, SPEC)
     run(model, cache, prompt(2, 33))
     cache.save(tmp_path / "cache")
-    again = kvcodec.load_cache(tmp_path / "cache", model)
+    again = packedkv.load_cache(tmp_path / "cache", model)
     for one, other in zip(cache.layer_caches, again.layer_caches, strict=True):
         assert torch.equal(one.decode()[0], other.decode()[0])
     more = prompt(2, 3)
@@ -210,7 +210,7 @@ def test_partial_and_interleaved_rope(family: str) -> None:
             if name.endswith("query_key_value.bias"):
                 weight[32 + 5], weight[32 + 31] = 300.0, -80.0  # a head's queries, keys, values
     ids = prompt(1, 60)
-    cache = kvcodec.cache_for(made, "int-4:mean=pre")
+    cache = packedkv.cache_for(made, "int-4:mean=pre")
     run(made, cache, ids)
     own, got = own_keys(made, ids)[0], cache.layer_caches[0].decode()[0]
     assert own.abs().amax() > 250
@@ -222,11 +222,11 @@ def test_partial_and_interleaved_rope(family: str) -> None:
 
 def test_the_refusal_names_it_and_it_holds(model: Any) -> None:
     with pytest.raises(BrokenPresetError, match=r"Use 'saw-int4:mean=pre' \(0\.\d nats\) or 'kivi-tq-4'"):
-        kvcodec.cache_for(model, RAW)
+        packedkv.cache_for(model, RAW)
     ids = prompt(1, 60)
     wanted = run(model, None, ids)
     errors = [
-        float((run(model, kvcodec.cache_for(model, spec, prefill="decoded", probe="off"), ids) - wanted).norm())
+        float((run(model, packedkv.cache_for(model, spec, prefill="decoded", probe="off"), ids) - wanted).norm())
         for spec in (SPEC, RAW)
     ]
     assert errors[0] < 0.4 * errors[1]
@@ -234,30 +234,30 @@ def test_the_refusal_names_it_and_it_holds(model: Any) -> None:
 
 def test_layers_without_a_bias_are_as_ever() -> None:
     made = biased(layers=(1,))
-    cache = kvcodec.cache_for(made, SPEC)
+    cache = packedkv.cache_for(made, SPEC)
     assert [layer.scheme.mean for layer in cache.layer_caches] == ["none", "pre"]
 
 
 def test_what_has_no_mean_or_cannot_add_it_is_refused(model: Any) -> None:
     x = torch.randn(1, 2, 8, 64)
-    for made in (lambda: kvcodec.compress(SPEC, x, x), lambda: kvcodec.fake_quant("saw-int4:mean=post", x, x),
-                 lambda: kvcodec.LayerCache(kvcodec.get(SPEC))):  # fmt: skip
+    for made in (lambda: packedkv.compress(SPEC, x, x), lambda: packedkv.fake_quant("saw-int4:mean=post", x, x),
+                 lambda: packedkv.LayerCache(packedkv.get(SPEC))):  # fmt: skip
         with pytest.raises(FitError, match=r"mean=p.* cache_for\(model, \.\.\.\)"):
             made()
-    assert kvcodec.compress("saw-int4", x, x).nbytes == kvcodec.compress(RAW, x, x).nbytes
+    assert packedkv.compress("saw-int4", x, x).nbytes == packedkv.compress(RAW, x, x).nbytes
     with pytest.raises(FitError, match="pass the model itself"):
-        kvcodec.cache_for(model.config, SPEC)
+        packedkv.cache_for(model.config, SPEC)
 
 
 def test_rope_that_changes_with_the_length_is_refused() -> None:
     made = biased(rope_parameters=DYNAMIC)
     with pytest.raises(UnsupportedError, match="rope_type 'dynamic' change with the length"):
-        kvcodec.cache_for(made, SPEC)
+        packedkv.cache_for(made, SPEC)
 
 
 def test_positions_that_are_not_consecutive_are_refused_and_nothing_is_lost(model: Any) -> None:
     ids = prompt(1, 20)
-    cache = kvcodec.cache_for(model, SPEC)
+    cache = packedkv.cache_for(model, SPEC)
     run(model, cache, ids)
     before = cache.layer_caches[0].decode()[0]
     with pytest.raises(UnsupportedError, match="not consecutive"):
@@ -268,7 +268,7 @@ def test_positions_that_are_not_consecutive_are_refused_and_nothing_is_lost(mode
 def test_a_model_that_turns_keys_otherwise_is_refused(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     from transformers.models.qwen2 import modeling_qwen2
 
-    cache = kvcodec.cache_for(model, SPEC)
+    cache = packedkv.cache_for(model, SPEC)
     turn = modeling_qwen2.apply_rotary_pos_emb
     monkeypatch.setattr(modeling_qwen2, "apply_rotary_pos_emb", lambda q, k, cos, sin: turn(q, -k, cos, sin))
     keys = torch.stack([x[0] for x in own_keys(model, prompt(1, 9))])[:1]
@@ -291,8 +291,8 @@ def test_a_function_that_turns_other_pairs_is_refused(monkeypatch: pytest.Monkey
         )
     made = biased()
     with pytest.raises(UnsupportedError, match="this model turns its keys in another way"):
-        kvcodec.cache_for(made, SPEC)
-    assert kvcodec.cache_for(made, "saw-int4").layer_caches[0].scheme.mean == "post"
+        packedkv.cache_for(made, SPEC)
+    assert packedkv.cache_for(made, "saw-int4").layer_caches[0].scheme.mean == "post"
 
 
 # -- auto --------------------------------------------------------------------------------------------------------------
@@ -300,7 +300,7 @@ def test_a_function_that_turns_other_pairs_is_refused(monkeypatch: pytest.Monkey
 
 def test_auto_is_pre_where_biases_break_the_preset(model: Any) -> None:
     ids = prompt(1, 40)
-    auto, pre = (kvcodec.cache_for(model, spec, attention="decoded") for spec in ("saw-int4", SPEC))
+    auto, pre = (packedkv.cache_for(model, spec, attention="decoded") for spec in ("saw-int4", SPEC))
     for cache in (auto, pre):
         run(model, cache, ids)
     for a, b in zip(auto.layer_caches, pre.layer_caches, strict=True):
@@ -308,18 +308,18 @@ def test_auto_is_pre_where_biases_break_the_preset(model: Any) -> None:
     report = auto.report()
     assert (report["spec"], report["mean"]) == ("saw-int4", "pre")
     assert [(layer["mean"], layer["mean_from"]) for layer in report["layers"]] == [("pre", "weights")] * 2
-    assert kvcodec.cache_for(model.config, "saw-int4").report()["mean"] == "none"
+    assert packedkv.cache_for(model.config, "saw-int4").report()["mean"] == "none"
 
 
 @pytest.mark.parametrize("spec", ["kivi-4", "kivi-tq-4", "dense", "octopus-4"])
 def test_auto_is_none_for_what_holds(spec: str) -> None:
     made = biased(num_hidden_layers=4, layers=(0,))
-    assert kvcodec.cache_for(made, spec).report()["mean"] == "none"
+    assert packedkv.cache_for(made, spec).report()["mean"] == "none"
 
 
 def test_auto_changes_nothing_on_a_model_without_biases(tmp_path: Any) -> None:
     made, ids = tiny_model("llama-gqa"), prompt(2, 150)
-    caches = [kvcodec.cache_for(made, spec, probe="off") for spec in ("saw-int4", RAW)]
+    caches = [packedkv.cache_for(made, spec, probe="off") for spec in ("saw-int4", RAW)]
     for cache in caches:
         run(made, cache, ids)
     for a, b in zip(*(cache.layer_caches for cache in caches), strict=True):
@@ -339,17 +339,17 @@ def test_auto_changes_nothing_on_a_model_without_biases(tmp_path: Any) -> None:
      ("ghost-3", "pre"), ("ghost-4:mean=none", "none")],
 )  # fmt: skip
 def test_cpu_kernels_serve_it(model: Any, spec: str, mean: str) -> None:
-    """By default where the model attends with kvcodec: the report names them, and they agree with the reference."""
+    """By default where the model attends with packedkv: the report names them, and they agree with the reference."""
     sources.compile_missing()
     ids = prompt(2, 300)
     ids[0, :7] = 0
     mask = torch.ones_like(ids)
     mask[0, :7] = 0
-    model.set_attn_implementation("kvcodec")
+    model.set_attn_implementation("packedkv")
     found = []
     try:
         for attention in (None, "streamed"):
-            cache = kvcodec.cache_for(model, spec, attention=attention)  # type: ignore[arg-type]
+            cache = packedkv.cache_for(model, spec, attention=attention)  # type: ignore[arg-type]
             made = model.generate(
                 ids, attention_mask=mask, **passing(model, cache), max_new_tokens=6, do_sample=False,
                 output_logits=True, return_dict_in_generate=True,
@@ -370,32 +370,32 @@ def test_cpu_kernels_serve_it(model: Any, spec: str, mean: str) -> None:
 
 
 def test_a_recipe_decides_layer_by_layer(model: Any) -> None:
-    mix = mix_of([kvcodec.get("kivi-4"), kvcodec.get("saw-int4")])
-    cache = kvcodec.cache_for(model, mix)
+    mix = mix_of([packedkv.get("kivi-4"), packedkv.get("saw-int4")])
+    cache = packedkv.cache_for(model, mix)
     run(model, cache, prompt(1, 40))
     assert [layer["mean"] for layer in cache.report()["layers"]] == ["none", "pre"]
 
 
 def test_a_server_takes_every_mean_but_of_groups() -> None:
     for spec, mean in (("saw-int4", "auto"), (RAW, "none"), (SPEC, "pre"), ("saw-int4:mean=post", "post")):
-        options = read_options({"kvcodec": {"preset": spec}})
+        options = read_options({"packedkv": {"preset": spec}})
         assert options is not None
         assert options.scheme.mean == mean
         assert refusal(options.scheme) == ""
     for mean in ("pre", "post"):
-        assert "unfinished ones beside the pages keep" in refusal(kvcodec.get(f"kivi-4:window=0,mean={mean}"))
-    for spec in kvcodec.presets():
-        assert "mean" not in refusal(kvcodec.get(spec).for_layer(5, 20))
+        assert "unfinished ones beside the pages keep" in refusal(packedkv.get(f"kivi-4:window=0,mean={mean}"))
+    for spec in packedkv.presets():
+        assert "mean" not in refusal(packedkv.get(spec).for_layer(5, 20))
 
 
 def test_what_a_server_decides(model: Any) -> None:
     """By the biases, or by what a file holds; without either keys keep their mean."""
     found = biases_of(model, plan_for(model, "decoded"))
-    auto, none = kvcodec.get("saw-int4"), kvcodec.get(RAW)
+    auto, none = packedkv.get("saw-int4"), packedkv.get(RAW)
     assert decided(auto, [0, 1], found, None) == ["pre", "pre"]
     assert decided(auto, [0, 1], None, None) == decided(none, [0, 1], found, None) == ["none", "none"]
     assert decided(auto, [0, 1], found, {0: {"key": {"mean": torch.zeros(1, 2, 64)}}, 1: {}}) == ["pre", "none"]
-    assert decided(kvcodec.get("kivi-4"), [0, 1], found, None) == ["none", "none"]
+    assert decided(packedkv.get("kivi-4"), [0, 1], found, None) == ["none", "none"]
 
 
 # -- post, and means of the first tokens -------------------------------------------------------------------------------
@@ -404,13 +404,13 @@ def test_what_a_server_decides(model: Any) -> None:
 @pytest.mark.parametrize("rope", [DYNAMIC, {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [4, 2, 2]}])
 def test_where_frequencies_are_not_fixed_auto_is_post(rope: Any) -> None:
     made = biased(rope_parameters=rope)
-    cache = kvcodec.cache_for(made, "saw-int4", prefill="decoded")
+    cache = packedkv.cache_for(made, "saw-int4", prefill="decoded")
     ids = prompt(1, 200)
     got = run(made, cache, ids)
     report = cache.report()
     assert {(layer["mean"], layer["mean_from"]) for layer in report["layers"]} == {("post", "first tokens")}
     wanted = run(made, None, ids)
-    raw = run(made, kvcodec.cache_for(made, RAW, prefill="decoded", probe="off"), ids)
+    raw = run(made, packedkv.cache_for(made, RAW, prefill="decoded", probe="off"), ids)
     assert (got - wanted).norm() < 0.5 * (raw - wanted).norm()
     own = own_keys(made, ids)[0]
     mean = own.half().double()[:, :, :128].mean(2)
@@ -431,7 +431,7 @@ def test_scaled_rope(rope: Any, spec: str) -> None:
     made = biased(rope_parameters=rope)
     embedding = made.model.rotary_emb
     ids, n = prompt(1, 150), 150
-    cache = kvcodec.cache_for(made, spec)
+    cache = packedkv.cache_for(made, spec)
     run(made, cache, ids)
     own = own_keys(made, ids)[0].half().double()
     angle = torch.arange(n).double()[:, None] * embedding.inv_freq.double()
@@ -461,7 +461,7 @@ def test_the_mean_of_the_first_tokens_is_that_of_the_projection() -> None:
     positions = (mask.cumsum(-1) - 1).clamp_min(0)
     seen: list[Tensor] = []
     hook = made.model.layers[0].self_attn.k_proj.register_forward_hook(lambda *given: seen.append(given[2]))
-    cache = kvcodec.cache_for(made, SPEC)
+    cache = packedkv.cache_for(made, SPEC)
     run(made, cache, ids[:, :100], attention_mask=mask[:, :100], position_ids=positions[:, :100])
     assert "dense until 128 tokens have come" in cache.report()["layers"][0]["note"]
     run(made, cache, ids[:, 100:], attention_mask=mask, position_ids=positions[:, 100:])
@@ -477,7 +477,7 @@ def test_the_mean_of_the_first_tokens_is_that_of_the_projection() -> None:
 def test_a_sliding_layer_takes_what_it_holds() -> None:
     kinds = ["sliding_attention"] * 2
     made = biased(0.0, use_sliding_window=True, sliding_window=16, max_window_layers=0, layer_types=kinds)
-    cache, ids = kvcodec.cache_for(made, SPEC), prompt(1, 40)
+    cache, ids = packedkv.cache_for(made, SPEC), prompt(1, 40)
     run(made, cache, ids[:, :10])
     for at in range(10, 40):
         run(made, cache, ids[:, at : at + 1])
@@ -489,7 +489,7 @@ def test_a_sliding_layer_takes_what_it_holds() -> None:
 def test_a_codec_may_ask_for_it_in_every_model(monkeypatch: pytest.MonkeyPatch) -> None:
     made, ids = tiny_model("llama-gqa", vocab_size=256), prompt(1, 150)
     monkeypatch.setattr(RopePairs, "without_mean", True)
-    cache = kvcodec.cache_for(made, "rope-pairs-4")
+    cache = packedkv.cache_for(made, "rope-pairs-4")
     run(made, cache, ids)
     first = {(layer["mean"], layer["mean_from"]) for layer in cache.report()["layers"]}
     assert first == {("pre", "first tokens")}
@@ -497,8 +497,8 @@ def test_a_codec_may_ask_for_it_in_every_model(monkeypatch: pytest.MonkeyPatch) 
     fitted = fit_model(loaded, "rope-pairs-4", TEXT, windows=1, window_tokens=96)
     assert fitted.scheme.mean == "pre"
     assert "mean" in fitted[0]["key"]
-    assert kvcodec.cache_for(made.config, "rope-pairs-4").layer_caches[0].scheme.mean == "none"
-    assert kvcodec.cache_for(biased(rope_parameters=DYNAMIC), "rope-pairs-4").layer_caches[0].scheme.mean == "post"
+    assert packedkv.cache_for(made.config, "rope-pairs-4").layer_caches[0].scheme.mean == "none"
+    assert packedkv.cache_for(biased(rope_parameters=DYNAMIC), "rope-pairs-4").layer_caches[0].scheme.mean == "post"
 
 
 # -- fitted ------------------------------------------------------------------------------------------------------------
@@ -516,17 +516,17 @@ def test_a_mean_is_fitted_and_used(model: Any, spec: str, tmp_path: Any) -> None
     if kind == "pre":
         assert (mean - bias).abs().amax() < 3
         assert fitted[0]["key"].get("scale", torch.ones(1)).amax() < 30  # constants of keys without it
-    cache = kvcodec.cache_for(model, spec, params=tmp_path / "params")
+    cache = packedkv.cache_for(model, spec, params=tmp_path / "params")
     ids = prompt(1, 20)
     run(model, cache, ids)
     assert {(layer["mean"], layer["mean_from"]) for layer in cache.report()["layers"]} == {(kind, "params")}
     assert cache.layer_caches[0].roles["key"].encoded == 20  # nothing waits
     asked = spec.partition(":")[0]
-    again = kvcodec.cache_for(model, asked if kind == "pre" else spec, params=fitted)
+    again = packedkv.cache_for(model, asked if kind == "pre" else spec, params=fitted)
     run(model, again, ids)
     assert torch.equal(cache.layer_caches[0].decode()[0], again.layer_caches[0].decode()[0])
     cache.save(tmp_path / "cache")
-    read = kvcodec.load_cache(tmp_path / "cache", model)
+    read = packedkv.load_cache(tmp_path / "cache", model)
     more = prompt(1, 3)
     assert torch.equal(run(model, cache, more), run(model, read, more))
 
@@ -543,18 +543,18 @@ def test_files_of_older_versions_have_no_mean(model: Any, tmp_path: Any) -> None
     loaded = LoadedModel(made, tiny_tokenizer(), "llama", "made in the test")
     old = fit_model(loaded, "rope-pairs-3:mean=none", TEXT, windows=1, window_tokens=96).save(tmp_path / "old")
     assert '"mean"' not in old.scheme.to_json()
-    cache = kvcodec.cache_for(made, "rope-pairs-3", params=tmp_path / "old", probe="off")
+    cache = packedkv.cache_for(made, "rope-pairs-3", params=tmp_path / "old", probe="off")
     run(made, cache, prompt(1, 20))
     assert cache.report()["mean"] == "none"
     with pytest.raises(FormatError, match="fitted for rope-pairs-3:mean=none, not for rope-pairs-3:mean=pre"):
-        kvcodec.cache_for(made, "rope-pairs-3:mean=pre", params=tmp_path / "old")
-    cache = kvcodec.cache_for(model, SPEC)
+        packedkv.cache_for(made, "rope-pairs-3:mean=pre", params=tmp_path / "old")
+    cache = packedkv.cache_for(model, SPEC)
     run(model, cache, prompt(1, 33))
     wanted = cache.layer_caches[0].decode()[0]
     for layer in cache.layer_caches:
         layer.mean = None  # was not written
     cache.save(tmp_path / "cache")
-    assert torch.equal(kvcodec.load_cache(tmp_path / "cache", model).layer_caches[0].decode()[0], wanted)
+    assert torch.equal(packedkv.load_cache(tmp_path / "cache", model).layer_caches[0].decode()[0], wanted)
 
 
 # -- positions ---------------------------------------------------------------------------------------------------------
@@ -580,4 +580,4 @@ def test_the_plan_of_a_model_needs_no_rope() -> None:
     """Nothing is asked of the rotary embedding where a scheme keeps the mean."""
     made = biased(rope_parameters=DYNAMIC)
     assert plan_for(made, "decoded").kv_layers
-    kvcodec.cache_for(made, "kivi-4")
+    packedkv.cache_for(made, "kivi-4")

@@ -7,14 +7,14 @@ import pytest
 import torch
 from torch import Tensor
 
-import kvcodec
-from kvcodec.attention import Seen
-from kvcodec.integrations.transformers import cache_for
-from kvcodec.integrations.transformers.argument import passing
-from kvcodec.kernels import flash
-from kvcodec.kernels.cuda import history as prefill
-from kvcodec.kernels.flash import score
-from kvcodec.kernels.spec import kernels_for
+import packedkv
+from packedkv.attention import Seen
+from packedkv.integrations.transformers import cache_for
+from packedkv.integrations.transformers.argument import passing
+from packedkv.kernels import flash
+from packedkv.kernels.cuda import history as prefill
+from packedkv.kernels.flash import score
+from packedkv.kernels.spec import kernels_for
 from tests.conftest import tiny_model
 from tests.integrations.test_generate import padded, prompt
 from tests.kernels.test_fused import Reference
@@ -27,14 +27,14 @@ FEW = ("int-8", "saw-int4", "kivi-2", "turboquant-qjl-3")
 
 def with_kernels(head_dim: int) -> list[str]:
     return [
-        s for s in kvcodec.presets() if kernels_for(kvcodec.get(s), head_dim)["decode"] == "cuda" or s == "saw-int4"
+        s for s in packedkv.presets() if kernels_for(packedkv.get(s), head_dim)["decode"] == "cuda" or s == "saw-int4"
     ]
 
 
 @functools.cache
 def model_on(name: str, dtype: torch.dtype = torch.float32, **changed: Any) -> Any:
     model = tiny_model(name, **changed).to(DEVICE, dtype)
-    model.set_attn_implementation("kvcodec")
+    model.set_attn_implementation("packedkv")
     model.generation_config.disable_compile = True
     return model
 
@@ -88,7 +88,7 @@ def check_chunks(
 @pytest.mark.parametrize(("spec", "dim"), [(s, d) for d in (64, 128) for s in with_kernels(d)])
 def test_prompt_chunks_with_every_preset(spec: str, dim: int) -> None:
     """Chunks of a prompt, with and without left padding, as stored from the first token on."""
-    long, short = (180, 133) if kvcodec.get(spec).key.fit_tokens == 1 else (700, 653)  # what a fit waits for
+    long, short = (180, 133) if packedkv.get(spec).key.fit_tokens == 1 else (700, 653)  # what a fit waits for
     model, (ids, mask) = model_on("llama-gqa", head_dim=dim), (x.to(DEVICE) for x in padded(long, short))
     layers = model.config.num_hidden_layers
     paths = check_chunks(model, spec, ids, (70, 150), prefill="decoded")
@@ -160,7 +160,7 @@ def test_ways_to_generate_on_growing_and_static_caches(spec: str) -> None:
 def test_a_compiled_prompt_in_chunks() -> None:
     """``generate`` compiles the calls of a prompt's chunks on a static cache."""
     model = tiny_model("llama-gqa").to(DEVICE)
-    model.set_attn_implementation("kvcodec")
+    model.set_attn_implementation("packedkv")
     ids, wanted = prompt(1, 48).to(DEVICE), None
     for disable in (True, False):
         model.generation_config.disable_compile = disable

@@ -18,16 +18,16 @@ import torch
 import transformers
 from torch import Tensor
 
-import kvcodec
-from kvcodec.errors import UnsupportedError
-from kvcodec.integrations.transformers import watching
-from kvcodec.integrations.transformers.argument import passing
+import packedkv
+from packedkv.errors import UnsupportedError
+from packedkv.integrations.transformers import watching
+from packedkv.integrations.transformers.argument import passing
 from tests.conftest import tiny_model
 from tests.integrations.test_generate import prompt
 from tests.kernels.decode_cases import each_in_turn
 from tests.test_key_bias import biased
 
-ATTENTIONS = {"decoded": "sdpa", "streamed": "kvcodec", "fused": "kvcodec"}
+ATTENTIONS = {"decoded": "sdpa", "streamed": "packedkv", "fused": "packedkv"}
 SPECS = ("kivi-4", "saw-int4:mean=pre", "int-4:mean=post", "ghost-4")
 LONG = 560  # ghost calibrates on its first 516 tokens
 
@@ -50,7 +50,7 @@ def logits(model: Any, cache: Any, ids: Tensor, **more: Any) -> Tensor:
 
 
 def new_cache(model: Any, spec: str, attention: str) -> Any:
-    return kvcodec.cache_for(model, spec, attention=attention, probe="off")
+    return packedkv.cache_for(model, spec, attention=attention, probe="off")
 
 
 def keys_of(cache: Any) -> list[Tensor]:
@@ -81,10 +81,10 @@ def test_a_copy_goes_on_as_the_original(shared_model: Any, attention: str, spec:
     assert same(keys_of(copied), keys_of(fresh))
 
 
-@pytest.mark.parametrize("spec", kvcodec.presets())
+@pytest.mark.parametrize("spec", packedkv.presets())
 def test_caches_of_all_presets_are_copied_and_pickled(shared_model: Any, spec: str) -> None:
-    with watching.implementation(shared_model, "kvcodec"):
-        cache = kvcodec.cache_for(shared_model, spec, probe="off")  # fused where kernels serve it
+    with watching.implementation(shared_model, "packedkv"):
+        cache = packedkv.cache_for(shared_model, spec, probe="off")  # fused where kernels serve it
     attention = cache.options["attention"]
     with watching.implementation(shared_model, ATTENTIONS[attention]):
         copies_go_on(shared_model, cache, spec, attention)
@@ -119,7 +119,7 @@ def test_positions_of_another_models_pass_are_not_taken(shared_model: Any, spec:
     assert len(other.layer_caches[0]) == 0
 
 
-@pytest.mark.parametrize("attention", ["kvcodec", "sdpa"])
+@pytest.mark.parametrize("attention", ["packedkv", "sdpa"])
 def test_a_cache_made_while_another_thread_records_is_that_of_the_models_attention(
     shared_model: Any, attention: str
 ) -> None:
@@ -131,16 +131,16 @@ def test_a_cache_made_while_another_thread_records_is_that_of_the_models_attenti
             done.wait()
 
     with watching.implementation(shared_model, attention):
-        alone = kvcodec.cache_for(shared_model, "kivi-4", probe="off").options["attention"]
+        alone = packedkv.cache_for(shared_model, "kivi-4", probe="off").options["attention"]
         thread = threading.Thread(target=record)
         thread.start()
         inside.wait()
         try:
-            beside = kvcodec.cache_for(shared_model, "kivi-4", probe="off").options["attention"]
+            beside = packedkv.cache_for(shared_model, "kivi-4", probe="off").options["attention"]
         finally:
             done.set()
             thread.join()
-    assert beside == alone == {"kvcodec": "fused", "sdpa": "decoded"}[attention]
+    assert beside == alone == {"packedkv": "fused", "sdpa": "decoded"}[attention]
 
 
 def test_two_models_may_get_one_tensor_of_positions(shared_model: Any) -> None:
@@ -262,7 +262,7 @@ def test_threads_that_make_the_first_caches_of_a_model() -> None:
 
 def test_implementations_are_restored_by_the_last_block(shared_model: Any) -> None:
     """Blocks of two threads overlap: the first to begin ends first."""
-    for names in (("eager", "kvcodec"), ("kvcodec", "eager")):
+    for names in (("eager", "packedkv"), ("packedkv", "eager")):
         first, second = (watching.implementation(shared_model, name) for name in names)
         first.__enter__()
         second.__enter__()
@@ -292,11 +292,11 @@ def test_a_recording_sees_its_own_thread_only(shared_model: Any) -> None:
 
 def test_threads_look_up_the_first_spec_of_a_process() -> None:
     code = (
-        "import threading, kvcodec\n"
+        "import threading, packedkv\n"
         "gate, found = threading.Barrier(8), []\n"
         "def look():\n"
         "    gate.wait()\n"
-        "    found.append(str(kvcodec.get('saw-int4')) + str(len(kvcodec.presets())))\n"
+        "    found.append(str(packedkv.get('saw-int4')) + str(len(packedkv.presets())))\n"
         "threads = [threading.Thread(target=look) for _ in range(8)]\n"
         "[t.start() for t in threads], [t.join() for t in threads]\n"
         "print(len(found), len(set(found)))"

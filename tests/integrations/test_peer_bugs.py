@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-import kvcodec
+import packedkv
 
 SPECS = ("dense", "fp8", "int-4", "kivi-2:window=8", "octopus-3:window=8", "saw-int4")
 
@@ -19,7 +19,7 @@ def test_wide_stride_views_give_the_right_bytes(spec: str) -> None:
     fused = torch.randn(2, 70, 3 * 2 * 64, generator=torch.Generator().manual_seed(0))
     _, k, v = (x.view(2, 70, 2, 64).transpose(1, 2) for x in fused.chunk(3, -1))
     assert not k.is_contiguous()
-    strided, plain = kvcodec.LayerCache(kvcodec.get(spec)), kvcodec.LayerCache(kvcodec.get(spec))
+    strided, plain = packedkv.LayerCache(packedkv.get(spec)), packedkv.LayerCache(packedkv.get(spec))
     strided.append(k, v)
     plain.append(k.contiguous(), v.contiguous())
     for a, b in zip(strided.tensors(), plain.tensors(), strict=True):
@@ -33,7 +33,7 @@ def test_wide_heads_are_not_corrupted(spec: str, dim: int) -> None:
     errors = []
     for width in (64, 256, dim):
         k, v = kv(1, 2, 96, width)
-        k_hat, v_hat = kvcodec.fake_quant(spec, k, v)
+        k_hat, v_hat = packedkv.fake_quant(spec, k, v)
         errors.append(max((a - b).square().mean().item() for a, b in ((k, k_hat), (v, v_hat))))
     assert errors[-1] <= 2.0 * errors[0] + 1e-6, errors
 
@@ -45,7 +45,7 @@ def test_wide_heads_are_not_corrupted(spec: str, dim: int) -> None:
 def test_options_of_one_role_are_not_ignored(asymmetric: str, plain: str) -> None:
     """Results equal to six decimals mean that a flag is ignored: the changed role differs, the other does not."""
     k, v = kv(1, 2, 64, 64)
-    pair = [kvcodec.fake_quant(spec, k, v) for spec in (asymmetric, plain)]
+    pair = [packedkv.fake_quant(spec, k, v) for spec in (asymmetric, plain)]
     same = [torch.equal(a, b) for a, b in zip(*pair, strict=True)]
     assert same == ([True, False] if "kv" in plain else [False, True])
 
@@ -56,15 +56,15 @@ def test_rotation_really_runs(spec: str) -> None:
     k, v = kv(1, 1, 256, 128)
     loud = k.clone()
     loud[..., 7] += 30.0
-    error = (kvcodec.fake_quant(spec, loud, v)[0] - loud)[..., torch.arange(128) != 7].square().mean()
-    naive = (kvcodec.fake_quant("int-4", loud, v)[0] - loud)[..., torch.arange(128) != 7].square().mean()
+    error = (packedkv.fake_quant(spec, loud, v)[0] - loud)[..., torch.arange(128) != 7].square().mean()
+    naive = (packedkv.fake_quant("int-4", loud, v)[0] - loud)[..., torch.arange(128) != 7].square().mean()
     assert error < naive / 5
 
 
 def test_reported_saving_is_resident_bytes() -> None:
     """A printed ratio with the 16-bit history still alive is a fake saving: count every tensor that the cache holds."""
     k, v = (x.to(torch.bfloat16) for x in kv(1, 2, 1024, 64))
-    cache = kvcodec.LayerCache(kvcodec.get("saw-int4"))
+    cache = packedkv.LayerCache(packedkv.get("saw-int4"))
     cache.append(k, v)
     alive = sum(t.untyped_storage().nbytes() for t in cache.tensors())
     assert alive == sum(cache.nbytes().values())

@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 import torch
 
-from kvcodec.errors import UnsupportedError
-from kvcodec.integrations.vllm.pending import FREE, PendingGroups
+from packedkv.errors import UnsupportedError
+from packedkv.integrations.vllm.pending import FREE, PendingGroups
 
 CPU = torch.device("cpu")
 UNIT, PAGE, COLUMNS = 8, 16, 6

@@ -7,10 +7,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from kvcodec.errors import BrokenPresetError, KVCodecWarning
-from kvcodec.integrations.transformers import cache_for
-from kvcodec.integrations.transformers.argument import passing
-from kvcodec.probe import channel_error, outlier_ratio
+from packedkv.errors import BrokenPresetError, PackedKVWarning
+from packedkv.integrations.transformers import cache_for
+from packedkv.integrations.transformers.argument import passing
+from packedkv.probe import channel_error, outlier_ratio
 from tests.conftest import tiny_config
 from tests.integrations.test_generate import prompt
 
@@ -32,7 +32,7 @@ def prefill(spec: str, k: Tensor, **options: Any) -> Any:
 @pytest.mark.parametrize("spec", ["int-4", "int-2", "int-3"])
 def test_naive_int_on_biased_keys_warns_once_and_names_a_preset_that_holds(spec: str) -> None:
     with pytest.warns(
-        KVCodecWarning, match=rf"{spec} breaks on this model's keys: in layer 0 .* Use '.+' instead"
+        PackedKVWarning, match=rf"{spec} breaks on this model's keys: in layer 0 .* Use '.+' instead"
     ) as seen:
         cache = prefill(spec, keys(60.0), probe="warn")
     assert len(seen) == 1
@@ -64,7 +64,7 @@ def test_refused_prefill_leaves_the_cache_empty_and_is_refused_again(name: str) 
 
 def test_what_is_merely_coarse_is_warned_of_not_refused() -> None:
     """Two bits of a method that has them lose much of ordinary keys too; that is what was asked for."""
-    with pytest.warns(KVCodecWarning, match="int-2 breaks"):
+    with pytest.warns(PackedKVWarning, match="int-2 breaks"):
         prefill("int-2", keys(8.0))
 
 
@@ -89,7 +89,7 @@ def test_a_config_alone_leaves_it_to_the_prefill(tiny: Any) -> None:
     with torch.no_grad():
         with pytest.raises(BrokenPresetError, match="int-4 breaks on this model's keys"):
             model(prompt(2), **passing(model, cache_for(model.config, "int-4")))
-        with pytest.warns(KVCodecWarning, match="int-4 breaks"):
+        with pytest.warns(PackedKVWarning, match="int-4 breaks"):
             model(prompt(2), **passing(model, cache_for(model.config, "int-4", probe="warn")))
         with warnings.catch_warnings():
             warnings.simplefilter("error")

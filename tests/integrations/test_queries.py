@@ -5,9 +5,9 @@ from typing import Any
 import pytest
 import torch
 
-import kvcodec
-from kvcodec.errors import KVCodecWarning
-from kvcodec.integrations.transformers.queries import SKIPPED, TOKENS, query_energies
+import packedkv
+from packedkv.errors import PackedKVWarning
+from packedkv.integrations.transformers.queries import SKIPPED, TOKENS, query_energies
 from tests.conftest import tiny_model
 from tests.test_key_bias import biased
 
@@ -55,9 +55,9 @@ def test_only_constants_that_wait_for_tokens_ask_for_them() -> None:
     model = tiny_model("llama-gqa")
     runs: list[int] = []
     model.get_decoder().register_forward_pre_hook(lambda *_: runs.append(1))
-    kvcodec.cache_for(model, "saw-int4")
+    packedkv.cache_for(model, "saw-int4")
     assert not runs
-    cache = kvcodec.cache_for(model, "ghost-3")
+    cache = packedkv.cache_for(model, "ghost-3")
     assert runs == [1]
     found = query_energies(model)
     assert all(torch.equal(one.site.energy, found[i]) for i, one in enumerate(cache.layer_caches))
@@ -71,5 +71,5 @@ def test_a_model_without_weights_has_none_and_one_that_does_not_run_says_so() ->
         raise ValueError("pixel_values are missing")
 
     model.get_decoder().register_forward_pre_hook(refuse)
-    with pytest.warns(KVCodecWarning, match=r"did not run on tokens alone \(pixel_values are missing\)"):
+    with pytest.warns(PackedKVWarning, match=r"did not run on tokens alone \(pixel_values are missing\)"):
         assert query_energies(model) == {}

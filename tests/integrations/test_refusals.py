@@ -10,12 +10,12 @@ import transformers
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import BertConfig, JambaConfig, MambaConfig, T5Config, ViTConfig
 
-import kvcodec
-from kvcodec.errors import SpecError, UnsupportedError
-from kvcodec.integrations.transformers import cache_for, plan
-from kvcodec.integrations.transformers.argument import passing
-from kvcodec.integrations.transformers.attention import kvcodec_attention, left_padding
-from kvcodec.kernels.cpu import library
+import packedkv
+from packedkv.errors import SpecError, UnsupportedError
+from packedkv.integrations.transformers import cache_for, plan
+from packedkv.integrations.transformers.argument import passing
+from packedkv.integrations.transformers.attention import left_padding, packedkv_attention
+from packedkv.kernels.cpu import library
 from tests.conftest import tiny_config, tiny_model
 from tests.integrations.test_generate import prompt
 
@@ -30,7 +30,7 @@ from tests.integrations.test_generate import prompt
         (lambda: MambaConfig(num_hidden_layers=2), "a model without an attention cache"),
         (
             lambda: object(),
-            "got object; expected a transformers model or its config. For other models use kvcodec.Layer",
+            "got object; expected a transformers model or its config. For other models use packedkv.Layer",
         ),
         (lambda: "org/model", r"got str; expected .* Load the model first, e\.g\. with AutoModelForCausalLM\.from_pre"),
         (
@@ -99,7 +99,7 @@ def test_unknown_description_of_layers_is_refused(monkeypatch: pytest.MonkeyPatc
     [
         ("indexed_attention", "it caches indexer keys beside K and V"),
         ("reference_sliding_attention", "the prompt stays visible"),
-        ("dummy_attention", "unknown to kvcodec"),
+        ("dummy_attention", "unknown to packedkv"),
     ],
 )
 def test_layer_type_is_refused_with_its_reason(monkeypatch: pytest.MonkeyPatch, kind: str, text: str) -> None:
@@ -155,13 +155,13 @@ def test_unknown_preset_names_the_nearest() -> None:
 
 
 def test_streamed_needs_its_attention_function(tiny: Any) -> None:
-    with pytest.raises(UnsupportedError, match=r"runs 'sdpa'; call model.set_attn_implementation\('kvcodec'\)"):
+    with pytest.raises(UnsupportedError, match=r"runs 'sdpa'; call model.set_attn_implementation\('packedkv'\)"):
         cache_for(tiny("llama-gqa"), "saw-int4", attention="streamed")
 
 
 def test_packed_layer_is_never_taken_for_a_tensor(tiny: Any) -> None:
     model = tiny("llama-gqa")
-    model.set_attn_implementation("kvcodec")
+    model.set_attn_implementation("packedkv")
     cache = cache_for(model, "saw-int4", attention="streamed")
     with torch.no_grad():
         model(prompt(), **passing(model, cache))
@@ -176,7 +176,7 @@ def test_streamed_refuses_what_it_does_not_compute() -> None:
     q, k, v = torch.randn(3, 1, 2, 4, 8)
     for option, value in (("position_bias", torch.zeros(1)), ("dropout", 0.1)):
         with pytest.raises(UnsupportedError, match=option):
-            kvcodec_attention(torch.nn.Module(), q, k, v, None, **{option: value})
+            packedkv_attention(torch.nn.Module(), q, k, v, None, **{option: value})
 
 
 @pytest.mark.parametrize("masked", [False, True])
@@ -190,13 +190,13 @@ def test_plain_tensors_with_learned_sinks(masked: bool) -> None:
     with_sink = torch.cat([scores, sinks.reshape(1, 4, 1, 1).expand(1, 4, 300, 1)], -1).softmax(-1)[..., :-1]
     expected = (with_sink @ v.repeat_interleave(2, 1)).transpose(1, 2)
     given = mask[None, None] if masked else None
-    out, _ = kvcodec_attention(torch.nn.Module(), q, k, v, given, scaling=0.25, s_aux=sinks)
+    out, _ = packedkv_attention(torch.nn.Module(), q, k, v, given, scaling=0.25, s_aux=sinks)
     torch.testing.assert_close(out, expected, rtol=1e-4, atol=1e-5)
 
 
 def test_plain_tensors_are_ordinary_attention() -> None:
     q, k, v = torch.randn(3, 1, 2, 9, 16)
-    out, _ = kvcodec_attention(torch.nn.Module(), q, k, v, None, scaling=0.25)
+    out, _ = packedkv_attention(torch.nn.Module(), q, k, v, None, scaling=0.25)
     expected = scaled_dot_product_attention(q, k, v, is_causal=True, scale=0.25)
     torch.testing.assert_close(out, expected.transpose(1, 2))
 
@@ -209,10 +209,10 @@ def test_left_padding_is_read_from_the_mask(additive: bool) -> None:
 
 
 def test_fused_on_a_cpu(tiny: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The default of a model that attends with kvcodec, where the CPU kernels serve every layer."""
+    """The default of a model that attends with packedkv, where the CPU kernels serve every layer."""
     model = tiny("llama-gqa")
     assert "runs 'sdpa'; call model.set_attn" in cache_for(model, "saw-int4").report()["unfused"]
-    model.set_attn_implementation("kvcodec")
+    model.set_attn_implementation("packedkv")
     served = cache_for(model, "saw-int4").report()
     assert (served["attention"], served["unfused"]) == ("fused", "")
     left = cache_for(model, "polarquant-3").report()
@@ -227,7 +227,7 @@ def test_fused_on_a_cpu(tiny: Any, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_public_names() -> None:
-    assert kvcodec.cache_for is cache_for
+    assert packedkv.cache_for is cache_for
 
 
 def test_a_transformers_that_gives_the_argument_for_the_cache_a_third_name_is_refused_by_name() -> None:

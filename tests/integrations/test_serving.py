@@ -6,26 +6,26 @@ from typing import Any, Literal
 import pytest
 import torch
 
-import kvcodec
-from kvcodec.cache.host import LayerCache
-from kvcodec.codec import ROLES
-from kvcodec.errors import SpecError, UnsupportedError
-from kvcodec.integrations.vllm.layer import EngineLayer, Rules
-from kvcodec.integrations.vllm.options import read_options
-from kvcodec.integrations.vllm.servable import PAGE_STEP, group_tokens, page_step, refusal, verdicts
-from kvcodec.ops.rope import Rotary
-from kvcodec.scheme import mix_of
-from kvcodec.store.kept_rows import kept_rows
-from kvcodec.store.site import LayerSite, MeanRemoval
+import packedkv
+from packedkv.cache.host import LayerCache
+from packedkv.codec import ROLES
+from packedkv.errors import SpecError, UnsupportedError
+from packedkv.integrations.vllm.layer import EngineLayer, Rules
+from packedkv.integrations.vllm.options import read_options
+from packedkv.integrations.vllm.servable import PAGE_STEP, group_tokens, page_step, refusal, verdicts
+from packedkv.ops.rope import Rotary
+from packedkv.scheme import mix_of
+from packedkv.store.kept_rows import kept_rows
+from packedkv.store.site import LayerSite, MeanRemoval
 
 CPU = torch.device("cpu")
 HEADS, DIM, TOKENS, BLOCK = 2, 64, 70, 16
-SERVED = [name for name, why in verdicts(kvcodec.presets()).items() if not why]
+SERVED = [name for name, why in verdicts(packedkv.presets()).items() if not why]
 SPECS = ("saw-int4", "fp8", "hqmq-s24_r3", "octopus-3:window=0", "octopus-qjl-2:window=0", "ultra-tq", "q4_0", "dense")
 
 
 def made(spec: str, **options: Any) -> EngineLayer:
-    scheme = kvcodec.get(spec).for_layer(3, 8)
+    scheme = packedkv.get(spec).for_layer(3, 8)
     given = {"layer": 3, "heads": HEADS, "head_dim": DIM, "dtype": torch.float16, "device": CPU, **options}
     return EngineLayer(scheme, **given)
 
@@ -48,11 +48,11 @@ def slots(first: int, last: int) -> torch.Tensor:
     return ROW[at // BLOCK].long() * BLOCK + at % BLOCK
 
 
-@pytest.mark.parametrize("name", kvcodec.presets())
+@pytest.mark.parametrize("name", packedkv.presets())
 @pytest.mark.parametrize("dim", [64, 80, 128])
 def test_a_page_has_no_gaps(name: str, dim: int) -> None:
     """So a token costs whole bytes, which is how engines count."""
-    scheme = kvcodec.get(name)
+    scheme = packedkv.get(name)
     if (name, dim) in (("q4_0", 80), ("ghost-3", 80)):
         pytest.skip(f"{name} refuses head_dim 80")
     layouts = [scheme.codec(role).layout(dim) for role in ROLES]
@@ -62,12 +62,12 @@ def test_a_page_has_no_gaps(name: str, dim: int) -> None:
 
 
 def test_which_presets_are_served() -> None:
-    found = verdicts(kvcodec.presets())
+    found = verdicts(packedkv.presets())
     assert {"saw-int4", "int-4", "int-8", "fp8", "ultraquant", "ultra-tq", "turboquant-4", "hqmq-s24_r3"} <= set(SERVED)
     assert {"kivi-tq-4", "kivi-tq-3"} <= set(SERVED)
     windowed = {n for n in found if n[:4] in ("octo", "kivi")} - {"kivi-tq-4", "kivi-tq-3"}
     assert {n for n, why in found.items() if '"window": 0' in why} == windowed
-    assert {n for n, why in found.items() if "kvcodec fit" in why} >= {"innerq-base", "innerq-small", "innerq-hybrid"}
+    assert {n for n, why in found.items() if "packedkv fit" in why} >= {"innerq-base", "innerq-small", "innerq-hybrid"}
     bare = ("kivi-2:window=0", "kivi-sink-2:window=0,sink=0", "innerq-base:norm=false,window=0,sink=0")
     assert set(verdicts(list(bare)).values()) == {""}
     for why in filter(None, found.values()):
@@ -76,14 +76,14 @@ def test_which_presets_are_served() -> None:
 
 
 def test_refusals_of_schemes_say_what_to_do() -> None:
-    assert "run kvcodec fit" in refusal(kvcodec.get("hqmq-s24_r3:outliers=3"))
-    assert refusal(kvcodec.get("hqmq-s24_r3:outliers=3"), fitted=True) == ""
-    assert refusal(kvcodec.get("q4_0"), 80).startswith("q4_0: q4_0: head_dim=80")
-    assert "pages are multiples of 16 tokens" in refusal(kvcodec.get("fp8"), 64, 24)
-    kivi = kvcodec.get("kivi-4:window=0")
+    assert "run packedkv fit" in refusal(packedkv.get("hqmq-s24_r3:outliers=3"))
+    assert refusal(packedkv.get("hqmq-s24_r3:outliers=3"), fitted=True) == ""
+    assert refusal(packedkv.get("q4_0"), 80).startswith("q4_0: q4_0: head_dim=80")
+    assert "pages are multiples of 16 tokens" in refusal(packedkv.get("fp8"), 64, 24)
+    kivi = packedkv.get("kivi-4:window=0")
     assert refusal(kivi, 64, 96) == ""
     assert "encodes 32 tokens together and pages are multiples of 32 tokens" in refusal(kivi, 64, 48)
-    long = kvcodec.get("kivi-tq-4")
+    long = packedkv.get("kivi-tq-4")
     assert refusal(long, 96, 128) == ""
     assert "encodes 128 tokens together and pages are multiples of 128 tokens" in refusal(long, 96, 64)
     assert "at head_dim=80 128 tokens take 10816 bytes, and engines count whole bytes for each token" in refusal(
@@ -92,31 +92,31 @@ def test_refusals_of_schemes_say_what_to_do() -> None:
 
 
 def test_pages_of_groups_and_of_mixtures() -> None:
-    assert [page_step(kvcodec.get(s)) for s in ("saw-int4", "kivi-2", "kivi-2:group=24")] == [16, 32, 48]
-    mixed = mix_of([kvcodec.get("saw-int4"), kvcodec.get("innerq-base"), kvcodec.get("kivi-2:group=24")])
+    assert [page_step(packedkv.get(s)) for s in ("saw-int4", "kivi-2", "kivi-2:group=24")] == [16, 32, 48]
+    mixed = mix_of([packedkv.get("saw-int4"), packedkv.get("innerq-base"), packedkv.get("kivi-2:group=24")])
     assert (group_tokens(mixed), page_step(mixed)) == (96, 96)
 
 
 def test_options_are_read_from_additional_config_and_dtype() -> None:
     assert read_options({}) is None
     assert read_options({"other": 1}, "fp8") is None
-    found = read_options({"kvcodec": {"preset": "octopus-3", "window": 0, "seed": 5}})
+    found = read_options({"packedkv": {"preset": "octopus-3", "window": 0, "seed": 5}})
     assert found is not None
     assert (found.scheme.window, found.seed) == (0, 5)
-    named = read_options({}, "kvcodec:saw-int4")
+    named = read_options({}, "packedkv:saw-int4")
     assert named is not None
     assert str(named.scheme) == "saw-int4"
     for given, dtype, sentence in (
-        ({"preset": "fp8"}, "kvcodec:saw-int4", "name one preset"),
+        ({"preset": "fp8"}, "packedkv:saw-int4", "name one preset"),
         ({"preset": "fp8", "seed": True}, "auto", "seed=True"),
         ({"preset": "octopus-3", "window": 3}, "auto", "only 0 can be served"),
         ({"preset": 4}, "auto", "preset=4"),
         ([], "auto", r"expected an object"),
         ({"preset": "fp8", "sinks": 0}, "auto", "Did you mean 'sink'"),
-        ({}, "kvcodec", "preset=''"),
+        ({}, "packedkv", "preset=''"),
     ):
         with pytest.raises(SpecError, match=sentence):
-            read_options({"kvcodec": given}, dtype)
+            read_options({"packedkv": given}, dtype)
 
 
 @pytest.mark.parametrize("spec", SPECS)
@@ -153,7 +153,7 @@ def test_first_tokens_are_dense_as_the_librarys(length: int, dtype: torch.dtype)
     cache, (k, v) = pool(layer), (x.to(dtype) for x in rows())
     k[0] *= 30.0  # what 4 bits cannot hold
     layer.write(k[:length], v[:length], cache, slots(0, length))
-    library = LayerCache(LayerSite(kvcodec.get("saw-int4:sink=4"), 3))
+    library = LayerCache(LayerSite(packedkv.get("saw-int4:sink=4"), 3))
     library.append(k[:length].transpose(0, 1)[None], v[:length].transpose(0, 1)[None])
     n = min(5, length)
     q = torch.randn(n, 2 * HEADS, DIM, generator=torch.Generator().manual_seed(2)).to(dtype)

@@ -1,6 +1,6 @@
 """The CPU kernels for AArch64 on this machine: a cross compiler makes them, QEMU's user mode runs them.
 
-``Emulated`` stands for the library that ``kvcodec.kernels.cpu.library`` loads. Each call goes to a process of the other
+``Emulated`` stands for the library that ``packedkv.kernels.cpu.library`` loads. Each call goes to a process of the other
 architecture with the memory that its pointers lead to, and what that process wrote comes back. Nothing tells how many
 bytes lie behind an address, so ``Tensor.data_ptr`` is watched, from which every address comes but that of ``pieces``.
 """
@@ -20,8 +20,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from kvcodec.kernels.cpu import compile as sources
-from kvcodec.kernels.cpu.library import ArgsStruct, EncodeArgsStruct, RoleStruct
+from packedkv.kernels.cpu import compile as sources
+from packedkv.kernels.cpu.library import ArgsStruct, EncodeArgsStruct, RoleStruct
 
 COMPILER = "aarch64-linux-gnu-g++"
 MACHINES = ("qemu-aarch64", "qemu-aarch64-static")

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from kvcodec.kernels.cpu import compile as sources
-from kvcodec.kernels.cpu import library
+from packedkv.kernels.cpu import compile as sources
+from packedkv.kernels.cpu import library
 
 KERNELS = Path(os.environ.get("CPU_KERNELS", sources.HERE))
 """Where compiled kernels are; ``scripts/test-sanitized`` names another folder."""

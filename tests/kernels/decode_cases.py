@@ -17,12 +17,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from kvcodec.codec import Codec, Params, Role, Sample, Site
-from kvcodec.kernels.cuda.arguments import DecodeArgs
-from kvcodec.kernels.mean import KeyMean, key_mean, pairs_of
-from kvcodec.kernels.spec import Reader, decode_spec
-from kvcodec.layout import PageLayout
-from kvcodec.store.pages import PageStore
+from packedkv.codec import Codec, Params, Role, Sample, Site
+from packedkv.kernels.cuda.arguments import DecodeArgs
+from packedkv.kernels.mean import KeyMean, key_mean, pairs_of
+from packedkv.kernels.spec import Reader, decode_spec
+from packedkv.layout import PageLayout
+from packedkv.store.pages import PageStore
 from tests.kernels import harness
 
 KINDS = {torch.float16: 0, torch.bfloat16: 1, torch.float32: 2}

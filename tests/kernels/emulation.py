@@ -7,12 +7,12 @@ from typing import Any
 import pytest
 import torch
 
-from kvcodec.kernels.codecs import ghost, innerq
-from kvcodec.kernels.cuda import basis, build, encode
-from kvcodec.kernels.cuda import decode as attention
-from kvcodec.kernels.cuda import engine as cuda_engine
-from kvcodec.kernels.cuda import history as prefill
-from kvcodec.kernels.cuda.build import Program
+from packedkv.kernels.codecs import ghost, innerq
+from packedkv.kernels.cuda import basis, build, encode
+from packedkv.kernels.cuda import decode as attention
+from packedkv.kernels.cuda import engine as cuda_engine
+from packedkv.kernels.cuda import history as prefill
+from packedkv.kernels.cuda.build import Program
 from tests.kernels import harness
 
 _LAUNCH = """

@@ -35,19 +35,19 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-import kvcodec
-from kvcodec.codec import ROLES, Codec, Params, Payload, Sample, Site
-from kvcodec.codecs.ghost import Ghost
-from kvcodec.errors import ShapeError
-from kvcodec.kernels import spec as specs
-from kvcodec.kernels.constants import Constants, constants_for
-from kvcodec.kernels.cuda import build, encode, launch
-from kvcodec.kernels.cuda import decode as attention
-from kvcodec.kernels.cuda import history as prefill
-from kvcodec.kernels.mean import BLOCK, MOST_POSITIONS, KeyMean, key_mean, most_pairs, pairs_of
-from kvcodec.layout import PageLayout
-from kvcodec.ops.rope import Rotary
-from kvcodec.store.pages import PageStore
+import packedkv
+from packedkv.codec import ROLES, Codec, Params, Payload, Sample, Site
+from packedkv.codecs.ghost import Ghost
+from packedkv.errors import ShapeError
+from packedkv.kernels import spec as specs
+from packedkv.kernels.constants import Constants, constants_for
+from packedkv.kernels.cuda import build, encode, launch
+from packedkv.kernels.cuda import decode as attention
+from packedkv.kernels.cuda import history as prefill
+from packedkv.kernels.mean import BLOCK, MOST_POSITIONS, KeyMean, key_mean, most_pairs, pairs_of
+from packedkv.layout import PageLayout
+from packedkv.ops.rope import Rotary
+from packedkv.store.pages import PageStore
 from tests.kernels.klt import fit_klt
 
 DIMS = (64, 96, 128, 192, 256, 512, 80)
@@ -80,8 +80,8 @@ class Combination(NamedTuple):
 def combinations(presets: list[str] | None = None, dims: tuple[int, ...] = DIMS) -> list[Combination]:
     """Return what the kernels read, one page size each, in turn."""
     found = []
-    for preset in presets or (*kvcodec.presets(), *VARIANTS):
-        scheme = kvcodec.get(preset)
+    for preset in presets or (*packedkv.presets(), *VARIANTS):
+        scheme = packedkv.get(preset)
         for dim in dims:
             page = math.lcm(PAGES[len(found) % len(PAGES)], scheme.key.block_tokens, scheme.value.block_tokens)
             try:
@@ -173,7 +173,7 @@ def fill(
     c: Combination, rng: random.Random, gen: torch.Generator, batch: int, heads: int, tokens: int, pairs: int = 0
 ) -> Layer:
     """Encode random keys and values with the kernels; raise if a byte is not the codec's."""
-    scheme, device = kvcodec.get(c.preset), gen.device
+    scheme, device = packedkv.get(c.preset), gen.device
     codecs: dict[str, Codec] = {"key": scheme.key, "value": scheme.value}
     mean = mean_of(pairs, c.dim, rng, gen, batch, heads, tokens) if pairs else None
     pair = specs.decode_spec(scheme.key, scheme.value, c.dim, c.page, pairs)
@@ -331,7 +331,7 @@ def of_programs(c: Combination) -> Programs:
     rng = random.Random(repr(c))
     groups = [rng.choice((1, 2, 3)), 4] if rng.random() < 0.5 else rng.sample((7, 8, 9, 12, 16), 3)
     cap, warps, teams = 30.0 if rng.random() < 0.25 else 0.0, rng.choice((1, 2)), rng.choice((2, 3))
-    pairs = rng.choice((0, BLOCK, most_pairs(c.dim))) if kvcodec.get(c.preset).key.block_tokens == 1 else 0
+    pairs = rng.choice((0, BLOCK, most_pairs(c.dim))) if packedkv.get(c.preset).key.block_tokens == 1 else 0
     return Programs(groups, cap, warps, teams, pairs)
 
 
@@ -354,7 +354,7 @@ def layer_of(c: Combination, number: int, device: str, longest: bool) -> Asked:
         batch, heads, length = 1, 1, LONGEST
     elif long:
         batch, heads, length = min(batch, 2), min(heads, 2), rng.choice(LONG)
-    block = math.lcm(*(x.block_tokens for x in (kvcodec.get(c.preset).key, kvcodec.get(c.preset).value)))
+    block = math.lcm(*(x.block_tokens for x in (packedkv.get(c.preset).key, packedkv.get(c.preset).value)))
     tokens = -(-length // block) * block
     return Asked(fill(c, rng, gen, batch, heads, tokens, of_programs(c).pairs), batch, tokens, long)
 

@@ -1,4 +1,4 @@
-"""Kernels of kvcodec/kernels/csrc compiled by g++ against emulator.h, and called with PyTorch tensors.
+"""Kernels of packedkv/kernels/csrc compiled by g++ against emulator.h, and called with PyTorch tensors.
 
 A test writes a few lines of C++ that include the headers under test and launch them::
 
@@ -29,10 +29,10 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
-from kvcodec.kernels.cuda.build import Program, included
+from packedkv.kernels.cuda.build import Program, included
 
 ROOT = pathlib.Path(__file__).parents[2]
-HEADERS = ROOT / "src/kvcodec/kernels/csrc"
+HEADERS = ROOT / "src/packedkv/kernels/csrc"
 FOLDERS = (str(HEADERS), str(ROOT / "tests/kernels"))
 CACHE = ROOT / ".pytest_cache/emulated"
 # what a GPU faults on or leaves undefined: traps, so that it is raised with the thread's number

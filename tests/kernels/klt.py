@@ -3,8 +3,8 @@
 import torch
 from torch import Tensor
 
-from kvcodec.codec import NO_SAMPLE, Params, Sample, Site
-from kvcodec.codecs.ghost import Ghost
+from packedkv.codec import NO_SAMPLE, Params, Sample, Site
+from packedkv.codecs.ghost import Ghost
 
 MOST = 4096
 """Tokens of a sequence that constants are fitted on."""

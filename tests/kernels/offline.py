@@ -1,6 +1,6 @@
 """CUDA sources compiled for GPUs that need not be there, and their machine code read: registers, spills, instructions.
 
-NVRTC compiles, as it does for users (kvcodec.kernels.cuda.build), or nvcc where NVRTC's packages are not installed. The
+NVRTC compiles, as it does for users (packedkv.kernels.cuda.build), or nvcc where NVRTC's packages are not installed. The
 disassembler is the one in triton's wheel, which the extra "test" pins; budgets are written against that and NVRTC 13.0.
 """
 
@@ -184,8 +184,8 @@ def _run(*command: str) -> str:
 
 
 def _by_nvrtc(source: str, arch: int, fma: bool) -> bytes | None:
-    from kvcodec.errors import UnsupportedError
-    from kvcodec.kernels.cuda.build import Program, compile_program
+    from packedkv.errors import UnsupportedError
+    from packedkv.kernels.cuda.build import Program, compile_program
 
     try:
         with mock.patch.dict(os.environ, XDG_CACHE_HOME=str(CACHE)):  # not the user's

@@ -5,8 +5,8 @@ from typing import Any
 import pytest
 import torch
 
-from kvcodec.kernels.constants import Constants
-from kvcodec.kernels.cuda.basis import (
+from packedkv.kernels.constants import Constants
+from packedkv.kernels.cuda.basis import (
     COPY,
     DIVIDE,
     MOST_BLOCKS,
@@ -20,7 +20,7 @@ from kvcodec.kernels.cuda.basis import (
     out_of_codes,
     rows_of_warp,
 )
-from kvcodec.ops.hadamard import block_hadamard
+from packedkv.ops.hadamard import block_hadamard
 
 
 def drawn(*shape: int, dtype: torch.dtype = torch.bfloat16, seed: int = 0) -> torch.Tensor:

@@ -9,40 +9,40 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-import kvcodec
-from kvcodec.attention import Seen
-from kvcodec.cache.fused import FusedLayerCache, fused_refusal
-from kvcodec.cache.host import LayerCache, attend
-from kvcodec.codec import ROLES, Codec, Role, Sample, Site
-from kvcodec.codecs.ghost import ALLOWED, Ghost
-from kvcodec.codecs.group_int import BITS, GroupInt
-from kvcodec.codecs.hqmq import Hqmq
-from kvcodec.codecs.innerq import InnerQ
-from kvcodec.codecs.octopus import Octopus
-from kvcodec.codecs.octopus_qjl import OctopusQJL
-from kvcodec.codecs.outliers import Med
-from kvcodec.codecs.q4_0 import Q40
-from kvcodec.codecs.saw_int4 import SawInt4
-from kvcodec.codecs.turboquant import TurboQuant, TurboQuantQJL
-from kvcodec.codecs.ultra_tq import UltraTQ
-from kvcodec.codecs.ultraquant import UltraQuant
-from kvcodec.errors import ShapeError, UnsupportedError
-from kvcodec.kernels.constants import constants_for
-from kvcodec.kernels.cpu import compile as sources
-from kvcodec.kernels.cpu import held, library
-from kvcodec.kernels.cpu.attend import Piece, unpack
-from kvcodec.kernels.cpu.attend import attend as attend_pages
-from kvcodec.kernels.cpu.mean import cpu_mean
-from kvcodec.kernels.cpu.spec import cpu_spec
-from kvcodec.ops.rope import NOT_TURNED, Rotary
-from kvcodec.scheme import page_layout
-from kvcodec.store.pages import PageStore
+import packedkv
+from packedkv.attention import Seen
+from packedkv.cache.fused import FusedLayerCache, fused_refusal
+from packedkv.cache.host import LayerCache, attend
+from packedkv.codec import ROLES, Codec, Role, Sample, Site
+from packedkv.codecs.ghost import ALLOWED, Ghost
+from packedkv.codecs.group_int import BITS, GroupInt
+from packedkv.codecs.hqmq import Hqmq
+from packedkv.codecs.innerq import InnerQ
+from packedkv.codecs.octopus import Octopus
+from packedkv.codecs.octopus_qjl import OctopusQJL
+from packedkv.codecs.outliers import Med
+from packedkv.codecs.q4_0 import Q40
+from packedkv.codecs.saw_int4 import SawInt4
+from packedkv.codecs.turboquant import TurboQuant, TurboQuantQJL
+from packedkv.codecs.ultra_tq import UltraTQ
+from packedkv.codecs.ultraquant import UltraQuant
+from packedkv.errors import ShapeError, UnsupportedError
+from packedkv.kernels.constants import constants_for
+from packedkv.kernels.cpu import compile as sources
+from packedkv.kernels.cpu import held, library
+from packedkv.kernels.cpu.attend import Piece, unpack
+from packedkv.kernels.cpu.attend import attend as attend_pages
+from packedkv.kernels.cpu.mean import cpu_mean
+from packedkv.kernels.cpu.spec import cpu_spec
+from packedkv.ops.rope import NOT_TURNED, Rotary
+from packedkv.scheme import page_layout
+from packedkv.store.pages import PageStore
 from tests.kernels.cpu_variants import ABLE, use
 from tests.kernels.decode_cases import two_dims_in_turn
 from tests.kernels.klt import Klt
 
 CPU = torch.device("cpu")
-SERVED = [spec for spec in kvcodec.presets() if not fused_refusal(kvcodec.get(spec).for_layer(8, 24), 128, CPU)]
+SERVED = [spec for spec in packedkv.presets() if not fused_refusal(packedkv.get(spec).for_layer(8, 24), 128, CPU)]
 OTHERS = [
     SawInt4(zero="float"), *(TurboQuant(bits, "fp32") for bits in (1, 5, 6)), *(TurboQuantQJL(bits) for bits in (2, 4)),
     *(GroupInt(bits, 32, along, symmetric) for bits in BITS for along in ("channels", "tokens")
@@ -69,7 +69,7 @@ def draw(*shape: int, seed: int = 0) -> Tensor:
 def codecs(spec: str | Codec) -> list[tuple[Role, Codec]]:
     if isinstance(spec, Codec):
         return [("key", spec)]
-    scheme = kvcodec.get(spec).for_layer(8, 24)
+    scheme = packedkv.get(spec).for_layer(8, 24)
     own = [(role, scheme.codec(role).for_dtype(torch.float32)) for role in ROLES]
     return [(role, Klt(x.bits, x.transform) if isinstance(x, Ghost) and "queries" in x.needs else x) for role, x in own]
 
@@ -266,7 +266,7 @@ def _sdpa(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 
 def filled(kind: Any, spec: str, batch: int = 2, heads: int = 2, tokens: int = 333, dim: int = 64) -> Any:
-    cache = kind(kvcodec.get(spec).for_layer(8, 24))
+    cache = kind(packedkv.get(spec).for_layer(8, 24))
     k, v = draw(2, batch, heads, tokens, dim)
     for first, last in ((0, tokens - 7), (tokens - 7, tokens - 6), (tokens - 6, tokens)):
         cache.append(k[:, :, first:last], v[:, :, first:last])
@@ -318,7 +318,7 @@ def test_windows_and_chunks(rules: Seen, variant: str) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_16_bit_queries(dtype: torch.dtype, variant: str) -> None:
-    cache = LayerCache(kvcodec.get("int-4"))
+    cache = LayerCache(packedkv.get("int-4"))
     k, v = draw(2, 1, 2, 100, 64).to(dtype)
     cache.append(k, v)
     q = draw(1, 4, 1, 64).to(dtype)
@@ -353,7 +353,7 @@ def test_a_bad_single_token_is_refused_at_once(spec: str, dtype: torch.dtype) ->
     for before in (0, 10):
         tokens = draw(2, 2, 2, before + 3, 64).to(dtype)
         tokens[0, 1, 0, -1, 7] = most  # held, not refused
-        clean, other, reference = (make(kvcodec.get(spec)) for make in (FusedLayerCache, FusedLayerCache, LayerCache))
+        clean, other, reference = (make(packedkv.get(spec)) for make in (FusedLayerCache, FusedLayerCache, LayerCache))
         for cache in (clean, other):
             cache.append(*tokens[..., :before, :])
         for i in range(before, before + 3):
@@ -380,7 +380,7 @@ def test_a_bad_single_token_is_refused_at_once(spec: str, dtype: torch.dtype) ->
 def test_single_tokens_of_float32_are_held_as_fp16(spec: str) -> None:
     """Kernels round them; in one call with others they are rounded before."""
     tokens = draw(2, 2, 2, 9, 64) * torch.logspace(-8, 4, 64)
-    one, many = FusedLayerCache(kvcodec.get(spec)), FusedLayerCache(kvcodec.get(spec))
+    one, many = FusedLayerCache(packedkv.get(spec)), FusedLayerCache(packedkv.get(spec))
     for i in range(9):
         one.append(*tokens[..., i : i + 1, :])
     many.append(*tokens)
@@ -438,17 +438,19 @@ def test_a_library_of_other_sources_is_not_loaded(monkeypatch: pytest.MonkeyPatc
 
 
 def test_a_static_cache_is_refused() -> None:
-    assert "leave max_len out" in fused_refusal(kvcodec.get("int-4"), 64, CPU, capacity=64)
+    assert "leave max_len out" in fused_refusal(packedkv.get("int-4"), 64, CPU, capacity=64)
 
 
 def test_head_dims() -> None:
-    assert fused_refusal(kvcodec.get("int-4"), 72, CPU).startswith("the CPU kernels take a head_dim of 16, 32, ... 512")
-    assert fused_refusal(kvcodec.get("int-4"), 528, CPU)
+    assert fused_refusal(packedkv.get("int-4"), 72, CPU).startswith(
+        "the CPU kernels take a head_dim of 16, 32, ... 512"
+    )
+    assert fused_refusal(packedkv.get("int-4"), 528, CPU)
 
 
 def test_nothing_is_compiled_twice(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sources, "variants", lambda: {"portable": ("-O0",)})
-    assert [path.name for path in sources.compile_missing(tmp_path)] == ["libkvcodec_portable.so"]
+    assert [path.name for path in sources.compile_missing(tmp_path)] == ["libpackedkv_portable.so"]
     assert sources.compile_missing(tmp_path) == []
     monkeypatch.setattr(sources, "digest", lambda: "another")
     assert sources.missing(tmp_path) == ["portable"]

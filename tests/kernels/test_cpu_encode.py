@@ -6,33 +6,33 @@ import pytest
 import torch
 from torch import Tensor
 
-import kvcodec
-from kvcodec.cache.growing import GrowingCache
-from kvcodec.cache.host import LayerCache
-from kvcodec.codec import FP16_MAX, ROLES, Codec, Dense, DenseDtype, Role, Sample, Site
-from kvcodec.codecs.fp8 import Fp8
-from kvcodec.codecs.ghost import ALLOWED, Ghost
-from kvcodec.codecs.group_int import GroupInt
-from kvcodec.codecs.hqmq import RADII, SIZES, Hqmq
-from kvcodec.codecs.innerq import InnerQ, Reading
-from kvcodec.codecs.octopus import Octopus
-from kvcodec.codecs.octopus_qjl import OctopusQJL
-from kvcodec.codecs.q4_0 import Q40
-from kvcodec.codecs.saw_int4 import SawInt4
-from kvcodec.codecs.turboquant import TurboQuant, TurboQuantQJL
-from kvcodec.codecs.ultra_tq import UltraTQ
-from kvcodec.codecs.ultraquant import UltraQuant
-from kvcodec.kernels.constants import Constants, constants_for
-from kvcodec.kernels.cpu import library
-from kvcodec.kernels.cpu.compile import HERE
-from kvcodec.kernels.cpu.encode import encode, prepared
-from kvcodec.kernels.cpu.engine import CpuEngine
-from kvcodec.kernels.cpu.spec import cpu_spec
-from kvcodec.kernels.mean import Turned
-from kvcodec.ops.lloyd_max import midpoints
-from kvcodec.ops.rope import NOT_TURNED, Rotary
-from kvcodec.scheme import KVScheme, page_layout
-from kvcodec.store.pages import PageStore
+import packedkv
+from packedkv.cache.growing import GrowingCache
+from packedkv.cache.host import LayerCache
+from packedkv.codec import FP16_MAX, ROLES, Codec, Dense, DenseDtype, Role, Sample, Site
+from packedkv.codecs.fp8 import Fp8
+from packedkv.codecs.ghost import ALLOWED, Ghost
+from packedkv.codecs.group_int import GroupInt
+from packedkv.codecs.hqmq import RADII, SIZES, Hqmq
+from packedkv.codecs.innerq import InnerQ, Reading
+from packedkv.codecs.octopus import Octopus
+from packedkv.codecs.octopus_qjl import OctopusQJL
+from packedkv.codecs.q4_0 import Q40
+from packedkv.codecs.saw_int4 import SawInt4
+from packedkv.codecs.turboquant import TurboQuant, TurboQuantQJL
+from packedkv.codecs.ultra_tq import UltraTQ
+from packedkv.codecs.ultraquant import UltraQuant
+from packedkv.kernels.constants import Constants, constants_for
+from packedkv.kernels.cpu import library
+from packedkv.kernels.cpu.compile import HERE
+from packedkv.kernels.cpu.encode import encode, prepared
+from packedkv.kernels.cpu.engine import CpuEngine
+from packedkv.kernels.cpu.spec import cpu_spec
+from packedkv.kernels.mean import Turned
+from packedkv.ops.lloyd_max import midpoints
+from packedkv.ops.rope import NOT_TURNED, Rotary
+from packedkv.scheme import KVScheme, page_layout
+from packedkv.store.pages import PageStore
 from tests.kernels.cpu_variants import ABLE, use
 from tests.kernels.klt import Klt
 
@@ -268,7 +268,7 @@ def test_tokens_behind_the_pages_are_dropped(variant: str) -> None:
     ],
 )  # fmt: skip
 def test_the_engine_encodes_both_roles_by_kernels(name: str) -> None:
-    scheme = kvcodec.get(name).for_layer(4, 8)
+    scheme = packedkv.get(name).for_layer(4, 8)
     if reason := library.refusal(torch.device("cpu")):
         pytest.skip(reason)
     engine = CpuEngine(scheme.key, scheme.value, 64, 128)

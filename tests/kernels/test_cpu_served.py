@@ -5,10 +5,10 @@ from pathlib import Path
 import pytest
 import torch
 
-import kvcodec
-from kvcodec.integrations.vllm.servable import preferred_page
-from kvcodec.kernels.cpu import library
-from kvcodec.kernels.cpu.engine import CpuEngine
+import packedkv
+from packedkv.integrations.vllm.servable import preferred_page
+from packedkv.kernels.cpu import library
+from packedkv.kernels.cpu.engine import CpuEngine
 from tests.integrations import test_groups as groups
 from tests.integrations import test_serving as single
 from tests.integrations.test_serving import BLOCK, ROW, TOKENS
@@ -77,4 +77,4 @@ def test_why_the_reference_serves(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_the_page_that_kernels_read_fastest() -> None:
-    assert [preferred_page(kvcodec.get(s)) for s in ("saw-int4", "kivi-4:window=0", "kivi-tq-4")] == [64, 64, 128]
+    assert [preferred_page(packedkv.get(s)) for s in ("saw-int4", "kivi-4:window=0", "kivi-tq-4")] == [64, 64, 128]

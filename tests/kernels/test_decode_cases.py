@@ -6,9 +6,9 @@ from typing import Any
 import pytest
 import torch
 
-from kvcodec.codec import ROLES, Codec, Role
-from kvcodec.codecs.group_int import GroupInt
-from kvcodec.codecs.saw_int4 import SawInt4
+from packedkv.codec import ROLES, Codec, Role
+from packedkv.codecs.group_int import GroupInt
+from packedkv.codecs.saw_int4 import SawInt4
 from tests.kernels.decode_cases import CASES, Case, Geometry, check, check_all, sides
 
 SAW, INT4, INT8 = SawInt4(), GroupInt(4, 0), GroupInt(8, 0)

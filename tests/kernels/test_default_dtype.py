@@ -7,11 +7,11 @@ from typing import Any
 
 import torch
 
-import kvcodec
-from kvcodec.codec import ROLES, Params, Role, Sample, Site
-from kvcodec.errors import UnsupportedError
-from kvcodec.kernels.constants import constants_for
-from kvcodec.kernels.spec import encoder, reader
+import packedkv
+from packedkv.codec import ROLES, Params, Role, Sample, Site
+from packedkv.errors import UnsupportedError
+from packedkv.kernels.constants import constants_for
+from packedkv.kernels.spec import encoder, reader
 
 HEADS, DIM, TOKENS = 2, 128, 128
 VARIANTS = (
@@ -25,12 +25,12 @@ VARIANTS = (
     *("turboquant-3:norm=fp32", "octopus-3:rounding=full", "hqmq-s24_r3:outliers=3", "hqmq-s96_r4:packing=radix"),
     *("innerq-base:norm=false", "fp8:scale=none"),
 )
-SPECS = (*kvcodec.presets(), *VARIANTS)
+SPECS = (*packedkv.presets(), *VARIANTS)
 
 
 def made(spec: str, role: Role, x: torch.Tensor) -> dict[str, Any]:
     """Everything that is derived from a spec: constants, bytes, what they mean, the kernels' tables."""
-    codec = kvcodec.get(spec).for_layer(3, 8).codec(role).for_dtype(x.dtype)
+    codec = packedkv.get(spec).for_layer(3, 8).codec(role).for_dtype(x.dtype)
     site = Site(3, role, HEADS, DIM, 0, torch.device("cpu"))
     params: Params = (
         codec.settle([codec.fit(site, Sample(x.float(), x.float()))])[0] if codec.needs else codec.fit(site)

@@ -8,31 +8,31 @@ import pytest
 import torch
 from torch import Tensor
 
-from kvcodec.codec import FP16_MAX, Codec, Params, Payload, Sample, Site
-from kvcodec.codecs.fp8 import Fp8
-from kvcodec.codecs.ghost import Ghost, levels, scales
-from kvcodec.codecs.group_int import GroupInt
-from kvcodec.codecs.hqmq import Hqmq
-from kvcodec.codecs.innerq import InnerQ
-from kvcodec.codecs.octopus import Octopus
-from kvcodec.codecs.octopus_qjl import OctopusQJL
-from kvcodec.codecs.outliers import Med
-from kvcodec.codecs.saw_int4 import SawInt4
-from kvcodec.codecs.turboquant import TurboQuant, TurboQuantQJL, coordinate_centroids
-from kvcodec.codecs.ultra_tq import UltraTQ
-from kvcodec.codecs.ultraquant import UltraQuant
-from kvcodec.kernels.codecs.hqmq import MOST_PAIRS, PAIRS, SIDE, cell_rivals
-from kvcodec.kernels.codecs.tables import wall_table
-from kvcodec.kernels.constants import constants_for
-from kvcodec.kernels.cuda.arguments import EncodeArgs, EncodeRoleArgs
-from kvcodec.kernels.spec import Encoder
-from kvcodec.kernels.spec import encoder as encoder_of
-from kvcodec.layout import Field, Layout, PageLayout
-from kvcodec.ops.hadamard import block_hadamard, power_of_two_divisor
-from kvcodec.ops.lloyd_max import midpoints
-from kvcodec.ops.quaternion import UNITS, products, random_units
-from kvcodec.ops.widths import put_back, width_cuts
-from kvcodec.store.pages import PageStore
+from packedkv.codec import FP16_MAX, Codec, Params, Payload, Sample, Site
+from packedkv.codecs.fp8 import Fp8
+from packedkv.codecs.ghost import Ghost, levels, scales
+from packedkv.codecs.group_int import GroupInt
+from packedkv.codecs.hqmq import Hqmq
+from packedkv.codecs.innerq import InnerQ
+from packedkv.codecs.octopus import Octopus
+from packedkv.codecs.octopus_qjl import OctopusQJL
+from packedkv.codecs.outliers import Med
+from packedkv.codecs.saw_int4 import SawInt4
+from packedkv.codecs.turboquant import TurboQuant, TurboQuantQJL, coordinate_centroids
+from packedkv.codecs.ultra_tq import UltraTQ
+from packedkv.codecs.ultraquant import UltraQuant
+from packedkv.kernels.codecs.hqmq import MOST_PAIRS, PAIRS, SIDE, cell_rivals
+from packedkv.kernels.codecs.tables import wall_table
+from packedkv.kernels.constants import constants_for
+from packedkv.kernels.cuda.arguments import EncodeArgs, EncodeRoleArgs
+from packedkv.kernels.spec import Encoder
+from packedkv.kernels.spec import encoder as encoder_of
+from packedkv.layout import Field, Layout, PageLayout
+from packedkv.ops.hadamard import block_hadamard, power_of_two_divisor
+from packedkv.ops.lloyd_max import midpoints
+from packedkv.ops.quaternion import UNITS, products, random_units
+from packedkv.ops.widths import put_back, width_cuts
+from packedkv.store.pages import PageStore
 from tests.kernels.decode_cases import two_dims_in_turn
 from tests.kernels.harness import Out, build
 from tests.kernels.klt import Klt
@@ -566,7 +566,7 @@ def test_levels(bits: int) -> None:
 @pytest.mark.parametrize("most", [0, MOST_PAIRS], ids=["without lists", "with lists"])
 def test_hqmq_ties(most: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """All chunks of small whole numbers: the lowest of the products with the largest inner product."""
-    monkeypatch.setattr("kvcodec.kernels.codecs.hqmq.MOST_PAIRS", most)
+    monkeypatch.setattr("packedkv.kernels.codecs.hqmq.MOST_PAIRS", most)
     codec = Hqmq(24, 3)
     encoders = Encoders([codec], 64)
     grid = torch.arange(-2.0, 3.0)
@@ -585,7 +585,7 @@ def test_hqmq_cells_without_room(monkeypatch: pytest.MonkeyPatch) -> None:
     """Cells that have no list, and vectors anywhere in those that have one."""
     codec = Hqmq(48, 3)
     encoders = Encoders([codec], 64)
-    monkeypatch.setattr("kvcodec.kernels.codecs.hqmq.MOST_PAIRS", 2)
+    monkeypatch.setattr("packedkv.kernels.codecs.hqmq.MOST_PAIRS", 2)
     encoders.check(codec, random_rows(61, 64).half())
 
 

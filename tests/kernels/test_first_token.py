@@ -1,6 +1,6 @@
 """The first token of a new cache: constants are built once in a process, no number is looked at in a prefill's middle.
 
-Times are a GPU's to tell (``kvcodec bench``); what costs them is counted here: operations, and looks at numbers.
+Times are a GPU's to tell (``packedkv bench``); what costs them is counted here: operations, and looks at numbers.
 """
 
 import threading
@@ -15,33 +15,33 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-import kvcodec
-from kvcodec import probe
-from kvcodec.attention import Partial
-from kvcodec.cache.fused import FusedLayerCache, fused_refusal
-from kvcodec.cache.growing import GrowingCache
-from kvcodec.cache.host import LayerCache
-from kvcodec.codec import ROLES, Dense, Site
-from kvcodec.codecs.hqmq import Hqmq
-from kvcodec.codecs.octopus import Octopus
-from kvcodec.codecs.outliers import Med
-from kvcodec.errors import KVCodecWarning
-from kvcodec.integrations.transformers import arrivals, cache_for, layers, windowed
-from kvcodec.integrations.transformers.argument import passing
-from kvcodec.kernels.choose import refusal
-from kvcodec.kernels.codecs import ghost, innerq
-from kvcodec.kernels.codecs.hqmq import cell_tables
-from kvcodec.kernels.constants import constants_for
-from kvcodec.kernels.cuda import basis, build, encode
-from kvcodec.kernels.cuda import decode as attention
-from kvcodec.kernels.cuda import history as prefill
-from kvcodec.kernels.cuda.engine import CudaEngine
-from kvcodec.kernels.cuda.fit import Rooms
-from kvcodec.kernels.spec import encoder, reader
-from kvcodec.probe import OutlierProbe
-from kvcodec.registry import method_of
-from kvcodec.scheme import KVScheme
-from kvcodec.shared import SHARED, Shared, drawn
+import packedkv
+from packedkv import probe
+from packedkv.attention import Partial
+from packedkv.cache.fused import FusedLayerCache, fused_refusal
+from packedkv.cache.growing import GrowingCache
+from packedkv.cache.host import LayerCache
+from packedkv.codec import ROLES, Dense, Site
+from packedkv.codecs.hqmq import Hqmq
+from packedkv.codecs.octopus import Octopus
+from packedkv.codecs.outliers import Med
+from packedkv.errors import PackedKVWarning
+from packedkv.integrations.transformers import arrivals, cache_for, layers, windowed
+from packedkv.integrations.transformers.argument import passing
+from packedkv.kernels.choose import refusal
+from packedkv.kernels.codecs import ghost, innerq
+from packedkv.kernels.codecs.hqmq import cell_tables
+from packedkv.kernels.constants import constants_for
+from packedkv.kernels.cuda import basis, build, encode
+from packedkv.kernels.cuda import decode as attention
+from packedkv.kernels.cuda import history as prefill
+from packedkv.kernels.cuda.engine import CudaEngine
+from packedkv.kernels.cuda.fit import Rooms
+from packedkv.kernels.spec import encoder, reader
+from packedkv.probe import OutlierProbe
+from packedkv.registry import method_of
+from packedkv.scheme import KVScheme
+from packedkv.shared import SHARED, Shared, drawn
 from tests.conftest import tiny_config, tiny_model
 from tests.kernels.conftest import unsynchronised
 from tests.kernels.decode_cases import each_in_turn
@@ -49,7 +49,7 @@ from tests.kernels.emulation import forget
 
 DIM, HEADS, LAYERS = 64, 4, 5
 CPU = torch.device("cpu")
-FIRST_OF_METHODS = [next(iter(method_of(name).presets)) for name in kvcodec.names()]
+FIRST_OF_METHODS = [next(iter(method_of(name).presets)) for name in packedkv.names()]
 VIEWS = (
     "view",
     "as_strided",
@@ -65,8 +65,8 @@ VIEWS = (
 )
 LOOKS = ("_local_scalar_dense", "nonzero", "equal", "unique_dim")
 """Operations that wait for a GPU."""
-SERVED = [s for s in kvcodec.presets() if kvcodec.describe(s)["kernels"]["decode"] == "cuda"]
-PROMPT = [s for s in SERVED if kvcodec.get(s).key.fit_tokens == 1]
+SERVED = [s for s in packedkv.presets() if packedkv.describe(s)["kernels"]["decode"] == "cuda"]
+PROMPT = [s for s in SERVED if packedkv.get(s).key.fit_tokens == 1]
 """Without those that wait for more tokens than a first call may bring."""
 
 
@@ -136,7 +136,7 @@ def test_a_second_cache_costs_few_operations_and_no_look(
 ) -> None:
     monkeypatch.setattr(OutlierProbe, "_warn_or_refuse", lambda *_: None)  # kernels that do nothing break on all keys
     k, v = rows(300)
-    if max_len and (why := refusal(kvcodec.get(spec), DIM, CPU, static=True)):
+    if max_len and (why := refusal(packedkv.get(spec), DIM, CPU, static=True)):
         pytest.skip(why)
     for _turn in range(2):
         cache = model_cache(spec, max_len=max_len)
@@ -235,7 +235,7 @@ def test_constants_of_the_first_tokens_cost_few_operations(
     monkeypatch.setattr(OutlierProbe, "_warn_or_refuse", lambda *_: None)
     monkeypatch.setattr(arrivals.Arrivals, "_refuse", lambda *_: None)  # nobody wrote the means
     model = tiny_model("llama-gqa", head_dim=DIM, num_hidden_layers=LAYERS)
-    model.set_attn_implementation("kvcodec")
+    model.set_attn_implementation("packedkv")
     launched, counts = Counter[str](), []
     launch, update = Idle.launch, layers.PackedCacheLayer.update
     monkeypatch.setattr(Idle, "launch", lambda *given, **more: launched.update(["x"]) or launch(*given, **more))
@@ -272,7 +272,7 @@ def test_hqmqs_tables_take_few_operations_for_all_heads() -> None:
 
 def test_constants_are_shared_and_never_written(machine: dict[str, Any]) -> None:
     k, v = rows(80)
-    for made in (kvcodec.get("octopus-3"), kvcodec.get("hqmq-s24_r3"), KVScheme(Med(Hqmq(24, 3)), Med(Hqmq(24, 3)))):
+    for made in (packedkv.get("octopus-3"), packedkv.get("hqmq-s24_r3"), KVScheme(Med(Hqmq(24, 3)), Med(Hqmq(24, 3)))):
         made = replace(made, window=0, spec="")
         caches = [FusedLayerCache(made, layer=layer, capacity=128) for layer in (1, 1, 2)]
         for cache in caches:
@@ -301,7 +301,7 @@ def test_constants_are_shared_and_never_written(machine: dict[str, Any]) -> None
 
 @pytest.mark.parametrize("spec", SERVED)
 def test_tables_that_are_called_alike_are_the_same_in_all_layers(spec: str) -> None:
-    scheme = kvcodec.get(spec)
+    scheme = packedkv.get(spec)
     for role in ROLES:
         codec = scheme.codec(role)
         for side in (reader(codec, DIM, role), encoder(codec, DIM, role)):
@@ -352,9 +352,9 @@ def test_layers_judged_together_are_judged_as_alone(
 ) -> None:
     """With kernels and without them; some layers are of other keys."""
     monkeypatch.setattr(OutlierProbe, "_warn_or_refuse", lambda *_: None)
-    scheme = kvcodec.get(spec)
+    scheme = packedkv.get(spec)
     if "queries" in scheme.key.needs:
-        scheme = replace(scheme, key=kvcodec.get("polarquant-4").key, spec="")
+        scheme = replace(scheme, key=packedkv.get("polarquant-4").key, spec="")
     kinds: list[type[LayerCache]] = [LayerCache]
     if not fused_refusal(scheme, DIM, CPU):
         kinds.append(FusedLayerCache)
@@ -391,14 +391,14 @@ def test_a_prefill_is_judged_when_its_last_layer_is_full(
         for layer in range(LAYERS - 1):
             cache.update(k, v, layer)
         assert cache.probe.found == {}
-    with pytest.warns(KVCodecWarning, match="int-4 breaks on this model's keys: in layer 0") as seen:
+    with pytest.warns(PackedKVWarning, match="int-4 breaks on this model's keys: in layer 0") as seen:
         cache.update(k, v, LAYERS - 1)
     assert len(seen) == 1
     assert set(cache.report()["keys"]) == set(range(LAYERS))
     # a model that leaves layers out is judged at its next step
     cache = model_cache("int-4", probe="warn")
     cache.update(k, v, 0)
-    with pytest.warns(KVCodecWarning, match="int-4 breaks"):
+    with pytest.warns(PackedKVWarning, match="int-4 breaks"):
         cache.update(k[:, :, :1], v[:, :, :1], 0)
 
 
@@ -646,7 +646,7 @@ def test_what_a_decode_step_could_not_hold_is_told_by_the_next_turn(machine: dic
 @pytest.mark.parametrize("fresh", [40, 200])
 def test_a_windows_tokens_come_back(fresh: int, machine: dict[str, Any], waiting: None) -> None:
     """Of a layer that attended already, and dropped what no later query sees."""
-    noted, scheme = arrivals.Arrivals(2), kvcodec.get("saw-int4")
+    noted, scheme = arrivals.Arrivals(2), packedkv.get("saw-int4")
     window = windowed.WindowedLayer(
         FusedLayerCache(scheme, layer=0), 0, "fused", "exact", noted, window=96, kind="sliding_attention"
     )

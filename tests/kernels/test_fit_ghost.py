@@ -6,15 +6,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from kvcodec import codec as codecs
-from kvcodec.codec import ROLES, Role, Site
-from kvcodec.codecs.ghost import Ghost
-from kvcodec.kernels.codecs import ghost
-from kvcodec.kernels.constants import constants_for
-from kvcodec.kernels.cuda.fit import Rooms, Sample
-from kvcodec.kernels.spec import encoder, reader
-from kvcodec.ops.rope import Rotary
-from kvcodec.store.site import MeanRemoval
+from packedkv import codec as codecs
+from packedkv.codec import ROLES, Role, Site
+from packedkv.codecs.ghost import Ghost
+from packedkv.kernels.codecs import ghost
+from packedkv.kernels.constants import constants_for
+from packedkv.kernels.cuda.fit import Rooms, Sample
+from packedkv.kernels.spec import encoder, reader
+from packedkv.ops.rope import Rotary
+from packedkv.store.site import MeanRemoval
 
 HEADS, BATCH = 2, 2
 

@@ -5,13 +5,13 @@ from typing import Any
 import pytest
 import torch
 
-from kvcodec import codec as codecs
-from kvcodec.codec import Site
-from kvcodec.codecs.innerq import InnerQ
-from kvcodec.kernels.codecs import innerq
-from kvcodec.kernels.constants import constants_for
-from kvcodec.kernels.cuda.fit import Rooms, Sample
-from kvcodec.kernels.spec import encoder, reader
+from packedkv import codec as codecs
+from packedkv.codec import Site
+from packedkv.codecs.innerq import InnerQ
+from packedkv.kernels.codecs import innerq
+from packedkv.kernels.constants import constants_for
+from packedkv.kernels.cuda.fit import Rooms, Sample
+from packedkv.kernels.spec import encoder, reader
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

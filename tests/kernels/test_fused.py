@@ -10,19 +10,19 @@ import pytest
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
-import kvcodec
-from kvcodec.cache.fused import FusedLayerCache
-from kvcodec.cache.host import LayerCache, attend
-from kvcodec.codec import ROLES, Dense
-from kvcodec.codecs.hqmq import Hqmq
-from kvcodec.codecs.octopus_qjl import OctopusQJL
-from kvcodec.codecs.outliers import Med
-from kvcodec.errors import ShapeError, UnsupportedError
-from kvcodec.kernels.choose import choose, refusal
-from kvcodec.kernels.codecs import fp8
-from kvcodec.kernels.cuda.engine import CudaEngine
-from kvcodec.scheme import KVScheme
-from kvcodec.store.role import RoleState
+import packedkv
+from packedkv.cache.fused import FusedLayerCache
+from packedkv.cache.host import LayerCache, attend
+from packedkv.codec import ROLES, Dense
+from packedkv.codecs.hqmq import Hqmq
+from packedkv.codecs.octopus_qjl import OctopusQJL
+from packedkv.codecs.outliers import Med
+from packedkv.errors import ShapeError, UnsupportedError
+from packedkv.kernels.choose import choose, refusal
+from packedkv.kernels.codecs import fp8
+from packedkv.kernels.cuda.engine import CudaEngine
+from packedkv.scheme import KVScheme
+from packedkv.store.role import RoleState
 from tests.kernels.decode_cases import each_in_turn
 
 DIM, HEADS, BATCH = 64, 1, 2
@@ -37,7 +37,7 @@ class Reference(LayerCache):
 
 
 def scheme(spec: str, sink: int = 0, window: int = 0) -> KVScheme:
-    return replace(kvcodec.get(spec), sink=sink, window=window, spec="")
+    return replace(packedkv.get(spec), sink=sink, window=window, spec="")
 
 
 def rows(tokens: int, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
@@ -134,7 +134,7 @@ def test_a_static_cache_begins_again_with_new_constants(machine: dict[str, Any])
     assert where == before
 
 
-PROMPT = [s for s in kvcodec.presets() if kvcodec.get(s).key.fit_tokens == 1]
+PROMPT = [s for s in packedkv.presets() if packedkv.get(s).key.fit_tokens == 1]
 """Without those that wait for more tokens than a first call may bring."""
 
 
@@ -143,7 +143,7 @@ def test_an_append_of_no_tokens_changes_nothing(spec: str, capacity: int, machin
     """Before the first token and after it; constants that come from a prefill wait for it."""
     if refusal(scheme(spec), DIM, CPU, static=capacity > 0):
         pytest.skip("no kernels")
-    made, (k, v) = kvcodec.get(spec).for_layer(8, 24), rows(70)
+    made, (k, v) = packedkv.get(spec).for_layer(8, 24), rows(70)
     fused, plain = FusedLayerCache(made, capacity=capacity), FusedLayerCache(made, capacity=capacity)
     fused.append(k[:, :, :0], v[:, :, :0])
     assert len(fused) == 0
@@ -221,7 +221,7 @@ def test_copies_go_on_by_themselves(machine: dict[str, Any]) -> None:
 
 def test_layers_with_a_dense_role_are_served_too(machine: dict[str, Any]) -> None:
     k, v = rows(40)
-    for key, value in ((Dense(), kvcodec.get("octopus-3").value), (Dense(), Dense())):
+    for key, value in ((Dense(), packedkv.get("octopus-3").value), (Dense(), Dense())):
         made = KVScheme(key=key, value=value, window=3)
         for x, y in ((k, v), (k.bfloat16(), v.bfloat16())):
             fused, reference = FusedLayerCache(made), Reference(made)
@@ -240,7 +240,7 @@ def test_what_has_no_encoder_is_encoded_by_the_reference(machine: dict[str, Any]
             cache.append(k[:, :, at : at + 10], v[:, :, at : at + 10])
     same(fused, reference)
     assert fused.kernels() == {"decode": "cuda", "encode.key": "torch", "encode.value": "torch"}
-    assert kvcodec.description.kernels_for(made) == {"encode": "none", "decode": "cuda"}
+    assert packedkv.description.kernels_for(made) == {"encode": "none", "decode": "cuda"}
     with pytest.raises(UnsupportedError, match="would synchronise in every step; leave max_len out"):
         FusedLayerCache(made, capacity=64).append(k, v)
 
@@ -296,11 +296,11 @@ def test_a_token_beyond_fp16_is_flagged(spec: str, size: float, machine: dict[st
         assert (cache.decode()[place][:, 0, 3] == 0).all(-1).tolist() == [False, True]
 
 
-@pytest.mark.parametrize("spec", kvcodec.presets())
+@pytest.mark.parametrize("spec", packedkv.presets())
 def test_kernels_are_listed_as_they_are_chosen(spec: str, machine: dict[str, Any]) -> None:
-    """What `kvcodec list` says of a preset is what a cache would use on a GPU."""
-    made = kvcodec.get(spec)
-    listed = kvcodec.describe(spec)["kernels"]
+    """What `packedkv list` says of a preset is what a cache would use on a GPU."""
+    made = packedkv.get(spec)
+    listed = packedkv.describe(spec)["kernels"]
     if listed["decode"] == "cuda":
         engine = choose(made, 128, CPU)
         assert {engine.written_by(role) for role in ROLES} == {listed["encode"]}
@@ -345,7 +345,7 @@ def test_large_queries_lose_less_than_keys_in_bf16(spec: str, machine: dict[str,
     generator = torch.Generator().manual_seed(3)
     x = torch.randn(2, 4, 2, 130, 1, generator=generator).expand(-1, -1, -1, -1, DIM).bfloat16().contiguous()
     q = (100 * torch.randn(4, 16, 1, DIM, generator=generator)).bfloat16().float()
-    fused, reference = FusedLayerCache(kvcodec.get(spec)), LayerCache(kvcodec.get(spec))
+    fused, reference = FusedLayerCache(packedkv.get(spec)), LayerCache(packedkv.get(spec))
     for cache in (fused, reference):
         cache.append(*x)
     k, v = (y.double().repeat_interleave(8, 1) for y in reference.decode(dtype=torch.float32))
@@ -361,7 +361,7 @@ def test_outputs_saturate_in_fp16(spec: str, machine: dict[str, Any]) -> None:
     generator = torch.Generator().manual_seed(3)
     signs = torch.randn(2, BATCH, HEADS, 130, DIM, generator=generator).sign()
     for x in (signs, signs.abs()):
-        fused, reference = FusedLayerCache(kvcodec.get(spec)), LayerCache(kvcodec.get(spec))
+        fused, reference = FusedLayerCache(packedkv.get(spec)), LayerCache(packedkv.get(spec))
         for cache in (fused, reference):
             cache.append(*(65504 * x).half())
         q = (1e-4 * torch.randn(BATCH, 2 * HEADS, 1, DIM, generator=generator)).half()

@@ -7,16 +7,16 @@ import pytest
 import torch
 from torch import Tensor
 
-import kvcodec
-from kvcodec.cache.device import DeviceCache
-from kvcodec.cache.fused import FusedLayerCache
-from kvcodec.cache.host import LayerCache
-from kvcodec.errors import ShapeError, UnsupportedError
-from kvcodec.kernels.cpu.spec import cpu_spec
-from kvcodec.kernels.mean import chosen_pairs, pairs_of
-from kvcodec.kernels.spec import kernels_for
-from kvcodec.scheme import KVScheme
-from kvcodec.store.site import LayerSite, MeanRemoval
+import packedkv
+from packedkv.cache.device import DeviceCache
+from packedkv.cache.fused import FusedLayerCache
+from packedkv.cache.host import LayerCache
+from packedkv.errors import ShapeError, UnsupportedError
+from packedkv.kernels.cpu.spec import cpu_spec
+from packedkv.kernels.mean import chosen_pairs, pairs_of
+from packedkv.kernels.spec import kernels_for
+from packedkv.scheme import KVScheme
+from packedkv.store.site import LayerSite, MeanRemoval
 from tests.geometries import GEOMETRIES, Geometry
 from tests.kernels.cpu_variants import ABLE, use
 
@@ -48,7 +48,7 @@ def in_turn(
 ) -> pytest.MarkDecorator:
     """Each geometry with presets that kernels read: one in every run, or of those in ``often``; others ``wide``."""
     found = []
-    presets = [(preset, kvcodec.get(preset).for_layer(8, 24)) for preset in kvcodec.presets()]
+    presets = [(preset, packedkv.get(preset).for_layer(8, 24)) for preset in packedkv.presets()]
     for at, geometry in enumerate(GEOMETRIES):
         served = [preset for preset, scheme in presets if read(scheme, geometry.head_dim)]
         for i in range(len(served))[:wide]:
@@ -69,9 +69,9 @@ class Pair:
         self.geometry, self.rotary = geometry, geometry.rotary
         self.heads = 1 if geometry.group > 8 else 2
         self.mean = size * draw(1, self.heads, geometry.head_dim, seed=5)
-        scheme = kvcodec.get(preset).for_layer(8, 24)
+        scheme = packedkv.get(preset).for_layer(8, 24)
         if less:
-            scheme = kvcodec.get(preset + ("," if ":" in preset else ":") + "mean=pre").for_layer(8, 24)
+            scheme = packedkv.get(preset + ("," if ":" in preset else ":") + "mean=pre").for_layer(8, 24)
         mean = MeanRemoval("pre", self.rotary, self.mean) if less else None
         site = LayerSite(scheme, 8, mean=mean, most=64)
         self.fused, self.plain, self.at = FusedLayerCache(site), LayerCache(site), 0

@@ -5,9 +5,9 @@ from typing import Any
 import pytest
 import torch
 
-from kvcodec.integrations.vllm.layer import Rules
-from kvcodec.kernels.cuda.prompts import Room
-from kvcodec.kernels.cuda.prompts_groups import GroupChunks
+from packedkv.integrations.vllm.layer import Rules
+from packedkv.kernels.cuda.prompts import Room
+from packedkv.kernels.cuda.prompts_groups import GroupChunks
 from tests.integrations.test_groups import HEADS, RULES, SINKS, SPECS, UNIT, block_of, made, pending_of, pool, tokens
 from tests.kernels.conftest import unsynchronised
 

@@ -5,11 +5,11 @@ from typing import Any
 import pytest
 import torch
 
-from kvcodec.integrations.vllm.groups import GroupedLayer
-from kvcodec.integrations.vllm.layer import Rules
-from kvcodec.kernels.cuda import history_groups as prefill_groups
-from kvcodec.kernels.cuda.prompts import Room
-from kvcodec.kernels.cuda.prompts_groups import GroupChunks
+from packedkv.integrations.vllm.groups import GroupedLayer
+from packedkv.integrations.vllm.layer import Rules
+from packedkv.kernels.cuda import history_groups as prefill_groups
+from packedkv.kernels.cuda.prompts import Room
+from packedkv.kernels.cuda.prompts_groups import GroupChunks
 from tests.integrations.test_groups import (
     CUTS,
     DIM,

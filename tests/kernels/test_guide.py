@@ -10,8 +10,8 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from kvcodec import cache_for  # registers the attention function "kvcodec"
-from kvcodec.integrations.transformers.argument import passing
+from packedkv import cache_for  # registers the attention function "packedkv"
+from packedkv.integrations.transformers.argument import passing
 
 DOCS = Path(__file__).parents[2] / "docs"
 
@@ -58,11 +58,11 @@ def off_by(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, header: str) -> floa
     (tmp_path / "read_spin.cuh").write_text(header)
     spin = ModuleType("spin")
     monkeypatch.setitem(sys.modules, "spin", spin)
-    monkeypatch.setattr("kvcodec.registry.register", lambda *_, **__: lambda recipe: recipe)
+    monkeypatch.setattr("packedkv.registry.register", lambda *_, **__: lambda recipe: recipe)
     exec(codec, vars(spin))
     exec(reader, {"__file__": str(tmp_path / "spin_cuda.py")})
     model, scheme = tiny(), vars(spin)["spin"](4, window=5)
-    model.set_attn_implementation("kvcodec")
+    model.set_attn_implementation("packedkv")
     logits = {}
     for attention in ("fused", "streamed"):
         cache = cache_for(model, scheme, attention=attention, probe=False)

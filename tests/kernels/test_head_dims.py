@@ -6,22 +6,22 @@ from typing import Any
 import pytest
 import torch
 
-import kvcodec
-from kvcodec.attention import BEFORE_IT
-from kvcodec.cache.fused import FusedLayerCache, fused_refusal
-from kvcodec.cache.host import attend
-from kvcodec.codec import ROLES
-from kvcodec.kernels.flash import by_flash
-from kvcodec.kernels.spec import kernels_for
+import packedkv
+from packedkv.attention import BEFORE_IT
+from packedkv.cache.fused import FusedLayerCache, fused_refusal
+from packedkv.cache.host import attend
+from packedkv.codec import ROLES
+from packedkv.kernels.flash import by_flash
+from packedkv.kernels.spec import kernels_for
 from tests.kernels.emulation import machine  # noqa: F401  a fixture
 from tests.kernels.test_fused import PROMPT, Reference, scheme
 
 GPU = torch.device("cuda")
 OF_80 = ["dense", "fp8", "int-2", "int-4", "int-8", "saw-int4", "turboquant-2", "turboquant-4"]
-READ = [p for p in kvcodec.presets() if kvcodec.describe(p)["kernels"]["decode"] == "cuda"]
+READ = [p for p in packedkv.presets() if packedkv.describe(p)["kernels"]["decode"] == "cuda"]
 READ_AT_ONCE = [p for p in READ if p in PROMPT]
-OF_192 = [p for p in READ_AT_ONCE if kvcodec.describe(p, 192)["kernels"]["decode"] == "cuda"]
-OF_512 = [p for p in READ_AT_ONCE if all(kvcodec.get(p).codec(role).block_tokens == 1 for role in ROLES)]
+OF_192 = [p for p in READ_AT_ONCE if packedkv.describe(p, 192)["kernels"]["decode"] == "cuda"]
+OF_512 = [p for p in READ_AT_ONCE if all(packedkv.get(p).codec(role).block_tokens == 1 for role in ROLES)]
 REPEATED = re.compile(
     r"hqmq-s(24|48|192)_r.|hqmq-s96_r[34]|int-[248]|innerq-(small|hybrid)|kivi-(4|sink-2|g64-4|g128-4|tq-3)"
     r"|turboquant-[24]|octopus-[23]"
@@ -63,7 +63,7 @@ def test_a_cache_holds_the_same_and_attends_alike(spec: str, dim: int, machine: 
 
 def test_which_presets_have_kernels() -> None:
     """Of 80 channels without ghost-3, which its codec refuses; of 192 all but sketches."""
-    found = {p: kernels_for(kvcodec.get(p), 80) for p in kvcodec.presets() if p != "ghost-3"}
+    found = {p: kernels_for(packedkv.get(p), 80) for p in packedkv.presets() if p != "ghost-3"}
     assert sorted(p for p, kernels in found.items() if kernels["decode"] == "cuda") == OF_80
     assert {found[p]["encode"] for p in OF_80} == {"cuda"}
     assert set(READ_AT_ONCE) - set(OF_192) == {"octopus-qjl-4", "octopus-qjl-3", "octopus-qjl-2", "turboquant-qjl-3"}
@@ -82,7 +82,7 @@ REFUSED = {
 
 def test_what_is_refused_says_why(machine: dict[str, Any]) -> None:  # noqa: F811
     for (spec, dim), why in REFUSED.items():
-        found = fused_refusal(kvcodec.get(spec), dim, GPU)
+        found = fused_refusal(packedkv.get(spec), dim, GPU)
         assert why in found if why else not found, spec
 
 

@@ -11,20 +11,20 @@ from typing import Any
 import pytest
 import torch
 
-import kvcodec
-from kvcodec.codec import ROLES, Codec, Params, Role
-from kvcodec.codecs.group_int import GroupInt
-from kvcodec.codecs.saw_int4 import SawInt4
-from kvcodec.errors import ShapeError, SpecError, UnsupportedError
-from kvcodec.kernels import spec as specs
-from kvcodec.kernels.constants import Constants, constants_for
-from kvcodec.kernels.cuda import arguments, build, encode, launch
-from kvcodec.kernels.cuda import decode as attention
-from kvcodec.kernels.cuda.build import Program
+import packedkv
+from packedkv.codec import ROLES, Codec, Params, Role
+from packedkv.codecs.group_int import GroupInt
+from packedkv.codecs.saw_int4 import SawInt4
+from packedkv.errors import ShapeError, SpecError, UnsupportedError
+from packedkv.kernels import spec as specs
+from packedkv.kernels.constants import Constants, constants_for
+from packedkv.kernels.cuda import arguments, build, encode, launch
+from packedkv.kernels.cuda import decode as attention
+from packedkv.kernels.cuda.build import Program
 from tests.kernels import harness
 
 CPU = torch.device("cpu")
-SAW = kvcodec.get("saw-int4:rotate=kv")
+SAW = packedkv.get("saw-int4:rotate=kv")
 
 # -- structs ---------------------------------------------------------------------------------------------------------
 
@@ -155,7 +155,7 @@ def test_a_program_is_compiled_once(
     assert compiled == ["sm_90", "sm_80"]
     said = capsys.readouterr().err
     assert said.count("compiling a test for sm_90") == 2  # that it starts, and how long it took
-    file = next((tmp_path / "cache" / "kvcodec" / "cuda").glob("*.cubin"))
+    file = next((tmp_path / "cache" / "packedkv" / "cuda").glob("*.cubin"))
     file.write_bytes(file.read_bytes()[:-1])
     for arch in ("sm_90", "sm_80"):
         assert build.compile_program(sources, arch) == arch.encode()
@@ -186,7 +186,7 @@ def test_nvrtc_compiles_what_the_operators_ask_for(
 @pytest.mark.parametrize(("spec", "splits"), [("saw-int4", [8, 32, 33, 33]), ("kivi-4", [8, 24, 33, 33])])
 def test_a_short_sequence_is_split_less(spec: str, splits: list[int]) -> None:
     """Where a warp has one tile at most, and a CTA more costs tables, or the place of the unfinished block's."""
-    made = kvcodec.get(spec)
+    made = packedkv.get(spec)
     pair = specs.decode_spec(made.key, made.value, 128, 64)
     tokens = (2048, 8192, 16384, 65536)
     assert [launch.config_for(pair, 4, capacity, launch.H200).splits for capacity in tokens] == splits
@@ -205,7 +205,7 @@ def test_a_short_sequence_is_split_less(spec: str, splits: list[int]) -> None:
 )
 def test_many_short_sequences_go_to_eight_teams(spec: str, wanted: tuple[int, int, int]) -> None:
     """128 x 1,024 tokens, 8 KV heads: eight pieces for a multiprocessor, in one round; tile, warps, teams."""
-    made = kvcodec.get(spec)
+    made = packedkv.get(spec)
     pair = specs.decode_spec(made.key, made.value, 128, 64)
     config = launch.config_for(pair, 1024, 1024, launch.H200, heads=4)
     assert (config.tile, config.warps, config.teams) == wanted
@@ -221,7 +221,9 @@ def test_what_is_missing_is_said(monkeypatch: pytest.MonkeyPatch, tmp_path: path
     assert build.refusal(CPU) == "device cpu is not a CUDA GPU"
     monkeypatch.setattr(build, "_capability", lambda device: (7, 5))
     monkeypatch.setattr(build, "_installed", lambda name: name == "cuda.bindings")
-    assert build.refusal(gpu) == "cuda-core is not installed, and nothing was compiled ahead; pip install kvcodec[cuda]"
+    assert (
+        build.refusal(gpu) == "cuda-core is not installed, and nothing was compiled ahead; pip install packedkv[cuda]"
+    )
     build.write_cached(build.cache_folder() / "x.cubin", b"compiled ahead")
     assert build.refusal(gpu) == "the GPU has compute capability 7.5; 8.0 is the least"
     monkeypatch.setattr(build, "_installed", lambda name: True)
@@ -232,7 +234,7 @@ def test_what_is_missing_is_said(monkeypatch: pytest.MonkeyPatch, tmp_path: path
     monkeypatch.setattr(torch.version, "hip", "6.4")
     assert build.refusal(gpu) == "the CUDA kernels do not run on an AMD GPU, which the PyTorch reference serves"
     monkeypatch.setattr(build.importlib, "import_module", lambda name: (_ for _ in ()).throw(ImportError(name)))
-    with pytest.raises(UnsupportedError, match=r"need cuda-core.*pip install kvcodec\[cuda\]"):
+    with pytest.raises(UnsupportedError, match=r"need cuda-core.*pip install packedkv\[cuda\]"):
         build._core()
 
 
@@ -344,9 +346,9 @@ def test_a_codec_of_another_package_adds_itself(monkeypatch: pytest.MonkeyPatch)
     assert '#include "mine.cuh"' in made.source
 
 
-@pytest.mark.parametrize("spec", kvcodec.presets())
+@pytest.mark.parametrize("spec", packedkv.presets())
 def test_every_header_and_layout_named_for_a_preset_is_there(spec: str) -> None:
-    scheme = kvcodec.get(spec)
+    scheme = packedkv.get(spec)
     for role in ROLES:
         codec = scheme.codec(role)
         for find in (specs.reader, specs.encoder):
@@ -358,7 +360,7 @@ def test_every_header_and_layout_named_for_a_preset_is_there(spec: str) -> None:
                 continue
             assert pathlib.Path(found.folder, found.header).is_file(), found
             assert found.block == codec.block_tokens
-    if kvcodec.describe(spec)["kernels"]["decode"] == "cuda":
+    if packedkv.describe(spec)["kernels"]["decode"] == "cuda":
         page = scheme.page_layout(128)
         pair = specs.decode_spec(scheme.key, scheme.value, 128, page.page_tokens)
         assert pair.tile_bytes(page.page_tokens) == page.page_bytes
@@ -377,7 +379,7 @@ def test_a_tile_that_is_part_of_a_group_has_its_rows_and_all_of_the_scales() -> 
 def test_dense_tokens_that_join_with_factors_have_a_block_where_there_are_many(
     batch: int, tokens: int, splits: tuple[int, int]
 ) -> None:
-    scheme = kvcodec.get("ghost-4")
+    scheme = packedkv.get("ghost-4")
     pair = specs.decode_spec(scheme.key, scheme.value, 128, 64)
     q, table = torch.zeros(batch, 32, 1, 128), torch.zeros(batch, tokens // 64, dtype=torch.int32)
     text = attention.text_of(pair)

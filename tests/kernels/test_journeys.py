@@ -10,15 +10,15 @@ import pytest
 import torch
 from torch import Tensor
 
-import kvcodec
-from kvcodec.cache.fused import FusedLayerCache
-from kvcodec.integrations.transformers import cache_for
-from kvcodec.integrations.transformers.attention import kvcodec_attention
-from kvcodec.kernels.cuda import build
-from kvcodec.scheme import KVScheme
+import packedkv
+from packedkv.cache.fused import FusedLayerCache
+from packedkv.integrations.transformers import cache_for
+from packedkv.integrations.transformers.attention import packedkv_attention
+from packedkv.kernels.cuda import build
+from packedkv.scheme import KVScheme
 from tests.conftest import tiny_model
 
-LIBRARY = Path(kvcodec.__file__).parent
+LIBRARY = Path(packedkv.__file__).parent
 MOST = 7
 MOST_SPEC = 9
 """A spec's: a cache of a model also decides the scheme of each layer, and makes the layers, in files of their own."""
@@ -72,7 +72,7 @@ def rows(tokens: int, heads: int = 2) -> Tensor:
 def test_spec_in_cache_for(way: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(build, "refusal", lambda device: "")
     model = tiny_model("llama-gqa")
-    model.set_attn_implementation("kvcodec")
+    model.set_attn_implementation("packedkv")
     _, files = entered(lambda: cache_for(model, SPEC, attention=way), is_spec)
     assert 3 <= len(files) <= MOST_SPEC, files
 
@@ -81,19 +81,19 @@ def test_spec_in_cache_for(way: Any, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("way", ["streamed", "fused"])
 def test_query_in_the_attention_function(way: Any, tokens: int, machine: dict[str, Any]) -> None:
     model = tiny_model("llama-gqa")
-    model.set_attn_implementation("kvcodec")
+    model.set_attn_implementation("packedkv")
     cache = cache_for(model, SPEC, attention=way, probe="off")
     query, module = rows(tokens, 4), model.model.layers[0].self_attn
     cache.update(rows(80), rows(80), 0)
     keys, values = cache.update(rows(tokens), rows(tokens), 0)
-    _, files = entered(lambda: kvcodec_attention(module, query, keys, values, None), memory_of(query))
+    _, files = entered(lambda: packedkv_attention(module, query, keys, values, None), memory_of(query))
     assert 3 <= len(files) <= MOST, files
 
 
 @pytest.mark.parametrize("capacity", [0, 256])
-@pytest.mark.parametrize("made", [kvcodec.LayerCache, FusedLayerCache])
+@pytest.mark.parametrize("made", [packedkv.LayerCache, FusedLayerCache])
 def test_keys_in_append(made: Any, capacity: int, machine: dict[str, Any]) -> None:
-    cache, keys = made(kvcodec.get("int-8"), capacity=capacity), rows(80)
+    cache, keys = made(packedkv.get("int-8"), capacity=capacity), rows(80)
     _, files = entered(lambda: cache.append(keys, rows(80)), memory_of(keys))
     assert 2 <= len(files) <= MOST, files
     assert ("kernels/cuda/encode.py" in files) == (made is FusedLayerCache)

@@ -8,15 +8,15 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
-import kvcodec
-from kvcodec.cache.fused import FusedLayerCache
-from kvcodec.cache.host import LayerCache
-from kvcodec.errors import KVError, UnsupportedError
-from kvcodec.kernels.cuda import build, encode, history, launch
-from kvcodec.kernels.cuda import decode as attention
-from kvcodec.kernels.cuda.arguments import EncodeArgs
-from kvcodec.kernels.cuda.launch import Config, machine_of
-from kvcodec.kernels.spec import HEAD_DIMS, DecodeSpec, decode_spec, encode_spec
+import packedkv
+from packedkv.cache.fused import FusedLayerCache
+from packedkv.cache.host import LayerCache
+from packedkv.errors import KVError, UnsupportedError
+from packedkv.kernels.cuda import build, encode, history, launch
+from packedkv.kernels.cuda import decode as attention
+from packedkv.kernels.cuda.arguments import EncodeArgs
+from packedkv.kernels.cuda.launch import Config, machine_of
+from packedkv.kernels.spec import HEAD_DIMS, DecodeSpec, decode_spec, encode_spec
 from tests.kernels import emulation
 from tests.kernels.emulation import machine  # noqa: F401  a fixture
 from tests.kernels.offline import ARCHITECTURES, compile_kernels, opcode
@@ -33,7 +33,7 @@ TERMS = [(preset, arch) for preset in ("ghost-3", "ghost-4") for arch in (86, 89
 
 
 def pair_of(preset: str, dim: int) -> DecodeSpec:
-    scheme = kvcodec.get(preset)
+    scheme = packedkv.get(preset)
     return decode_spec(scheme.key, scheme.value, dim, scheme.page_layout(dim).page_tokens)
 
 
@@ -56,7 +56,7 @@ def choices(pair: DecodeSpec, machine: launch.Machine) -> list[Choice]:  # noqa:
 
 def pairs(dims: Iterable[int]) -> Iterator[tuple[str, int, DecodeSpec]]:
     """Every preset that kernels read, at each head_dim."""
-    for preset, dim in itertools.product(kvcodec.presets(), dims):
+    for preset, dim in itertools.product(packedkv.presets(), dims):
         with contextlib.suppress(KVError):
             yield preset, dim, pair_of(preset, dim)
 
@@ -89,8 +89,8 @@ def check_launch(name: str, preset: str, dim: int, pair: DecodeSpec) -> None:
 
 def test_every_launch_divides_its_pages_and_fits_its_machine() -> None:
     """Pages of 16, 64 and 128 tokens, one short sequence to thousands; machines that a small launch fits."""
-    for preset, dim, page in itertools.product(kvcodec.presets(), (64, 128, 256), (16, 64, 128)):
-        scheme = kvcodec.get(preset)
+    for preset, dim, page in itertools.product(packedkv.presets(), (64, 128, 256), (16, 64, 128)):
+        scheme = packedkv.get(preset)
         if preset == "dense" or page % max(scheme.key.block_tokens, scheme.value.block_tokens):
             continue
         try:
@@ -134,7 +134,7 @@ def test_a_cache_on_99_kb_holds_the_same_and_attends_alike(
     there = SMALL["99 KB"]
     for module in (attention, history):
         monkeypatch.setattr(module, "machine", lambda device: there)
-    dim, made = 128, kvcodec.get(preset).for_layer(8, 24)
+    dim, made = 128, packedkv.get(preset).for_layer(8, 24)
     asked, make = [], emulation.emulated
 
     def record(program: build.Program, *rest: Any) -> Any:
@@ -181,14 +181,14 @@ def test_as_many_blocks_share_a_multiprocessor_as_on_the_smaller_gpu(shared: int
 
 @pytest.mark.parametrize(("heads", "warps"), [(4, 12), (8, 8)])
 def test_few_sequences_have_as_many_warps_as_the_term_has_registers_for(heads: int, warps: int) -> None:
-    scheme = kvcodec.get("ghost-2")
+    scheme = packedkv.get("ghost-2")
     pair = decode_spec(scheme.key, scheme.value, 128, scheme.page_layout(128).page_tokens, 64)
     assert launch.config_for(pair, 4, 65536, launch.H200, heads=heads).resident_warps == warps
 
 
 def test_on_99_kb_the_heads_that_there_are_take_room() -> None:
     """Two blocks of four warps fit beside the term of four heads, not of eight."""
-    scheme = kvcodec.get("saw-int4")
+    scheme = packedkv.get("saw-int4")
     pair = decode_spec(scheme.key, scheme.value, 128, scheme.page_layout(128).page_tokens, 64)
     residents = [launch.config_for(pair, 512, 65536, SMALL["99 KB"], heads=heads).resident for heads in (4, 8)]
     assert residents == [2, 1]
@@ -200,7 +200,7 @@ def test_on_99_kb_the_heads_that_there_are_take_room() -> None:
 @pytest.mark.parametrize(("units", "heads"), [(256, 4), (256, 8), (4, 8)])
 def test_ghost_with_its_term_keeps_to_its_registers(preset: str, arch: int, units: int, heads: int) -> None:
     """On 99 KB nothing is spilled within the loop over tiles, and at most what few instructions take before it."""
-    scheme = kvcodec.get(preset)
+    scheme = packedkv.get(preset)
     pair = decode_spec(scheme.key, scheme.value, 128, scheme.page_layout(128).page_tokens, 64)
     config = launch.config_for(pair, units, 65536, machine_of(f"sm_{arch}"), heads=heads)
     assert config.resident_warps >= 7
@@ -215,7 +215,7 @@ def test_ghost_with_its_term_keeps_to_its_registers(preset: str, arch: int, unit
 @pytest.mark.parametrize("preset", ["hqmq-s192_r6", "octopus-4", "ghost-4", "octopus-qjl-4"])
 def test_tables_of_encoders_fit_99_kb(preset: str, machine: dict[str, Any]) -> None:  # noqa: F811
     """They have no copies to spare; the largest of each method, at the largest head_dim."""
-    scheme = kvcodec.get(preset)
+    scheme = packedkv.get(preset)
     page = scheme.page_layout(256).page_tokens
     for roles, program in encode.programs(encode_spec(scheme.key, scheme.value, 256, page)).items():
         if "kv_shared" not in program.source:
@@ -228,7 +228,7 @@ def test_tables_of_encoders_fit_99_kb(preset: str, machine: dict[str, Any]) -> N
 
 # -- machine code ----------------------------------------------------------------------------------------------------
 
-WITH_KERNELS = [p for p in kvcodec.presets() if kvcodec.describe(p)["kernels"]["decode"] == "cuda"]
+WITH_KERNELS = [p for p in packedkv.presets() if packedkv.describe(p)["kernels"]["decode"] == "cuda"]
 OFTEN = {
     *(("saw-int4", 128, 100), ("octopus-4", 128, 86), ("hqmq-s24_r3", 128, 89), ("hqmq-s96_r4", 128, 120)),
     *(("hqmq-s192_r4", 128, 80), ("saw-int4", 512, 90)),

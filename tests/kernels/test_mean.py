@@ -11,20 +11,20 @@ import pytest
 import torch
 from torch import Tensor
 
-import kvcodec
-from kvcodec.codec import ROLES, Params, Role
-from kvcodec.codecs.saw_int4 import SawInt4
-from kvcodec.errors import ShapeError, UnsupportedError
-from kvcodec.kernels import spec as specs
-from kvcodec.kernels.constants import Constants, constants_for
-from kvcodec.kernels.cuda import basis, encode, launch
-from kvcodec.kernels.cuda import decode as attention
-from kvcodec.kernels.cuda import history as prefill
-from kvcodec.kernels.cuda.engine import CudaEngine
-from kvcodec.kernels.mean import MOST_POSITIONS, KeyMean, key_mean
-from kvcodec.ops.rope import Rotary
-from kvcodec.store.pages import PageStore
-from kvcodec.store.site import LayerSite
+import packedkv
+from packedkv.codec import ROLES, Params, Role
+from packedkv.codecs.saw_int4 import SawInt4
+from packedkv.errors import ShapeError, UnsupportedError
+from packedkv.kernels import spec as specs
+from packedkv.kernels.constants import Constants, constants_for
+from packedkv.kernels.cuda import basis, encode, launch
+from packedkv.kernels.cuda import decode as attention
+from packedkv.kernels.cuda import history as prefill
+from packedkv.kernels.cuda.engine import CudaEngine
+from packedkv.kernels.mean import MOST_POSITIONS, KeyMean, key_mean
+from packedkv.ops.rope import Rotary
+from packedkv.store.pages import PageStore
+from packedkv.store.site import LayerSite
 from tests.kernels.decode_cases import Case, Geometry, Means, check, check_all, each_in_turn
 from tests.kernels.offline import architectures_in_turn, compile_kernels, mix
 from tests.kernels.test_operators import fill, reference, target_of
@@ -114,7 +114,7 @@ def moved(params: dict[str, Params], device: torch.device) -> dict[str, Params]:
 
 
 def layer_of(spec: str, dim: int, lens: list[int], means: Means, device: torch.device) -> Layer:
-    scheme, heads = kvcodec.get(spec), 2
+    scheme, heads = packedkv.get(spec), 2
     page = scheme.page_layout(dim).page_tokens
     held, mean, theta = means.made(Case(tuple(lens), heads=heads), dim, torch.Generator().manual_seed(4))
     pair = specs.decode_spec(scheme.key, scheme.value, dim, page, held.pairs)
@@ -273,7 +273,7 @@ def turned_by(model: str, mean: Tensor, cosines: Tensor, sines: Tensor) -> Tenso
 def check_encoded(spec: str, dim: int, last: int, device: torch.device) -> None:
     """Bytes of tokens 32 to 68 of two sequences, one at position 7 and one that ends at ``last``."""
     heads, tokens, first, interleaved = 2, 37, 32, spec in ("fp8", "octopus-3", "hqmq-s24_r3")
-    scheme, width = kvcodec.get(spec), 32 if spec in ("int-3", "fp8", "ultra-tq") else dim
+    scheme, width = packedkv.get(spec), 32 if spec in ("int-3", "fp8", "ultra-tq") else dim
     page = scheme.page_layout(dim).page_tokens
     store, (_, _, params) = target_of(scheme, dim, heads, 2, first + 64, page)
     store.pages, store.table, params = store.pages.to(device), store.table.to(device), moved(params, device)
@@ -325,7 +325,7 @@ def test_encoded_keys_are_the_references_without_their_mean_on_a_gpu(spec: str, 
 def check_engine(dim: int, last: int, device: torch.device) -> None:
     """Written without the mean, read with it, by one query token and by several; other means come in place."""
     heads, tokens, means = 2, 70, Means((last - 70, 3), size=40.0, each=True)
-    site = LayerSite(kvcodec.get("int-8"))
+    site = LayerSite(packedkv.get("int-8"))
     roles = site.roles(heads, (dim, dim), torch.float32, device)
     engine = CudaEngine(site.scheme.key, site.scheme.value, dim, 64)
     for seed in (4, 5):
@@ -377,7 +377,7 @@ def test_an_engine_holds_keys_without_their_mean_on_a_gpu(dim: int) -> None:
 
 
 def test_a_mean_that_does_not_fit_is_refused(machine: dict[str, Any]) -> None:
-    scheme, mean, theta = kvcodec.get("int-8"), torch.randn(1, 2, 64), 1e4 ** (-torch.arange(0, 64, 2) / 64)
+    scheme, mean, theta = packedkv.get("int-8"), torch.randn(1, 2, 64), 1e4 ** (-torch.arange(0, 64, 2) / 64)
     store, params, _ = fill(scheme.key, scheme.value, 64, 2, [64], 64)
     held, placed = key_mean(mean, theta.tolist()), torch.zeros(1, dtype=torch.int32)
 

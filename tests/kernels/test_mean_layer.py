@@ -7,18 +7,18 @@ import pytest
 import torch
 from torch import Tensor
 
-import kvcodec
-import kvcodec.integrations.transformers.cache  # registers the attention named "kvcodec"
-from kvcodec.cache.device import DeviceCache
-from kvcodec.cache.fused import FusedLayerCache
-from kvcodec.cache.growing import GrowingCache
-from kvcodec.cache.host import LayerCache, attend
-from kvcodec.cache.static import StaticCache
-from kvcodec.errors import UnsupportedError
-from kvcodec.integrations.transformers.argument import passing
-from kvcodec.kernels.choose import Kernels
-from kvcodec.ops.rope import Rotary
-from kvcodec.store.site import LayerSite, MeanRemoval
+import packedkv
+import packedkv.integrations.transformers.cache  # registers the attention named "packedkv"
+from packedkv.cache.device import DeviceCache
+from packedkv.cache.fused import FusedLayerCache
+from packedkv.cache.growing import GrowingCache
+from packedkv.cache.host import LayerCache, attend
+from packedkv.cache.static import StaticCache
+from packedkv.errors import UnsupportedError
+from packedkv.integrations.transformers.argument import passing
+from packedkv.kernels.choose import Kernels
+from packedkv.ops.rope import Rotary
+from packedkv.store.site import LayerSite, MeanRemoval
 from tests.conftest import tiny_model
 from tests.integrations.test_generate import padded, prompt
 from tests.test_key_bias import biased
@@ -49,7 +49,7 @@ def mean_of_keys() -> Tensor:
 def both(
     spec: str, turn: Rotary, capacity: int = 0, *, given: bool = True, kind: Literal["pre", "post"] = "pre"
 ) -> tuple[DeviceCache, LayerCache]:
-    made = kvcodec.get(spec + (":" if ":" not in spec else ",") + f"mean={kind}")
+    made = packedkv.get(spec + (":" if ":" not in spec else ",") + f"mean={kind}")
     mean = MeanRemoval(kind, turn if kind == "pre" else None, mean_of_keys() if given else None)
     site = LayerSite(made, mean=mean)
     return FusedLayerCache(site, capacity=capacity), LayerCache(site)  # type: ignore[arg-type]
@@ -212,10 +212,10 @@ def test_rotary_embeddings(changed: dict[str, Any], served: str) -> None:
 def test_a_model_with_key_biases_runs_on_kernels(served: str) -> None:
     """Prefill, steps and a second turn by default, the mean from the weights; steps agree with the reference."""
     model = biased()
-    model.set_attn_implementation("kvcodec")
+    model.set_attn_implementation("packedkv")
     found = []
     for attention in ("fused", "streamed"):
-        cache = kvcodec.cache_for(model, "saw-int4", attention=attention)  # type: ignore[arg-type]
+        cache = packedkv.cache_for(model, "saw-int4", attention=attention)  # type: ignore[arg-type]
         with torch.no_grad():
             model(prompt(1, 40), **passing(model, cache))
             found.append([model(prompt(1, 1), **passing(model, cache)).logits for _ in range(3)])
@@ -233,10 +233,10 @@ def test_a_model_whose_constants_are_fitted(spec: str, near: float, served: str)
     Of ghost up to widths: a rounding of the tokens may give a channel one bit more.
     """
     model = tiny_model("llama-gqa", vocab_size=256)
-    model.set_attn_implementation("kvcodec")
+    model.set_attn_implementation("packedkv")
     found = []
     for attention in ("fused", "streamed"):
-        cache = kvcodec.cache_for(model, spec, attention=attention)  # type: ignore[arg-type]
+        cache = packedkv.cache_for(model, spec, attention=attention)  # type: ignore[arg-type]
         with torch.no_grad():
             for n in (40, 1, 490, 1, 1):
                 found.append(model(prompt(1, n), **passing(model, cache)).logits[:, -1])
@@ -252,12 +252,12 @@ def test_a_model_whose_constants_are_fitted(spec: str, near: float, served: str)
 def test_a_static_cache_of_a_model(spec: str, machine: dict[str, Any]) -> None:
     """With left padding, eager and compiled, against the cache that grows."""
     model = biased() if spec == "saw-int4" else tiny_model("llama-gqa", vocab_size=256)
-    model.set_attn_implementation("kvcodec")
+    model.set_attn_implementation("packedkv")
     n = 348 if spec == "saw-int4" else 540
     ids, mask = padded(n, n - 15)
     found = []
     for way in ("grows", "static", "compiled"):
-        cache = kvcodec.cache_for(model, spec, attention="fused", max_len=None if way == "grows" else n + 36)
+        cache = packedkv.cache_for(model, spec, attention="fused", max_len=None if way == "grows" else n + 36)
         run = model
         with torch.no_grad():
             steps = []
@@ -395,7 +395,7 @@ def test_positions_that_do_not_go_on_are_refused_by_a_static_cache(machine: dict
 @pytest.mark.parametrize("given", [True, False])
 @pytest.mark.parametrize("spec", ["saw-int4", "octopus-3:window=16,sink=2", "kivi-4"])
 def test_means_after_rope(spec: str, given: bool, served: str) -> None:
-    made = kvcodec.get(spec + (":" if ":" not in spec else ",") + "mean=post")
+    made = packedkv.get(spec + (":" if ":" not in spec else ",") + "mean=post")
     site = LayerSite(made, mean=MeanRemoval("post", None, mean_of_keys() if given else None))
     fused, plain = FusedLayerCache(site), LayerCache(site)
     for n in (150, 1, 1, 40):
@@ -420,7 +420,7 @@ def test_refused_first_tokens_leave_no_batch_and_no_dtype_behind(
     served: str, spec: str, kind: str, refused: str
 ) -> None:
     """Also where kernels find the fault only when there are pages for the tokens."""
-    scheme = kvcodec.get(spec)
+    scheme = packedkv.get(spec)
     needs_order = scheme.mean == "pre" or (scheme.mean == "auto" and scheme.key.without_mean)
     site = LayerSite(scheme, mean=MeanRemoval("pre", rotary()) if needs_order else None)
     layer = partial(FusedLayerCache, capacity=1024 if kind == "static" else 0)

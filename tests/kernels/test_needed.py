@@ -10,15 +10,15 @@ from typing import Any
 import pytest
 import torch
 
-import kvcodec
-from kvcodec.cache.fused import FusedLayerCache
-from kvcodec.cli.main import main
-from kvcodec.errors import UnsupportedError
-from kvcodec.kernels.cuda import build, launch, needed
-from kvcodec.kernels.cuda.build import Program
-from kvcodec.kernels.cuda.engine import CudaEngine
-from kvcodec.kernels.cuda.needed import Steps, of_scheme
-from kvcodec.kernels.spec import decode_spec
+import packedkv
+from packedkv.cache.fused import FusedLayerCache
+from packedkv.cli.main import main
+from packedkv.errors import UnsupportedError
+from packedkv.kernels.cuda import build, launch, needed
+from packedkv.kernels.cuda.build import Program
+from packedkv.kernels.cuda.engine import CudaEngine
+from packedkv.kernels.cuda.needed import Steps, of_scheme
+from packedkv.kernels.spec import decode_spec
 from tests.kernels import emulation
 from tests.kernels.emulation import machine  # noqa: F401  a fixture
 
@@ -42,7 +42,7 @@ def asked(machine: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> list[Prog
 @pytest.mark.parametrize("capacity", [0, 256])
 @pytest.mark.parametrize("spec", ["int-8", "kivi-4:sink=2", "innerq-base", "hqmq-s24_r3"])
 def test_caches_ask_for_no_other_programs(spec: str, capacity: int, asked: list[Program]) -> None:
-    scheme = kvcodec.get(spec).for_layer(8, 24)
+    scheme = packedkv.get(spec).for_layer(8, 24)
     cache = FusedLayerCache(scheme, capacity=capacity)
     k, v = torch.randn(2, 2, 2, 230, DIM, generator=torch.Generator().manual_seed(0)).half()
     cache.append(k[:, :, :227], v[:, :, :227])
@@ -59,7 +59,7 @@ def test_caches_ask_for_no_other_programs(spec: str, capacity: int, asked: list[
 @pytest.mark.parametrize("spec", ["saw-int4", "octopus-3", "hqmq-s96_r4", "kivi-2", "ghost-3", "turboquant-4"])
 def test_every_choice_of_launch_constants_is_foreseen(spec: str) -> None:
     """Any number of sequences, on any number of multiprocessors."""
-    scheme, rng = kvcodec.get(spec), random.Random(0)
+    scheme, rng = packedkv.get(spec), random.Random(0)
     pair = decode_spec(scheme.key, scheme.value, 128, scheme.page_layout(128).page_tokens)
     for arch, heads, dense in (("sm_90", 4, False), ("sm_90", 8, True), ("sm_80", 4, False), ("sm_89", 8, False)):
         there = launch.machine_of(arch)
@@ -75,7 +75,7 @@ def test_every_choice_of_launch_constants_is_foreseen(spec: str) -> None:
 
 
 def test_what_is_given_leaves_fewer_programs() -> None:
-    scheme = kvcodec.get("saw-int4")
+    scheme = packedkv.get("saw-int4")
     everything = of_scheme(scheme, 128, launch.H200)
     served = of_scheme(scheme, 128, launch.H200, Steps((4,), (None,), heads=(8, 16, 2048), capacity=8192))
     assert {one.program for one in served} < {one.program for one in everything}
@@ -83,13 +83,13 @@ def test_what_is_given_leaves_fewer_programs() -> None:
 
 
 def test_layers_that_stay_dense_and_keys_without_their_mean_have_programs_of_their_own() -> None:
-    octopus = " ".join(one.label for one in of_scheme(kvcodec.get("octopus-3"), 128, launch.H200))
+    octopus = " ".join(one.label for one in of_scheme(packedkv.get("octopus-3"), 128, launch.H200))
     assert "kv::ReadDense<128, true> and kv::ReadGroupInt" in octopus
     assert "kv::ReadOctopus<128, 4, 2, false> and kv::ReadGroupInt" in octopus
-    ghost = of_scheme(kvcodec.get("ghost-3"), 128, launch.H200)
+    ghost = of_scheme(packedkv.get("ghost-3"), 128, launch.H200)
     assert sum(one.label.startswith("fitting Ghost") for one in ghost) == 1  # keys and values in one launch
     assert any(", 64>;" in one.program.source for one in ghost)  # all 64 pairs of channels have a mean
-    plain = kvcodec.get("saw-int4")
+    plain = packedkv.get("saw-int4")
     biased = {one.program for one in of_scheme(plain, 128, launch.H200, means=True)}
     assert {one.program for one in of_scheme(plain, 128, launch.H200)} < biased
     assert all(any(f"{pairs}>;" in program.source for program in biased) for pairs in (16, 32, 48, 64))
@@ -130,7 +130,7 @@ def test_what_would_be_compiled_is_listed(
     ("arguments", "text"),
     [
         (["saw-int4", "--arch", "sm_70"], "arch='sm_70': the CUDA kernels know"),
-        (["kvarn-k4v2"], "`kvcodec list --head-dim 128` says which presets have kernels.\n"),
+        (["kvarn-k4v2"], "`packedkv list --head-dim 128` says which presets have kernels.\n"),
         (["saw-int4", "--head-dim", "72"], "the CUDA kernels take head_dim"),
         (["saw-int4", "--page-tokens", "63"], "page_tokens=63 is not a multiple of 16; use e.g. 64.\n"),
     ],
@@ -198,10 +198,10 @@ def test_the_vllm_plugin_compiles_what_it_serves_and_says_so(
         vars(module).update(held)
         monkeypatch.setitem(sys.modules, name, module)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.delitem(sys.modules, "kvcodec.integrations.vllm.ahead", raising=False)
-    ahead = importlib.import_module("kvcodec.integrations.vllm.ahead")
+    monkeypatch.delitem(sys.modules, "packedkv.integrations.vllm.ahead", raising=False)
+    ahead = importlib.import_module("packedkv.integrations.vllm.ahead")
     monkeypatch.setattr(ahead, "architecture", lambda device: "sm_90")
-    scheme = kvcodec.get("saw-int4")
+    scheme = packedkv.get("saw-int4")
     engine = CudaEngine(scheme.key, scheme.value, 64, 64)
     packed = SimpleNamespace(engine=lambda _: engine, heads=2, dtype=torch.bfloat16, sink=0, holds_dense=False)
     packed.takes_several = lambda rules: False
@@ -217,10 +217,10 @@ def test_the_vllm_plugin_compiles_what_it_serves_and_says_so(
 
     monkeypatch.setattr(ahead, "compile_needed", compile_needed)
     ahead.compile_ahead([impl, impl], 64, config, torch.device("cpu"), 1)
-    assert said[0] == "kvcodec: 5 programs, of which 5 are compiled now"
-    assert sum(line.startswith("kvcodec: compiled decode attention of kv::ReadSaw<64>") for line in said) == 2
+    assert said[0] == "packedkv: 5 programs, of which 5 are compiled now"
+    assert sum(line.startswith("packedkv: compiled decode attention of kv::ReadSaw<64>") for line in said) == 2
     assert all(line.endswith(": 1.5 s, 2 KB") for line in said[1:-1])
-    options: dict[str, Any] = {"page_tokens": 64, "served": 4}  # of `kvcodec compile`
+    options: dict[str, Any] = {"page_tokens": 64, "served": 4}  # of `packedkv compile`
     foreseen = {one.program for one in of_scheme(scheme, 64, launch.H200, Steps((4,)), **options)}
     assert {one.program for one in made} <= foreseen
     several = [program.source for program in foreseen if "KV_QUERIES" in program.source]
@@ -230,10 +230,10 @@ def test_the_vllm_plugin_compiles_what_it_serves_and_says_so(
         build.write_cached(build.cache_file(one.program, "sm_90", build.compiler_version()), b"compiled")
     said.clear()
     ahead.compile_ahead([impl], 64, config, torch.device("cpu"), 1)
-    assert said == ["kvcodec: 5 programs, of which 0 are compiled now"]
+    assert said == ["packedkv: 5 programs, of which 0 are compiled now"]
     said.clear()
     packed.takes_several = lambda rules: True
     ahead.compile_ahead([impl], 64, config, torch.device("cpu"), 4)  # and those of steps with drafts
-    assert said[0] == "kvcodec: 7 programs, of which 2 are compiled now"
+    assert said[0] == "packedkv: 7 programs, of which 2 are compiled now"
     assert {one.program for one in made} <= foreseen
-    monkeypatch.delitem(sys.modules, "kvcodec.integrations.vllm.ahead")
+    monkeypatch.delitem(sys.modules, "packedkv.integrations.vllm.ahead")

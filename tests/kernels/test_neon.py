@@ -9,15 +9,15 @@ from typing import Any
 import pytest
 import torch
 
-from kvcodec.cache.fused import FusedLayerCache
-from kvcodec.cache.host import LayerCache
-from kvcodec.codec import Codec
-from kvcodec.codecs.ghost import Ghost
-from kvcodec.codecs.octopus import Octopus
-from kvcodec.codecs.saw_int4 import SawInt4
-from kvcodec.kernels.cpu import compile as sources
-from kvcodec.kernels.cpu import library
-from kvcodec.ops.rope import Rotary
+from packedkv.cache.fused import FusedLayerCache
+from packedkv.cache.host import LayerCache
+from packedkv.codec import Codec
+from packedkv.codecs.ghost import Ghost
+from packedkv.codecs.octopus import Octopus
+from packedkv.codecs.saw_int4 import SawInt4
+from packedkv.kernels.cpu import compile as sources
+from packedkv.kernels.cpu import library
+from packedkv.ops.rope import Rotary
 from tests.kernels import aarch64, test_cpu, test_cpu_encode
 from tests.kernels.decode_cases import two_dims_in_turn
 

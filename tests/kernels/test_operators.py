@@ -10,19 +10,19 @@ import pytest
 import torch
 from torch import Tensor
 
-import kvcodec
-from kvcodec.codec import ROLES, Codec, Sample, Site
-from kvcodec.errors import UnsupportedError
-from kvcodec.kernels import spec as specs
-from kvcodec.kernels.constants import Constants, constants_for
-from kvcodec.kernels.cuda import decode as attention
-from kvcodec.kernels.cuda import encode, launch
-from kvcodec.layout import PageLayout
-from kvcodec.store.pages import PageStore
+import packedkv
+from packedkv.codec import ROLES, Codec, Sample, Site
+from packedkv.errors import UnsupportedError
+from packedkv.kernels import spec as specs
+from packedkv.kernels.constants import Constants, constants_for
+from packedkv.kernels.cuda import decode as attention
+from packedkv.kernels.cuda import encode, launch
+from packedkv.layout import PageLayout
+from packedkv.store.pages import PageStore
 from tests.kernels.decode_cases import each_in_turn
 
 CPU = torch.device("cpu")
-SAW = kvcodec.get("saw-int4:rotate=kv")
+SAW = packedkv.get("saw-int4:rotate=kv")
 
 
 def reference(q: Tensor, k: Tensor, v: Tensor, dense: tuple[Tensor, Tensor] | None, lens: Any, start: Any, sinks: Any,
@@ -119,7 +119,7 @@ def test_decode_attention_complete(case: str, machine: dict[str, Any]) -> None:
 @pytest.mark.parametrize("stages", [1, 2, 3])
 def test_teams_that_share_tables(stages: int, machine: dict[str, Any]) -> None:
     """Their query lies in the ring; the host counts the same shared memory as the program, which asserts it."""
-    made, dim, heads, group, page, lens = kvcodec.get("hqmq-s48_r4"), 64, 2, 3, 64, [130, 0, 37, 64, 1]
+    made, dim, heads, group, page, lens = packedkv.get("hqmq-s48_r4"), 64, 2, 3, 64, [130, 0, 37, 64, 1]
     store, params, (k, v) = fill(made.key, made.value, dim, heads, lens, page)
     pair = specs.decode_spec(made.key, made.value, dim, page)
     q = torch.randn(len(lens), heads * group, 1, dim, generator=torch.Generator().manual_seed(2))
@@ -140,7 +140,7 @@ def test_teams_that_share_tables(stages: int, machine: dict[str, Any]) -> None:
 @pytest.mark.parametrize(("spec", "teams"), [("hqmq-s48_r4", 2), ("int-4", 1)])
 def test_launch_constants_without_room_are_refused(spec: str, teams: int, machine: dict[str, Any]) -> None:
     """Before anything is compiled: what is launched with less writes over its neighbours, or faults."""
-    made, dim, heads = kvcodec.get(spec), 64, 2
+    made, dim, heads = packedkv.get(spec), 64, 2
     store, params, _ = fill(made.key, made.value, dim, heads, [64], 64)
     pair = specs.decode_spec(made.key, made.value, dim, 64)
     config = launch.Config(64, 8, 16, 1, 1, teams)
@@ -184,7 +184,7 @@ WRITTEN = (
 @pytest.mark.parametrize("spec", WRITTEN)
 def test_encode_to_pages_complete(spec: str, machine: dict[str, Any]) -> None:
     """The reference's bytes in the right slots, nothing elsewhere, from tensors that are views."""
-    scheme, dim, heads = kvcodec.get(spec), 64, 2
+    scheme, dim, heads = packedkv.get(spec), 64, 2
     unit, page = math.lcm(scheme.key.block_tokens, scheme.value.block_tokens), scheme.page_layout(dim).page_tokens
     tokens, first = max(64, unit) if unit > 1 else 37, max(32, unit)
     store, (target, given, params) = target_of(scheme, dim, heads, 2, first + tokens, page)
@@ -240,7 +240,7 @@ READ = (
 
 @pytest.mark.parametrize(("spec", "dim"), each_in_turn(READ, (64, 96)))
 def test_every_way_to_read_complete(spec: str, dim: int, machine: dict[str, Any]) -> None:
-    scheme, heads = kvcodec.get(spec), 2
+    scheme, heads = packedkv.get(spec), 2
     page = scheme.page_layout(dim).page_tokens
     pair = specs.decode_spec(scheme.key, scheme.value, dim, page)
     store, params, (k, v) = fill(scheme.key, scheme.value, dim, heads, [75, 33], page)
@@ -260,7 +260,7 @@ def test_every_way_to_read_complete(spec: str, dim: int, machine: dict[str, Any]
 @pytest.mark.parametrize("spec", ["int-4", "kivi-2", "ultra-tq"])
 def test_what_cannot_be_stored_is_flagged(spec: str, machine: dict[str, Any]) -> None:
     """A row of NaN becomes zero bytes and a flag of 1; tokens behind the capacity are dropped and make it 2."""
-    scheme = kvcodec.get(spec)
+    scheme = packedkv.get(spec)
     store, (target, given, _) = target_of(scheme, 64, 1, 1, 64, 64)
     bad = torch.zeros(1, dtype=torch.int32)
     x = torch.randn(1, 1, 32, 64, generator=torch.Generator().manual_seed(7))

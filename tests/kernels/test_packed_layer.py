@@ -7,20 +7,20 @@ import pytest
 import torch
 from torch import Tensor
 
-import kvcodec
-from kvcodec.cache.host import LayerCache, attend
-from kvcodec.codec import ROLES, Dense, Params, Role, Sample, Site
-from kvcodec.errors import ShapeError
-from kvcodec.integrations.vllm import layer as served
-from kvcodec.integrations.vllm.layer import EngineLayer, Live, Rules, Several
-from kvcodec.integrations.vllm.servable import group_tokens, refusal
-from kvcodec.kernels.cpu.engine import CpuEngine
-from kvcodec.kernels.cuda.engine import CudaEngine
-from kvcodec.kernels.cuda.prompts import Chunks, Room, Sight, gathered
-from kvcodec.kernels.flash import Ragged, ragged_attention
-from kvcodec.ops.rope import Rotary
-from kvcodec.scheme import KVScheme
-from kvcodec.store.site import LayerSite, MeanRemoval
+import packedkv
+from packedkv.cache.host import LayerCache, attend
+from packedkv.codec import ROLES, Dense, Params, Role, Sample, Site
+from packedkv.errors import ShapeError
+from packedkv.integrations.vllm import layer as served
+from packedkv.integrations.vllm.layer import EngineLayer, Live, Rules, Several
+from packedkv.integrations.vllm.servable import group_tokens, refusal
+from packedkv.kernels.cpu.engine import CpuEngine
+from packedkv.kernels.cuda.engine import CudaEngine
+from packedkv.kernels.cuda.prompts import Chunks, Room, Sight, gathered
+from packedkv.kernels.flash import Ragged, ragged_attention
+from packedkv.ops.rope import Rotary
+from packedkv.scheme import KVScheme
+from packedkv.store.site import LayerSite, MeanRemoval
 from tests.integrations.test_serving import BLOCK, CPU, DIM, HEADS, ROW, RULES, TOKENS, made, pool, rows, slots
 
 SPECS = ["int-8", "turboquant-4", "hqmq-s24_r3", "octopus-3:window=0", "ultra-tq", "ultraquant"]
@@ -30,17 +30,17 @@ SUNK = ["int-8:sink=3", "turboquant-4:sink=3"]
 
 def bare(name: str) -> str:
     """A preset without the dense tokens that a server does not keep, and without a fit."""
-    scheme = kvcodec.get(name)
+    scheme = packedkv.get(name)
     options = [f"{option}=0" for option in ("window", "sink") if getattr(scheme, option)]
     options += ["norm=false"] if name.startswith(("innerq-base", "innerq-small")) else []
     return name + ":" * bool(options) + ",".join(options)
 
 
-SERVED = [spec for spec in map(bare, kvcodec.presets()) if not refusal(kvcodec.get(spec).for_layer(3, 8), DIM)]
+SERVED = [spec for spec in map(bare, packedkv.presets()) if not refusal(packedkv.get(spec).for_layer(3, 8), DIM)]
 """All that a server serves."""
-READ = [s for s in SERVED if not kvcodec.kernels.choose.refusal(kvcodec.get(s).for_layer(3, 8), DIM, CPU)]
+READ = [s for s in SERVED if not packedkv.kernels.choose.refusal(packedkv.get(s).for_layer(3, 8), DIM, CPU)]
 """Those that the CPU kernels read."""
-ALONE = [s for s in READ if group_tokens(kvcodec.get(s).for_layer(3, 8)) == 1]
+ALONE = [s for s in READ if group_tokens(packedkv.get(s).for_layer(3, 8)) == 1]
 CPU_SUNK = ["saw-int4:sink=4", "turboquant-4:sink=3", "octopus-3:window=0,sink=1"]
 """With first tokens in 16 bit."""
 
@@ -95,7 +95,7 @@ def test_kernels_write_the_codecs_bytes(spec: str, served_by: str) -> None:
 def test_float32_tokens_are_encoded_as_caches_hold_them(spec: str, served_by: str) -> None:
     """Rounded to 16 bit first, as by the codecs; what cannot be stored is zero bytes."""
     if spec == "bfloat16 beside int-8":
-        scheme = KVScheme(Dense("bfloat16"), kvcodec.get("int-8").value)
+        scheme = KVScheme(Dense("bfloat16"), packedkv.get("int-8").value)
         layer = EngineLayer(scheme, layer=3, heads=HEADS, head_dim=DIM, dtype=torch.float32, device=CPU)
     else:
         layer = made(spec, dtype=torch.float32)
@@ -346,7 +346,7 @@ def fitted(spec: str, kind: Literal["pre", "post", "none"]) -> tuple[EngineLayer
     x = sizes * torch.randn(1, HEADS, 300, DIM, generator=generator)
     params: dict[Role, Params] = {}
     for role in ROLES:
-        codec = kvcodec.get(spec).codec(role)
+        codec = packedkv.get(spec).codec(role)
         found = codec.fit(Site(3, role, HEADS, DIM, 0, CPU), Sample(x, x.flip(2)))
         params[role] = codec.settle([found])[0]
     k, v = (x[0, :, at : at + TOKENS].transpose(0, 1) for at in (0, TOKENS))
@@ -410,7 +410,7 @@ def test_few_tokens_are_the_same_bytes(bits: float, dim: int, emulated: dict[str
     x = sizes * torch.randn(1, HEADS, 300, dim, generator=generator)
     params: dict[Role, Params] = {}
     for role in ROLES:
-        codec = kvcodec.get(f"ghost-3:bits={bits}").codec(role)
+        codec = packedkv.get(f"ghost-3:bits={bits}").codec(role)
         params[role] = codec.settle([codec.fit(Site(3, role, HEADS, dim, 0, CPU), Sample(x, x.flip(2)))])[0]
     rotary = Rotary(1e4 ** -(torch.arange(dim // 2) / (dim // 2)))
     mean = MeanRemoval("pre", rotary, 4 * torch.randn(1, HEADS, dim, generator=generator))

@@ -9,26 +9,26 @@ import torch
 from torch import Tensor
 from transformers import AttentionInterface, DynamicCache
 
-import kvcodec
-from kvcodec.attention import Partial, Seen, merge, with_sinks
-from kvcodec.cache.fused import FusedLayerCache
-from kvcodec.cache.host import attend
-from kvcodec.codec import ROLES
-from kvcodec.errors import ShapeError, UnsupportedError
-from kvcodec.integrations.transformers import attention as attention_module
-from kvcodec.integrations.transformers import cache_for
-from kvcodec.integrations.transformers.argument import passing
-from kvcodec.integrations.transformers.attention import _read_mask, kvcodec_attention
-from kvcodec.integrations.transformers.layers import PackedCacheLayer
-from kvcodec.kernels import flash
-from kvcodec.kernels import spec as specs
-from kvcodec.kernels.constants import constants_for
-from kvcodec.kernels.cuda import basis
-from kvcodec.kernels.cuda import decode as attention
-from kvcodec.kernels.cuda import history as prefill
-from kvcodec.kernels.cuda.engine import CudaEngine
-from kvcodec.kernels.flash import score
-from kvcodec.scheme import KVScheme
+import packedkv
+from packedkv.attention import Partial, Seen, merge, with_sinks
+from packedkv.cache.fused import FusedLayerCache
+from packedkv.cache.host import attend
+from packedkv.codec import ROLES
+from packedkv.errors import ShapeError, UnsupportedError
+from packedkv.integrations.transformers import attention as attention_module
+from packedkv.integrations.transformers import cache_for
+from packedkv.integrations.transformers.argument import passing
+from packedkv.integrations.transformers.attention import _read_mask, packedkv_attention
+from packedkv.integrations.transformers.layers import PackedCacheLayer
+from packedkv.kernels import flash
+from packedkv.kernels import spec as specs
+from packedkv.kernels.constants import constants_for
+from packedkv.kernels.cuda import basis
+from packedkv.kernels.cuda import decode as attention
+from packedkv.kernels.cuda import history as prefill
+from packedkv.kernels.cuda.engine import CudaEngine
+from packedkv.kernels.flash import score
+from packedkv.scheme import KVScheme
 from tests.conftest import tiny_model
 from tests.integrations.test_generate import padded, prompt
 from tests.kernels.test_fused import Reference, scheme
@@ -36,7 +36,7 @@ from tests.kernels.test_operators import fill
 
 SPECS = (
     # each number of hqmq's products and of its radii once: the other presets read both as these do
-    *(s for s in kvcodec.presets() if not s.startswith("hqmq")),
+    *(s for s in packedkv.presets() if not s.startswith("hqmq")),
     *("hqmq-s24_r3", "hqmq-s48_r4", "hqmq-s96_r6", "hqmq-s192_r4"),
     *("dense:dtype=bfloat16", "saw-int4:rotate=kv", "saw-int4:rotate=kv,zero=float", "int-4:group=32"),
     *("int-3:symmetric=true", "fp8:scale=none", "innerq-base:symmetric=full", "ultraquant:scale=real"),
@@ -49,7 +49,7 @@ def readers() -> Iterator[Any]:
     """Every pairing that is read, at one head_dim in turn; the others are for wide runs."""
     turn = 0
     for spec in SPECS:
-        made = kvcodec.get(spec)
+        made = packedkv.get(spec)
         found = [dim for dim in DIMS if specs.kernels_for(made, dim)["decode"] == "cuda"]
         for dim in found:
             yield pytest.param(spec, dim, marks=[] if dim == found[turn % len(found)] else [pytest.mark.wide])
@@ -62,7 +62,7 @@ def far(a: Tensor, b: Tensor) -> float:
 
 @pytest.mark.parametrize(("spec", "dim"), readers())
 def test_unpacked_pages_are_what_the_codec_decodes(spec: str, dim: int, machine: dict[str, Any]) -> None:
-    made, heads, tokens = kvcodec.get(spec), 2, 128
+    made, heads, tokens = packedkv.get(spec), 2, 128
     page = made.page_layout(dim).page_tokens
     pair = specs.decode_spec(made.key, made.value, dim, page)
     store, params, (k, v) = fill(made.key, made.value, dim, heads, [tokens, tokens], page)
@@ -86,7 +86,7 @@ def test_unpacked_pages_are_what_the_codec_decodes(spec: str, dim: int, machine:
 
 
 def test_a_range_that_the_pages_do_not_hold_is_refused(machine: dict[str, Any]) -> None:
-    made = kvcodec.get("kivi-2")
+    made = packedkv.get("kivi-2")
     store, params, _ = fill(made.key, made.value, 64, 1, [64], 64)
     pair = specs.decode_spec(made.key, made.value, 64, 64)
     key, value = (constants_for(s, params[r], 1, 64) for s, r in zip((pair.key, pair.value), ROLES, strict=True))
@@ -167,7 +167,7 @@ WINDOWED = {
     "hqmq": scheme("hqmq-s24_r3"),
     "sinks": scheme("int-8", 2, 3),
     "turboquant": scheme("turboquant-3", 4, 0),
-    "dense values": KVScheme(key=kvcodec.get("fp8").key, value=kvcodec.get("dense").value, window=17),
+    "dense values": KVScheme(key=packedkv.get("fp8").key, value=packedkv.get("dense").value, window=17),
 }
 
 
@@ -374,16 +374,16 @@ def chunked(model: Any, attention: str, spec: Any, ids: Tensor, cuts: tuple[int,
     return torch.cat(logits, 1), cache.report()["paths"]
 
 
-def kvcodec_model(name: str, **changed: Any) -> Any:
+def packedkv_model(name: str, **changed: Any) -> Any:
     model = tiny_model(name, **changed)
-    model.set_attn_implementation("kvcodec")
+    model.set_attn_implementation("packedkv")
     return model
 
 
 @pytest.mark.parametrize("max_len", [None, 96])
 @pytest.mark.parametrize("name", ["llama-gqa", "llama-mqa"])
 def test_a_prompt_in_chunks_takes_the_staged_path(name: str, max_len: int | None, machine: dict[str, Any]) -> None:
-    model, ids, made = kvcodec_model(name), prompt(2, 60), scheme("int-8", 2, 7)
+    model, ids, made = packedkv_model(name), prompt(2, 60), scheme("int-8", 2, 7)
     cuts = (20, 22, 50, 51)
     wanted, _ = chunked(model, "streamed", made, ids, cuts)
     found, paths = chunked(model, "fused", made, ids, cuts, max_len=max_len)
@@ -394,7 +394,7 @@ def test_a_prompt_in_chunks_takes_the_staged_path(name: str, max_len: int | None
 
 @pytest.mark.parametrize("spec", ["int-8", "turboquant-qjl-3", "saw-int4"])
 def test_learned_sinks_beside_a_sliding_window(spec: str, machine: dict[str, Any]) -> None:
-    model, ids, made = kvcodec_model("gpt-oss"), prompt(1, 60), scheme(spec)
+    model, ids, made = packedkv_model("gpt-oss"), prompt(1, 60), scheme(spec)
     wanted, _ = chunked(model, "streamed", made, ids, (25, 40))
     found, paths = chunked(model, "fused", made, ids, (25, 40))
     layers = model.config.num_hidden_layers
@@ -405,7 +405,7 @@ def test_learned_sinks_beside_a_sliding_window(spec: str, machine: dict[str, Any
 @pytest.mark.parametrize("name", ["llama-gqa", "mistral", "llama4"])
 def test_left_padding(name: str, machine: dict[str, Any]) -> None:
     """Also before windows; chunks count from a sequence's first token, so padding takes them out of step."""
-    model, made = kvcodec_model(name), scheme("int-8", 0, 4)
+    model, made = packedkv_model(name), scheme("int-8", 0, 4)
     ids, mask = padded(40, 31)
     wanted, _ = chunked(model, "streamed", made, ids, (20,), mask=mask)
     found, paths = chunked(model, "fused", made, ids, (20,), mask=mask)
@@ -423,7 +423,7 @@ def test_left_padding(name: str, machine: dict[str, Any]) -> None:
 @pytest.mark.parametrize("prefill", ["exact", "decoded"])
 def test_windows_and_chunks_of_a_model(name: str, prefill: str, machine: dict[str, Any]) -> None:
     """Parts shorter and longer than a window of 12, in layers that forget what nobody sees any more."""
-    model, ids, made = kvcodec_model(name), prompt(2, 70), scheme("int-8", 0, 3)
+    model, ids, made = packedkv_model(name), prompt(2, 70), scheme("int-8", 0, 3)
     cuts = (20, 25, 26, 60)
     wanted, _ = chunked(model, "streamed", made, ids, cuts, prefill=prefill)
     found, paths = chunked(model, "fused", made, ids, cuts, prefill=prefill)
@@ -438,7 +438,9 @@ def test_windows_and_chunks_of_a_model(name: str, prefill: str, machine: dict[st
 
 @pytest.mark.parametrize("max_len", [None, 96])
 def test_soft_caps_of_a_model(max_len: int | None, machine: dict[str, Any]) -> None:
-    model = kvcodec_model("gemma2") if max_len is None else kvcodec_model("gemma2", layer_types=["full_attention"] * 2)
+    model = (
+        packedkv_model("gemma2") if max_len is None else packedkv_model("gemma2", layer_types=["full_attention"] * 2)
+    )
     ids, made = prompt(2, 60), scheme("int-8")
     cuts = (30, 40, 41)
     wanted, _ = chunked(model, "streamed", made, ids, cuts)
@@ -453,7 +455,7 @@ def test_soft_caps_of_a_model(max_len: int | None, machine: dict[str, Any]) -> N
 
 def test_a_mask_of_any_shape_is_scored(machine: dict[str, Any]) -> None:
     """A mask of four axes with holes, as an own sampler may give it."""
-    model, ids, made = kvcodec_model("llama-gqa"), prompt(1, 40), scheme("int-8")
+    model, ids, made = packedkv_model("llama-gqa"), prompt(1, 40), scheme("int-8")
     seen = torch.ones(1, 1, 20, 40, dtype=torch.bool).tril(20)
     seen[..., 7] = False
     outs = {}
@@ -506,7 +508,7 @@ def test_a_compiled_call_takes_several_tokens(machine: dict[str, Any]) -> None:
         def call(first: int, last: int, layer: PackedCacheLayer = layer) -> Tensor:
             part = slice(first, last)
             keys, values = layer.update(k[:, :, part], v[:, :, part])
-            return kvcodec_attention(module, q[:, :, part], keys, values, None)[0]
+            return packedkv_attention(module, q[:, :, part], keys, values, None)[0]
 
         torch_dynamo.reset()
         run = torch.compile(call, backend="eager") if compiled else call
@@ -520,7 +522,7 @@ def test_a_compiled_call_takes_several_tokens(machine: dict[str, Any]) -> None:
 def test_layers_share_what_was_read_of_a_mask(machine: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     reads = []
     monkeypatch.setattr(attention_module, "_read_mask", lambda *given: reads.append(given) or _read_mask(*given))
-    model = kvcodec_model("gemma3")  # two windows of the same size, and a layer without
+    model = packedkv_model("gemma3")  # two windows of the same size, and a layer without
     chunked(model, "fused", scheme("int-8"), prompt(1, 40), (20,))
     assert len(reads) == 1  # of the windows; without one there is no mask
 
@@ -528,18 +530,18 @@ def test_layers_share_what_was_read_of_a_mask(machine: dict[str, Any], monkeypat
 @pytest.mark.parametrize("padded", [False, True])
 def test_a_turn_without_padding_makes_no_mask(padded: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Plain tensors have the mask that torch needs: another cache, or decoded keys and values."""
-    model, ids, masks = kvcodec_model("llama-gqa"), prompt(2, 40), []
-    attended = attention_module.kvcodec_attention
+    model, ids, masks = packedkv_model("llama-gqa"), prompt(2, 40), []
+    attended = attention_module.packedkv_attention
 
     def noted(*given: Any, **more: Any) -> Any:
         masks.append(given[4])
         return attended(*given, **more)
 
-    monkeypatch.setitem(AttentionInterface._global_mapping, "kvcodec", noted)
+    monkeypatch.setitem(AttentionInterface._global_mapping, "packedkv", noted)
     seen = torch.ones(2, 40, dtype=torch.long)
     seen[0, :3] = 1 - padded
     found = []
-    for name in ("kvcodec", "sdpa"):
+    for name in ("packedkv", "sdpa"):
         model.set_attn_implementation(name)
         for cache in (DynamicCache(config=model.config), cache_for(model, "dense", attention="decoded")):
             with torch.no_grad():
@@ -548,6 +550,6 @@ def test_a_turn_without_padding_makes_no_mask(padded: bool, monkeypatch: pytest.
                 out = model(ids[:, 20:], **passing(model, cache), **({"attention_mask": seen} if padded else {}))
                 found.append(out.logits)
             assert all((mask is not None) == padded for mask in masks)
-            assert len(masks) == (model.config.num_hidden_layers if name == "kvcodec" else 0)
+            assert len(masks) == (model.config.num_hidden_layers if name == "packedkv" else 0)
     for a, b in zip(found[:2], found[2:], strict=True):
         torch.testing.assert_close(a, b)

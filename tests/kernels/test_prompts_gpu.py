@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from kvcodec.integrations.vllm.flash import flash_for
-from kvcodec.integrations.vllm.layer import Live, Rules, Several
-from kvcodec.kernels.cuda.prompts import Chunks, Room, Sight
+from packedkv.integrations.vllm.flash import flash_for
+from packedkv.integrations.vllm.layer import Live, Rules, Several
+from packedkv.kernels.cuda.prompts import Chunks, Room, Sight
 from tests.integrations.test_serving import DIM, HEADS, ROW, TOKENS, made, pool, rows, slots
 from tests.kernels.conftest import unsynchronised
 from tests.kernels.test_packed_layer import WINDOWS

@@ -5,14 +5,14 @@ from typing import Any
 import pytest
 import torch
 
-from kvcodec.cache.fused import FusedLayerCache
-from kvcodec.cache.host import attend
-from kvcodec.codec import NO_SAMPLE, ROLES, Params, Role, Sample, Site
-from kvcodec.codecs.ghost import ALLOWED, PARTS, Ghost, kinds, share_bits
-from kvcodec.codecs.saw_int4 import SawInt4
-from kvcodec.kernels.codecs.ghost import FEWER, read_tables
-from kvcodec.kernels.constants import Constants, joined
-from kvcodec.kernels.spec import definitions
+from packedkv.cache.fused import FusedLayerCache
+from packedkv.cache.host import attend
+from packedkv.codec import NO_SAMPLE, ROLES, Params, Role, Sample, Site
+from packedkv.codecs.ghost import ALLOWED, PARTS, Ghost, kinds, share_bits
+from packedkv.codecs.saw_int4 import SawInt4
+from packedkv.kernels.codecs.ghost import FEWER, read_tables
+from packedkv.kernels.constants import Constants, joined
+from packedkv.kernels.spec import definitions
 from tests.kernels import harness
 from tests.kernels.decode_cases import CASES, Case, Geometry, Means, check_all
 from tests.kernels.klt import Klt, fit_klt

@@ -6,13 +6,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from kvcodec.codec import Codec
-from kvcodec.codecs.fp8 import Fp8
-from kvcodec.codecs.group_int import GroupInt
-from kvcodec.codecs.innerq import InnerQ
-from kvcodec.codecs.turboquant import TurboQuant
-from kvcodec.codecs.ultra_tq import UltraTQ
-from kvcodec.codecs.ultraquant import UltraQuant
+from packedkv.codec import Codec
+from packedkv.codecs.fp8 import Fp8
+from packedkv.codecs.group_int import GroupInt
+from packedkv.codecs.innerq import InnerQ
+from packedkv.codecs.turboquant import TurboQuant
+from packedkv.codecs.ultra_tq import UltraTQ
+from packedkv.codecs.ultraquant import UltraQuant
 from tests.kernels import decode_cases
 from tests.kernels.decode_cases import CASES, Case, Geometry, check, check_all, each_in_turn, sides
 from tests.kernels.offline import architectures_in_turn, compile_kernels, mix

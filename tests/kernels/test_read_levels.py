@@ -8,12 +8,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from kvcodec.codec import ROLES, Codec, Params, Role, Sample, Site
-from kvcodec.codecs.group_int import GroupInt
-from kvcodec.codecs.turboquant import TurboQuant
-from kvcodec.codecs.ultra_tq import UltraTQ
-from kvcodec.codecs.ultraquant import UltraQuant
-from kvcodec.kernels.codecs.tables import level_table
+from packedkv.codec import ROLES, Codec, Params, Role, Sample, Site
+from packedkv.codecs.group_int import GroupInt
+from packedkv.codecs.turboquant import TurboQuant
+from packedkv.codecs.ultra_tq import UltraTQ
+from packedkv.codecs.ultraquant import UltraQuant
+from packedkv.kernels.codecs.tables import level_table
 from tests.kernels.decode_cases import CASES, Case, Geometry, check, check_all, each_in_turn, two_dims_in_turn
 from tests.kernels.unpacking import unpacked
 

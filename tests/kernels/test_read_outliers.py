@@ -7,19 +7,19 @@ import pytest
 import torch
 from torch import Tensor
 
-from kvcodec.codec import ROLES, Codec, Role, Site
-from kvcodec.codecs.group_int import GroupInt
-from kvcodec.codecs.hqmq import RADII, SIZES, Hqmq
-from kvcodec.codecs.outliers import Med
-from kvcodec.codecs.saw_int4 import SawInt4
-from kvcodec.errors import UnsupportedError
-from kvcodec.kernels import spec as specs
-from kvcodec.kernels.codecs.outliers import SHARED_BLOCK, WARPS
-from kvcodec.kernels.constants import constants_for
-from kvcodec.kernels.cuda import decode as attention
-from kvcodec.kernels.cuda import history as prefill
-from kvcodec.kernels.cuda import launch
-from kvcodec.kernels.cuda.launch import H200, Config, config_for
+from packedkv.codec import ROLES, Codec, Role, Site
+from packedkv.codecs.group_int import GroupInt
+from packedkv.codecs.hqmq import RADII, SIZES, Hqmq
+from packedkv.codecs.outliers import Med
+from packedkv.codecs.saw_int4 import SawInt4
+from packedkv.errors import UnsupportedError
+from packedkv.kernels import spec as specs
+from packedkv.kernels.codecs.outliers import SHARED_BLOCK, WARPS
+from packedkv.kernels.constants import constants_for
+from packedkv.kernels.cuda import decode as attention
+from packedkv.kernels.cuda import history as prefill
+from packedkv.kernels.cuda import launch
+from packedkv.kernels.cuda.launch import H200, Config, config_for
 from tests.kernels import decode_cases
 from tests.kernels.decode_cases import CASES, Case, Geometry, check, check_all, each_in_turn, sides
 from tests.kernels.offline import Kernel, architectures_in_turn, compile_kernels, opcode

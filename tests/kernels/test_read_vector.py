@@ -9,15 +9,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from kvcodec.codec import ROLES, Codec, Params, Payload, Role, Site
-from kvcodec.codecs.hqmq import RADII, SIZES, Hqmq
-from kvcodec.codecs.octopus import JOINT_BITS, Octopus
-from kvcodec.codecs.saw_int4 import SawInt4
-from kvcodec.kernels.codecs import hqmq as hqmq_kernels
-from kvcodec.kernels.cuda import build
-from kvcodec.kernels.spec import definitions
-from kvcodec.kernels.spec import reader as reader_of
-from kvcodec.ops.split_words import pack_split
+from packedkv.codec import ROLES, Codec, Params, Payload, Role, Site
+from packedkv.codecs.hqmq import RADII, SIZES, Hqmq
+from packedkv.codecs.octopus import JOINT_BITS, Octopus
+from packedkv.codecs.saw_int4 import SawInt4
+from packedkv.kernels.codecs import hqmq as hqmq_kernels
+from packedkv.kernels.cuda import build
+from packedkv.kernels.spec import definitions
+from packedkv.kernels.spec import reader as reader_of
+from packedkv.ops.split_words import pack_split
 from tests.kernels import harness
 from tests.kernels.decode_cases import CASES, Case, Geometry, check_all, each_in_turn, two_dims_in_turn
 from tests.kernels.offline import architectures_in_turn, compile_kernels

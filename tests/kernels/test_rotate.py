@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from kvcodec.ops.hadamard import block_hadamard, power_of_two_divisor
+from packedkv.ops.hadamard import block_hadamard, power_of_two_divisor
 from tests.kernels import harness
 from tests.kernels.offline import compile_kernels, mix
 

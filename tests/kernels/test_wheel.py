@@ -11,8 +11,8 @@ from typing import NamedTuple
 
 import pytest
 
-from kvcodec.errors import UnsupportedError
-from kvcodec.kernels.cuda import build
+from packedkv.errors import UnsupportedError
+from packedkv.kernels.cuda import build
 
 ROOT = Path(__file__).parents[2]
 OFFLINE = """
@@ -31,10 +31,10 @@ sys.meta_path.insert(0, Blocked())
 """
 COMMAND = """
 import sys
-import kvcodec
-from kvcodec.cli.main import main
-from kvcodec.kernels.cuda import needed
-assert kvcodec.__file__.startswith(sys.argv[1]), kvcodec.__file__
+import packedkv
+from packedkv.cli.main import main
+from packedkv.kernels.cuda import needed
+assert packedkv.__file__.startswith(sys.argv[1]), packedkv.__file__
 needed.of_codecs = lambda *given, **more: iter([needed.Needed(needed.basis.program(64), "rows of 64 channels")])
 for arch in sys.argv[2].split(","):
     print(main(["compile", "int-8", "--head-dim", "64", "--arch", arch, "--workers", "1", "--json", f"{arch}.json"]))
@@ -45,11 +45,11 @@ from types import ModuleType, SimpleNamespace
 
 import torch
 
-import kvcodec
-from kvcodec.cache.fused import FusedLayerCache
-from kvcodec.kernels.cuda import basis, build, decode, encode, history
-from kvcodec.kernels.codecs import ghost, innerq
-from kvcodec.kernels.cuda.engine import CudaEngine
+import packedkv
+from packedkv.cache.fused import FusedLayerCache
+from packedkv.kernels.cuda import basis, build, decode, encode, history
+from packedkv.kernels.codecs import ghost, innerq
+from packedkv.kernels.cuda.engine import CudaEngine
 
 said, loaded = [], []
 for name, held in (
@@ -59,9 +59,9 @@ for name, held in (
 ):
     sys.modules[name] = ModuleType(name)
     vars(sys.modules[name]).update(held)
-from kvcodec.integrations.vllm import ahead
+from packedkv.integrations.vllm import ahead
 
-scheme = kvcodec.get(sys.argv[1])
+scheme = packedkv.get(sys.argv[1])
 ahead.architecture = lambda device: "sm_90"
 grouped = scheme.key.block_tokens > 1
 packed = SimpleNamespace(engine=lambda page: CudaEngine(scheme.key, scheme.value, 64, page), heads=2, sink=0,
@@ -133,7 +133,7 @@ def test_a_wheel_compiles_offline_and_a_filled_folder_needs_no_compiler(wheel: I
     assert row["programs"] == row["compiled"] == 1
     assert row["bytes"] > 10_000
     assert row["seconds"] > 0
-    assert len(list((tmp_path / "kvcodec/cuda").glob("*.cubin"))) == 1
+    assert len(list((tmp_path / "packedkv/cuda").glob("*.cubin"))) == 1
     assert "int-8 sm_89 1/1" in done.stderr
     # what is there is taken; of another GPU nothing is, and the command says what is missing
     done = run(tmp_path, wheel, "-c", COMMAND, str(wheel.target), "sm_89,sm_90", compiler=False)
@@ -147,7 +147,7 @@ def test_a_wheel_compiles_offline_and_a_filled_folder_needs_no_compiler(wheel: I
 @pytest.mark.parametrize("spec", ["turboquant-4", "kivi-4"])
 def test_a_server_and_caches_with_a_filled_folder_compile_nothing(wheel: Installed, tmp_path: Path, spec: str) -> None:
     """The command as it is installed, all of its programs; then a process without any compiler that asks for them."""
-    command = [str(wheel.target / "bin/kvcodec"), "compile", spec, "--head-dim", "64", "--group", "4"]
+    command = [str(wheel.target / "bin/packedkv"), "compile", spec, "--head-dim", "64", "--group", "4"]
     for more in ([], ["--served", "3", "--page-tokens", "64"]):
         done = run(tmp_path, wheel, *command, *more, "--json", "out.json", compiler=True)
         assert done.returncode == 0, done.stderr
@@ -157,7 +157,7 @@ def test_a_server_and_caches_with_a_filled_folder_compile_nothing(wheel: Install
     done = run(tmp_path, wheel, "-c", LAUNCH, spec, compiler=False)
     assert done.returncode == 0, done.stderr
     served, launched = done.stdout.splitlines()
-    assert re.fullmatch(r"kvcodec: \d+ programs, of which 0 are compiled now", served)
+    assert re.fullmatch(r"packedkv: \d+ programs, of which 0 are compiled now", served)
     assert int(launched) >= 2
     # an empty folder cannot serve it
     (empty := tmp_path / "empty").mkdir()

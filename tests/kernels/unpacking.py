@@ -5,9 +5,9 @@ import ctypes
 import torch
 from torch import Tensor
 
-from kvcodec.codec import Codec, Params, Payload, Role
-from kvcodec.kernels.spec import definitions
-from kvcodec.kernels.spec import reader as reader_of
+from packedkv.codec import Codec, Params, Payload, Role
+from packedkv.kernels.spec import definitions
+from packedkv.kernels.spec import reader as reader_of
 from tests.kernels import harness
 
 _SOURCE = """

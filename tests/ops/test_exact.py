@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from kvcodec.errors import ShapeError
-from kvcodec.ops.exact import KERNEL_BITS, ROTATION_BITS, cut_rotation, dot_bits, rotate_exactly, to_grid
+from packedkv.errors import ShapeError
+from packedkv.ops.exact import KERNEL_BITS, ROTATION_BITS, cut_rotation, dot_bits, rotate_exactly, to_grid
 
 DIMS = (64, 80, 96, 128, 192, 256)
 

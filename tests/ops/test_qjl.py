@@ -5,12 +5,12 @@ from math import pi
 import pytest
 import torch
 
-from kvcodec.codec import Site
-from kvcodec.errors import ShapeError
-from kvcodec.ops.bitpack import unpack
-from kvcodec.ops.hadamard import hadamard_signs
-from kvcodec.ops.qjl import check_sketch, estimate, hadamard_matrix, sketch
-from kvcodec.ops.rotation import random_signs
+from packedkv.codec import Site
+from packedkv.errors import ShapeError
+from packedkv.ops.bitpack import unpack
+from packedkv.ops.hadamard import hadamard_signs
+from packedkv.ops.qjl import check_sketch, estimate, hadamard_matrix, sketch
+from packedkv.ops.rotation import random_signs
 
 DIMS = (64, 80, 96, 128, 192, 256)
 

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from kvcodec.ops import quaternion
-from kvcodec.ops.quaternion import (
+from packedkv.ops import quaternion
+from packedkv.ops.quaternion import (
     MANY,
     UNITS,
     chunk_lengths,
@@ -19,7 +19,7 @@ from kvcodec.ops.quaternion import (
     random_units,
     split_chunks,
 )
-from kvcodec.ops.radix import pack_digits, packed_digit_bytes, unpack_digits
+from packedkv.ops.radix import pack_digits, packed_digit_bytes, unpack_digits
 
 
 def generator(seed=0):

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from kvcodec.ops.rope import Rotary
+from packedkv.ops.rope import Rotary
 
 FREQUENCIES = 10000.0 ** (-torch.arange(0, 24, 2).float() / 24)
 

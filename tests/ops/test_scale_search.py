@@ -6,16 +6,16 @@ import pytest
 import torch
 from torch import Tensor
 
-import kvcodec
-from kvcodec.cache.growing import GrowingCache
-from kvcodec.cache.host import LayerCache
-from kvcodec.codec import ROLES, Codec, Role, Sample, Site
-from kvcodec.errors import SpecError, UnsupportedError
-from kvcodec.kernels import spec as cuda
-from kvcodec.kernels.cpu import library
-from kvcodec.kernels.cpu import spec as cpu
-from kvcodec.ops.scale_search import FACTORS, around_middle, least_error
-from kvcodec.registry import get
+import packedkv
+from packedkv.cache.growing import GrowingCache
+from packedkv.cache.host import LayerCache
+from packedkv.codec import ROLES, Codec, Role, Sample, Site
+from packedkv.errors import SpecError, UnsupportedError
+from packedkv.kernels import spec as cuda
+from packedkv.kernels.cpu import library
+from packedkv.kernels.cpu import spec as cpu
+from packedkv.ops.scale_search import FACTORS, around_middle, least_error
+from packedkv.registry import get
 
 SPECS = (
     "turboquant-2",
@@ -37,7 +37,7 @@ SPECS = (
 KERNELS = [spec for spec in SPECS if "halves" not in spec and "zero=float" not in spec]
 
 
-def both(spec: str) -> tuple[kvcodec.KVScheme, kvcodec.KVScheme]:
+def both(spec: str) -> tuple[packedkv.KVScheme, packedkv.KVScheme]:
     """The scheme by the method's own rule, and with the search."""
     return get(spec), get(f"{spec}{',' if ':' in spec else ':'}scale=search")
 

@@ -6,7 +6,7 @@ from itertools import pairwise
 import pytest
 import torch
 
-from kvcodec.ops.widths import allot
+from packedkv.ops.widths import allot
 
 ERRORS = (1.0, 0.36, 0.12, 0.035, 0.0095, 0.0025)
 

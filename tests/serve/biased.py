@@ -5,11 +5,11 @@ from typing import Any, NamedTuple
 
 import torch
 
-import kvcodec
-from kvcodec.files.params import FittedParams
-from kvcodec.fitting.fit import fit_model
-from kvcodec.integrations.transformers.argument import passing
-from kvcodec.models.loading import LoadedModel
+import packedkv
+from packedkv.files.params import FittedParams
+from packedkv.fitting.fit import fit_model
+from packedkv.integrations.transformers.argument import passing
+from packedkv.models.loading import LoadedModel
 from tests.serve.engines import NEW, WORDS, save_model
 
 
@@ -44,7 +44,7 @@ def biased_at(folder: Path) -> Biased:
 
 def library(model: Any, spec: str, ids: list[int], new: int = NEW, **options: Any) -> list[int]:
     """Greedy tokens of a prompt through the library's own cache, every query reading what is stored."""
-    cache = kvcodec.cache_for(model, spec, prefill="decoded", **options)
+    cache = packedkv.cache_for(model, spec, prefill="decoded", **options)
     with torch.no_grad():
         out = model.generate(torch.tensor([ids]), **passing(model, cache), max_new_tokens=new, do_sample=False)
     return out[0, len(ids) :].tolist()

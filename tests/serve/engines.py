@@ -23,7 +23,7 @@ ENVIRONMENT = {
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
     "VLLM_NO_USAGE_STATS": "1",
     "HF_HUB_OFFLINE": "1",
-    "VLLM_PLUGINS": "kvcodec",
+    "VLLM_PLUGINS": "packedkv",
 }
 WORDS = 128
 NEW = 12
@@ -65,7 +65,7 @@ def _pass_over_llvmlite(dispatcher: Any) -> None:
 
 
 @contextlib.contextmanager
-def engine(folder: Path, kvcodec: dict[str, Any] | None = None, **options: Any) -> Iterator[Any]:
+def engine(folder: Path, packedkv: dict[str, Any] | None = None, **options: Any) -> Iterator[Any]:
     """An ``LLM`` in this process, with the options of the plugin if there are any."""
     from vllm import LLM
     from vllm.distributed import cleanup_dist_env_and_memory
@@ -83,7 +83,7 @@ def engine(folder: Path, kvcodec: dict[str, Any] | None = None, **options: Any) 
         "max_num_seqs": 8,
         "kv_cache_memory_bytes": 1 << 24,
         "disable_log_stats": False,
-        "additional_config": {} if kvcodec is None else {"kvcodec": kvcodec},
+        "additional_config": {} if packedkv is None else {"packedkv": packedkv},
         **options,
     }
     llm = None

@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 import torch
 
-from kvcodec.errors import UnsupportedError
-from kvcodec.integrations.vllm.identity import claim, digest_of, folders
-from kvcodec.integrations.vllm.options import read_options
+from packedkv.errors import UnsupportedError
+from packedkv.integrations.vllm.identity import claim, digest_of, folders
+from packedkv.integrations.vllm.options import read_options
 from tests.serve.engines import engine, generate, layers, metric, prompts
 
 IDS = prompts(70, 40)
@@ -26,7 +26,7 @@ def transfer(folder: Path) -> dict[str, Any]:
 @pytest.mark.parametrize("given", [{"preset": "turboquant-4:sink=3"}, {"preset": "kivi-2", "window": 0}], ids=str)
 def test_a_folder_of_pages(given: dict[str, Any], llama: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Stored by one engine and loaded by the next: as without. Other seeds, presets and block sizes do not start."""
-    from kvcodec.integrations.vllm.backend import PackedImpl
+    from packedkv.integrations.vllm.backend import PackedImpl
 
     queries: list[int] = []
     forward = PackedImpl.forward
@@ -87,7 +87,7 @@ def test_a_pool_that_must_reload(given: dict[str, Any], drafts: int, llama: Any)
 
 def test_a_digest_says_what_bytes_mean() -> None:
     def digest(**given: Any) -> str:
-        options = read_options({"kvcodec": given})
+        options = read_options({"packedkv": given})
         assert options is not None
         return digest_of(options, 64, torch.float16)
 
@@ -102,7 +102,7 @@ def test_a_digest_says_what_bytes_mean() -> None:
     assert len(set(found)) == len(found)
     assert digest(preset="saw-int4", probe="off") == found[0]
     assert digest(preset="saw-int4", sink=0) == found[0]
-    options = read_options({"kvcodec": {"preset": "saw-int4"}})
+    options = read_options({"packedkv": {"preset": "saw-int4"}})
     assert options is not None
     decided = [digest_of(options, 64, torch.float16, means) for means in (("none", "none"), ("none", "pre"))]
     assert len({found[0], *decided}) == 3

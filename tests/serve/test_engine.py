@@ -8,13 +8,13 @@ from typing import Any
 import pytest
 import torch
 
-import kvcodec
-from kvcodec.cache.host import LayerCache
-from kvcodec.codec import ROLES
-from kvcodec.integrations.transformers.argument import passing
-from kvcodec.integrations.vllm.layer import Rules
-from kvcodec.kernels.cpu import library
-from kvcodec.store.pages import PageStore
+import packedkv
+from packedkv.cache.host import LayerCache
+from packedkv.codec import ROLES
+from packedkv.integrations.transformers.argument import passing
+from packedkv.integrations.vllm.layer import Rules
+from packedkv.kernels.cpu import library
+from packedkv.store.pages import PageStore
 from tests.serve.engines import NEW, engine, generate, layers, metric, prompts
 
 SERVED = {
@@ -34,7 +34,7 @@ IDS = prompts(40, 7, 33)
 
 def generated(model: Any, spec: str, ids: list[int]) -> list[int]:
     """What the library's own cache generates, every query reading what is stored."""
-    cache = kvcodec.cache_for(model, spec, prefill="decoded", probe=False)
+    cache = packedkv.cache_for(model, spec, prefill="decoded", probe=False)
     with torch.no_grad():
         out = model.generate(torch.tensor([ids]), **passing(model, cache), max_new_tokens=NEW, do_sample=False)
     return out[0, len(ids) :].tolist()
@@ -55,10 +55,10 @@ def test_the_engine_generates_what_the_library_does(preset: str, llama: Any) -> 
         assert metric(llm, "prefix_cache_hits") == 0
         assert generate(llm, IDS[:1]) == want[:1]
         assert metric(llm, "prefix_cache_hits") == 32  # whole blocks of its 40 tokens
-        scheme, context = kvcodec.get(spec_of(preset)), layers(llm)
+        scheme, context = packedkv.get(spec_of(preset)), layers(llm)
         for i in range(6):
             cache, own = context[f"model.layers.{i}.self_attn.attn"].kv_cache, scheme.for_layer(i, 6)
-            own = kvcodec.KVScheme(own.key.for_dtype(torch.float32), own.value.for_dtype(torch.float32))
+            own = packedkv.KVScheme(own.key.for_dtype(torch.float32), own.value.for_dtype(torch.float32))
             assert cache.dtype == torch.uint8
             assert cache.shape[1:3] == (2, 16)
             assert cache[0].numel() == 2 * own.page_layout(64, 16).page_bytes  # two heads
@@ -79,8 +79,8 @@ def test_windows_and_hybrids(name: str, saved: Any) -> None:
 @pytest.mark.parametrize("grouped", [False, True])
 def test_prompts_are_put_together_for_each_window(grouped: bool) -> None:
     """As a GPU's builder does for layers that share blocks; too long ones are left alone."""
-    from kvcodec.integrations.vllm.backend import PackedBuilder, PackedImpl, PackedMetadata
-    from kvcodec.integrations.vllm.pending import PendingGroups
+    from packedkv.integrations.vllm.backend import PackedBuilder, PackedImpl, PackedMetadata
+    from packedkv.integrations.vllm.pending import PendingGroups
 
     builder = PackedBuilder.__new__(PackedBuilder)  # without an engine
     builder.windows, builder.kv_cache_spec = {0, 40}, SimpleNamespace(block_size=32)
@@ -123,7 +123,7 @@ def test_preemption_loses_nothing(llama: Any) -> None:
 @pytest.mark.parametrize("preset", ["saw-int4", "octopus-3"])
 def test_attention_and_bytes_are_the_librarys(preset: str, llama: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """The tensors of two layers: what the engine hands over, what it gets back, what its blocks hold."""
-    from kvcodec.integrations.vllm.backend import PackedImpl
+    from packedkv.integrations.vllm.backend import PackedImpl
 
     seen: dict[int, list[Any]] = {}
     forward = PackedImpl.forward
@@ -149,7 +149,7 @@ def test_attention_and_bytes_are_the_librarys(preset: str, llama: Any, monkeypat
             q, k, v, out = (torch.cat(parts).transpose(0, 1)[None] for parts in zip(*seen[index], strict=True))
             tokens = k.shape[2]
             assert tokens == 40 + NEW - 1
-            scheme = kvcodec.get(spec_of(preset)).for_layer(index, 6)
+            scheme = packedkv.get(spec_of(preset)).for_layer(index, 6)
             own = LayerCache(scheme, layer=index, page_tokens=32)
             own.append(k, v)
             torch.testing.assert_close(out, own.attend(q), rtol=1e-5, atol=1e-5)
@@ -167,7 +167,7 @@ def test_attention_and_bytes_are_the_librarys(preset: str, llama: Any, monkeypat
 def test_without_compiled_kernels_the_reference_serves_and_says_so(
     preset: str, llama: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from kvcodec.integrations.vllm import backend
+    from packedkv.integrations.vllm import backend
 
     told: list[str] = []
     monkeypatch.setattr(backend.logger, "info", lambda text, *given: told.append(text % given))
@@ -181,7 +181,7 @@ def test_without_compiled_kernels_the_reference_serves_and_says_so(
             with engine(llama.folder, given, max_num_batched_tokens=16, block_size=16) as llm:
                 assert generate(llm, IDS) == want
         said = " ".join(told)
-        assert f"kvcodec: preset {preset}: " in said
+        assert f"packedkv: preset {preset}: " in said
         assert said.count("x as many tokens as 16 bit") == 1
         assert re.search(
             r"seed 0, params none, 0 of 6 layers hold keys without their mean, identity [0-9a-f]{12}-16", said

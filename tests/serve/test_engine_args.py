@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
-from kvcodec.errors import KVError, SpecError, UnsupportedError
-from kvcodec.integrations.vllm.options import read_options
-from kvcodec.recipe import LayerChoice
-from kvcodec.registry import write_recipe
+from packedkv.errors import KVError, SpecError, UnsupportedError
+from packedkv.integrations.vllm.options import read_options
+from packedkv.recipe import LayerChoice
+from packedkv.registry import write_recipe
 from tests.serve.engines import engine, generate, layers, prompts
 from tests.serve.test_engine import generated
 
@@ -30,7 +30,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "enable_dbo": ({"enable_dbo": True, "tensor_parallel_size": 2}, "dual-batch overlap"),
     "enable_sleep_mode": ({"enable_sleep_mode": True}, r"--enable-sleep-mode frees memory"),
     "kv_sharing_fast_prefill": ({"kv_sharing_fast_prefill": True}, "--kv-sharing-fast-prefill"),
-    "additional_config": ({"additional_config": {"kvcodecs": SAW}}, r"has 'kvcodecs'\. Did you mean 'kvcodec'"),
+    "additional_config": ({"additional_config": {"packedkvs": SAW}}, r"has 'packedkvs'\. Did you mean 'packedkv'"),
 }
 """A value, and the sentence."""
 HONORED = {
@@ -89,7 +89,7 @@ def config_of(folder: Path, given: Any = SAW, **options: Any) -> Any:
     from vllm.engine.arg_utils import EngineArgs
 
     own = {"dtype": "float32", "max_model_len": 512, "enforce_eager": True, "skip_tokenizer_init": True}
-    additional = {} if given is None else {"kvcodec": given}
+    additional = {} if given is None else {"packedkv": given}
     return EngineArgs(
         **{"model": str(folder), "additional_config": additional, **own, **options}
     ).create_engine_config()
@@ -115,7 +115,7 @@ def test_an_option_is_refused_in_the_first_process(name: str, llama: Any) -> Non
     options, sentence = REFUSED[name]
     with pytest.raises(KVError, match=sentence) as error:
         config_of(llama.folder, **options)
-    assert str(error.value).startswith("kvcodec: ")
+    assert str(error.value).startswith("packedkv: ")
     assert "\n" not in str(error.value)
 
 
@@ -125,7 +125,7 @@ def test_an_option_is_refused_in_the_first_process(name: str, llama: Any) -> Non
         ({"preset": "saw-int5"}, r"unknown codec 'saw-int5'\. Did you mean 'saw-int4'"),
         ({"preset": "SAW-INT4"}, r"Did you mean 'saw-int4'"),
         ({"preset": "kivi-2"}, r'keeps the newest 128 tokens dense.*; give "window": 0'),
-        ({"preset": "innerq-base", "window": 0, "sink": 0}, "run kvcodec fit"),
+        ({"preset": "innerq-base", "window": 0, "sink": 0}, "run packedkv fit"),
         ({**SAW, "draft": "int-8"}, '"draft" is the preset of a draft model'),
     ],
     ids=str,
@@ -149,38 +149,38 @@ def test_a_model_without_attention(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "additional",
     [
-        *({key: SAW} for key in ("kvcodecs", "KVCodec", "kv_codec", "kv-codec", "kvcdec", "KVCODEC ", "codec")),
-        {"vllm_kvcodec": {}},
+        *({key: SAW} for key in ("packedkvs", "PackedKV", "kv_codec", "kv-codec", "kvcdec", "PACKEDKV ", "codec")),
+        {"vllm_packedkv": {}},
         {"kv": SAW},
         {"preset": "saw-int4"},
-        {"kvcodec": None},
-        {"kvcodec": "saw-int4"},
-        {"kvcodec": SAW, "seed": 3},
-        {"kvcodec": SAW, "kvcodec2": SAW},
-        *({"kvcodec": {**SAW, "params": path}} for path in (5, "", None, True, ["a"])),
+        {"packedkv": None},
+        {"packedkv": "saw-int4"},
+        {"packedkv": SAW, "seed": 3},
+        {"packedkv": SAW, "packedkv2": SAW},
+        *({"packedkv": {**SAW, "params": path}} for path in (5, "", None, True, ["a"])),
     ],
     ids=str,
 )  # fmt: skip
 def test_keys_that_are_meant_for_us_are_not_passed_over(additional: dict[str, Any]) -> None:
-    with pytest.raises(SpecError, match=r"^kvcodec: .*(Did you mean|outside of|expected an object|params=)"):
+    with pytest.raises(SpecError, match=r"^packedkv: .*(Did you mean|outside of|expected an object|params=)"):
         read_options(additional)
 
 
 def test_keys_of_other_plugins_are_left_alone(llama: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    from kvcodec.integrations.vllm import engine_args
+    from packedkv.integrations.vllm import engine_args
 
     told: list[str] = []
     monkeypatch.setattr(engine_args.logger, "info", lambda text, *given: told.append(text % given))
     others = {"kv_cache": {"preset": "fast"}, "window": 8, "gdn_prefill_backend": "triton", "vcore": 1}
     assert read_options(others) is None
-    assert read_options({"kvcodec": SAW, "vcore": 1}) is not None
+    assert read_options({"packedkv": SAW, "vcore": 1}) is not None
     config_of(llama.folder, additional_config=others)
-    assert told == ["kvcodec is installed, no preset named: 16 bit"]
+    assert told == ["packedkv is installed, no preset named: 16 bit"]
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_a_sixteen_bit_cache_dtype_is_the_models(dtype: str, llama: Any) -> None:
-    assert config_of(llama.folder, dtype=dtype, kv_cache_dtype=dtype).cache_config.kvcodec_preset == "saw-int4"
+    assert config_of(llama.folder, dtype=dtype, kv_cache_dtype=dtype).cache_config.packedkv_preset == "saw-int4"
     other = {"bfloat16": "float16", "float16": "bfloat16"}[dtype]
     with pytest.raises(UnsupportedError, match=rf"--kv-cache-dtype {other}: the model runs in {dtype}, .*leave it out"):
         config_of(llama.folder, dtype=dtype, kv_cache_dtype=other)
@@ -208,7 +208,7 @@ def with_scheme(folder: Path, to: Path, scheme: dict[str, Any]) -> Path:
 
 def test_a_checkpoints_own_kv_cache_is_replaced(llama: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """vLLM takes its dtype from the checkpoint; nobody gave it."""
-    from kvcodec.integrations.vllm import engine_args
+    from packedkv.integrations.vllm import engine_args
 
     told: list[str] = []
     monkeypatch.setattr(engine_args.logger, "info", lambda text, *given: told.append(text % given))
@@ -216,7 +216,7 @@ def test_a_checkpoints_own_kv_cache_is_replaced(llama: Any, tmp_path: Path, monk
     with engine(folder, SAW, max_num_batched_tokens=16, block_size=16) as llm:
         assert generate(llm, IDS) == [generated(llama.model, "saw-int4", ids) for ids in IDS]
     assert re.match(
-        r"kvcodec: the checkpoint asks for another KV cache \(kv_cache_scheme .*\), which saw-int4", told[0]
+        r"packedkv: the checkpoint asks for another KV cache \(kv_cache_scheme .*\), which saw-int4", told[0]
     )
     for dtype in ("fp8", "fp8_e4m3"):  # this one was given
         with pytest.raises(
@@ -257,10 +257,10 @@ def test_skipped_layers_stay_in_16_bit(llama: Any, tmp_path: Path) -> None:
         assert len(set(sizes)) == 2
         impl = next(iter(found.values())).impl
         config = llm.llm_engine.vllm_config
-        from kvcodec.integrations.vllm.bind import skipping
-        from kvcodec.integrations.vllm.identity import digest_of
+        from packedkv.integrations.vllm.bind import skipping
+        from packedkv.integrations.vllm.identity import digest_of
 
-        plain = read_options({"kvcodec": SAW})
+        plain = read_options({"packedkv": SAW})
         assert plain is not None
         assert impl.digest != digest_of(plain, 64, impl.packed.dtype, ("none",) * 6)
         impls = {name: layer.impl for name, layer in found.items()}
@@ -282,18 +282,18 @@ def test_on_a_gpu_a_backend_that_ignores_the_preset_is_refused(llama: Any, monke
     """Whether the preset is named in a command, in a file or in Python."""
     from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
-    from kvcodec.integrations.vllm import engine_args
+    from packedkv.integrations.vllm import engine_args
 
     config = config_of(llama.folder)
     monkeypatch.setattr(engine_args, "current_platform", SimpleNamespace(is_cpu=lambda: False))
-    options = read_options({"kvcodec": SAW})
+    options = read_options({"packedkv": SAW})
     assert options is not None
     attention, cache = config.attention_config, config.cache_config
     for backend in (None, AttentionBackendEnum.FLASH_ATTN):
         attention.backend = backend
         with pytest.raises(UnsupportedError, match=r"serve 16 bit; add --attention-backend CUSTOM"):
             engine_args.check_backend(config, options)
-    cache.cache_dtype = "kvcodec"  # no other backend takes it
+    cache.cache_dtype = "packedkv"  # no other backend takes it
     engine_args.check_backend(config, options)
     cache.kv_cache_dtype_skip_layers = ["0"]  # which vLLM gives the dtype auto
     with pytest.raises(UnsupportedError, match="add --attention-backend CUSTOM"):

@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 from safetensors.torch import load_file, save_file
 
-from kvcodec.cli.main import main
-from kvcodec.errors import FitError, FormatError, UnsupportedError
-from kvcodec.integrations.vllm import fitting
+from packedkv.cli.main import main
+from packedkv.errors import FitError, FormatError, UnsupportedError
+from packedkv.integrations.vllm import fitting
 from tests.serve.biased import Biased, library
 from tests.serve.engines import engine, generate, layers, prompts
 from tests.serve.test_parallel import by_two
@@ -23,7 +23,7 @@ GIVEN = {"preset": "ghost-3", "params": "fit"}
 @pytest.fixture
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    return tmp_path / "cache" / "kvcodec" / "params"
+    return tmp_path / "cache" / "packedkv" / "params"
 
 
 @pytest.fixture
@@ -50,12 +50,12 @@ def test_the_first_start_fits_and_the_second_one_finds_the_file(
 ) -> None:
     first = served(biased.folder, GIVEN)
     (file,) = cache.glob("*.safetensors")
-    assert log[0] == f"kvcodec: fitting ghost-3 to {biased.folder} on cpu in float32"
-    assert any(line.startswith("kvcodec fit: drawing tokens") for line in log)
+    assert log[0] == f"packedkv: fitting ghost-3 to {biased.folder} on cpu in float32"
+    assert any(line.startswith("packedkv fit: drawing tokens") for line in log)
     assert log[-1].endswith(f"kept in {file} for the next start")
     log.clear()
     assert served(biased.folder, GIVEN) == first
-    assert log == [f"kvcodec: constants of ghost-3 were fitted before and lie in {file}"]
+    assert log == [f"packedkv: constants of ghost-3 were fitted before and lie in {file}"]
     own = tmp_path / "own"
     assert main(["fit", str(biased.folder), "ghost-3", "-o", str(own)]) == 0
     assert served(biased.folder, {"preset": "ghost-3", "params": str(own)}) == first
@@ -71,14 +71,14 @@ def test_two_processes_read_one_file(biased: Biased, cache: Path, tmp_path: Path
 def test_what_cannot_be_fitted_does_not_start(biased: Biased, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(FitError, match="--load-format dummy"), engine(biased.folder, GIVEN, load_format="dummy"):
         pass
-    monkeypatch.setattr(fitting, "_output", lambda command: (2, ["kvcodec: error: no."]))
-    with pytest.raises(FitError, match=r"error: no\. Run kvcodec fit .*biased"), engine(biased.folder, GIVEN):
+    monkeypatch.setattr(fitting, "_output", lambda command: (2, ["packedkv: error: no."]))
+    with pytest.raises(FitError, match=r"error: no\. Run packedkv fit .*biased"), engine(biased.folder, GIVEN):
         pass
     assert not list(cache.glob("*.safetensors"))
 
 
 def test_processes_with_two_files_do_not_start(biased: Biased, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from kvcodec.integrations.vllm import bind
+    from packedkv.integrations.vllm import bind
 
     own = bind._largest_on_any_process
 
@@ -99,5 +99,7 @@ def test_a_file_of_another_models_weights_is_refused(biased: Biased, tmp_path: P
     shutil.copytree(biased.folder, other)
     weights = load_file(other / "model.safetensors")
     save_file({name: 1.1 * weight for name, weight in weights.items()}, other / "model.safetensors", {"format": "pt"})
-    with pytest.raises(FormatError, match=r"fitted was fitted to biased, whose .* is not that of .*other; run kvcodec"):
+    with pytest.raises(
+        FormatError, match=r"fitted was fitted to biased, whose .* is not that of .*other; run packedkv"
+    ):
         served(other, {"preset": "ghost-3", "params": str(tmp_path / "fitted")})

@@ -7,16 +7,16 @@ from typing import Any
 import pytest
 import torch
 
-import kvcodec
-from kvcodec.cache.host import LayerCache
-from kvcodec.codec import ROLES, roundtrip
-from kvcodec.errors import KVError
-from kvcodec.integrations.vllm.groups import GroupedLayer
-from kvcodec.integrations.vllm.layer import Rules
-from kvcodec.integrations.vllm.pending import PendingGroups
-from kvcodec.recipe import LayerChoice
-from kvcodec.registry import write_recipe
-from kvcodec.store.pages import PageStore
+import packedkv
+from packedkv.cache.host import LayerCache
+from packedkv.codec import ROLES, roundtrip
+from packedkv.errors import KVError
+from packedkv.integrations.vllm.groups import GroupedLayer
+from packedkv.integrations.vllm.layer import Rules
+from packedkv.integrations.vllm.pending import PendingGroups
+from packedkv.recipe import LayerChoice
+from packedkv.registry import write_recipe
+from packedkv.store.pages import PageStore
 from tests.serve.engines import engine, generate, layers, metric, prompts
 
 BARE = {"window": 0, "sink": 0}
@@ -28,7 +28,7 @@ UNIT, LAYER = 32, 3
 @contextmanager
 def watched(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
     """Each request's part of each step in one layer: last position, query, key, value, output, blocks."""
-    from kvcodec.integrations.vllm.backend import PackedImpl
+    from packedkv.integrations.vllm.backend import PackedImpl
 
     seen: list[Any] = []
     forward = PackedImpl.forward
@@ -100,7 +100,7 @@ def test_chunks_batches_and_cached_prefixes_do_not_show(
         assert generate(llm, IDS[::-1], 40) == want[::-1]
         assert metric(llm, "prefix_cache_hits") == 64 + 32 + 32  # whole blocks
         cache = layers(llm)[f"model.layers.{LAYER}.self_attn.attn"].kv_cache
-        assert cache[0].numel() == 2 * kvcodec.get(preset).page_layout(64, 32).page_bytes
+        assert cache[0].numel() == 2 * packedkv.get(preset).page_layout(64, 32).page_bytes
     same(seen, solo)
 
 
@@ -117,8 +117,8 @@ def test_attention_is_its_definition_and_bytes_are_the_librarys(preset: str, alo
         if length == count:
             break
     q, k, v, out = (torch.cat(x) for x in zip(*parts, strict=True))
-    scheme = kvcodec.get(preset).for_layer(LAYER, 6)
-    own = LayerCache(kvcodec.KVScheme(scheme.key, scheme.value), layer=LAYER, page_tokens=64)
+    scheme = packedkv.get(preset).for_layer(LAYER, 6)
+    own = LayerCache(packedkv.KVScheme(scheme.key, scheme.value), layer=LAYER, page_tokens=64)
     whole = count // UNIT * UNIT
     own.append(*(x[:whole].transpose(0, 1)[None].half() for x in (k, v)))
     decoded = []
@@ -143,8 +143,8 @@ def test_blocks_hold_the_librarys_bytes(llama: Any, monkeypatch: pytest.MonkeyPa
         k, v = (torch.cat([step[i] for step in seen]).transpose(0, 1)[None] for i in (2, 3))
         whole = k.shape[2] // UNIT * UNIT
         assert whole == 96
-        scheme = kvcodec.get("kivi-4")
-        own = LayerCache(kvcodec.KVScheme(scheme.key, scheme.value), layer=LAYER, page_tokens=64)
+        scheme = packedkv.get("kivi-4")
+        own = LayerCache(packedkv.KVScheme(scheme.key, scheme.value), layer=LAYER, page_tokens=64)
         own.append(k[:, :, :whole].half(), v[:, :, :whole].half())
         store, cache = own.store, layers(llm)[f"model.layers.{LAYER}.self_attn.attn"].kv_cache
         assert store is not None
@@ -212,10 +212,10 @@ def test_cancelled_requests_leave_their_slots(alone: Any, llama: Any) -> None:
 @pytest.mark.parametrize(("new", "kernels"), [(1, True), (6, True), (6, False)], ids=["step", "prompt", "reference"])
 def test_a_request_reads_a_block_that_another_one_fills_in_the_same_step(new: int, kernels: bool) -> None:
     """The engine finds a block in its prefix cache once the step that fills it is planned, and orders the batch."""
-    from kvcodec.integrations.vllm.backend import PackedImpl, PackedMetadata
+    from packedkv.integrations.vllm.backend import PackedImpl, PackedMetadata
 
     given = {"layer": 0, "heads": 2, "head_dim": 64, "dtype": torch.float32, "device": torch.device("cpu")}
-    layer = GroupedLayer(kvcodec.get("kivi-2:window=0"), slots=3, **given)
+    layer = GroupedLayer(packedkv.get("kivi-2:window=0"), slots=3, **given)
     layer.unserved = "" if kernels else "a test"
     impl = PackedImpl.__new__(PackedImpl)  # without an engine
     impl.rules = Rules(0.125)
@@ -244,7 +244,7 @@ def test_a_request_reads_a_block_that_another_one_fills_in_the_same_step(new: in
 
 REFUSED = {
     "dense window": ({"preset": "kivi-2"}, {}, r'keeps the newest 128 tokens dense.*; give "window": 0'),
-    "statistics": ({"preset": "innerq-base", **BARE}, {}, r"each sequence's own tokens.*run kvcodec fit"),
+    "statistics": ({"preset": "innerq-base", **BARE}, {}, r"each sequence's own tokens.*run packedkv fit"),
     "block size": (
         {"preset": "kivi-2", "window": 0},
         {"block_size": 48},

@@ -5,9 +5,9 @@ from typing import Any
 import pytest
 import torch
 
-import kvcodec
-from kvcodec.cache.host import LayerCache
-from kvcodec.errors import KVError
+import packedkv
+from packedkv.cache.host import LayerCache
+from packedkv.errors import KVError
 from tests.serve.engines import engine, generate, prompts
 
 IDS = prompts(40, 7)
@@ -19,7 +19,7 @@ MODELS = {"qwen3-next": 3, "granite-hybrid": 1, "nemotron-h": 2, "falcon-h1": 1}
     "name", [pytest.param(n, marks=pytest.mark.nightly) if n in ("falcon-h1", "nemotron-h") else n for n in MODELS]
 )
 def test_a_hybrid_repeats_and_attends_as_the_library(name: str, saved: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    from kvcodec.integrations.vllm import backend
+    from packedkv.integrations.vllm import backend
 
     seen: list[Any] = []
     told: list[str] = []
@@ -39,7 +39,7 @@ def test_a_hybrid_repeats_and_attends_as_the_library(name: str, saved: Any, monk
         q, k, v, out = (torch.cat(parts).transpose(0, 1)[None] for parts in zip(*seen, strict=True))
         assert generate(llm, IDS[:1]) == first
         assert generate(llm, IDS)[0] == first[0]
-    scheme = kvcodec.get("ultraquant").for_layer(2, 6)
+    scheme = packedkv.get("ultraquant").for_layer(2, 6)
     own = LayerCache(scheme, layer=MODELS[name])
     own.append(k, v)
     assert k.shape[2] == 40 + len(first[0]) - 1

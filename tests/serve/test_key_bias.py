@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from kvcodec.errors import BrokenPresetError, KVError, UnsupportedError
+from packedkv.errors import BrokenPresetError, KVError, UnsupportedError
 from tests.serve.engines import WORDS, engine, generate, layers, prompts, save_model
 from tests.test_key_bias import with_biases
 
@@ -27,7 +27,7 @@ def one(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_it_is_refused_at_the_start(one: Path) -> None:
     sentence = (
-        r"kvcodec: saw-int4:mean=none breaks on the key biases of .*channel 61, 400 .*'saw-int4:mean=pre'.*"
+        r"packedkv: saw-int4:mean=none breaks on the key biases of .*channel 61, 400 .*'saw-int4:mean=pre'.*"
         r"'kivi-4:window=0'.*\"probe\": \"warn\""
     )
     with pytest.raises(BrokenPresetError, match=sentence), engine(one, {"preset": "saw-int4:mean=none"}):
@@ -100,7 +100,7 @@ def test_advice_names_what_starts(formed: tuple[str, Any, Path]) -> None:
     with pytest.raises(KVError) as error, engine(folder, {"preset": asked}, block_size=16):
         pass
     assert isinstance(error.value, UnsupportedError if kind == "post" else BrokenPresetError)
-    assert str(error.value).startswith(f"kvcodec: {asked}")
+    assert str(error.value).startswith(f"packedkv: {asked}")
     assert named(str(error.value)) == [f"saw-int4:mean={kind}", "octopus-4:window=0", "int-8"]
 
 

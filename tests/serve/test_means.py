@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from kvcodec.errors import BrokenPresetError, UnsupportedError
-from kvcodec.integrations.vllm.layer import EngineLayer
+from packedkv.errors import BrokenPresetError, UnsupportedError
+from packedkv.integrations.vllm.layer import EngineLayer
 from tests.serve.biased import Biased, library
 from tests.serve.engines import engine, generate, layers, metric, prompts
 
@@ -50,7 +50,7 @@ def test_a_file_gives_the_constants(spec: str, biased: Biased, tmp_path: Path) -
 def test_the_reference_serves_them_as_well(biased: Biased, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where the CPU kernels are not compiled, or do not read a codec."""
     want = [library(biased.model, "saw-int4", ids) for ids in IDS]
-    monkeypatch.setattr("kvcodec.kernels.cpu.library.refusal", lambda _: "not here")
+    monkeypatch.setattr("packedkv.kernels.cpu.library.refusal", lambda _: "not here")
     with engine(biased.folder, {"preset": "saw-int4"}, **CHUNKS) as llm:
         assert all(layer.impl.packed.unserved for layer in layers(llm).values())
         assert generate(llm, IDS) == want
@@ -134,10 +134,10 @@ def test_what_cannot_be_served_is_refused(biased: Biased, llama: Any) -> None:
         (
             "saw-int4:mean=pre",
             UnsupportedError,
-            r'weights add no large bias to keys; run kvcodec fit MODEL "saw',
+            r'weights add no large bias to keys; run packedkv fit MODEL "saw',
             llama,
         ),
-        ("ghost-3", UnsupportedError, r'run kvcodec fit MODEL "ghost-3" --text TEXT -o FILE', biased),
+        ("ghost-3", UnsupportedError, r'run packedkv fit MODEL "ghost-3" --text TEXT -o FILE', biased),
         ("kivi-4:window=0,mean=pre", UnsupportedError, r"unfinished ones beside the pages keep their mean", biased),
     ):
         with pytest.raises(error, match=sentence), engine(model.folder, {"preset": preset}):

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from kvcodec.recipe import LayerChoice
-from kvcodec.registry import write_recipe
+from packedkv.recipe import LayerChoice
+from packedkv.registry import write_recipe
 from tests.serve.biased import Biased, library
 from tests.serve.engines import ENVIRONMENT, engine, generate, prompts
 from tests.serve.test_engine import generated

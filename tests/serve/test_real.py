@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import torch
 
-import kvcodec
-from kvcodec.integrations.transformers.argument import passing
+import packedkv
+from packedkv.integrations.transformers.argument import passing
 from tests.serve.engines import engine
 
 pytestmark = pytest.mark.nightly
@@ -29,7 +29,7 @@ def loss(logits: torch.Tensor, ids: list[int]) -> float:
 def real(tmp_path_factory: pytest.TempPathFactory) -> Any:
     """The model, its folder, and pieces of a real text with what they lose uncompressed."""
     pytest.importorskip("gguf")
-    from kvcodec.models.loading import load, load_text
+    from packedkv.models.loading import load, load_text
 
     loaded = load("smollm2-135m", progress=False)
     # the weights were unpacked while they were read, and a model that calls itself quantized cannot be saved
@@ -52,7 +52,7 @@ def test_a_text_is_as_likely_as_through_the_librarys_cache(preset: str, real: An
     spec = ":".join([preset, *(f"{k}={v}" for k, v in SPECS[preset].items())])
     want = []
     for piece in pieces:
-        cache = kvcodec.cache_for(model, spec, prefill="decoded", probe=False)
+        cache = packedkv.cache_for(model, spec, prefill="decoded", probe=False)
         with torch.no_grad():
             want.append(loss(model(torch.tensor([piece]), **passing(model, cache)).logits, piece))
     options = {"max_num_batched_tokens": 128, "kv_cache_memory_bytes": 1 << 27}

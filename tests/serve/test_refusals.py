@@ -4,16 +4,16 @@ from typing import Any
 
 import pytest
 
-from kvcodec.errors import KVError
+from packedkv.errors import KVError
 from tests.serve.engines import engine
 
 REFUSED = {
     "unknown preset": ({"preset": "saw-int5"}, {}, r"unknown codec 'saw-int5'\. Did you mean 'saw-int4'"),
     "unknown key": ({"presets": "saw-int4"}, {}, r"unknown key 'presets'\. Did you mean 'preset'"),
-    "no preset": ({}, {}, r"preset=''; name one of `kvcodec list`"),
+    "no preset": ({}, {}, r"preset=''; name one of `packedkv list`"),
     "dense window": ({"preset": "octopus-3"}, {}, r'keeps the newest 32 tokens dense.*; give "window": 0 to serve'),
     "another window": ({"preset": "octopus-3", "window": 8}, {}, r"window=8; only 0 can be served"),
-    "statistics": ({"preset": "hqmq-s24_r3:outliers=3"}, {}, r"each sequence's own tokens.*run kvcodec fit"),
+    "statistics": ({"preset": "hqmq-s24_r3:outliers=3"}, {}, r"each sequence's own tokens.*run packedkv fit"),
     "block size": ({"preset": "saw-int4"}, {"block_size": 24}, r"--block-size 24; pages are multiples of 16"),
     "sink and block": (
         {"preset": "int-8:sink=20"},
@@ -55,7 +55,7 @@ def test_latent_attention_is_refused(saved: Any) -> None:
     """The CPU platform has other backends for it, which would serve it unpacked."""
     folder = saved("deepseek-v3").folder
     with (
-        pytest.raises(KVError, match=r"multi-head latent attention.*; serve it without kvcodec"),
+        pytest.raises(KVError, match=r"multi-head latent attention.*; serve it without packedkv"),
         engine(folder, {"preset": "saw-int4"}, dtype="bfloat16"),
     ):
         pass

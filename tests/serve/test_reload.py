@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from kvcodec.errors import BrokenPresetError, UnsupportedError
+from packedkv.errors import BrokenPresetError, UnsupportedError
 from tests.serve.biased import Biased, library
 from tests.serve.engines import engine, generate, layers, prompts
 

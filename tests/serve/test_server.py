@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-import kvcodec
-from kvcodec.kernels.cpu import library
+import packedkv
+from packedkv.kernels.cpu import library
 from tests.serve.engines import Server, prompts
 from tests.serve.test_engine import generated
 
@@ -20,7 +20,7 @@ MEMORY, BLOCK, LAYERS, HEADS = 4_000_000, 32, 6, 2
 
 
 def config(preset: str) -> str:
-    return json.dumps({"kvcodec": {"preset": preset, **(GIVEN if preset == PRESET else {})}})
+    return json.dumps({"packedkv": {"preset": preset, **(GIVEN if preset == PRESET else {})}})
 
 
 @pytest.fixture(scope="module")
@@ -46,14 +46,14 @@ def test_a_server_streams_what_the_library_generates(servers: Any, llama: Any) -
     assert f"layers are served by the kernels 'cpu {library.variant()}'" in server.text()
     assert "the reference" not in server.text()
     spec = ":".join([PRESET, *(f"{k}={v}" for k, v in GIVEN.items())])
-    scheme = kvcodec.get(spec)
+    scheme = packedkv.get(spec)
     block = sum(
-        HEADS * kvcodec.KVScheme(own.key.for_dtype(F32), own.value.for_dtype(F32)).page_layout(64, BLOCK).page_bytes
+        HEADS * packedkv.KVScheme(own.key.for_dtype(F32), own.value.for_dtype(F32)).page_layout(64, BLOCK).page_bytes
         for own in (scheme.for_layer(i, LAYERS) for i in range(LAYERS))
     )
     assert int(server.setting("num_gpu_blocks")) == MEMORY // block
     assert int(server.setting("block_size")) == BLOCK
-    assert [server.setting(f"kvcodec_{name}") for name in ("preset", "seed", "params")] == [PRESET, "0", "none"]
+    assert [server.setting(f"packedkv_{name}") for name in ("preset", "seed", "params")] == [PRESET, "0", "none"]
     (ids,) = prompts(70)
     want = [f"t{i}" for i in generated(llama.model, spec, ids)]
     for hits in (0, 64):  # three chunks; then two whole blocks from the prefix cache
@@ -68,7 +68,7 @@ def test_a_refused_preset_ends_the_server_with_the_reason(servers: Any) -> None:
     server = servers["kivi-2"]
     assert server.wait() not in (None, 0)
     assert re.search(
-        r"kvcodec: kivi-2: it keeps the newest 128 tokens dense, which is not in the pages .*; give \"window\": 0",
+        r"packedkv: kivi-2: it keeps the newest 128 tokens dense, which is not in the pages .*; give \"window\": 0",
         server.text().splitlines()[-1],
     )
     assert "EngineCore" not in server.text()

@@ -5,9 +5,9 @@ from typing import Any
 
 import pytest
 
-import kvcodec
-from kvcodec.errors import KVError
-from kvcodec.integrations.vllm.servable import page_step, refusal
+import packedkv
+from packedkv.errors import KVError
+from packedkv.integrations.vllm.servable import page_step, refusal
 from tests.serve.engines import engine, generate, metric, prompts
 from tests.serve.test_engine import SERVED
 
@@ -23,9 +23,9 @@ KINDS = ("wrong", "itself", "n-gram")
 
 def others() -> dict[str, dict[str, Any]]:
     """The presets that a server takes without a file of constants, beside those above; ghost: ``test_means``."""
-    names = [f"{name}:norm=false" if name.startswith("innerq") else name for name in kvcodec.presets()]
+    names = [f"{name}:norm=false" if name.startswith("innerq") else name for name in packedkv.presets()]
     bare = {"window": 0, "sink": 0}
-    found = {name: bare for name in names if not refusal(replace(kvcodec.get(name), **bare), 64)}
+    found = {name: bare for name in names if not refusal(replace(packedkv.get(name), **bare), 64)}
     return {name: given for name, given in found.items() if name not in SERVED | GROUPS}
 
 
@@ -67,7 +67,7 @@ def test_speculation_is_plain_decoding(preset: str, kinds: tuple[str, ...], llam
 @pytest.mark.parametrize("preset", others())
 def test_rejected_drafts_leave_nothing(preset: str, llama: Any, draft: str) -> None:
     """Every other preset, with a draft model that is mostly wrong: a rejected token's place is written again."""
-    given, block = {"preset": preset, **others()[preset]}, page_step(kvcodec.get(preset))
+    given, block = {"preset": preset, **others()[preset]}, page_step(packedkv.get(preset))
     speculative = {"method": "draft_model", "model": draft, "num_speculative_tokens": DRAFTS}
     with engine(llama.folder, given, block_size=block) as llm:
         want = generate(llm, IDS, NEW)

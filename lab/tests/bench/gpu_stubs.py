@@ -5,8 +5,8 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from kvcodec.cache.host import LayerCache
-from kvcodec_lab.bench import attention_rivals, packed
+from packedkv.cache.host import LayerCache
+from packedkv_lab.bench import attention_rivals, packed
 
 CPU = torch.device("cpu")
 

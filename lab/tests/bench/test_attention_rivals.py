@@ -8,10 +8,10 @@ import sys
 import pytest
 import torch
 
-from kvcodec_lab.bench import attention_rivals as rivals
-from kvcodec_lab.bench.attention_rivals import Dense, library_rivals
-from kvcodec_lab.bench.shapes import Shape
 from lab.tests.bench.gpu_stubs import CPU
+from packedkv_lab.bench import attention_rivals as rivals
+from packedkv_lab.bench.attention_rivals import Dense, library_rivals
+from packedkv_lab.bench.shapes import Shape
 
 ODD = Shape("odd", 2, 4, 2, 128, 77)
 
@@ -56,9 +56,9 @@ import sys, torch
 from triton.backends import backends
 for backend in backends.values():
     backend.driver.is_active = staticmethod(lambda: backend is backends["nvidia"])  # or vLLM does without Triton
-from kvcodec_lab.bench.attention_rivals import Dense
-from kvcodec_lab.bench.shapes import Shape
-from kvcodec_lab.bench import attention_rivals as rivals
+from packedkv_lab.bench.attention_rivals import Dense
+from packedkv_lab.bench.shapes import Shape
+from packedkv_lab.bench import attention_rivals as rivals
 dense = Dense(Shape("odd", 1, 2, 2, 128, 40), torch.device("cpu"))
 dense.q, dense.k, dense.v = (x.half() for x in (dense.q, dense.k, dense.v))  # the interpreter has no bf16 products
 print(dense.error_of(rivals.VLLM_QUANTIZED[sys.argv[1]][1](dense)()))

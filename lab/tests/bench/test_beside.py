@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import torch
 
-from kvcodec.cache.host import LayerCache
-from kvcodec_lab.bench.shapes import GROUPS, Shape, shapes_named
 from lab.tests.bench.gpu_stubs import Clock
+from packedkv.cache.host import LayerCache
+from packedkv_lab.bench.shapes import GROUPS, Shape, shapes_named
 
 BENCHMARKS = Path(__file__).parents[3] / "benchmarks"
 
@@ -45,7 +45,7 @@ def test_shapes_of_the_corners(beside):
 
 
 def test_a_worker_times_every_spec_beside_bf16(beside, monkeypatch):
-    from kvcodec_lab.bench import timing
+    from packedkv_lab.bench import timing
 
     monkeypatch.setattr(beside, "DEVICE", "cpu")
     monkeypatch.setattr(timing, "Timer", lambda device: Clock())
@@ -73,7 +73,7 @@ def test_the_rival_is_the_fastest_that_attends(beside, monkeypatch):
 
     def beside_rival(name, answer):
 
-        from kvcodec_lab.bench.attention_rivals import AttentionRival
+        from packedkv_lab.bench.attention_rivals import AttentionRival
 
         return AttentionRival(name, "form", 16.0, lambda: lambda: answer)
 

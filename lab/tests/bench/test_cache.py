@@ -1,14 +1,14 @@
-"""Rows of `kvcodec bench cache`: what is timed, beside what, what is refused before."""
+"""Rows of `packedkv bench cache`: what is timed, beside what, what is refused before."""
 
 import json
 
 import pytest
 import torch
 
-import kvcodec
-from kvcodec.cache.host import LayerCache
-from kvcodec.errors import KVError, ShapeError, SpecError, UnsupportedError
-from kvcodec_lab.bench.cache import CacheWork, cache_rows
+import packedkv
+from packedkv.cache.host import LayerCache
+from packedkv.errors import KVError, ShapeError, SpecError, UnsupportedError
+from packedkv_lab.bench.cache import CacheWork, cache_rows
 
 CACHE = {"batch": 2, "kv_heads": 1, "query_heads": 2, "head_dim": 64, "tokens": 192, "repeats": 2}
 CACHE_METRICS = ["encode_us", "decode_us", "attend_us", "speedup_vs_sdpa", "append_us"]
@@ -29,7 +29,7 @@ def test_rows_are_json_with_everything_needed_to_repeat_them(cached):
         assert row["shape"] == "b2_hq2_h1_d64_t192"
         assert (row["dtype"], row["seed"], row["repeats"]) == ("float32", 3, 2)
         assert row["versions"]["torch"] == torch.__version__
-        assert row["versions"]["kvcodec"] == kvcodec.__version__
+        assert row["versions"]["packedkv"] == packedkv.__version__
         assert row["device"].startswith("cpu")
         assert row["unit"] == ("x" if row["metric"] == "speedup_vs_sdpa" else "us")
         assert row["path"] == ("torch" if row["spec"] == "sdpa" else "reference")
@@ -39,7 +39,7 @@ def test_rows_are_json_with_everything_needed_to_repeat_them(cached):
 def test_effective_bits_are_the_bytes_the_cache_holds(cached):
     k = torch.randn(2, 1, 192, 64)
     for spec in ("dense", "int-4", "kivi-2"):
-        cache = LayerCache(kvcodec.get(spec))
+        cache = LayerCache(packedkv.get(spec))
         cache.append(k, k)
         held = sum(t.untyped_storage().nbytes() for t in cache.tensors())
         bits = {r["effective_bits"] for r in cached if r["spec"] == spec}
@@ -66,7 +66,7 @@ def test_rows_come_as_they_are_measured_and_progress_is_told():
 def test_append_is_timed_over_a_whole_block_so_that_a_group_is_encoded_in_it():
     k = torch.randn(1, 1, 160, 64)
     for spec, unit in (("int-4", 1), ("kivi-2", 32), ("kivi-2:group=16", 16)):
-        cache = LayerCache(kvcodec.get(spec))
+        cache = LayerCache(packedkv.get(spec))
         cache.append(k, k)
         before = cache.roles["key"].encoded
         CacheWork(spec, cache, k[:, :, :1], k, k).append_block()

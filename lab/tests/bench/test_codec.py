@@ -1,4 +1,4 @@
-"""Rows of `kvcodec bench codec`."""
+"""Rows of `packedkv bench codec`."""
 
 import itertools
 import json
@@ -7,14 +7,14 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-import kvcodec
-from kvcodec.cli import stamp
-from kvcodec.errors import ShapeError, SpecError, UnsupportedError
-from kvcodec_lab.bench import codec as bench
-from kvcodec_lab.bench import turns
-from kvcodec_lab.bench.codec import codec_rows
-from kvcodec_lab.bench.quantizer_rivals import QuantizerRival, quantizer_rivals
-from kvcodec_lab.bench.record import spread
+import packedkv
+from packedkv.cli import stamp
+from packedkv.errors import ShapeError, SpecError, UnsupportedError
+from packedkv_lab.bench import codec as bench
+from packedkv_lab.bench import turns
+from packedkv_lab.bench.codec import codec_rows
+from packedkv_lab.bench.quantizer_rivals import QuantizerRival, quantizer_rivals
+from packedkv_lab.bench.record import spread
 
 CODEC = {"kv_heads": 2, "head_dim": 64, "tokens": 96, "repeats": 2}
 CODEC_METRICS = ["encode_tokens_per_s", "decode_tokens_per_s", "encode_vs_int4", "decode_vs_int4"]
@@ -32,12 +32,12 @@ def test_rows_of_every_spec_and_metric(rows):
     for row in json.loads(json.dumps(rows)):
         assert row["shape"] == "b1_h2_d64_t96"
         assert 0 < row["values"]["p20"] <= row["values"]["p50"] <= row["values"]["p80"]
-        assert row["versions"]["kvcodec"] == kvcodec.__version__
+        assert row["versions"]["packedkv"] == packedkv.__version__
 
 
 def test_bits_are_true(rows):
     found = {r["spec"]: r for r in rows if r["metric"] == "encode_vs_int4"}
-    assert found["kivi-2"]["effective_bits"] == kvcodec.get("kivi-2").effective_bits(64)
+    assert found["kivi-2"]["effective_bits"] == packedkv.get("kivi-2").effective_bits(64)
 
 
 def test_int4_beside_itself_costs_the_same_on_a_machine_that_slows_down(monkeypatch):
@@ -69,7 +69,7 @@ def test_refused_before_anything_is_timed():
 
 
 def test_a_codec_that_needs_queries_is_refused(monkeypatch):
-    monkeypatch.setattr(type(kvcodec.get("saw-int4").key), "needs", frozenset({"queries"}))
+    monkeypatch.setattr(type(packedkv.get("saw-int4").key), "needs", frozenset({"queries"}))
     with pytest.raises(UnsupportedError, match="queries"):
         codec_rows(["saw-int4"])
 
@@ -112,7 +112,7 @@ def test_rivals_do_the_job_they_are_timed_for(rival):
         pytest.skip(f"{rival.module} is not installed")
     x = torch.randn(64, 64, generator=torch.Generator().manual_seed(3))
     held = rival.encode(x)
-    ours, _ = kvcodec.fake_quant(rival.job, x[None, None], x[None, None])
+    ours, _ = packedkv.fake_quant(rival.job, x[None, None], x[None, None])
     error = float((rival.decode(held).float() - x).square().sum())
     assert 0.5 < error / float((ours[0, 0] - x).square().sum()) < 2
     assert rival.bits <= rival.nbytes(held) * 8 / x.numel() <= rival.bits + 2

@@ -1,4 +1,4 @@
-"""``kvcodec bench decode | ... | page``: arguments, files, exit statuses."""
+"""``packedkv bench decode | ... | page``: arguments, files, exit statuses."""
 
 import json
 from pathlib import Path
@@ -6,11 +6,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from kvcodec.cli.main import main
-from kvcodec_lab.bench import decode, encode, generate, prefill, record, timing
-from kvcodec_lab.bench.record import DeviceLostError
 from lab.tests.bench.gpu_stubs import CPU, Clock
 from lab.tests.bench.test_summary import ROWS
+from packedkv.cli.main import main
+from packedkv_lab.bench import decode, encode, generate, prefill, record, timing
+from packedkv_lab.bench.record import DeviceLostError
 
 ROOT = Path(__file__).parents[3]
 

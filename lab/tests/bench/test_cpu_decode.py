@@ -1,4 +1,4 @@
-"""``kvcodec bench decode --device cpu``: rows, their ratios, and refusals; times are invented."""
+"""``packedkv bench decode --device cpu``: rows, their ratios, and refusals; times are invented."""
 
 import json
 from typing import Any
@@ -8,13 +8,13 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from kvcodec.cache.host import LayerCache, attend
-from kvcodec.cli.main import main
-from kvcodec.errors import KVError, UnsupportedError
-from kvcodec.kernels.cpu import compile as sources
-from kvcodec.kernels.cpu import library
-from kvcodec_lab.bench import cpu_decode
-from kvcodec_lab.bench.cpu_rivals import CpuRival
+from packedkv.cache.host import LayerCache, attend
+from packedkv.cli.main import main
+from packedkv.errors import KVError, UnsupportedError
+from packedkv.kernels.cpu import compile as sources
+from packedkv.kernels.cpu import library
+from packedkv_lab.bench import cpu_decode
+from packedkv_lab.bench.cpu_rivals import CpuRival
 
 SHAPE = {"batch": 1, "kv_heads": 2, "query_heads": 4, "head_dim": 64, "tokens": 300}
 SECONDS = {"sdpa": 8e-3, "sdpa bfloat16": 9e-3, "two-matmuls": 4e-3, "two-matmuls-kt": 2e-3, "int-4": 1e-3}

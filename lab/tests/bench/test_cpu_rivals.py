@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from kvcodec.errors import KVError
-from kvcodec_lab.bench import cpu_rivals
-from kvcodec_lab.bench.cpu_rivals import CpuRival
+from packedkv.errors import KVError
+from packedkv_lab.bench import cpu_rivals
+from packedkv_lab.bench.cpu_rivals import CpuRival
 
 RIVALS = {rival.spec: rival for rival in cpu_rivals.cpu_rivals()}
 BITS = {

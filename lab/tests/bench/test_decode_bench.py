@@ -1,20 +1,20 @@
-"""Rows of ``kvcodec bench decode``: what is timed beside what, what is not timed and says why, and going on."""
+"""Rows of ``packedkv bench decode``: what is timed beside what, what is not timed and says why, and going on."""
 
 import json
 
 import pytest
 import torch
 
-from kvcodec.cli.page.rows import read_rows
-from kvcodec.cli.stamp import stamp
-from kvcodec.errors import FormatError, UnsupportedError
-from kvcodec_lab.bench import decode, packed
-from kvcodec_lab.bench.attention_rivals import AttentionRival, Dense, missing
-from kvcodec_lab.bench.decode import decode_rows, ratio
-from kvcodec_lab.bench.packed import Gate
-from kvcodec_lab.bench.record import Deadline, DeviceLostError, Recorder, newest
-from kvcodec_lab.bench.shapes import Shape, sweep
 from lab.tests.bench.gpu_stubs import CPU, Clock, use_reference
+from packedkv.cli.page.rows import read_rows
+from packedkv.cli.stamp import stamp
+from packedkv.errors import FormatError, UnsupportedError
+from packedkv_lab.bench import decode, packed
+from packedkv_lab.bench.attention_rivals import AttentionRival, Dense, missing
+from packedkv_lab.bench.decode import decode_rows, ratio
+from packedkv_lab.bench.packed import Gate
+from packedkv_lab.bench.record import Deadline, DeviceLostError, Recorder, newest
+from packedkv_lab.bench.shapes import Shape, sweep
 
 TINY = Shape("tiny", 2, 4, 2, 64, 100)
 METRICS = {

@@ -1,18 +1,18 @@
-"""Rows of ``kvcodec bench encode``: bytes checked before timing, blocks counted per token, other libraries."""
+"""Rows of ``packedkv bench encode``: bytes checked before timing, blocks counted per token, other libraries."""
 
 import pytest
 import torch
 
-from kvcodec.cli.stamp import stamp
-from kvcodec.codec import ROLES
-from kvcodec.errors import SpecError, UnsupportedError
-from kvcodec_lab.bench import encode, packed_encode
-from kvcodec_lab.bench.encode import append_shape, append_times, encode_rows
-from kvcodec_lab.bench.packed import scheme_of
-from kvcodec_lab.bench.packed_encode import differing_bytes, encode_operator
-from kvcodec_lab.bench.record import Recorder
-from kvcodec_lab.bench.shapes import PRESETS, Shape
 from lab.tests.bench.gpu_stubs import CPU, Clock
+from packedkv.cli.stamp import stamp
+from packedkv.codec import ROLES
+from packedkv.errors import SpecError, UnsupportedError
+from packedkv_lab.bench import encode, packed_encode
+from packedkv_lab.bench.encode import append_shape, append_times, encode_rows
+from packedkv_lab.bench.packed import scheme_of
+from packedkv_lab.bench.packed_encode import differing_bytes, encode_operator
+from packedkv_lab.bench.record import Recorder
+from packedkv_lab.bench.shapes import PRESETS, Shape
 
 WRITER = packed_encode.writer
 SMALL = Shape("llm64k", 2, 4, 2, 64, 200)

@@ -1,4 +1,4 @@
-"""Rows of ``kvcodec bench first`` on a small model: what is timed, what it is compared with."""
+"""Rows of ``packedkv bench first`` on a small model: what is timed, what it is compared with."""
 
 import contextlib
 import itertools
@@ -7,12 +7,12 @@ import json
 import pytest
 import torch
 
-from kvcodec.cli.main import main
-from kvcodec.cli.stamp import stamp
-from kvcodec.errors import UnsupportedError
-from kvcodec_lab.bench import first
-from kvcodec_lab.bench.record import Deadline, Recorder
 from lab.tests.bench.gpu_stubs import CPU
+from packedkv.cli.main import main
+from packedkv.cli.stamp import stamp
+from packedkv.errors import UnsupportedError
+from packedkv_lab.bench import first
+from packedkv_lab.bench.record import Deadline, Recorder
 
 pytest.importorskip("transformers")
 TINY = {"vocab_size": 300, "hidden_size": 128, "intermediate_size": 64, "num_attention_heads": 4,
@@ -27,7 +27,7 @@ def model():
 @pytest.fixture(autouse=True)
 def _streamed(monkeypatch):
     def packed(runner, spec):
-        from kvcodec.integrations.transformers import cache_for
+        from packedkv.integrations.transformers import cache_for
 
         if spec == "fp8":
             raise UnsupportedError("no kernel for it")
@@ -84,8 +84,8 @@ def test_dynamic_cache_takes_turns_with_a_preset(model, monkeypatch):
     rows = {r["shape"]: r for r in timed(["int-4"], model, new=(3,)) if r["spec"] == "int-4" and "caches" in r}
     assert [rows["llama_1b_16"][k] for k in ("dynamic_ms", "vs_dynamic", "beyond_ms")] == [2.0, 3.0, 3.0]
     assert [rows["llama_1b_64"][k] for k in ("dynamic_ms", "vs_dynamic", "beyond_ms")] == [4.0, 1.5, 0.0]
-    at = asked.index((False, 64, "", "kvcodec"))
-    assert asked[at - 1 : at + 4] == [(True, 64, "as torch chooses", "sdpa"), (False, 64, "", "kvcodec")] * 2 + [
+    at = asked.index((False, 64, "", "packedkv"))
+    assert asked[at - 1 : at + 4] == [(True, 64, "as torch chooses", "sdpa"), (False, 64, "", "packedkv")] * 2 + [
         (True, 64, "as torch chooses", "sdpa")
     ]
 
@@ -139,7 +139,7 @@ def test_the_command_names_the_part(monkeypatch, capsys):
     assert main(["bench", "first"]) == 2
     assert "bench first times kernels on a GPU" in capsys.readouterr().err
     told = []
-    monkeypatch.setattr("kvcodec_lab.bench.record.require_gpu", lambda what, device: CPU)
+    monkeypatch.setattr("packedkv_lab.bench.record.require_gpu", lambda what, device: CPU)
     monkeypatch.setattr(first, "first_rows", lambda specs, recorder, **options: told.append(specs) or iter([]))
     assert main(["bench", "first", "--device", "cuda", "--specs", "int-4,kivi-2"]) == 0
     assert main(["bench", "first", "--device", "cuda"]) == 0

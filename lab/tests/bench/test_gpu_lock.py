@@ -7,12 +7,12 @@ import sys
 import threading
 from unittest import mock
 
-from kvcodec_lab.bench.gpu_lock import GpuLock
+from packedkv_lab.bench.gpu_lock import GpuLock
 
 HOLD = """
 import sys
 from pathlib import Path
-from kvcodec_lab.bench.gpu_lock import GpuLock
+from packedkv_lab.bench.gpu_lock import GpuLock
 with getattr(GpuLock(Path(sys.argv[1])), sys.argv[2])():
     print("held", flush=True)
     sys.stdin.read()

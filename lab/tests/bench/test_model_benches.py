@@ -1,21 +1,21 @@
-"""Rows of ``kvcodec bench prefill`` and ``generate`` on small shapes."""
+"""Rows of ``packedkv bench prefill`` and ``generate`` on small shapes."""
 
 import json
 
 import pytest
 import torch
 
-from kvcodec.cli.measure.generation import FORMS
-from kvcodec.cli.stamp import stamp
-from kvcodec.errors import SpecError, UnsupportedError
-from kvcodec.integrations.transformers.argument import passing
-from kvcodec.kernels.cuda.engine import CudaEngine
-from kvcodec_lab.bench import generate, prefill
-from kvcodec_lab.bench.packed import packed_operator
-from kvcodec_lab.bench.prefill import dense_attention, prefill_error, prefill_rows, prefill_shape
-from kvcodec_lab.bench.record import Deadline, Recorder, newest
-from kvcodec_lab.bench.shapes import Shape
 from lab.tests.bench.gpu_stubs import CPU, Clock, use_reference
+from packedkv.cli.measure.generation import FORMS
+from packedkv.cli.stamp import stamp
+from packedkv.errors import SpecError, UnsupportedError
+from packedkv.integrations.transformers.argument import passing
+from packedkv.kernels.cuda.engine import CudaEngine
+from packedkv_lab.bench import generate, prefill
+from packedkv_lab.bench.packed import packed_operator
+from packedkv_lab.bench.prefill import dense_attention, prefill_error, prefill_rows, prefill_shape
+from packedkv_lab.bench.record import Deadline, Recorder, newest
+from packedkv_lab.bench.shapes import Shape
 
 
 @pytest.fixture(autouse=True)
@@ -155,7 +155,7 @@ def test_a_filled_cache_takes_the_prompts_last_token_and_goes_on(model):
 
 
 def test_a_filled_cache_without_the_keys_mean_knows_its_positions(model):
-    cache_for = pytest.importorskip("kvcodec.integrations.transformers").cache_for
+    cache_for = pytest.importorskip("packedkv.integrations.transformers").cache_for
     filler = generate.Filler(model, 2, 40, 8)
     cache = filler.filled(cache_for(model, "saw-int4:mean=pre", attention="decoded", probe="off"))
     assert int(cache.get_seq_length()) == 39
@@ -176,7 +176,7 @@ def test_rows_of_the_16_bit_cache_and_of_what_no_kernel_takes(model):
     assert [(r["spec"], r["cache"], r["shape"]) for r in rows] == [
         ("dense", "DynamicCache", "qwen3_8b_b2_0k"),
         ("dense", "DynamicCache", "qwen3_8b_b2_0k"),
-        ("kivi-2:group=16", "kvcodec fused", "qwen3_8b_b2_0k"),
+        ("kivi-2:group=16", "packedkv fused", "qwen3_8b_b2_0k"),
     ]
     assert rows[0]["values"] is not None
     assert rows[2]["status"].startswith("no kernel: UnsupportedError")
@@ -242,7 +242,7 @@ def test_a_model_is_made_only_for_what_is_left(tmp_path, monkeypatch):
 
 def test_packed_caches_are_filled_and_reported(model, monkeypatch):
     def streamed(filler, spec, fixed):
-        from kvcodec.integrations.transformers import cache_for
+        from packedkv.integrations.transformers import cache_for
 
         return cache_for(filler.model, spec, attention="streamed", probe=False)
 

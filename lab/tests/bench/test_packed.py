@@ -3,11 +3,11 @@
 import pytest
 import torch
 
-from kvcodec.codec import ROLES
-from kvcodec.errors import UnsupportedError
-from kvcodec_lab.bench.packed import Gate, gate, packed_operator, scheme_of, worst
-from kvcodec_lab.bench.shapes import PRESETS, Shape
 from lab.tests.bench.gpu_stubs import CPU, use_reference
+from packedkv.codec import ROLES
+from packedkv.errors import UnsupportedError
+from packedkv_lab.bench.packed import Gate, gate, packed_operator, scheme_of, worst
+from packedkv_lab.bench.shapes import PRESETS, Shape
 
 ODD = Shape("odd", 2, 6, 2, 128, 421)
 
@@ -69,15 +69,15 @@ def test_bits_and_bytes_are_those_held():
 
 
 def test_a_preset_that_no_kernel_reads_is_refused_before_anything_is_encoded(monkeypatch):
-    monkeypatch.setattr("kvcodec_lab.bench.packed.fused_refusal", lambda *_: "nobody reads this")
-    monkeypatch.setattr("kvcodec_lab.bench.packed.Packed", lambda *_: pytest.fail("made"))
+    monkeypatch.setattr("packedkv_lab.bench.packed.fused_refusal", lambda *_: "nobody reads this")
+    monkeypatch.setattr("packedkv_lab.bench.packed.Packed", lambda *_: pytest.fail("made"))
     with pytest.raises(UnsupportedError, match="nobody reads this"):
         packed_operator("int-4", ODD, CPU)
 
 
 @pytest.mark.parametrize("spec", ["int-8", "kivi-2", "innerq-base"])
 def test_every_token_is_another_one(spec, monkeypatch):
-    monkeypatch.setattr("kvcodec_lab.bench.packed.CHUNK_TOKENS", 100)  # several calls, whole blocks in each
+    monkeypatch.setattr("packedkv_lab.bench.packed.CHUNK_TOKENS", 100)  # several calls, whole blocks in each
     packed = packed_operator(spec, ODD, CPU, 5)
     for role in range(2):
         rows = torch.cat([packed.truth(b, h)[role] for b in range(2) for h in range(2)])
@@ -137,7 +137,7 @@ def test_gate_sees_a_one_sided_error_that_only_diffuse_attention_shows(monkeypat
     true = packed.cache.attend
     monkeypatch.setattr(packed.cache, "attend", lambda q: true(q) + 4e-4)
     assert not gate(packed).passed
-    monkeypatch.setattr("kvcodec_lab.bench.packed.SCALES", (4.0,))
+    monkeypatch.setattr("packedkv_lab.bench.packed.SCALES", (4.0,))
     assert gate(packed).passed
 
 

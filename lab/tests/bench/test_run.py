@@ -12,10 +12,10 @@ from pathlib import Path
 
 import pytest
 
-from kvcodec.cli.main import main
-from kvcodec.registry import split_specs
-from kvcodec_lab.bench import decode, encode, first, generate, prefill, record, timing
 from lab.tests.bench.gpu_stubs import CPU, Clock
+from packedkv.cli.main import main
+from packedkv.registry import split_specs
+from packedkv_lab.bench import decode, encode, first, generate, prefill, record, timing
 
 ROOT = Path(__file__).parents[3]
 PARTS = {"decode": decode, "encode": encode, "prefill": prefill, "generate": generate, "first": first}
@@ -138,7 +138,7 @@ def test_every_job_of_a_plan_is_a_command_that_parses(runner, told, tmp_path, mo
     monkeypatch.setattr(timing, "Timer", lambda device: Clock())
     wanted = []
     for command in commands:
-        if command[1:4] == ["-m", "kvcodec", "bench"]:
+        if command[1:4] == ["-m", "packedkv", "bench"]:
             if command[4] in PARTS and "cuda" in command:
                 wanted.append(command[4])
                 assert main(command[3:]) == 0

@@ -1,4 +1,4 @@
-"""``kvcodec bench serve``: sessions against a server of known answers."""
+"""``packedkv bench serve``: sessions against a server of known answers."""
 
 import json
 import threading
@@ -6,10 +6,10 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 
-from kvcodec.cli.main import main
-from kvcodec.errors import KVError, SpecError
-from kvcodec_lab.bench.record import Recorder
-from kvcodec_lab.bench.sessions import Server, Sessions, session_rows
+from packedkv.cli.main import main
+from packedkv.errors import KVError, SpecError
+from packedkv_lab.bench.record import Recorder
+from packedkv_lab.bench.sessions import Server, Sessions, session_rows
 
 LOAD = Sessions(sessions=3, rounds=3, shared=8, context=16, turn=4, answer=5)
 

@@ -2,11 +2,11 @@
 
 import pytest
 
-import kvcodec
-from kvcodec.cli.page import figures, svg
-from kvcodec.errors import ShapeError, SpecError
-from kvcodec_lab.bench.shapes import GROUPS, KMEANS, PRESETS, SHAPES, SPINE, Shape, shapes_named, sweep
-from kvcodec_lab.report.bench import SpeedPoint, break_evens, page_html, speed_points
+import packedkv
+from packedkv.cli.page import figures, svg
+from packedkv.errors import ShapeError, SpecError
+from packedkv_lab.bench.shapes import GROUPS, KMEANS, PRESETS, SHAPES, SPINE, Shape, shapes_named, sweep
+from packedkv_lab.report.bench import SpeedPoint, break_evens, page_html, speed_points
 
 
 def row(spec, metric, shape, p50, **more):
@@ -41,7 +41,7 @@ def test_shapes_of_the_spine_and_of_the_papers():
 
 def test_every_preset_that_is_timed_by_default_is_one():
     for spec in (*PRESETS, KMEANS):
-        kvcodec.get(spec)
+        packedkv.get(spec)
 
 
 def test_a_name_that_is_no_shape_lists_some():

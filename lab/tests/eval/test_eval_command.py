@@ -1,4 +1,4 @@
-"""``kvcodec eval``: from a model's folder to a folder of results; mistakes are found before the model loads."""
+"""``packedkv eval``: from a model's folder to a folder of results; mistakes are found before the model loads."""
 
 import json
 import re
@@ -8,11 +8,11 @@ import pytest
 from tests.cli.tiny import TEXT, save_tiny, tiny_llama
 from tests.test_cli import refused, run
 
-from kvcodec.cli import main as cli
-from kvcodec.cli.arguments import depths, lengths
-from kvcodec_lab.commands.eval import data_paths, task_list
-from kvcodec_lab.eval.store import AGAINST, ITEMS, RESULTS, RUN
 from lab.tests.eval.test_run import QUESTIONS, interrupted_after
+from packedkv.cli import main as cli
+from packedkv.cli.arguments import depths, lengths
+from packedkv_lab.commands.eval import data_paths, task_list
+from packedkv_lab.eval.store import AGAINST, ITEMS, RESULTS, RUN
 
 SIZES = ["--window-tokens", "96", "--lengths", "480", "--depths", "0,1", "--limit", "2"]
 
@@ -39,7 +39,7 @@ def data(tmp_path):
 
 @pytest.fixture
 def no_model(monkeypatch):
-    from kvcodec.models import loading as models
+    from packedkv.models import loading as models
 
     monkeypatch.setattr(models, "load", lambda *_, **__: pytest.fail("the model was loaded first"))
 

@@ -1,4 +1,4 @@
-"""The model ``kvcodec`` of lm-evaluation-harness: reads the packed cache, says so, and otherwise is lm-eval's ``hf``.
+"""The model ``packedkv`` of lm-evaluation-harness: reads the packed cache, says so, and otherwise is lm-eval's ``hf``.
 
 Needs the extra ``eval`` (``make test-eval``). Small models are made here; the real one and its items run in ``slow``
 tests, which skip where the data or the model cannot be had.
@@ -17,11 +17,11 @@ from tests.cli.corrupt import corrupt
 from tests.cli.tiny import TEXT, tiny_llama, tiny_tokenizer
 from tests.conftest import own_threads
 
-import kvcodec
-from kvcodec.cli.measure.perplexity import compressed_logits
-from kvcodec.errors import FormatError, ModelError, SpecError, UnsupportedError
-from kvcodec.integrations.transformers.recording import packed_cache
-from kvcodec.models.loading import LoadedModel, load
+import packedkv
+from packedkv.cli.measure.perplexity import compressed_logits
+from packedkv.errors import FormatError, ModelError, SpecError, UnsupportedError
+from packedkv.integrations.transformers.recording import packed_cache
+from packedkv.models.loading import LoadedModel, load
 
 pytest.importorskip("lm_eval", reason="needs the extra eval: make test-eval")
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning", "ignore::ResourceWarning")
@@ -33,9 +33,9 @@ from lm_eval.api.registry import get_model  # noqa: E402
 from lm_eval.models.huggingface import HFLM  # noqa: E402
 from lm_eval.tasks import TaskManager  # noqa: E402
 
-from kvcodec.integrations.transformers.argument import passing  # noqa: E402
-from kvcodec_lab.eval import lm_eval as integration  # noqa: E402
-from kvcodec_lab.eval.lm_eval import KVCodecLM  # noqa: E402
+from packedkv.integrations.transformers.argument import passing  # noqa: E402
+from packedkv_lab.eval import lm_eval as integration  # noqa: E402
+from packedkv_lab.eval.lm_eval import PackedKVLM  # noqa: E402
 
 ROOT = Path(__file__).parents[3]
 DATA = ROOT.parent / "shared/data"
@@ -151,17 +151,17 @@ def test_hf_and_the_dense_preset_give_the_same_scores_on_real_items(name, smollm
     many, few = REAL[name]
     own = evaluate(HFLM(smollm2.model, tokenizer=smollm2.tokenizer), tasks[name], limit=many)
     if name != "gsm8k":
-        dense = evaluate(KVCodecLM(smollm2, "dense"), tasks[name], limit=many)
+        dense = evaluate(PackedKVLM(smollm2, "dense"), tasks[name], limit=many)
         assert dense["results"] == own["results"]
         for ours, theirs in zip(dense["samples"][name], own["samples"][name], strict=True):
             assert (ours["acc"], ours["acc_norm"]) == (theirs["acc"], theirs["acc_norm"])
             values = [[float(value) for ((value, _),) in sample["resps"]] for sample in (ours, theirs)]
             assert values[0] == pytest.approx(values[1], abs=0.05)
-    same = evaluate(KVCodecLM(smollm2, "dense:dtype=float32"), tasks[name], limit=few)
+    same = evaluate(PackedKVLM(smollm2, "dense:dtype=float32"), tasks[name], limit=few)
     found = [sample["resps"] for sample in same["samples"][name]]
     assert len(found) == few
     assert found == [sample["resps"] for sample in own["samples"][name][:few]]
-    assert same["config"]["kvcodec"]["sha256"] == smollm2.sha256
+    assert same["config"]["packedkv"]["sha256"] == smollm2.sha256
 
 
 @pytest.mark.slow
@@ -170,7 +170,7 @@ def test_a_cache_that_returns_noise_scores_at_chance(smollm2, tmp_path):
     """The harness can fail: 48 questions of four answers, chance 0.25 with a standard error of 0.0625."""
     task = local_choices("arc_easy", arc_easy(tmp_path, 48))
     right, wrong = (
-        evaluate(KVCodecLM(smollm2, spec, batch_size=4), task)["results"]["arc_easy"]["acc,none"]
+        evaluate(PackedKVLM(smollm2, spec, batch_size=4), task)["results"]["arc_easy"]["acc,none"]
         for spec in ("saw-int4", corrupt())
     )
     assert abs(wrong - 0.25) < 3 * 0.0625
@@ -181,10 +181,10 @@ def test_a_cache_that_returns_noise_scores_at_chance(smollm2, tmp_path):
 
 
 def test_the_name_is_registered_by_the_import_and_by_the_package():
-    assert get_model("kvcodec") is KVCodecLM
+    assert get_model("packedkv") is PackedKVLM
     pyproject = (ROOT / "lab" / "pyproject.toml").read_text()
-    assert '[project.entry-points."lm_eval.models"]\nkvcodec = "kvcodec_lab.eval.lm_eval:KVCodecLM"' in pyproject
-    assert 'kvcodec-lm-eval = "kvcodec_lab.eval.lm_eval:main"' in pyproject
+    assert '[project.entry-points."lm_eval.models"]\npackedkv = "packedkv_lab.eval.lm_eval:PackedKVLM"' in pyproject
+    assert 'packedkv-lm-eval = "packedkv_lab.eval.lm_eval:main"' in pyproject
 
 
 @pytest.mark.parametrize("prefill", ["decoded", "exact"])
@@ -194,7 +194,7 @@ def test_the_name_is_registered_by_the_import_and_by_the_package():
 def test_a_cache_that_rounds_nothing_gives_hf_s_answers_to_the_bit(dtype, spec, prefill):
     loaded = tiny_loaded(getattr(torch, dtype))
     own = answers(HFLM(loaded.model, tokenizer=loaded.tokenizer))
-    pairs, documents, texts = answers(KVCodecLM(loaded, spec, prefill))
+    pairs, documents, texts = answers(PackedKVLM(loaded, spec, prefill))
     assert texts == own[2]
     if prefill == "decoded":
         assert [pairs, documents] == own[:2]
@@ -209,17 +209,17 @@ def test_too_long_requests_lose_their_beginning_as_in_hf():
     loaded = tiny_loaded()
     asked = requests("loglikelihood", (TEXT[:700], TEXT[700:720]), (TEXT[:512], "x"), (TEXT[:511], "x"))
     own = HFLM(loaded.model, tokenizer=loaded.tokenizer).loglikelihood(asked, disable_tqdm=True)
-    assert KVCodecLM(loaded, "dense:dtype=float32").loglikelihood(asked, disable_tqdm=True) == own
+    assert PackedKVLM(loaded, "dense:dtype=float32").loglikelihood(asked, disable_tqdm=True) == own
 
 
 def test_a_folder_is_loaded_as_hf_loads_it(tmp_path):
     loaded = tiny_loaded(torch.bfloat16)
     loaded.model.save_pretrained(tmp_path)
     loaded.tokenizer.save_pretrained(tmp_path)
-    ours = KVCodecLM.create_from_arg_string(f"pretrained={tmp_path},spec=dense", {"batch_size": 1, "device": "cpu"})
+    ours = PackedKVLM.create_from_arg_string(f"pretrained={tmp_path},spec=dense", {"batch_size": 1, "device": "cpu"})
     assert ours.model.dtype == torch.bfloat16
     assert answers(ours) == answers(HFLM(str(tmp_path), device="cpu"))
-    assert ours.get_model_info()["kvcodec"]["model"] == str(tmp_path)
+    assert ours.get_model_info()["packedkv"]["model"] == str(tmp_path)
 
 
 # -- every score comes from the packed cache ---------------------------------------------------------------------------
@@ -231,7 +231,7 @@ def log_likelihood(logits, ids, n):
 
 def test_decoded_scores_are_those_of_the_perplexity_protocol(model):
     """One call, decoded K and V of every token; the continuation's last token is not in it."""
-    lm = KVCodecLM(model, INT4)
+    lm = PackedKVLM(model, INT4)
     found = lm.loglikelihood(PAIRS[:4], disable_tqdm=True)
     for request, (value, _) in zip(PAIRS, found, strict=False):
         ids = torch.tensor(model.tokenizer("".join(request.args))["input_ids"])
@@ -243,7 +243,7 @@ def test_decoded_scores_are_those_of_the_perplexity_protocol(model):
 
 
 def test_exact_reads_fresh_what_comes_before_the_last_context_token_and_nothing_else(model):
-    lm = KVCodecLM(model, INT4, "exact")
+    lm = PackedKVLM(model, INT4, "exact")
     found = lm.loglikelihood(PAIRS[:1], disable_tqdm=True)[0][0]
     ids = torch.tensor(model.tokenizer("".join(PAIRS[0].args))["input_ids"])
     with packed_cache(model.model, INT4, prefill="exact") as cache, torch.no_grad():
@@ -258,31 +258,31 @@ def test_an_exact_prefill_does_not_score_a_single_token_continuation(model):
     asked = PAIRS[4:6]
     plain = [p for p, _ in HFLM(model.model, tokenizer=model.tokenizer).loglikelihood(asked, disable_tqdm=True)]
     for prefill in ("decoded", "exact"):
-        found = [p for p, _ in KVCodecLM(model, INT4, prefill).loglikelihood(asked, disable_tqdm=True)]
+        found = [p for p, _ in PackedKVLM(model, INT4, prefill).loglikelihood(asked, disable_tqdm=True)]
         assert min(abs(a - b) for a, b in zip(plain, found, strict=True)) > 1e-3
 
 
 def test_rolling_has_nothing_to_prefill_and_reads_codes_throughout(model):
-    lm = KVCodecLM(model, INT4, "exact")
+    lm = PackedKVLM(model, INT4, "exact")
     found = lm.loglikelihood_rolling(requests("loglikelihood_rolling", (TEXT[:400],)), disable_tqdm=True)[0]
     assert lm.held.calls == {"decoded": 6}, "400 tokens are two calls of at most 256, in three layers"
-    decoded = KVCodecLM(model, INT4).loglikelihood_rolling(
+    decoded = PackedKVLM(model, INT4).loglikelihood_rolling(
         requests("loglikelihood_rolling", (TEXT[:400],)), disable_tqdm=True
     )[0]
     assert found == pytest.approx(decoded, rel=1e-3), "without a window, the split into calls changes nothing"
 
 
 def test_rounded_queries_are_read_inside_attention(model):
-    lm = KVCodecLM(model, "ultraquant:queries=fp8,dense_layers=0")
+    lm = PackedKVLM(model, "ultraquant:queries=fp8,dense_layers=0")
     answers(lm)
     assert set(lm.held.calls) == {"streamed"}
-    assert lm.get_model_info()["kvcodec"]["attention"] == "streamed"
+    assert lm.get_model_info()["packedkv"]["attention"] == "streamed"
     assert model.model.config._attn_implementation == "sdpa", "the model's own attention is set again"
 
 
 @pytest.mark.parametrize("prefill", ["decoded", "exact"])
 def test_a_generation_reads_the_packed_cache(model, prefill):
-    lm = KVCodecLM(model, INT4, prefill)
+    lm = PackedKVLM(model, INT4, prefill)
     found = lm.generate_until(PROMPTS[:1], disable_tqdm=True)
     ids = torch.tensor([model.tokenizer(TEXT[:60])["input_ids"]])
     made = []
@@ -305,7 +305,7 @@ def test_a_generation_reads_the_packed_cache(model, prefill):
 @pytest.mark.parametrize("spec", ["kivi-2:window=8", "saw-int4", "octopus-3", "innerq-base"])
 def test_a_batch_of_equal_lengths_gives_what_single_sequences_give(model, spec, prefill):
     """Groups, windows and fitted constants of a sequence do not see its neighbours in the batch."""
-    one, many = (answers(KVCodecLM(model, spec, prefill, batch_size=n)) for n in (1, 4))
+    one, many = (answers(PackedKVLM(model, spec, prefill, batch_size=n)) for n in (1, 4))
     for a, b in zip(one[0], many[0], strict=True):
         assert a[0] == pytest.approx(b[0], abs=2e-3)
     assert one[1] == pytest.approx(many[1], rel=1e-4)
@@ -313,17 +313,17 @@ def test_a_batch_of_equal_lengths_gives_what_single_sequences_give(model, spec, 
 
 
 def test_answers_come_in_the_order_of_the_requests_and_equal_inputs_share_a_call(model):
-    lm = KVCodecLM(model, INT4, batch_size=8)
+    lm = PackedKVLM(model, INT4, batch_size=8)
     found = lm.loglikelihood(PAIRS, disable_tqdm=True)
     turned = lm.loglikelihood(PAIRS[::-1], disable_tqdm=True)
     assert [p for p, _ in found] == pytest.approx([p for p, _ in turned[::-1]], abs=1e-3)
-    alone = KVCodecLM(model, INT4)
+    alone = PackedKVLM(model, INT4)
     alone.loglikelihood(PAIRS[4:6], disable_tqdm=True)
     assert alone.held.calls == {"decoded": 3}, "contexts are equal and the last token is not an input"
 
 
 def test_padding_never_reaches_the_cache(model):
-    lm = KVCodecLM(model, INT4, batch_size=2)
+    lm = PackedKVLM(model, INT4, batch_size=2)
     mask = torch.tensor([[0, 1, 1], [1, 1, 1]])
     with pytest.raises(UnsupportedError, match="prompts of unequal length in one batch; pass batch_size=1"):
         lm._model_generate(torch.ones(2, 3, dtype=torch.long), 8, [], attention_mask=mask)
@@ -368,15 +368,15 @@ ROWS = [{"ctx": TEXT[i : i + 30], "endings": [TEXT[i + 30 : i + 40], "zebra quag
 
 def test_the_results_of_a_run_say_what_they_were_read_from(model, tmp_path):
     task = local_choices("choices", write_lines(tmp_path / "items.jsonl", ROWS))
-    result = evaluate(KVCodecLM(model, "kivi-2:window=16", "exact", seed=3), task)
-    said = result["config"]["kvcodec"]
+    result = evaluate(PackedKVLM(model, "kivi-2:window=16", "exact", seed=3), task)
+    said = result["config"]["packedkv"]
     assert result["results"]["choices"]["sample_len"] == 6
     assert {k: said[k] for k in ("model", "origin", "prefill", "attention", "seed", "fitted_params")} == {
         "model": "tiny", "origin": "made in the test", "prefill": "exact", "attention": "decoded", "seed": 3,
         "fitted_params": False,
     }  # fmt: skip
-    assert said["version"] == kvcodec.__version__
-    assert said["spec"] == str(kvcodec.get("kivi-2:window=16"))
+    assert said["version"] == packedkv.__version__
+    assert said["spec"] == str(packedkv.get("kivi-2:window=16"))
     assert said["attention_calls"] == {"exact": 3 * 12, "decoded": 3 * 12}
     assert said["effective_bits"] == pytest.approx(said["cache_bytes"] * 8 / said["elements"])
     assert 0 < said["encoded_share"] < 1
@@ -390,7 +390,7 @@ def test_code_is_generated_without_being_run_and_run_only_if_that_is_confirmed(m
         "code", path, "generate_until", unsafe_code=True, doc_to_text="{{prompt}}", doc_to_target="{{test}}",
         generation_kwargs={"until": ["\ndef"], "max_gen_toks": 6}, metric_list=[{"metric": "exact_match"}],
     )  # fmt: skip
-    lm = KVCodecLM(model, INT4)
+    lm = PackedKVLM(model, INT4)
     with pytest.raises(ValueError, match="marked as unsafe"):
         evaluate(lm, task)
     result = evaluate(lm, task, confirm_run_unsafe_code=True, predict_only=True)
@@ -400,28 +400,28 @@ def test_code_is_generated_without_being_run_and_run_only_if_that_is_confirmed(m
 
 
 def test_a_result_is_told_to_be_of_dense_tokens_where_windows_hold_them_all(model, caplog):
-    lm = KVCodecLM(model, "kivi-2:window=128")
+    lm = PackedKVLM(model, "kivi-2:window=128")
     lm.loglikelihood(PAIRS[2:4], disable_tqdm=True)
-    assert lm.get_model_info()["kvcodec"]["encoded_share"] == 0
+    assert lm.get_model_info()["packedkv"]["encoded_share"] == 0
     assert "0 % of the tokens of these requests were ever encoded (sink 0, window 128)" in caplog.text
     caplog.clear()
-    full = KVCodecLM(model, INT4)
+    full = PackedKVLM(model, INT4)
     full.loglikelihood(PAIRS[2:4], disable_tqdm=True)
-    assert full.get_model_info()["kvcodec"]["encoded_share"] == 1
+    assert full.get_model_info()["packedkv"]["encoded_share"] == 1
     assert "ever encoded" not in caplog.text
 
 
 def test_answers_cached_by_lm_eval_are_not_taken_for_those_of_another_spec(model, tmp_path):
     file = str(tmp_path / "answers.db")
-    first = CachingLM(KVCodecLM(model, INT4), file)
+    first = CachingLM(PackedKVLM(model, INT4), file)
     found = first.loglikelihood(PAIRS[:2])
     first.dbdict.close()
-    again = KVCodecLM(model, INT4)
+    again = PackedKVLM(model, INT4)
     assert CachingLM(again, file).loglikelihood(PAIRS[:2]) == found
     assert again.held.calls == {}, "answered from the file"
     for spec, prefill in (("int-8", "decoded"), (INT4, "exact")):
         with pytest.raises(FormatError, match="name another file for every model, spec and prefill"):
-            CachingLM(KVCodecLM(model, spec, prefill), file)
+            CachingLM(PackedKVLM(model, spec, prefill), file)
 
 
 def test_a_file_of_answers_by_hf_is_refused(model, tmp_path):
@@ -430,7 +430,7 @@ def test_a_file_of_answers_by_hf_is_refused(model, tmp_path):
     plain.loglikelihood(PAIRS[:1])
     plain.dbdict.close()
     with pytest.raises(FormatError, match=r"were made by another model, these would be by .*tiny.*decoded"):
-        CachingLM(KVCodecLM(model, "dense"), file)
+        CachingLM(PackedKVLM(model, "dense"), file)
 
 
 # -- what is refused ---------------------------------------------------------------------------------------------------
@@ -444,9 +444,9 @@ def test_a_file_of_answers_by_hf_is_refused(model, tmp_path):
         ({"spec": "dense", "prefill": "exakt"}, SpecError, "prefill='exakt': expected one of decoded, exact"),
         ({"spec": "dense", "batch_size": "auto"}, UnsupportedError, "batch_size='auto'; pass a whole number >= 1"),
         ({"spec": "dense", "batch_size": 0}, UnsupportedError, "batch_size=0; pass a whole number >= 1"),
-        ({"spec": "dense", "prefil": "exact"}, SpecError, "prefil is no option of model kvcodec. Did you mean"),
+        ({"spec": "dense", "prefil": "exact"}, SpecError, "prefil is no option of model packedkv. Did you mean"),
         ({"spec": "kivi-2:window=8", "sink": 4}, SpecError, r"sink is an option of the spec .* quote the spec: 'spec="),
-        ({"spec": "dense", "peft": "x"}, ModelError, "loaded by kvcodec, which takes no peft"),
+        ({"spec": "dense", "peft": "x"}, ModelError, "loaded by packedkv, which takes no peft"),
         ({"spec": "dense", "dtype": "int8"}, ModelError, "dtype='int8': expected auto or one of float32"),
         ({"spec": "dense", "codec_file": "nowhere.py"}, SpecError, "nowhere.py"),
     ],
@@ -454,7 +454,7 @@ def test_a_file_of_answers_by_hf_is_refused(model, tmp_path):
 def test_mistakes_are_refused_before_a_model_is_loaded(options, error, text, monkeypatch):
     monkeypatch.setattr(integration.models, "load", lambda *_, **__: pytest.fail("loaded"))
     with pytest.raises(error, match=text):
-        KVCodecLM("smollm2-135m", **options)
+        PackedKVLM("smollm2-135m", **options)
 
 
 def test_an_encoder_decoder_model_is_refused():
@@ -462,26 +462,26 @@ def test_an_encoder_decoder_model_is_refused():
 
     config = T5Config(vocab_size=256, d_model=16, d_kv=8, d_ff=16, num_layers=1, num_heads=2, decoder_start_token_id=0)
     with pytest.raises(UnsupportedError, match="encoder-decoder"):
-        KVCodecLM(T5ForConditionalGeneration(config), "dense", tokenizer=tiny_loaded().tokenizer)
+        PackedKVLM(T5ForConditionalGeneration(config), "dense", tokenizer=tiny_loaded().tokenizer)
 
 
 def test_constants_fitted_for_another_spec_are_refused(model, tmp_path):
-    from kvcodec.fitting.fit import fit_model
+    from packedkv.fitting.fit import fit_model
 
     spec, file = "innerq-base", tmp_path / "params"
     fit_model(model, spec, TEXT * 4, windows=1, window_tokens=256).save(file)
-    lm = KVCodecLM(model, spec, params=file)
+    lm = PackedKVLM(model, spec, params=file)
     lm.loglikelihood(PAIRS[:1], disable_tqdm=True)
-    assert lm.get_model_info()["kvcodec"]["fitted_params"]
+    assert lm.get_model_info()["packedkv"]["fitted_params"]
     with pytest.raises(FormatError, match="fitted for"):
-        KVCodecLM(model, "saw-int4", params=file)
+        PackedKVLM(model, "saw-int4", params=file)
 
 
 def test_without_lm_eval_the_import_says_what_to_install(tmp_path):
     (tmp_path / "lm_eval").mkdir()
     (tmp_path / "lm_eval/__init__.py").write_text("raise ImportError('not here')")
-    done = python("import kvcodec_lab.eval.lm_eval", path=tmp_path, fails=True)
-    assert "not here); install it with: pip install 'kvcodec[eval]'" in done.stderr
+    done = python("import packedkv_lab.eval.lm_eval", path=tmp_path, fails=True)
+    assert "not here); install it with: pip install 'packedkv[eval]'" in done.stderr
 
 
 def python(program, *arguments, path=None, fails=False, **more):
@@ -503,18 +503,18 @@ PAGE = (ROOT / "docs/lm-eval.md").read_text()
 
 
 def test_the_command_line_runs_the_yaml_task_of_the_page(tmp_path):
-    """In a process of its own, as ``kvcodec-lm-eval`` starts it; the results file holds what was read."""
+    """In a process of its own, as ``packedkv-lm-eval`` starts it; the results file holds what was read."""
     loaded = tiny_loaded()
     loaded.model.save_pretrained(tmp_path / "model")
     loaded.tokenizer.save_pretrained(tmp_path / "model")
     items = write_lines(tmp_path / "items.jsonl", ROWS)
     task = tmp_path / "my_hellaswag.yaml"
     task.write_text(re.search(r"```yaml\n(.*?)```", PAGE, re.S)[1].replace("/data/hellaswag.jsonl", str(items)))
-    command = "from kvcodec_lab.eval.lm_eval import main; main()"
+    command = "from packedkv_lab.eval.lm_eval import main; main()"
     spec = 'spec="kivi-2:window=8,sink=4"'
     arguments = [
         "--model",
-        "kvcodec",
+        "packedkv",
         "--device",
         "cpu",
         "--tasks",
@@ -531,8 +531,8 @@ def test_the_command_line_runs_the_yaml_task_of_the_page(tmp_path):
     assert "my_hellaswag" in done.stdout
     (file,) = (tmp_path / "out").rglob("results_*.json")
     result = json.loads(file.read_text())
-    said = result["config"]["kvcodec"]
-    assert (said["spec"], said["prefill"]) == (str(kvcodec.get("kivi-2:window=8,sink=4")), "exact")
+    said = result["config"]["packedkv"]
+    assert (said["spec"], said["prefill"]) == (str(packedkv.get("kivi-2:window=8,sink=4")), "exact")
     assert said["attention_calls"]["exact"] == said["attention_calls"]["decoded"]
     assert result["n-samples"]["my_hellaswag"]["effective"] == 4
 
@@ -542,7 +542,7 @@ def test_a_mistake_is_one_line_on_the_command_line(monkeypatch):
         raise SpecError("unknown preset")
 
     monkeypatch.setattr(integration, "cli_evaluate", refuse)
-    with pytest.raises(SystemExit, match=r"^kvcodec-lm-eval: error: unknown preset$"):
+    with pytest.raises(SystemExit, match=r"^packedkv-lm-eval: error: unknown preset$"):
         integration.main()
 
 
@@ -550,5 +550,5 @@ def test_the_page_names_every_option_and_figure():
     import inspect
 
     named = set(re.findall(r"^\| `(\w+)`", PAGE, re.M))
-    assert set(inspect.signature(KVCodecLM.__init__).parameters) - {"self", "options"} <= named
-    assert set(KVCodecLM(tiny_loaded(), "dense").get_model_info()["kvcodec"]) <= named | {"origin", "sha256"}
+    assert set(inspect.signature(PackedKVLM.__init__).parameters) - {"self", "options"} <= named
+    assert set(PackedKVLM(tiny_loaded(), "dense").get_model_info()["packedkv"]) <= named | {"origin", "sha256"}

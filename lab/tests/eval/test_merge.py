@@ -6,13 +6,13 @@ import json
 import pytest
 from tests.cli.tiny import tiny_loaded
 
-from kvcodec.errors import FormatError, KVError
-from kvcodec_lab.eval.merge import PACKED, merge, missing, pack, unpack, write_results
-from kvcodec_lab.eval.run import evaluate
-from kvcodec_lab.eval.scoring import UNCOMPRESSED
-from kvcodec_lab.eval.store import ITEMS, RESULTS, RUN, Store, read_run
 from lab.tests.eval.test_run import QUESTIONS, SPECS, TASKS, lines_of, settings_for, values
 from lab.tests.eval.test_store import ABOUT, changed, line
+from packedkv.errors import FormatError, KVError
+from packedkv_lab.eval.merge import PACKED, merge, missing, pack, unpack, write_results
+from packedkv_lab.eval.run import evaluate
+from packedkv_lab.eval.scoring import UNCOMPRESSED
+from packedkv_lab.eval.store import ITEMS, RESULTS, RUN, Store, read_run
 
 
 @pytest.fixture(scope="module")

@@ -6,14 +6,14 @@ import math
 import pytest
 import torch
 
-from kvcodec.codecs.octopus import Octopus
-from kvcodec.codecs.saw_int4 import SawInt4
-from kvcodec.codecs.turboquant import TurboQuant, TurboQuantQJL
-from kvcodec.codecs.ultraquant import UltraQuant
-from kvcodec.errors import SpecError
-from kvcodec.ops.quaternion import UNITS, products, random_units
-from kvcodec.progress import Progress
-from kvcodec_lab.reproduce import (
+from packedkv.codecs.octopus import Octopus
+from packedkv.codecs.saw_int4 import SawInt4
+from packedkv.codecs.turboquant import TurboQuant, TurboQuantQJL
+from packedkv.codecs.ultraquant import UltraQuant
+from packedkv.errors import SpecError
+from packedkv.ops.quaternion import UNITS, products, random_units
+from packedkv.progress import Progress
+from packedkv_lab.reproduce import (
     NOT_PRINTED,
     PAPERS,
     available,
@@ -26,8 +26,8 @@ from kvcodec_lab.reproduce import (
     saw_int4,
     ultraquant,
 )
-from kvcodec_lab.reproduce.claims import Claim
-from kvcodec_lab.reproduce.measure import adds_up, codec_error, fidelity, gauss
+from packedkv_lab.reproduce.claims import Claim
+from packedkv_lab.reproduce.measure import adds_up, codec_error, fidelity, gauss
 
 
 @pytest.fixture(scope="module")
@@ -200,7 +200,7 @@ def test_saturation_follows_from_c(rows):
 
 
 def test_the_exact_mean_over_queries_is_what_many_queries_give():
-    from kvcodec.codec import Site, roundtrip
+    from packedkv.codec import Site, roundtrip
 
     codec = TurboQuant(2, "fp32")
     k = torch.randn(1, 1, 256, 128, generator=torch.Generator().manual_seed(0))

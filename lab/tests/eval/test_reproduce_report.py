@@ -1,4 +1,4 @@
-"""What ``kvcodec reproduce`` shows and writes, and the rate-distortion study."""
+"""What ``packedkv reproduce`` shows and writes, and the rate-distortion study."""
 
 import json
 
@@ -6,12 +6,12 @@ import pytest
 import torch
 from tests.cli.tiny import tiny_loaded
 
-import kvcodec
-from kvcodec.cli.main import main
-from kvcodec.errors import KVError, SpecError
-from kvcodec_lab.reproduce import report
-from kvcodec_lab.reproduce.claims import Claim
-from kvcodec_lab.reproduce.rate_distortion import SOURCES, STUDY, capture, measure, rate_distortion_rows
+import packedkv
+from packedkv.cli.main import main
+from packedkv.errors import KVError, SpecError
+from packedkv_lab.reproduce import report
+from packedkv_lab.reproduce.claims import Claim
+from packedkv_lab.reproduce.rate_distortion import SOURCES, STUDY, capture, measure, rate_distortion_rows
 
 SPECS = ["int-4", "turboquant-2", "kivi-2", "hqmq-s24_r3:packing=radix"]
 
@@ -39,7 +39,7 @@ def test_rows_of_the_rate_distortion_study(study):
     assert [r["source"] for r in study[:: len(SPECS)]] == list(SOURCES)
     by = {(r["spec"], r["source"]): r for r in study}
     row = by["turboquant-2", "Gaussian keys"]
-    assert row["bits"] == kvcodec.get("turboquant-2").key_bits(128) == 2.125
+    assert row["bits"] == packedkv.get("turboquant-2").key_bits(128) == 2.125
     assert row["relative_mse"] == pytest.approx(0.116, rel=0.03)
     assert 0 < row["spread"] < 0.01
     assert (row["method"], row["role"], row["samples"], row["tokens"]) == ("turboquant", "key", 2, 128)
@@ -52,7 +52,7 @@ def test_rows_of_the_rate_distortion_study(study):
 
 def test_study_takes_every_preset_by_itself():
     measured = [row["spec"] for row, _ in zip(rate_distortion_rows(quick=True), range(3), strict=False)]
-    assert measured == [p for p in kvcodec.presets() if p != "dense"][:3]
+    assert measured == [p for p in packedkv.presets() if p != "dense"][:3]
     with pytest.raises(SpecError, match="kivvi"):
         rate_distortion_rows(["kivvi-2"])
 

@@ -14,19 +14,19 @@ import torch
 from tests.cli.corrupt import corrupt
 from tests.cli.tiny import TEXT, tiny_llama, tiny_loaded
 
-from kvcodec.cli.measure.compare import Settings, compare
-from kvcodec.errors import KVError, ModelError, ShapeError, SpecError
-from kvcodec.models.loading import SampleText
-from kvcodec.recipe import LayerChoice
-from kvcodec.registry import write_recipe
-from kvcodec_lab.eval import batches, store
-from kvcodec_lab.eval import run as module
-from kvcodec_lab.eval.about import weights_sha256
-from kvcodec_lab.eval.merge import merge
-from kvcodec_lab.eval.run import RunSettings, evaluate
-from kvcodec_lab.eval.scoring import UNCOMPRESSED, Reader
-from kvcodec_lab.eval.store import ITEMS, RESULTS, RUN, read_run
-from kvcodec_lab.eval.tasks.base import TaskSettings
+from packedkv.cli.measure.compare import Settings, compare
+from packedkv.errors import KVError, ModelError, ShapeError, SpecError
+from packedkv.models.loading import SampleText
+from packedkv.recipe import LayerChoice
+from packedkv.registry import write_recipe
+from packedkv_lab.eval import batches, store
+from packedkv_lab.eval import run as module
+from packedkv_lab.eval.about import weights_sha256
+from packedkv_lab.eval.merge import merge
+from packedkv_lab.eval.run import RunSettings, evaluate
+from packedkv_lab.eval.scoring import UNCOMPRESSED, Reader
+from packedkv_lab.eval.store import ITEMS, RESULTS, RUN, read_run
+from packedkv_lab.eval.tasks.base import TaskSettings
 
 SPECS = ["dense", "int-4"]
 TASKS = ["perplexity", "kl", "hellaswag", "needle"]
@@ -157,14 +157,14 @@ def test_every_item_is_a_line_and_every_metric_a_row(whole):
 
 def test_run_json_says_what_the_numbers_depend_on(whole, model):
     about = json.loads((whole[1] / RUN).read_text())
-    assert (about["format"], about["version"], about["seed"], about["device"]) == ("kvcodec-eval", 1, 0, "cpu")
+    assert (about["format"], about["version"], about["seed"], about["device"]) == ("packedkv-eval", 1, 0, "cpu")
     assert about["model"]["sha256"] == weights_sha256(model.model)
     assert (about["model"]["layers"], about["model"]["kv_heads"], about["model"]["head_dim"]) == (3, 2, 64)
     assert about["specs"] == SPECS
     assert about["tasks"]["hellaswag"]["source"]["name"] == "hellaswag.jsonl"
     assert about["tasks"]["hellaswag"]["chance"] == pytest.approx(1 / 3)
     assert about["tasks"]["perplexity"]["window_tokens"] == 96
-    assert {"kvcodec", "torch", "transformers"} <= set(about["versions"])
+    assert {"packedkv", "torch", "transformers"} <= set(about["versions"])
 
 
 def test_dense_is_the_uncompressed_model_and_noise_is_not(whole, model, data, tmp_path):
@@ -218,7 +218,7 @@ def test_a_window_is_read_uncompressed_once_for_all_specs_and_tasks(model, data,
 
 
 def test_fitted_constants_of_a_file_are_used_and_named(model, data, tmp_path):
-    from kvcodec.fitting.fit import fit_model
+    from packedkv.fitting.fit import fit_model
 
     spec = "innerq-base:sink=0,window=0"
     fitted = fit_model(model, spec, TEXT, windows=2, window_tokens=96)
@@ -355,7 +355,7 @@ def test_a_folder_where_results_cannot_be_written_keeps_the_items(model, data, t
 KILLED = """
 import sys
 from lab.tests.eval.test_run import *
-from kvcodec_lab.eval import store
+from packedkv_lab.eval import store
 write, left = store.os.write, int(sys.argv[3])
 
 def stopping(file, text):  # in the middle of one line, to be killed there

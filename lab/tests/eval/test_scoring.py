@@ -9,14 +9,14 @@ from tests.cli.corrupt import corrupt
 from tests.cli.tiny import TEXT, tiny_llama, tiny_tokenizer
 from tests.conftest import tiny_model
 
-from kvcodec.cli.measure.perplexity import compressed_logits, uncompressed
-from kvcodec.errors import ModelError
-from kvcodec.integrations.transformers.argument import passing
-from kvcodec.models import windows as text_windows
-from kvcodec_lab.eval.batches import read_answers, read_choices, read_window
-from kvcodec_lab.eval.scoring import Reader, cut_at, pair_ids
-from kvcodec_lab.eval.stress import stress
-from kvcodec_lab.eval.tasks.base import ChoiceOutput, Item, token_ids
+from packedkv.cli.measure.perplexity import compressed_logits, uncompressed
+from packedkv.errors import ModelError
+from packedkv.integrations.transformers.argument import passing
+from packedkv.models import windows as text_windows
+from packedkv_lab.eval.batches import read_answers, read_choices, read_window
+from packedkv_lab.eval.scoring import Reader, cut_at, pair_ids
+from packedkv_lab.eval.stress import stress
+from packedkv_lab.eval.tasks.base import ChoiceOutput, Item, token_ids
 
 CONTEXTS = ("The cache holds", "What attention reads is counted", "Every byte", "The cache holds")
 ENDINGS = (" what it reads", " every one of them", " bytes", " it")
@@ -63,7 +63,7 @@ def test_log_likelihoods_are_the_sums_over_the_continuation(model, tokenizer):
 @pytest.mark.parametrize("spec", ["saw-int4", "kivi-2:group=16,window=8", "innerq-base:sink=2,window=4"])
 def test_compressed_log_likelihoods_read_one_call_over_decoded_tokens(model, tokenizer, spec):
     """By hand: context and continuation without its last token, into an empty cache, all at once."""
-    from kvcodec.integrations.transformers import cache_for
+    from packedkv.integrations.transformers import cache_for
 
     found = read(Reader(model, spec), tokenizer, items())
     for item in items():
@@ -113,7 +113,7 @@ def test_every_scored_token_reads_what_is_stored(model, tokenizer, prefill):
 
 def test_exact_prefill_reads_fresh_keys_in_the_context_only(model, tokenizer):
     """By hand: fill the cache with all but the last context token, then read the rest in one call."""
-    from kvcodec.integrations.transformers import cache_for
+    from packedkv.integrations.transformers import cache_for
 
     context, ending = token_ids(tokenizer, CONTEXTS[1]), token_ids(tokenizer, ENDINGS[1])
     cache = cache_for(model, "int-4", prefill="exact")
@@ -185,7 +185,7 @@ def test_nan_logits_score_at_chance_and_never_win():
 
 @pytest.mark.parametrize("prefill", PREFILLS)
 def test_answers_are_those_of_generate(model, tokenizer, prefill):
-    from kvcodec.integrations.transformers import cache_for
+    from packedkv.integrations.transformers import cache_for
 
     prompts = [
         Item("t", str(i), "answer", context=TEXT[i : 60 + i], answers=("x",), max_new_tokens=8, stop=())
@@ -292,8 +292,8 @@ def test_an_exact_window_scores_only_tokens_that_read_the_store(model, tokenizer
 
 
 def test_constants_are_drawn_once_and_are_those_of_a_fresh_cache(model, tokenizer, monkeypatch):
-    from kvcodec.codec import Site
-    from kvcodec.shared import SHARED
+    from packedkv.codec import Site
+    from packedkv.shared import SHARED
 
     SHARED.clear()
     drawn = []
@@ -313,7 +313,7 @@ def test_the_model_gets_its_own_attention_back(model):
     own = model.config._attn_implementation
     reader = Reader(model, "ultraquant:queries=fp8")
     with reader.reading():
-        assert model.config._attn_implementation == "kvcodec"
+        assert model.config._attn_implementation == "packedkv"
     assert model.config._attn_implementation == own
 
 

@@ -5,10 +5,10 @@ import math
 import numpy as np
 import pytest
 
-from kvcodec_lab.eval.scoring import UNCOMPRESSED
-from kvcodec_lab.eval.stats import AGREEMENT, against, estimate, paired, summarize, wilson
-from kvcodec_lab.eval.store import Run
-from kvcodec_lab.eval.tasks.base import Metric
+from packedkv_lab.eval.scoring import UNCOMPRESSED
+from packedkv_lab.eval.stats import AGREEMENT, against, estimate, paired, summarize, wilson
+from packedkv_lab.eval.store import Run
+from packedkv_lab.eval.tasks.base import Metric
 
 MEAN = Metric("higher", "")
 PERPLEXITY = Metric("lower", "", of="nll", exp=True)
@@ -111,7 +111,7 @@ def test_one_item_has_no_interval():
 def run(tmp_path, lines, tasks=None, specs=("int-4",)) -> Run:
     about = {
         "model": {"name": "tiny"},
-        "versions": {"kvcodec": "1"},
+        "versions": {"packedkv": "1"},
         "seed": 0,
         "settings": {"prefill": "decoded"},
         "specs": list(specs),

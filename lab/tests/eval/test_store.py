@@ -8,13 +8,13 @@ import sys
 
 import pytest
 
-from kvcodec.errors import FormatError, KVError
-from kvcodec_lab.eval import store as module
-from kvcodec_lab.eval.store import ITEMS, RUN, Store, read_run
+from packedkv.errors import FormatError, KVError
+from packedkv_lab.eval import store as module
+from packedkv_lab.eval.store import ITEMS, RUN, Store, read_run
 
 ABOUT = {
     "model": {"name": "tiny", "sha256": "ab" * 32, "dtype": "float32"},
-    "versions": {"kvcodec": "1"},
+    "versions": {"packedkv": "1"},
     "device": "cpu",
     "seed": 0,
     "settings": {"prefill": "decoded"},
@@ -101,8 +101,8 @@ def test_a_file_size_limit_of_the_system_does_the_same(tmp_path):
     """No stand-in: the kernel refuses the bytes."""
     code = f"""
 import resource, signal
-from kvcodec.errors import KVError
-from kvcodec_lab.eval.store import Store
+from packedkv.errors import KVError
+from packedkv_lab.eval.store import Store
 from lab.tests.eval.test_store import ABOUT, line
 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
 with Store({str(tmp_path)!r}, ABOUT) as store:
@@ -174,7 +174,7 @@ def test_names_limits_versions_tasks_and_specs_may_change(tmp_path):
         specs=["saw-int4"],
         params={"saw-int4": None},
         bits={"saw-int4": {}},
-        versions={"kvcodec": "2"},
+        versions={"packedkv": "2"},
     )
     with Store(tmp_path, more) as store:
         assert store.has("int-4", "kl", "a")
@@ -183,7 +183,7 @@ def test_names_limits_versions_tasks_and_specs_may_change(tmp_path):
     assert set(about["bits"]) == {"int-4", "saw-int4"}
     assert about["tasks"]["kl"]["limit"] == 9
     assert list(about["tasks"]) == ["kl", "piqa"]
-    assert (about["versions"], about["later_versions"]) == ({"kvcodec": "1"}, [{"kvcodec": "2"}])
+    assert (about["versions"], about["later_versions"]) == ({"packedkv": "1"}, [{"packedkv": "2"}])
 
 
 def test_a_run_names_every_device_that_measured_a_part(tmp_path):
@@ -207,8 +207,11 @@ def test_what_is_no_run_is_refused(tmp_path):
         Store(tmp_path, ABOUT)
     for text, said in (
         ("{", "is not JSON"),
-        ('{"format": "x"}', "is not that of a kvcodec eval run"),
-        ('{"format": "kvcodec-eval", "version": 99}', "has version 99, this kvcodec reads version 1; update kvcodec"),
+        ('{"format": "x"}', "is not that of a packedkv eval run"),
+        (
+            '{"format": "packedkv-eval", "version": 99}',
+            "has version 99, this packedkv reads version 1; update packedkv",
+        ),
     ):
         (tmp_path / RUN).write_text(text)
         for reader in (read_run, lambda folder: Store(folder, ABOUT)):

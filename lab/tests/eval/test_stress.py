@@ -8,12 +8,12 @@ import transformers
 from tests.cli.tiny import TEXT, tiny_loaded
 from tests.conftest import SMALL, tiny_model, unchanged, weights
 
-from kvcodec.cli.measure import fidelity, perplexity
-from kvcodec.errors import KVCodecWarning, SpecError, UnsupportedError
-from kvcodec.models import windows as text_windows
-from kvcodec.models.loading import load_text
-from kvcodec.probe import outlier_ratio
-from kvcodec_lab.eval.stress import factors, parse_stress, stress
+from packedkv.cli.measure import fidelity, perplexity
+from packedkv.errors import PackedKVWarning, SpecError, UnsupportedError
+from packedkv.models import windows as text_windows
+from packedkv.models.loading import load_text
+from packedkv.probe import outlier_ratio
+from packedkv_lab.eval.stress import factors, parse_stress, stress
 
 OTHERS = {
     "olmo2": ("Olmo2", {}),  # norms of q and k over all heads, a gain per channel of each
@@ -191,7 +191,7 @@ def test_naive_integers_break_on_it_and_groups_along_tokens_do_not():
 
     naive, grouped = kl("int-4"), kl("kivi-4:window=0")
     with stress(loaded, 64.0, 1):
-        with pytest.warns(KVCodecWarning, match="int-4 breaks on this model's keys"):
+        with pytest.warns(PackedKVWarning, match="int-4 breaks on this model's keys"):
             stressed = kl("int-4")
         assert stressed > 2 * naive
         assert kl("kivi-4:window=0") == pytest.approx(grouped, rel=0.05)
@@ -215,7 +215,7 @@ def test_smollm2_stressed_naive_int4_collapses_the_probe_warns_and_three_presets
         assert float((again.log_p - plain.log_p).abs().max()) <= 1e-4
         assert all(outlier_ratio(r.k) > 50 for r in records)
         assert max(outlier_ratio(r.k) for r in records) > 200
-        with pytest.warns(KVCodecWarning, match="int-4 breaks on this model's keys"):
+        with pytest.warns(PackedKVWarning, match="int-4 breaks on this model's keys"):
             assert quality("int-4") > 10 * base
         for spec in ("fp8", "int-8", "kivi-4"):
             assert quality(spec) < 1.1 * base, spec

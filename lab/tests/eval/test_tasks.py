@@ -15,11 +15,11 @@ from tests.cli.tiny import tiny_tokenizer
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from kvcodec.errors import FormatError, KVError, ModelError, SpecError
-from kvcodec.models.loading import SampleText, load_text
-from kvcodec_lab.eval.tasks import HARNESS, get_task, task_names
-from kvcodec_lab.eval.tasks.base import AnswerOutput, ChoiceOutput, Item, TaskSettings, drawn, item_id, token_ids
-from kvcodec_lab.eval.tasks.haystack import Haystack, fitted, hide, largest
+from packedkv.errors import FormatError, KVError, ModelError, SpecError
+from packedkv.models.loading import SampleText, load_text
+from packedkv_lab.eval.tasks import HARNESS, get_task, task_names
+from packedkv_lab.eval.tasks.base import AnswerOutput, ChoiceOutput, Item, TaskSettings, drawn, item_id, token_ids
+from packedkv_lab.eval.tasks.haystack import Haystack, fitted, hide, largest
 
 DATA = Path(__file__).parents[3].parent / "shared/data"
 GENERATED = ("needle", "needle_multikey", "kv_retrieval", "variable_tracking", "common_words")
@@ -50,7 +50,7 @@ def test_a_misspelt_task_names_the_nearest():
 
 @pytest.mark.parametrize("name", sorted(HARNESS))
 def test_a_task_of_the_harness_names_its_command(name):
-    with pytest.raises(SpecError, match=rf"kvcodec-lm-eval .* --tasks {HARNESS[name]}$"):
+    with pytest.raises(SpecError, match=rf"packedkv-lm-eval .* --tasks {HARNESS[name]}$"):
         get_task(name)
 
 

@@ -1,4 +1,4 @@
-"""Results folders written by hand, as `kvcodec eval` writes them, for pages whose every number is known."""
+"""Results folders written by hand, as `packedkv eval` writes them, for pages whose every number is known."""
 
 import json
 from pathlib import Path
@@ -11,7 +11,7 @@ KL = {UNCOMPRESSED: 0.0, "int-4": 0.1, "saw-int4": 0.05, "kivi-2": 0.4, "fp8": 0
 RECALL = {UNCOMPRESSED: 0.75, "int-4": 0.5, "saw-int4": 0.75, "kivi-2": 0.125, "fp8": 0.75}
 LENGTHS, DEPTHS = (256, 1024), (0.0, 0.5, 1.0)
 SHAPE = {"layers": 4, "kv_heads": 2, "head_dim": 64}
-VERSIONS = {"kvcodec": "0.1.0", "torch": "2.13.0"}
+VERSIONS = {"packedkv": "0.1.0", "torch": "2.13.0"}
 
 
 def metric(better: str, text: str) -> dict[str, Any]:
@@ -20,7 +20,7 @@ def metric(better: str, text: str) -> dict[str, Any]:
 
 def about(**changed: Any) -> dict[str, Any]:
     return {
-        "format": "kvcodec-eval",
+        "format": "packedkv-eval",
         "version": 1,
         "model": {"name": "tiny-llama", "sha256": "ab" * 32, "dtype": "float32", **SHAPE},
         "versions": VERSIONS,

@@ -5,11 +5,11 @@ from pathlib import Path
 
 import pytest
 
-from kvcodec.cli.main import main
-from kvcodec.cli.page.rows import ITEMS, RESULTS, RUN, read_folder, read_layers
-from kvcodec.errors import FormatError
-from kvcodec_lab.eval.store import read_run
 from lab.tests.report import folders
+from packedkv.cli.main import main
+from packedkv.cli.page.rows import ITEMS, RESULTS, RUN, read_folder, read_layers
+from packedkv.errors import FormatError
+from packedkv_lab.eval.store import read_run
 
 
 @pytest.fixture
@@ -21,14 +21,16 @@ def refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
     assert main(["report", *arguments]) == 2
     lines = capsys.readouterr().err.splitlines()
     assert len(lines) == 1
-    return lines[0].removeprefix("kvcodec: error: ")
+    return lines[0].removeprefix("packedkv: error: ")
 
 
 def test_a_folder_that_is_not_there_or_holds_no_run(capsys, folder: Path, tmp_path: Path) -> None:
-    assert "does not exist; name the folder that `kvcodec eval --output` wrote" in refused(capsys, str(tmp_path / "no"))
+    assert "does not exist; name the folder that `packedkv eval --output` wrote" in refused(
+        capsys, str(tmp_path / "no")
+    )
     (tmp_path / "empty").mkdir()
     told = refused(capsys, str(tmp_path / "empty"))
-    assert "holds no run.json (No such file or directory): pass the folder that `kvcodec eval --output` wrote." in told
+    assert "holds no run.json (No such file or directory): pass the folder that `packedkv eval --output` wrote." in told
     with pytest.raises(FormatError, match="is no folder"):
         read_folder(folder / RUN)
 
@@ -36,10 +38,10 @@ def test_a_folder_that_is_not_there_or_holds_no_run(capsys, folder: Path, tmp_pa
 @pytest.mark.parametrize(
     ("name", "text", "told"),
     [
-        (RUN, '{"format": "kvcodec-ev', "run.json is not JSON"),
-        (RUN, "[]", "run.json is not that of a kvcodec eval run"),
-        (RUN, '{"format": "other"}', "run.json is not that of a kvcodec eval run"),
-        (RUN, '{"format": "kvcodec-eval", "version": 2}', "version 2, this kvcodec reads version 1; update kvcodec"),
+        (RUN, '{"format": "packedkv-ev', "run.json is not JSON"),
+        (RUN, "[]", "run.json is not that of a packedkv eval run"),
+        (RUN, '{"format": "other"}', "run.json is not that of a packedkv eval run"),
+        (RUN, '{"format": "packedkv-eval", "version": 2}', "version 2, this packedkv reads version 1; update packedkv"),
         (RESULTS, '{"rows": [{"spec"', "results.json is not JSON"),
         (RESULTS, "[" * 100_000, "results.json is not JSON"),
         (RESULTS, '{"rows": 3}', "results.json holds no rows"),
@@ -70,7 +72,7 @@ def test_a_run_that_was_killed_before_its_results_says_what_to_do(capsys, folder
     (folder / RESULTS).unlink()
     told = refused(capsys, str(folder))
     assert "holds no results.json" in told
-    assert "give the same `kvcodec eval` again: it keeps what is finished" in told
+    assert "give the same `packedkv eval` again: it keeps what is finished" in told
     folders.write(folder)
     (folder / ITEMS).unlink()
     assert "holds no items.jsonl" in refused(capsys, str(folder))
@@ -116,7 +118,7 @@ def test_what_stands_beside_it_may_be_damaged_too(capsys, folder: Path, tmp_path
     (other / "decode.json").write_text("[{")
     assert "is not JSON" in refused(capsys, str(folder), "--bench", str(other))
     (other / "decode.json").write_text('[{"a": 1}]')
-    assert "holds no rows of `kvcodec bench decode`" in refused(capsys, str(folder), "--bench", str(other))
+    assert "holds no rows of `packedkv bench decode`" in refused(capsys, str(folder), "--bench", str(other))
     assert "holds neither advice.json nor sensitivity.jsonl" in refused(capsys, str(folder), "--layers", str(other))
     (other / "advice.json").write_text('{"sensitivity": [{"kl": 1}]}')
     assert "holds a row without a layer" in refused(capsys, str(folder), "--layers", str(other))
@@ -128,7 +130,7 @@ def test_what_stands_beside_it_may_be_damaged_too(capsys, folder: Path, tmp_path
 
 def test_sensitivity_rows_alone_are_enough_and_one_that_is_not_finite_is_not_drawn(tmp_path: Path) -> None:
     rows = [{"layer": i, "role": "key", "spec": "int-4", "kl": None if i else 0.5} for i in range(2)]
-    lines = [{"format": "kvcodec-sensitivity", "model": "m"}, *rows]
+    lines = [{"format": "packedkv-sensitivity", "model": "m"}, *rows]
     path = tmp_path / "sensitivity.jsonl"
     path.write_text("\n".join(map(json.dumps, lines)) + '\n{"layer": 3, "ro')
     found = read_layers(tmp_path)

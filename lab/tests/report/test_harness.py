@@ -1,4 +1,4 @@
-"""What `kvcodec eval` really writes, on the page: the two know each other by the folder alone."""
+"""What `packedkv eval` really writes, on the page: the two know each other by the folder alone."""
 
 import json
 from pathlib import Path
@@ -6,15 +6,15 @@ from pathlib import Path
 import pytest
 from tests.cli.tiny import TEXT, tiny_loaded
 
-from kvcodec.cli.page import rows as rows_module
-from kvcodec.cli.page.rows import read_folder
-from kvcodec.cli.page.words import value_text
-from kvcodec.models.loading import SampleText
-from kvcodec_lab.eval.run import RunSettings, evaluate
-from kvcodec_lab.eval.store import FORMAT, VERSION
-from kvcodec_lab.eval.tasks.base import TaskSettings
-from kvcodec_lab.report.evaluation import page_html
 from lab.tests.report.test_page import Page
+from packedkv.cli.page import rows as rows_module
+from packedkv.cli.page.rows import read_folder
+from packedkv.cli.page.words import value_text
+from packedkv.models.loading import SampleText
+from packedkv_lab.eval.run import RunSettings, evaluate
+from packedkv_lab.eval.store import FORMAT, VERSION
+from packedkv_lab.eval.tasks.base import TaskSettings
+from packedkv_lab.report.evaluation import page_html
 
 
 @pytest.fixture(scope="module")

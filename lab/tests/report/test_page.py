@@ -9,17 +9,17 @@ from typing import Any
 
 import pytest
 
-from kvcodec.cli.advise.expected import cache_bytes
-from kvcodec.cli.main import main
-from kvcodec.cli.page import svg, words
-from kvcodec.cli.page.figures import frontier, style_of
-from kvcodec.cli.page.rows import read_folder, read_layers, read_times
-from kvcodec.registry import get
-from kvcodec_lab.eval.tasks import task_names
-from kvcodec_lab.report.evaluation import page_html
-from kvcodec_lab.report.sizes import Shape, bytes_at, sizes
 from lab.tests.report import folders
 from lab.tests.report.folders import BITS, KL, RECALL, SPECS, UNCOMPRESSED
+from packedkv.cli.advise.expected import cache_bytes
+from packedkv.cli.main import main
+from packedkv.cli.page import svg, words
+from packedkv.cli.page.figures import frontier, style_of
+from packedkv.cli.page.rows import read_folder, read_layers, read_times
+from packedkv.registry import get
+from packedkv_lab.eval.tasks import task_names
+from packedkv_lab.report.evaluation import page_html
+from packedkv_lab.report.sizes import Shape, bytes_at, sizes
 
 VOID = ("meta", "br", "img", "link", "input", "wbr")
 

@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from kvcodec.cli.page.rows import read_rows, runs_of
-from kvcodec.errors import FormatError
+from packedkv.cli.page.rows import read_rows, runs_of
+from packedkv.errors import FormatError
 
 
 def test_files_of_every_form_are_read_in_order(tmp_path: Path) -> None:

@@ -1,1 +1,0 @@
-"""Evaluate, benchmark, reproduce and report: the laboratory of kvcodec."""

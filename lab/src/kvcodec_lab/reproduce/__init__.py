@@ -1,6 +1,0 @@
-"""``kvcodec reproduce``: printed numbers of the papers, recomputed. One module per paper registers its tables."""
-
-from kvcodec_lab.reproduce import baselines, hqmq, innerq, octopus, saw_int4, ultraquant  # noqa: F401
-from kvcodec_lab.reproduce.claims import NOT_PRINTED, PAPERS, available, claims, reproduce_rows
-
-__all__ = ["NOT_PRINTED", "PAPERS", "available", "claims", "reproduce_rows"]

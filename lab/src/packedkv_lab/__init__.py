@@ -1,0 +1,1 @@
+"""Evaluate, benchmark, reproduce and report: the laboratory of packedkv."""

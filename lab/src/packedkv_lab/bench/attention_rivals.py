@@ -1,0 +1,357 @@
+"""Decode attention of torch and of other libraries at a shape, quantized caches included.
+
+Every rival gets the same queries, keys and values in its own layout; building the layout is not timed. Before timing,
+its output is compared with torch's (``error_of``), and a wrong result is not timed.
+
+vLLM's attention is called by its operators, without an engine, where vLLM is importable. The caches, split counts and
+launches are those that vLLM 0.33's backends make for one decode step: Triton kernels for INT4 per token and head
+(rotated), TurboQuant and UltraQuant (made for another GPU: vLLM itself does not offer it on NVIDIA's),
+FlashAttention-3 for 16-bit and fp8. TurboQuant comes in both of vLLM's layouts: a record per token, and arrays of
+codes and of scales in a block (the structure-of-arrays step of Ultra-TQ's kernel ladder). Each of these calls returns
+``[B, HQ, D]`` or a shape with the same elements in the same order.
+"""
+
+import importlib
+import importlib.util
+import math
+import sys
+from collections.abc import Callable, Iterator
+from functools import cached_property, partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.functional import scaled_dot_product_attention
+
+from packedkv.kernels.flash import WIDEST
+from packedkv_lab.bench.shapes import Shape
+
+Call = Callable[[], Tensor]
+MOST_ERROR = {16.0: 0.02, 8.0: 0.2}
+"""Largest relative difference from torch's 16-bit attention by bits; QUANTIZED_ERROR for what holds fewer."""
+QUANTIZED_ERROR = 0.6
+BACKENDS = {"cudnn": SDPBackend.CUDNN_ATTENTION, "flash": SDPBackend.FLASH_ATTENTION}
+VLLM_OPS = "vllm.v1.attention.ops"
+STORED_TOKENS = 1 << 16
+"""Tokens that are stored at a time: the stores hold float32 copies of what they get."""
+SEGMENTS = 16
+LEAST_PROGRAMS = 128
+"""vLLM's Triton attention splits sequences into SEGMENTS while sequences x KV heads are no more than this."""
+TURBOQUANT_SPLITS = 32
+
+
+class AttentionRival(NamedTuple):
+    """An attention implementation: library or backend, form, bits of its cache, and a factory of the timed call."""
+
+    backend: str
+    form: str
+    bits: float
+    make: Callable[[], Call]
+
+    @property
+    def spec(self) -> str:
+        """What its rows are called: ``dense``, ``dense-fp8``, or ``rival`` for other libraries' quantized caches."""
+        return {16.0: "dense", 8.0: "dense-fp8"}.get(self.bits, "rival")
+
+
+class Dense:
+    """Uncompressed queries, keys and values of one shape, bf16 ``[B, H, T, D]``.
+
+    Parameters
+    ----------
+    shape : Shape
+    device : torch.device
+    seed : int
+    """
+
+    def __init__(self, shape: Shape, device: torch.device, seed: int = 0) -> None:
+        self.shape = shape
+        generator = torch.Generator(device).manual_seed(seed)
+
+        def draw(batch: int, heads: int, n: int) -> Tensor:
+            size = (batch, heads, n, shape.head_dim)
+            return torch.randn(size, generator=generator, device=device, dtype=torch.bfloat16)
+
+        self.q = draw(shape.batch, shape.query_heads, 1)
+        held = [draw(shape.held, shape.kv_heads, shape.tokens) for _ in "kv"]
+        self.k, self.v = (x.expand(shape.batch, -1, -1, -1) for x in held)
+
+    @cached_property
+    def expected(self) -> Tensor:
+        """The expected output, ``[B, HQ, D]``."""
+        return self.sdpa(False)[:, :, 0].float()
+
+    def error_of(self, found: Tensor) -> float:
+        """Relative difference of a rival's output, of any shape with the elements in this order."""
+        other = found.reshape(self.expected.shape).float()
+        return float((other - self.expected).norm() / self.expected.norm())
+
+    def sdpa(self, packed: bool) -> Tensor:
+        """Attention by torch; ``packed``: the heads of a group as query rows, so that no head is read twice."""
+        s = self.shape
+        if packed:
+            q = self.q.view(s.batch, s.kv_heads, s.group, s.head_dim)
+            return scaled_dot_product_attention(q, self.k, self.v).reshape(self.q.shape)
+        return scaled_dot_product_attention(self.q, self.k, self.v, enable_gqa=s.group > 1)
+
+    def paged(self, heads_first: bool) -> tuple[Tensor, Tensor, Tensor]:
+        """K and V in pages ``[n, H, 16, D]`` or ``[n, 16, H, D]`` in random order, and the table ``[B, M]``."""
+        s, page = self.shape, 16
+        columns = -(-s.tokens // page)
+        generator = torch.Generator(self.q.device).manual_seed(1)
+        order = torch.randperm(s.batch * columns, generator=generator, device=self.q.device)
+        pools = []
+        for x in (self.k, self.v):
+            full = torch.nn.functional.pad(x, (0, 0, 0, columns * page - s.tokens))
+            cut = full.view(s.batch, s.kv_heads, columns, page, s.head_dim)
+            cut = cut.permute(0, 2, 1, 3, 4) if heads_first else cut.permute(0, 2, 3, 1, 4)
+            pool = torch.empty_like(cut.flatten(0, 1), memory_format=torch.contiguous_format)
+            pool[order] = cut.flatten(0, 1)
+            pools.append(pool)
+        return pools[0], pools[1], order.view(s.batch, columns).int()
+
+
+def torch_rivals(dense: Dense) -> Iterator[AttentionRival]:
+    """SDPA by cuDNN and flash, with ``enable_gqa`` and with the heads of a group as query rows.
+
+    Of a head_dim that flash attention does not take, memory-efficient attention as well.
+    """
+    forms = {"group as query rows": True, "enable_gqa": False}
+    backends = BACKENDS
+    if dense.shape.head_dim > WIDEST:
+        backends = BACKENDS | {"efficient": SDPBackend.EFFICIENT_ATTENTION}
+    for name, backend in backends.items():
+        for form, packed in list(forms.items())[: 2 if dense.shape.group > 1 else 1]:
+            yield AttentionRival(name, form, 16.0, partial(_sdpa, dense, backend, packed))
+
+
+def _sdpa(dense: Dense, backend: SDPBackend, packed: bool) -> Call:
+    def call() -> Tensor:
+        with sdpa_kernel([backend]):
+            return dense.sdpa(packed)
+
+    return call
+
+
+def library_rivals(dense: Dense) -> Iterator[AttentionRival]:
+    """FlexAttention, FlashInfer, FlashAttention-3 (its own package and vLLM's build), vLLM's quantized caches."""
+    yield AttentionRival("flex", "flex_attention, compiled", 16.0, lambda: _flex(dense))
+    yield AttentionRival("flashinfer", "paged decode", 16.0, lambda: _flashinfer(dense))
+    yield AttentionRival("flash-attention-3", "contiguous", 16.0, lambda: _flash3(dense, torch.bfloat16))
+    yield AttentionRival("flash-attention-3", "contiguous, fp8", 8.0, lambda: _flash3(dense, torch.float8_e4m3fn))
+    yield AttentionRival("flash-attention-3 of vllm", "paged", 16.0, lambda: vllm_flash3(dense, fp8=False))
+    yield AttentionRival("flash-attention-3 of vllm", "paged, fp8", 8.0, lambda: vllm_flash3(dense, fp8=True))
+    for form, (bits, make) in VLLM_QUANTIZED.items():
+        yield AttentionRival("vllm", form, bits, partial(make, dense))
+
+
+def _flex(dense: Dense) -> Call:
+    flex = importlib.import_module("torch.nn.attention.flex_attention").flex_attention
+    compiled: Any = torch.compile(flex, dynamic=False)
+    return lambda: compiled(dense.q, dense.k, dense.v, enable_gqa=dense.shape.group > 1)
+
+
+def _flashinfer(dense: Dense) -> Call:
+    flashinfer: Any = importlib.import_module("flashinfer")
+    s, device = dense.shape, dense.q.device
+    k, v, table = dense.paged(heads_first=True)
+    columns = table.shape[1]
+    work = torch.empty(256 << 20, dtype=torch.uint8, device=device)
+    wrapper = flashinfer.BatchDecodeWithPagedKVCacheWrapper(work, "HND", use_tensor_cores=s.group > 1)
+    starts = torch.arange(0, s.batch * columns + 1, columns, dtype=torch.int32, device=device)
+    last = torch.full((s.batch,), s.tokens - (columns - 1) * 16, dtype=torch.int32, device=device)
+    wrapper.plan(starts, table.flatten(), last, s.query_heads, s.kv_heads, s.head_dim, 16, q_data_type=torch.bfloat16)
+    return lambda: wrapper.run(dense.q[:, :, 0], (k, v))
+
+
+def _flash3(dense: Dense, dtype: torch.dtype) -> Call:
+    attend = importlib.import_module("flash_attn_interface").flash_attn_with_kvcache
+    q, k, v = (x.transpose(1, 2).contiguous().to(dtype) for x in (dense.q, dense.k, dense.v))
+    lengths = torch.full((dense.shape.batch,), dense.shape.tokens, dtype=torch.int32, device=q.device)
+    return lambda: attend(q, k, v, cache_seqlens=lengths)
+
+
+def missing(error: BaseException) -> str:
+    """Return the status of a rival's row for an error."""
+    if isinstance(error, ModuleNotFoundError):
+        return "not installed"
+    return f"not available: {type(error).__name__}: {(str(error).splitlines() or [''])[0][:160]}"
+
+
+# -- vLLM --------------------------------------------------------------------------------------------------------------
+
+
+class VllmBlocks:
+    """A paged cache of any bytes: blocks in random order behind a table.
+
+    Parameters
+    ----------
+    dense : Dense
+        What is to be stored.
+    block : int
+        Tokens of a block.
+    slot : int
+        Bytes of a token of a head.
+    """
+
+    def __init__(self, dense: Dense, block: int, slot: int) -> None:
+        s, device = dense.shape, dense.q.device
+        self.dense, self.block = dense, block
+        columns = -(-s.tokens // block)
+        generator = torch.Generator(device).manual_seed(1)
+        order = torch.randperm(s.batch * columns, generator=generator, device=device)
+        self.table = order.view(s.batch, columns).int()
+        self.lengths = torch.full((s.batch,), s.tokens, dtype=torch.int32, device=device)
+        self.starts = torch.arange(s.batch + 1, dtype=torch.int32, device=device)
+        # [blocks, block, H, slot], as vLLM's kernels index it
+        self.bytes = torch.zeros(s.batch * columns, block, s.kv_heads, slot, dtype=torch.uint8, device=device)
+
+    def each(self) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+        """Keys, values ``[n, H, D]`` and slots ``[n]``, some tokens at a time."""
+        s = self.dense.shape
+        for b in range(s.batch):
+            for first in range(0, s.tokens, STORED_TOKENS):
+                at = torch.arange(first, min(first + STORED_TOKENS, s.tokens), device=self.bytes.device)
+                slots = self.table[b, at // self.block].long() * self.block + at % self.block
+                key, value = (x[b, :, at].transpose(0, 1).contiguous() for x in (self.dense.k, self.dense.v))
+                yield key, value, slots
+
+    @property
+    def q(self) -> Tensor:
+        """Queries ``[B, HQ, D]``."""
+        return self.dense.q[:, :, 0]
+
+
+def hadamard(dim: int, device: torch.device) -> Tensor:
+    """Orthonormal and symmetric, float32 ``[D, D]``."""
+    matrix = torch.ones(1, 1, device=device)
+    while matrix.shape[0] < dim:
+        matrix = torch.cat([torch.cat([matrix, matrix], 1), torch.cat([matrix, -matrix], 1)])
+    return matrix / math.sqrt(dim)
+
+
+def _vllm_file(name: str) -> Any:
+    """Load one file of vLLM's quantization layers; its packages would import the whole engine."""
+    found = importlib.util.find_spec("vllm")
+    if found is None or not found.submodule_search_locations:
+        raise ModuleNotFoundError("No module named 'vllm'", name="vllm")
+    path = Path(found.submodule_search_locations[0], "model_executor/layers/quantization", *name.split("."))
+    spec = importlib.util.spec_from_file_location(f"packedkv_of_vllm.{name}", path.with_suffix(".py"))
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # dataclasses look there
+    spec.loader.exec_module(module)
+    return module
+
+
+def vllm_turboquant(dense: Dense, preset: str, arrays: bool) -> Call:
+    """``turboquant_4bit_nc`` or ``turboquant_3bit_nc``; ``arrays``: codes and scales apart within a block."""
+    config: Any = _vllm_file("turboquant.config").TurboQuantConfig.from_cache_dtype(preset, dense.shape.head_dim)
+    if arrays:
+        store = importlib.import_module(f"{VLLM_OPS}.turboquant_soa.triton_turboquant_store").triton_turboquant_store
+        unified = importlib.import_module(f"{VLLM_OPS}.turboquant_soa.triton_turboquant_unified_attention")
+        attend = unified.triton_turboquant_decode_attention_soa
+    else:
+        store = importlib.import_module(f"{VLLM_OPS}.triton_turboquant_store").triton_turboquant_store
+        attend = importlib.import_module(f"{VLLM_OPS}.triton_turboquant_decode").triton_turboquant_decode_attention
+    blocks = VllmBlocks(dense, 32, config.slot_size_aligned)
+    device, dim = dense.q.device, dense.shape.head_dim
+    centroids = _vllm_file("turboquant.centroids").get_centroids(dim, config.centroid_bits)
+    centroids = centroids.to(device=device, dtype=torch.float32)
+    ordered = centroids.sort().values
+    midpoints, rotation = (ordered[:-1] + ordered[1:]) / 2, hadamard(dim, device)
+    bits = {
+        "mse_bits": config.key_mse_bits, "key_packed_size": config.key_packed_size,
+        "value_quant_bits": config.effective_value_quant_bits,
+    }  # fmt: skip
+    more = {"centroids": centroids, "norm_correction": config.norm_correction} if arrays else {}
+    for key, value, slots in blocks.each():
+        store(key, value, blocks.bytes, slots, rotation, midpoints, **bits, **more)
+    if arrays:
+        bits |= {"value_packed_size": config.value_packed_size, "max_seq_len": dense.shape.tokens}
+    return partial(
+        attend, blocks.q.contiguous(), blocks.bytes, blocks.table, blocks.lengths, rotation, centroids, dim**-0.5,
+        norm_correction=config.norm_correction, PiT=rotation, max_num_kv_splits=TURBOQUANT_SPLITS, **bits,
+    )  # fmt: skip
+
+
+def vllm_int4(dense: Dense) -> Call:
+    """``int4_per_token_head``: keys and values rotated, a scale and zero per token and head in the record."""
+    kernels: Any = importlib.import_module(f"{VLLM_OPS}.int4_per_token_head")
+    s, device = dense.shape, dense.q.device
+    # codes as wide as int8 ones, of which half are used, and a float32 scale behind them: vLLM's slot is half as wide
+    half = s.head_dim // 2 + 4
+    blocks = VllmBlocks(dense, 16, 2 * half)
+    keys, values = blocks.bytes.split(half, dim=-1)
+    scales = [x.view(torch.float32)[..., -1] for x in (keys, values)]
+    sides = {"k_scale_cache": scales[0], "v_scale_cache": scales[1]}
+    for key, value, slots in blocks.each():
+        kernels.reshape_and_cache_int4(key, value, keys, values, slots, **sides)
+    segments: dict[str, Any] = {}
+    if s.batch * s.kv_heads <= LEAST_PROGRAMS:
+        size = s.batch, s.query_heads, SEGMENTS
+        segments = {
+            "seq_threshold_3D": LEAST_PROGRAMS // s.kv_heads, "num_par_softmax_segments": SEGMENTS,
+            "softmax_segm_output": torch.empty(*size, s.head_dim, device=device),
+            "softmax_segm_max": torch.empty(size, device=device),
+            "softmax_segm_expsum": torch.empty(size, device=device),
+        }  # fmt: skip
+    q = blocks.q.contiguous()
+    out = torch.empty_like(q)
+
+    def attend() -> Tensor:
+        kernels.unified_attention_int4(
+            q, keys, values, out, cu_seqlens_q=blocks.starts, max_seqlen_q=1, seqused_k=blocks.lengths,
+            max_seqlen_k=s.tokens, softmax_scale=s.head_dim**-0.5, window_size=(-1, -1), block_table=blocks.table,
+            softcap=0.0, sinks=None, alibi_slopes=None, use_alibi_sqrt=False, qq_bias=None, output_scale=None,
+            mm_prefix_range=None, **sides, **segments,
+        )  # fmt: skip
+        return out
+
+    return attend
+
+
+def vllm_ultraquant(dense: Dense) -> Call:
+    """``ultraquant_4bit``: FP4 with power-of-two scales, keys rotated, queries in fp8."""
+    store = importlib.import_module(f"{VLLM_OPS}.ultraquant.triton_store").ultraquant_store
+    attend = importlib.import_module(f"{VLLM_OPS}.ultraquant.triton_unified_attention").ultraquant_unified_attention
+    slot = importlib.import_module(f"{VLLM_OPS}.ultraquant.format").slot_size(dense.shape.head_dim)
+    blocks = VllmBlocks(dense, 64, slot)
+    for key, value, slots in blocks.each():
+        store(key, value, blocks.bytes, slots)
+    return partial(
+        attend, blocks.q.contiguous(), blocks.bytes, blocks.table, blocks.lengths, blocks.starts,
+        dense.shape.head_dim**-0.5, PiT=hadamard(dense.shape.head_dim, dense.q.device), max_query_len=1,
+        max_seq_len=dense.shape.tokens,
+    )  # fmt: skip
+
+
+def vllm_flash3(dense: Dense, fp8: bool) -> Call:
+    """FlashAttention-3 over 16-bit or fp8 pages of 16 tokens; fp8 queries as well, as its kernel asks."""
+    attend = importlib.import_module("vllm.vllm_flash_attn").flash_attn_varlen_func
+    s, device = dense.shape, dense.q.device
+    k, v, table = dense.paged(heads_first=False)
+    q, scales = dense.q[:, :, 0], {}
+    if fp8:
+        q, k, v = (x.to(torch.float8_e4m3fn) for x in (q, k, v))
+        one = torch.ones(s.batch, s.kv_heads, device=device)
+        scales = {"q_descale": one, "k_descale": one, "v_descale": one}
+    starts = torch.arange(s.batch + 1, dtype=torch.int32, device=device)
+    lengths = torch.full((s.batch,), s.tokens, dtype=torch.int32, device=device)
+    return partial(
+        attend, q, k, v, max_seqlen_q=1, cu_seqlens_q=starts, max_seqlen_k=s.tokens, seqused_k=lengths,
+        block_table=table, fa_version=3, **scales,
+    )  # fmt: skip
+
+
+VLLM_QUANTIZED: dict[str, tuple[float, Callable[[Dense], Call]]] = {
+    "int4_per_token_head (Triton)": (4.25, vllm_int4),
+    "turboquant_4bit_nc (Triton)": (4.1875, partial(vllm_turboquant, preset="turboquant_4bit_nc", arrays=False)),
+    "turboquant_3bit_nc (Triton)": (3.1875, partial(vllm_turboquant, preset="turboquant_3bit_nc", arrays=False)),
+    "turboquant_4bit_nc (Triton, arrays)": (4.1875, partial(vllm_turboquant, preset="turboquant_4bit_nc", arrays=True)),
+    "ultraquant_4bit (Triton, made for another GPU)": (4.25, vllm_ultraquant),
+}
+"""Forms by name: bits per element at head_dim 128, and what makes the call."""

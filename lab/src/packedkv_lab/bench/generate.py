@@ -1,0 +1,377 @@
+"""Time per token and memory of a whole model's decode steps: ``packedkv bench generate``.
+
+A Qwen3-8B-shaped model with random weights (speed and memory only, no quality). Caches are filled with random keys and
+values, one token short of the prompt, instead of running the prompt through the model; the step that is timed is the
+model's own, with attention, projections and the cache's update. Three ways of stepping:
+
+- ``generate``: the call a user makes, with its compilation off; times between the logits of one token and the next;
+- ``graph``: one step captured in a CUDA graph and replayed (greedy token fed back on the device), which excludes
+  the host. DynamicCache cannot be captured (its tensors grow): the 16-bit side is StaticCache there;
+- ``compiled``: ``generate`` with its own torch.compile, as it runs by itself with a cache of fixed capacity.
+
+Rows have the metrics ``ms_per_token_generate``, ``..._graph``, ``..._compiled``, at shapes ``qwen3_8b_b1_32k`` and
+``qwen3_8b_b8_32k``, with ``cache``, ``held_bytes`` and ``peak_bytes`` (beside the weights). Besides DynamicCache,
+``generate`` has transformers' QuantizedCache as a rival, on hqq and on optimum-quanto where they are installed.
+
+Caches of transformers that grow are timed in two forms. As torch chooses, attention of one token is cuDNN's on recent
+GPUs, and cuDNN plans anew for every length that it has not seen: in a cache that grows, in every step. ``cuDNN off`` is
+the same call under ``torch.backends.cuda.enable_cudnn_sdp(False)``. What is compared with such a cache is compared with
+its faster form.
+"""
+
+import gc
+import importlib
+import re
+import time
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from itertools import pairwise
+from typing import Any, NamedTuple
+
+import torch
+
+from packedkv.cli.measure.generation import FORMS, attention_backends
+from packedkv.description import describe
+from packedkv.errors import KVError, SpecError, UnsupportedError
+from packedkv.fitting.samples import capture
+from packedkv.integrations.transformers.argument import passing
+from packedkv_lab.bench.gpu_lock import GpuLock
+from packedkv_lab.bench.quantizer_rivals import quantizer_rivals
+from packedkv_lab.bench.record import Deadline, DeviceLostError, Recorder, Row, device_lost, spread
+from packedkv_lab.bench.timing import synchronize
+
+WAYS = ("generate", "graph", "compiled")
+BATCHES = (8, 1)
+PROMPT = 32768
+RIVALS = {"generate": "DynamicCache", "graph": "StaticCache", "compiled": "StaticCache"}
+"""16-bit caches of transformers that each way is compared with."""
+QUANTIZED_BITS = 4
+"""Of transformers' QuantizedCache."""
+UNCOUNTED = 3
+"""Steps of a call that are not counted: the first ones of a compiled call record its graphs."""
+
+
+def shape_name(batch: int, prompt: int) -> str:
+    """Name as rows carry it.
+
+    >>> shape_name(8, 32768)
+    'qwen3_8b_b8_32k'
+    """
+    return f"qwen3_8b_b{batch}_{prompt // 1024}k"
+
+
+def batches_of(names: str) -> tuple[int, ...]:
+    """Sequences of shapes by name, comma-separated; of the default prompt only.
+
+    Raises
+    ------
+    SpecError
+        Another name.
+
+    Examples
+    --------
+    >>> batches_of("qwen3_8b_b1_32k,qwen3_8b_b8_32k")
+    (1, 8)
+    """
+    found = []
+    for name in filter(None, (part.strip() for part in names.split(","))):
+        match = re.fullmatch(r"qwen3_8b_b([1-9]\d*)_32k", name)
+        if match is None:
+            raise SpecError(f"bench generate: no shape {name!r}; use e.g. {shape_name(8, PROMPT)}.")
+        found.append(int(match[1]))
+    return tuple(found)
+
+
+def make_model(device: torch.device, layers: int = 36, **sizes: Any) -> Any:
+    """Return a randomly initialised Qwen3-8B (or another size, for tests)."""
+    transformers = importlib.import_module("transformers")
+    shape = {
+        "vocab_size": 151936, "hidden_size": 4096, "intermediate_size": 12288, "num_hidden_layers": layers,
+        "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128, "max_position_embeddings": 40960,
+        "rope_theta": 1e6,
+    }  # fmt: skip
+    config = transformers.Qwen3Config(**(shape | sizes))
+    torch.manual_seed(0)
+    with device:
+        model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).eval()
+    model.generation_config.pad_token_id = 0
+    model.generation_config.eos_token_id = None
+    return model
+
+
+class Filler:
+    """Makes caches that hold random tokens, one short of the prompt.
+
+    Parameters
+    ----------
+    model : PreTrainedModel
+    batch, prompt, room : int
+        Sequences, tokens of the prompt, and how many more a cache of fixed capacity holds.
+    """
+
+    def __init__(self, model: Any, batch: int, prompt: int, room: int) -> None:
+        self.model, self.batch, self.prompt, self.room = model, batch, prompt, room
+        config, device = model.config, model.device
+        generator = torch.Generator(device).manual_seed(0)
+        size = (batch, config.num_key_value_heads, prompt - 1, config.head_dim)
+        # one pair for all layers: what a step costs does not depend on the values
+        self.k, self.v = (torch.randn(size, generator=generator, device=device, dtype=model.dtype) for _ in "kv")
+        self.ids = torch.randint(10, config.vocab_size, (batch, prompt), generator=generator, device=device)
+
+    def filled(self, cache: Any) -> Any:
+        """Fill a cache layer by layer."""
+        # a cache that holds keys without their mean listens to the model's positions
+        self.model.get_decoder().rotary_emb(self.k, torch.arange(self.prompt - 1, device=self.k.device)[None])
+        for layer in range(self.model.config.num_hidden_layers):
+            cache.update(self.k, self.v, layer)
+        return cache
+
+    def dense(self, kind: str) -> Any:
+        """Return an empty 16-bit cache of transformers."""
+        transformers = importlib.import_module("transformers")
+        if kind == "DynamicCache":
+            return transformers.DynamicCache(config=self.model.config)
+        return transformers.StaticCache(config=self.model.config, max_cache_len=self.prompt + self.room)
+
+    def quantized(self, backend: str) -> Any:
+        """Return an empty QuantizedCache of transformers, as its documentation makes one for this backend."""
+        transformers = importlib.import_module("transformers")
+        axis = 1 if backend == "hqq" else 0
+        return transformers.QuantizedCache(
+            backend, self.model.config, nbits=QUANTIZED_BITS, axis_key=axis, axis_value=axis
+        )
+
+    def packed(self, spec: str, fixed: bool) -> Any:
+        """Return an empty packed cache served by the kernels; ``fixed``: of fixed capacity.
+
+        Raises
+        ------
+        UnsupportedError
+            If a role has no kernel to be encoded: the reference would take minutes to fill all layers.
+        """
+        written = describe(spec)["kernels"]["encode"]
+        if not written or "none" in str(written):
+            raise UnsupportedError(f"no kernel encodes {spec} (keys and values: {written})")
+        cache_for = importlib.import_module("packedkv.integrations.transformers.cache").cache_for
+        max_len = self.prompt + self.room if fixed else None
+        return cache_for(self.model, spec, attention="fused", max_len=max_len, probe=False)
+
+
+def generate_rows(
+    specs: Sequence[str],
+    recorder: Recorder,
+    *,
+    device: torch.device,
+    seed: int = 0,
+    deadline: Deadline | None = None,
+    batches: Sequence[int] = BATCHES,
+    ways: Sequence[str] = WAYS,
+    libraries: bool = True,
+    dense: bool = True,
+    lock: GpuLock | None = None,
+    prompt: int = PROMPT,
+    new_tokens: int = 16,
+    model: Any = None,
+) -> Iterator[Row]:
+    """Time transformers' caches and presets; what is there already is left out.
+
+    Parameters
+    ----------
+    specs : sequence of str
+    recorder, device, deadline
+        As ``decode.decode_rows``.
+    seed : int
+        Stamped; weights and tokens are drawn from 0.
+    batches : sequence of int
+    ways : sequence of str
+        Of ``WAYS``.
+    libraries : bool
+        Whether to time QuantizedCache as well.
+    dense : bool
+        Whether to time the 16-bit caches.
+    lock : GpuLock, optional
+        Shared with processes that time other specs at the same time.
+    prompt, new_tokens : int
+    model : PreTrainedModel, optional
+        Default ``make_model``.
+
+    Returns
+    -------
+    iterator of dict
+        Rows as they are measured.
+
+    Raises
+    ------
+    UnsupportedError
+        If transformers is not installed.
+    SpecError
+        An unknown way.
+    """
+    deadline, lock = deadline or Deadline(), lock or GpuLock()
+    if unknown := set(ways) - set(WAYS):
+        raise SpecError(f"bench generate: no way {', '.join(sorted(unknown))}; there are {', '.join(WAYS)}.")
+    try:
+        importlib.import_module("transformers")
+        importlib.import_module("packedkv.integrations.transformers.cache")  # registers the attention function
+    except ModuleNotFoundError as error:
+        raise UnsupportedError(
+            "bench generate needs transformers; run: pip install 'packedkv[transformers]'"
+        ) from error
+    for way in ways:
+        for batch in batches:
+            jobs = _jobs(way, specs, dense, libraries)
+            metric, name = f"ms_per_token_{way}", shape_name(batch, prompt)
+            jobs = [job for job in jobs if not recorder.has(job.spec, metric, name, job.form or None)]
+            if not jobs:
+                continue
+            if model is None and not deadline.passed:
+                with lock.shared():
+                    model = make_model(device)
+            filler = None
+            for job in jobs:
+                if deadline.passed:
+                    recorder.say(f"out of time before {way} of {job.spec}, {batch} sequences; run again to go on")
+                    return
+                filler = filler or Filler(model, batch, prompt, new_tokens + 32)
+                yield _row(job, way, filler, new_tokens, recorder, lock)
+
+
+class Job(NamedTuple):
+    """One cache to time: what its row says, and how a filler makes it; ``form`` of those that grow."""
+
+    spec: str
+    cache: str
+    make: Callable[[Filler], Any]
+    form: str = ""
+
+
+def _jobs(way: str, specs: Sequence[str], dense: bool, libraries: bool) -> list[Job]:
+    kind = RIVALS[way]
+    forms = FORMS if way == "generate" else ("",)  # a StaticCache has one length
+    found = [Job("dense", kind, partial(Filler.dense, kind=kind), form) for form in forms if dense]
+    found += [Job(s, "packedkv fused", partial(Filler.packed, spec=s, fixed=way != "generate")) for s in specs]
+    if libraries and dense and way == "generate":
+        for rival in quantizer_rivals(128):
+            backend, _, bits = rival.name.partition("-")
+            if int(bits) == QUANTIZED_BITS:
+                make = partial(Filler.quantized, backend=backend)
+                found += [Job(rival.name, "QuantizedCache", make, form) for form in FORMS]
+    return found
+
+
+def _row(job: Job, way: str, filler: Filler, new_tokens: int, recorder: Recorder, lock: GpuLock) -> Row:
+    model, device = filler.model, filler.model.device
+    model.set_attn_implementation("packedkv" if job.cache == "packedkv fused" else "sdpa")
+    model.generation_config.disable_compile = way != "compiled"
+    name = shape_name(filler.batch, filler.prompt)
+    bits = 16.0 if job.spec == "dense" else None
+    common = {"cache": job.cache, "prompt_tokens": filler.prompt, "new_tokens": new_tokens,
+              "model": f"Qwen3-8B-shaped, {model.config.num_hidden_layers} layers, random bf16 weights"}  # fmt: skip
+    common |= {"form": job.form} if job.form else {}
+    timed, make = timed_graph if way == "graph" else timed_generate, partial(job.make, filler)
+    try:
+        with attention_backends(job.form):
+            if way != "graph":
+                with lock.shared():
+                    timed(filler, make, UNCOUNTED + 2)  # compiles
+            with lock.exclusive():
+                found = timed(filler, make, new_tokens)
+    except Exception as error:  # a failed cache must not lose the others' results
+        lost = device_lost(device)
+        word = "device lost" if lost else "no kernel" if isinstance(error, UnsupportedError) else "failed"
+        status = f"{word}: {type(error).__name__}: {str(error)[:300]}"
+        if isinstance(error, ImportError) and job.cache == "QuantizedCache":
+            status = "not installed"
+        row = recorder.add(job.spec, bits, f"ms_per_token_{way}", "ms", name, None, status=status, **common)
+        if lost:
+            raise DeviceLostError(f"bench generate: {way} of {job.spec} broke the CUDA context.") from error
+        if not isinstance(error, KVError | RuntimeError | ValueError | NotImplementedError | ImportError):
+            recorder.say(f"unexpected {type(error).__name__}; the row says what")
+        return row
+    bits = found.pop("effective_bits", bits)
+    return recorder.add(job.spec, bits, f"ms_per_token_{way}", "ms", name, found.pop("values"), **found, **common)
+
+
+def _clean(device: torch.device) -> int:
+    if device.type != "cuda":
+        return 0
+    gc.collect()
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats()
+    return torch.cuda.memory_allocated()
+
+
+class Stamps:
+    """A logits processor that only records the time of each token; on a GPU, by the GPU's clock."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.on_gpu = device.type == "cuda"
+        self.stamps: list[Any] = []
+
+    def __call__(self, ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        """Note one token's time."""
+        if self.on_gpu:
+            event = torch.cuda.Event(enable_timing=True)
+            event.record()
+            self.stamps.append(event)
+        else:
+            self.stamps.append(time.perf_counter())
+        return scores
+
+    def milliseconds(self) -> list[float]:
+        """From each token to the next."""
+        pairs = pairwise(self.stamps)
+        return [a.elapsed_time(b) if self.on_gpu else (b - a) * 1e3 for a, b in pairs]
+
+
+@torch.no_grad()
+def timed_generate(filler: Filler, make: Callable[[], Any], new_tokens: int) -> dict[str, Any]:
+    """Run ``generate`` on a filled cache; milliseconds from token to token, without the first ones, and memory."""
+    model, device = filler.model, filler.model.device
+    before = _clean(device)
+    cache, stamps = filler.filled(make()), Stamps(device)
+    synchronize(device)
+    n = UNCOUNTED + new_tokens
+    noting = importlib.import_module("transformers").LogitsProcessorList([stamps])
+    model.generate(
+        filler.ids, **passing(model, cache), max_new_tokens=n, min_new_tokens=n, do_sample=False,
+        attention_mask=torch.ones_like(filler.ids), logits_processor=noting,
+    )  # fmt: skip
+    synchronize(device)
+    found: dict[str, Any] = {"values": spread(stamps.milliseconds()[UNCOUNTED - 1 :])}
+    if device.type == "cuda":
+        found |= {"peak_bytes": torch.cuda.max_memory_allocated() - before,
+                  "held_bytes": torch.cuda.memory_allocated() - before}  # fmt: skip
+    if hasattr(cache, "report"):
+        about = cache.report()
+        found |= {"effective_bits": about["effective_bits"], "paths": about["paths"]}
+    return found
+
+
+@torch.no_grad()
+def timed_graph(filler: Filler, make: Callable[[], Any], replays: int) -> dict[str, Any]:
+    """Capture one decode step of a filled cache and replay it; milliseconds and memory."""
+    model, device = filler.model, filler.model.device
+    before = _clean(device)
+    cache = filler.filled(make())
+    token = filler.ids[:, -1:].clone()
+    position = torch.full((filler.batch, 1), filler.prompt - 1, device=device)
+    given = passing(model, cache)
+
+    def step() -> None:
+        out = model(token, position_ids=position, **given, use_cache=True).logits
+        token.copy_(out[:, -1].argmax(-1, keepdim=True))
+        position.add_(1)
+
+    graph, times = capture(step), []
+    for _ in range(replays):
+        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        begin.record()
+        graph.replay()
+        end.record()
+        torch.cuda.synchronize()
+        times.append(begin.elapsed_time(end))
+    found: dict[str, Any] = {"values": spread(times), "peak_bytes": torch.cuda.max_memory_allocated() - before}
+    if hasattr(cache, "report"):
+        found["effective_bits"] = cache.report()["effective_bits"]
+    return found

@@ -1,0 +1,260 @@
+"""Packed caches of any size for the GPU benches, and the check that kernels read them correctly.
+
+All tokens are distinct: Gaussian keys and values are drawn and encoded chunk by chunk by a cache's own encoder, into
+pages that are then put in random order behind a block table. The reference for a sequence is what the codec decodes
+from pages and table as written, so that a bench of any size can be verified on some of its heads.
+
+Copies of a few pages would not do: the output of attention shrinks with the square root of the number of different
+tokens, but a biased error does not.
+
+Keys that are encoded without their mean (``mean=pre`` or ``post``, ``ghost``) have one in every pair of channels.
+
+Only ``packed_operator``, ``packed_encode.encode_operator`` and ``prefill.prefill_operator`` know the kernels' callers.
+"""
+
+import math
+from collections.abc import Iterable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+
+from packedkv.attention import rounded_queries
+from packedkv.cache.device import DeviceCache
+from packedkv.cache.fused import FusedLayerCache, fused_refusal
+from packedkv.codec import ROLES, Params, Role, Sample, Site
+from packedkv.errors import UnsupportedError
+from packedkv.registry import get
+from packedkv.scheme import KVScheme
+from packedkv.store.pages import PageStore
+from packedkv.store.site import LayerSite
+from packedkv_lab.bench.key_means import decided, mean_of
+from packedkv_lab.bench.shapes import Shape
+
+CHUNK_TOKENS, CHUNK_ELEMENTS = 16384, 1 << 27
+"""Most tokens of a sequence, and elements of all, that are drawn and encoded at a time; tokens decoded at a time."""
+FIT_TOKENS = 4096
+"""Of the sample that codecs are fitted on that need one."""
+LIMIT, SLACK = 1.5, 2e-4
+"""Most relative error of attention: so many times that of bf16 SDPA, and what fp16 queries and scores round where bf16
+attention happens to be nearly exact."""
+SCALES = (0.1, 1.0, 4.0)
+"""Of the queries in the gate: nearly all tokens count, as drawn, a few count."""
+LAYER, LAYERS = 16, 32
+"""A middle layer: presets that hold the outer layers dense pack this one."""
+
+
+def scheme_of(spec: str) -> KVScheme:
+    """Scheme of a middle layer, ``mean`` decided."""
+    return decided(get(spec).for_layer(LAYER, LAYERS))
+
+
+class Packed:
+    """A filled cache, a query, and the decoded reference.
+
+    Parameters
+    ----------
+    spec : str
+    shape : Shape
+    device : torch.device
+    seed : int
+
+    Raises
+    ------
+    UnsupportedError
+        If no kernel reads this scheme; the text says why.
+    """
+
+    path = "cuda"
+    """Which kernels serve the cache, as rows name them."""
+
+    def __init__(self, spec: str, shape: Shape, device: torch.device, seed: int) -> None:
+        self.spec, self.shape = spec, shape
+        scheme = scheme_of(spec)
+        batch, heads, dim, tokens, held = shape.batch, shape.kv_heads, shape.head_dim, shape.tokens, shape.held
+        generator = torch.Generator(device).manual_seed(seed + 1)
+
+        def draw(sequences: int, count: int, n: int) -> Tensor:
+            return torch.randn(sequences, count, n, dim, generator=generator, device=device, dtype=torch.bfloat16)
+
+        self.q = draw(batch, shape.query_heads, 1)
+        params = _fitted(scheme, draw(1, heads, FIT_TOKENS), seed)
+        mean = self.mean = mean_of(scheme, heads, dim, device)
+        cache = self.cache = _allocated(
+            LayerSite(scheme, LAYER, fitted=params, mean=mean), draw(batch, heads, 0), tokens
+        )
+        assert cache.store is not None
+        # a fused cache may let both roles leave the window together
+        unit = int(getattr(cache, "unit", 1))
+        steps = {role: math.lcm(scheme.codec(role).block_tokens, unit) for role in ROLES}
+        self.encoded = {r: n * max(0, (tokens - scheme.sink - scheme.window) // n) for r, n in steps.items()}
+        self.written = PageStore(cache.store.layout, held, heads, device)
+        if most := max(self.encoded.values()):
+            all_codes = LayerSite(scheme.without_windows(), LAYER, fitted=params, mean=mean)
+            filler = _allocated(all_codes, draw(held, heads, 0), most)
+            block = math.lcm(*steps.values())
+            chunk = max(1, min(CHUNK_TOKENS, CHUNK_ELEMENTS // (held * heads * dim)) // block) * block
+            for at in range(0, most, chunk):
+                n = min(chunk, most - at)
+                filler.append(draw(held, heads, n) + self.removed(at, n), draw(held, heads, n))
+            assert filler.store is not None
+            columns = -(-most // filler.store.layout.page_tokens)
+            order = torch.randperm(held * columns, generator=generator, device=device).view(held, columns)
+            pages = torch.empty(held * columns, *filler.store.pages.shape[1:], dtype=torch.uint8, device=device)
+            pages[order.flatten()] = filler.store.pages[filler.store.table[:, :columns].flatten().long()]
+            self.written.pages, self.written.table = pages, order.int()
+            del filler
+        cache.store.pages = self.written.pages
+        cache.store.table = self.written.table.expand(batch, -1).contiguous()
+        self.placed = None if mean is None else torch.full((batch,), scheme.sink, dtype=torch.int32, device=device)
+        self.dense: dict[Role, tuple[Tensor, Tensor]] = {}
+        for role, state in cache.roles.items():
+            sink = min(scheme.sink, tokens)
+            self.dense[role] = draw(held, heads, sink), draw(held, heads, tokens - sink - self.encoded[role])
+            state.sink, state.window = (x.expand(batch, -1, -1, -1).contiguous() for x in self.dense[role])
+            state.runs = [(0, self.encoded[role])] if self.encoded[role] else []
+        cache.length = tokens
+        if mean is not None:
+            cache.positions.runs = [(tokens, torch.zeros(1, dtype=torch.long, device=device))]
+        cache.refresh()
+
+    def removed(self, first: int, count: int) -> Tensor:
+        """What is subtracted from keys at positions from ``first`` on: bf16, broadcasts to ``[B, H, count, D]``."""
+        if self.mean is None:
+            return self.q.new_zeros(1)
+        at = torch.arange(first, first + count, device=self.q.device)[None]
+        return self.mean.at(self.mean.given, at).to(self.q.dtype)
+
+    def attend(self) -> Tensor:
+        """One decode step: ``[B, HQ, 1, D]``."""
+        return self.cache.attend(self.q)
+
+    @property
+    def effective_bits(self) -> float:
+        """Every byte held (windows, free slots, table) x 8 / elements."""
+        return sum(self.cache.nbytes().values()) * 8 / self.shape.elements
+
+    @property
+    def bytes_read(self) -> int:
+        """Bytes that a decode step must move: live blocks, dense tokens, page table, query and output."""
+        store, each = self.cache.store, self.shape.held * self.shape.kv_heads
+        assert store is not None
+        total = store.table.nbytes + 2 * self.q.nbytes
+        for plane in store.layout.planes:
+            tokens = store.layout.page_tokens // plane.blocks
+            total += -(-self.encoded["key" if plane.role == "key" else "value"] // tokens) * plane.field.nbytes * each
+        return total + sum(x.nbytes for both in self.dense.values() for x in both)
+
+    def truth(self, sequence: int, head: int) -> tuple[Tensor, Tensor]:
+        """Decoded keys and values of one head, float32 ``[T, D]``, from the pages as they were written."""
+        if self.shape.shared:
+            sequence = 0
+        one = PageStore(self.written.layout, 1, self.written.heads, self.q.device)
+        one.pages, one.table = self.written.pages, self.written.table[sequence : sequence + 1]
+        out = []
+        for role, state in self.cache.roles.items():
+            assert state.params is not None
+            sink, window = (x[sequence, head].float() for x in self.dense[role])
+            parts, step = [sink], CHUNK_TOKENS - CHUNK_TOKENS % state.codec.block_tokens
+            for at in range(0, self.encoded[role], step):
+                end = min(at + step, self.encoded[role])
+                rows = state.codec.from_code(state.codec.decode(one.read(role, at, end), state.params), state.params)[
+                    0, head
+                ]
+                if role == "key" and self.mean is not None:
+                    places = torch.arange(at, end, device=rows.device)[None] + len(sink)
+                    rows = rows + self.mean.at(self.mean.given, places)[0, head]
+                parts.append(rows)
+            out.append(torch.cat([*parts, window]))
+        return out[0], out[1]
+
+
+def _fitted(scheme: KVScheme, sample: Tensor, seed: int) -> dict[Role, Params]:
+    """Constants of a site, leading dimension 1: fitted on the sample where the codec needs one."""
+    found: dict[Role, Params] = {}
+    _, heads, _, dim = sample.shape
+    for role in ROLES:
+        codec = scheme.codec(role).for_dtype(sample.dtype)
+        site = Site(LAYER, role, heads, dim, seed, sample.device)
+        found[role] = codec.fit(site, Sample(sample.float()))
+    return found
+
+
+def _allocated(site: LayerSite, nothing: Tensor, tokens: int) -> DeviceCache:
+    """Return an empty cache of fixed capacity, as a captured decode step needs it; else one that grows."""
+    try:
+        cache = FusedLayerCache(site, capacity=tokens)
+        cache.append(nothing, nothing)  # allocates, or refuses
+    except UnsupportedError:
+        cache = FusedLayerCache(site)
+        cache.append(nothing, nothing)
+    return cache
+
+
+class Gate(NamedTuple):
+    """Result of the check before timing: relative errors of the worst head and queries checked."""
+
+    error: float
+    bf16_error: float
+
+    @property
+    def share(self) -> float:
+        """The error as a share of what is allowed."""
+        return self.error / (LIMIT * self.bf16_error + SLACK)
+
+    @property
+    def passed(self) -> bool:
+        """At most ``LIMIT`` times the error of bf16 SDPA over the same decoded values, and ``SLACK``; NaN fails."""
+        return self.share <= 1
+
+    def __str__(self) -> str:
+        """Both errors."""
+        return f"attention error {self.error:.2e}, bf16 SDPA over the decoded K and V {self.bf16_error:.2e}"
+
+
+def worst(found: Iterable[Gate]) -> Gate:
+    """Return the gate with the largest share; NaN counts as the largest."""
+    return max(found, key=lambda gate: math.inf if math.isnan(gate.share) else gate.share)
+
+
+@torch.no_grad()
+def gate(packed: Packed) -> Gate:
+    """Compare a step with float64 attention over the decoded keys and values, at the size that is timed.
+
+    Up to three heads, each with queries of every scale of ``SCALES``; the worst is returned.
+    """
+    shape, state = packed.shape, packed.cache.roles["key"]
+    asked = [(packed.q * scale).bfloat16() for scale in SCALES]
+    answers = [packed.cache.attend(q) for q in asked]
+    if state.params is not None:
+        asked = [rounded_queries(q, state.codec, state.params, shape.kv_heads) for q in asked]
+    found = []
+    for b, h in sorted({(0, 0), (shape.batch // 2, shape.kv_heads // 2), (shape.batch - 1, shape.kv_heads - 1)}):
+        k, v = packed.truth(b, h)
+        rows = slice(h * shape.group, (h + 1) * shape.group)
+        for q, answer in zip(asked, answers, strict=True):
+            exact = _attention(q[b, rows, 0].double(), k.double(), v.double())
+            short = [x.bfloat16()[None, None] for x in (q[b, rows, 0], k, v)]
+            low = scaled_dot_product_attention(short[0], short[1], short[2])[0, 0]
+            errors = [float((x.double() - exact).norm() / exact.norm()) for x in (answer[b, rows, 0], low)]
+            found.append(Gate(errors[0], errors[1]))
+    return worst(found)
+
+
+def _attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return torch.softmax(q @ k.T * q.shape[-1] ** -0.5, -1) @ v
+
+
+@torch.no_grad()
+def packed_operator(spec: str, shape: Shape, device: torch.device, seed: int = 0) -> Packed:
+    """Return a filled cache whose ``attend`` is what the benches time.
+
+    Raises
+    ------
+    UnsupportedError
+        If no kernel reads this scheme at this head_dim on this device.
+    """
+    if reason := fused_refusal(scheme_of(spec), shape.head_dim, device):
+        raise UnsupportedError(reason)
+    return Packed(spec, shape, device, seed)

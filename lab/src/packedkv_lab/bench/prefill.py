@@ -1,0 +1,228 @@
+"""Times of a block of new tokens over packed history: ``packedkv bench prefill``.
+
+======================  ====  ========================================================================================
+metric                  unit  what
+======================  ====  ========================================================================================
+``prefill_us``          us    n new queries over T packed tokens and, causally, over their own n fresh ones; dirty L2,
+                              eager: the operator has several launches
+``prefill_apart_us``    us    the same by decoding all K and V to bf16 in torch, then flash attention
+``dequant_us``          us    the decoding in ``prefill_apart_us``, alone
+``prefill_speedup``     x     ``prefill_apart_us`` over ``prefill_us``; below 1 the operator must not be used
+======================  ====  ========================================================================================
+
+Rows of spec ``dense`` are flash attention over bf16 K and V of T + n tokens, what a packed cache cannot beat for long
+n. With n = 1, ``prefill_apart_us`` is a decode step that decodes the whole cache before it attends. The reference's
+decode in torch is slow for some codecs, so rows of ``prefill_apart_us`` also say what dequantize-then-flash takes at
+the very least (``least_apart_us``): bytes read and written at 4.3 TB/s, then flash.
+"""
+
+import re
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.attention.bias import causal_lower_right
+from torch.nn.functional import scaled_dot_product_attention
+
+from packedkv.attention import rounded_queries
+from packedkv.errors import KVError, SpecError, UnsupportedError
+from packedkv.kernels.cuda.engine import CudaEngine
+from packedkv.kernels.cuda.history import History, attend_history
+from packedkv_lab.bench.decode import ROOFLINE_BYTES_PER_US, ratio
+from packedkv_lab.bench.packed import SCALES, Gate, Packed, packed_operator, worst
+from packedkv_lab.bench.record import Deadline, DeviceLostError, Recorder, Row, device_lost
+from packedkv_lab.bench.shapes import Shape
+from packedkv_lab.bench.timing import Timer
+
+QUERIES = (16, 128, 512, 2048)
+HISTORIES = ((1, 2048), (1, 32768), (8, 8192))
+HQMQ = tuple((1, tokens) for tokens in (2048, 4096, 8192, 16384, 32768)), (1, 2048)
+"""Histories and new tokens of HQMQ's Tables 5 and 7."""
+CHECKED_ROWS = 64
+
+
+def prefill_shape(batch: int, tokens: int, queries: int) -> Shape:
+    """Mistral's and Llama-3.1-8B's heads.
+
+    >>> prefill_shape(1, 2048, 16).name
+    'prefill_b1_t2048_q16'
+    """
+    return Shape(f"prefill_b{batch}_t{tokens}_q{queries}", batch, 32, 8, 128, tokens, queries=queries)
+
+
+def prefill_shapes(names: str) -> list[Shape]:
+    """Shapes by name, comma-separated: ``prefill_b1_t2048_q16``; ``all`` is the default, ``hqmq`` HQMQ's tables.
+
+    Raises
+    ------
+    SpecError
+        Another name.
+
+    Examples
+    --------
+    >>> [shape.name for shape in prefill_shapes("prefill_b1_t2048_q16")], len(prefill_shapes("all,hqmq"))
+    (['prefill_b1_t2048_q16'], 20)
+    """
+    found: dict[str, Shape] = {}
+    for name in filter(None, (part.strip() for part in names.split(","))):
+        histories, queries = {"all": (HISTORIES, QUERIES), "hqmq": HQMQ}.get(name, ((), ()))
+        made = [prefill_shape(batch, tokens, n) for batch, tokens in histories for n in queries]
+        if match := _NAME.fullmatch(name):
+            made = [prefill_shape(*map(int, match.groups()))]
+        if not made:
+            raise SpecError(f"bench prefill: no shape {name!r}; use some of all, hqmq, prefill_b1_t4096_q512, ...")
+        found |= {shape.name: shape for shape in made}
+    return list(found.values())
+
+
+_NAME = re.compile(r"prefill_b(\d+)_t(\d+)_q(\d+)")
+
+
+def prefill_rows(
+    specs: Sequence[str],
+    recorder: Recorder,
+    *,
+    timer: Timer,
+    device: torch.device,
+    seed: int = 0,
+    deadline: Deadline | None = None,
+    shapes: Sequence[Shape] | None = None,
+) -> Iterator[Row]:
+    """Time presets and flash attention; what the recorder's file already holds is left out.
+
+    Parameters
+    ----------
+    specs : sequence of str
+    recorder, timer, device, seed, deadline
+        As ``decode.decode_rows``.
+    shapes : sequence of Shape, optional
+        Of ``prefill_shapes``; default ``all``.
+
+    Returns
+    -------
+    iterator of dict
+        Rows as they are measured.
+    """
+    deadline = deadline or Deadline()
+    for shape in prefill_shapes("all") if shapes is None else shapes:
+        n = shape.queries
+        wanted = [spec for spec in specs if not recorder.has(spec, "prefill_us", shape.name)]
+        if not wanted:
+            continue
+        if deadline.passed:
+            recorder.say(f"out of time before {shape.name}; run again to go on")
+            return
+        draw = partial(_draw, torch.Generator(device).manual_seed(seed), shape.batch)
+        k, v = draw(8, shape.tokens + n), draw(8, shape.tokens + n)
+        flash = timer.eager(partial(dense_attention, draw(32, n), k, v), 12)
+        yield recorder.add("dense", 16.0, "prefill_us", "us", shape.name, flash, sizes=shape.sizes())
+        del k, v
+        for spec in wanted:
+            if deadline.passed:
+                recorder.say(f"out of time before {spec} at {shape.name}; run again to go on")
+                return
+            yield from _preset_rows(spec, shape, recorder, timer, flash["p50"], device, seed)
+
+
+def _draw(generator: torch.Generator, batch: int, heads: int, n: int) -> Tensor:
+    size = (batch, heads, n, 128)
+    return torch.randn(size, generator=generator, device=generator.device, dtype=torch.bfloat16)
+
+
+def dense_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Flash attention of the newest ``q [B, HQ, n, D]`` over bf16 ``k, v [B, H, T, D]``: query i sees T - n + i + 1."""
+    backends = [SDPBackend.FLASH_ATTENTION] if q.is_cuda else [SDPBackend.MATH]
+    mask = causal_lower_right(q.shape[2], k.shape[2])
+    if q.is_cuda:
+        with sdpa_kernel(backends):
+            return scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=True)
+    hidden = torch.arange(k.shape[2])[None] > torch.arange(q.shape[2])[:, None] + k.shape[2] - q.shape[2]
+    bias = torch.zeros(hidden.shape, dtype=q.dtype).masked_fill_(hidden, -torch.inf)
+    return scaled_dot_product_attention(q, k, v, attn_mask=bias, enable_gqa=True)
+
+
+@torch.no_grad()
+def _preset_rows(
+    spec: str, shape: Shape, recorder: Recorder, timer: Timer, flash: float, device: torch.device, seed: int
+) -> Iterator[Row]:
+    n = shape.queries
+    common: dict[str, Any] = {"sizes": shape.sizes() | {"queries": n}}
+    bits = None
+
+    def refused(status: str) -> Row:
+        return recorder.add(spec, bits, "prefill_us", "us", shape.name, None, status=status, **common)
+
+    try:
+        packed = packed_operator(spec, shape, device, seed)
+        draw = partial(_draw, torch.Generator(device).manual_seed(seed), shape.batch)
+        q, k, v = draw(shape.query_heads, n), draw(shape.kv_heads, n), draw(shape.kv_heads, n)
+        fused = prefill_operator(packed, q, k, v)
+        asked = [(q * scale).bfloat16() for scale in SCALES]
+        checked = worst(prefill_error(packed, x, k, v, prefill_operator(packed, x, k, v)()) for x in asked)
+        if not checked.passed:
+            yield refused(f"failed its gate: {checked}")
+            return
+        ours = timer.eager(fused, 12)
+        apart = timer.eager(lambda: prefill_apart(packed, q, k, v), 3)
+        decode = timer.eager(packed.cache.decode, 3)
+    except UnsupportedError as error:
+        yield refused(f"no kernel: {error}")
+        return
+    except (KVError, RuntimeError) as error:  # as in decode: the others are timed
+        lost = device_lost(device)
+        yield refused(f"{'device lost' if lost else 'failed'}: {type(error).__name__}: {str(error)[:300]}")
+        if lost:
+            raise DeviceLostError(f"bench prefill: {spec} at {shape.name} broke the CUDA context.") from error
+        return
+    least = (packed.bytes_read + 2 * shape.bf16_bytes) / ROOFLINE_BYTES_PER_US + flash
+    yield recorder.add(spec, bits, "dequant_us", "us", shape.name, decode, **common)
+    yield recorder.add(spec, bits, "prefill_apart_us", "us", shape.name, apart, least_apart_us=least, **common)
+    speedup = ratio(apart["p50"], ours)
+    yield recorder.add(spec, bits, "prefill_speedup", "x", shape.name, speedup, **common)
+    yield recorder.add(spec, bits, "prefill_us", "us", shape.name, ours, flash_us=flash, **common)
+
+
+def prefill_apart(packed: Packed, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Decode everything, then flash attention."""
+    both = [torch.cat([old, new], 2) for old, new in zip(packed.cache.decode(), (k, v), strict=True)]
+    return dense_attention(q, both[0], both[1])
+
+
+def prefill_operator(packed: Packed, q: Tensor, k: Tensor, v: Tensor) -> Callable[[], Tensor]:
+    """Return the call that attends with ``q`` to the packed history and causally to the fresh ``k, v``."""
+    cache = packed.cache
+    assert isinstance(cache.engine, CudaEngine)
+    assert cache.store is not None
+    if not cache.engine.ready:  # the cache has not run a step yet
+        cache.engine.prepare(cache.roles)
+    sink = packed.dense["key"][0], packed.dense["value"][0]
+    # as a cache whose window holds the fresh tokens
+    fresh = torch.cat([packed.dense["key"][1], k], 2), torch.cat([packed.dense["value"][1], v], 2)
+    pages = cache.engine.packed(cache.store.pages, cache.store.table, packed.placed)
+    history = History(pages, 0, packed.encoded["key"], sink, fresh)
+    return partial(attend_history, q, history, packed.shape.head_dim**-0.5)
+
+
+def prefill_error(packed: Packed, q: Tensor, k: Tensor, v: Tensor, found: Tensor) -> Gate:
+    """Relative errors of some rows of one KV head against float64 over the decoded values: the kernel's and bf16's."""
+    shape, n = packed.shape, q.shape[2]
+    b, h = shape.batch - 1, shape.kv_heads - 1
+    history = packed.truth(b, h)
+    keys, values = (torch.cat([old, new[b, h].float()]) for old, new in zip(history, (k, v), strict=True))
+    state = packed.cache.roles["key"]
+    if state.params is not None:
+        q = rounded_queries(q, state.codec, state.params, shape.kv_heads)
+    rows = torch.linspace(0, n - 1, min(n, CHECKED_ROWS), device=q.device).long()
+    heads = slice(h * shape.group, (h + 1) * shape.group)
+    part = q[b, heads][:, rows]
+    hidden = torch.arange(len(keys), device=q.device)[None] > rows[:, None] + shape.tokens
+    scores = part.double() @ keys.double().T * shape.head_dim**-0.5
+    exact = torch.softmax(scores.masked_fill(hidden, -torch.inf), -1) @ values.double()
+    bias = torch.zeros(hidden.shape, device=q.device, dtype=torch.bfloat16).masked_fill_(hidden, -torch.inf)
+    short = [x.bfloat16() for x in (part[None], keys[None, None], values[None, None])]
+    low = scaled_dot_product_attention(short[0], short[1], short[2], attn_mask=bias, enable_gqa=True)[0]
+    errors = [float((x.double() - exact).norm() / exact.norm()) for x in (found[b, heads][:, rows], low)]
+    return Gate(errors[0], errors[1])

@@ -1,0 +1,236 @@
+"""Scores of a model under a scheme: log-likelihoods of continuations, greedy answers, teacher-forced windows.
+
+Everything is read through the compressed cache. ``prefill="decoded"`` (default): a text is one call, and attention
+reads decoded K and V of every token, its own included. ``prefill="exact"``: tokens that are not scored are fed in calls
+of 256, of which the first attends fresh K and V; scored tokens are a separate call, which reads what is stored. With
+``exact`` no score comes from the call that fills an empty cache.
+
+Only sequences of equal length are batched: nothing is padded, because token-grouped codecs would mix padding into
+groups. ``Reader(model, None)`` is the uncompressed model, by the same calls on transformers'
+own cache.
+"""
+
+import inspect
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from packedkv.cli.measure.perplexity import EXACT_CALL_TOKENS, Reference, TokenScores
+from packedkv.cli.measure.quantized_cache import QuantizedCacheMaker, QuantizedCacheSpec, quantized_cache_of
+from packedkv.errors import ModelError
+from packedkv.files.params import LayerParams
+from packedkv.integrations.transformers.argument import passing
+from packedkv.integrations.transformers.recording import CacheMaker, Prefill
+from packedkv.models.windows import positions_of
+from packedkv.scheme import KVScheme
+from packedkv_lab.eval.tasks.base import token_ids
+
+UNCOMPRESSED = "(uncompressed)"
+
+
+@dataclass(frozen=True)
+class Held:
+    """Content of one sequence's cache when it was read: bytes, and the elements of K and V that they encode."""
+
+    nbytes: int
+    elements: int
+
+
+class Reader:
+    """One scheme on one model.
+
+    Parameters
+    ----------
+    model : PreTrainedModel
+    spec : str, KVScheme, QuantizedCacheSpec or None
+        None: the uncompressed model. Its bytes are counted as 16 bits an element, whatever its dtype.
+    prefill : {"decoded", "exact"}
+    seed : int
+    params : LayerParams, optional
+        Constants from ``packedkv fit``.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        spec: str | KVScheme | QuantizedCacheSpec | None,
+        *,
+        prefill: Prefill = "decoded",
+        seed: int = 0,
+        params: LayerParams | None = None,
+    ) -> None:
+        self.model, self.prefill = model, prefill
+        self.maker: CacheMaker | QuantizedCacheMaker | None = None
+        if (found := quantized_cache_of(spec)) is not None:
+            self.maker = QuantizedCacheMaker(model, found, prefill=prefill)
+        elif spec is not None:
+            self.maker = CacheMaker(model, spec, prefill=prefill, seed=seed, params=params, remember=True)  # type: ignore[arg-type]
+        self.name = UNCOMPRESSED if self.maker is None else str(self.maker.scheme)
+        self.notes: list[str] = []
+        self.positions = positions_of(model.config)
+        self._new_cache: Callable[[], Any] | None = None
+        self._few_logits = "logits_to_keep" in inspect.signature(model.forward).parameters
+
+    @contextmanager
+    def reading(self) -> Iterator[None]:
+        """Set the attention that the scheme needs for the block; collect warnings in ``notes``, each once."""
+        from transformers import DynamicCache
+
+        own = nullcontext(lambda: DynamicCache(config=self.model.config))
+        with (
+            torch.no_grad(),
+            warnings.catch_warnings(record=True) as caught,
+            own if self.maker is None else self.maker.attending() as self._new_cache,
+        ):
+            warnings.simplefilter("always")
+            try:
+                yield
+            finally:
+                self._new_cache = None
+                said = (str(w.message) for w in caught)
+                self.notes = list(dict.fromkeys([*self.notes, *said]))
+
+    def continuations(self, inputs: Tensor, scored: int) -> tuple[Tensor, Held]:
+        """Read ``inputs [B, n]`` and return the logits ``[B, scored, V]`` behind its last ``scored`` tokens.
+
+        To score a continuation of k tokens, ``inputs`` is context and continuation without the last token, and
+        ``scored`` at least k.
+        """
+        cache = self._cache()
+        if self.prefill == "exact":
+            self._feed(cache, inputs[:, : inputs.shape[1] - scored])
+            inputs = inputs[:, inputs.shape[1] - scored :]
+        logits = self._logits(cache, inputs, scored)
+        return logits, self._held(cache)
+
+    def answers(
+        self, prompts: Tensor, new_tokens: int, finished: Callable[[list[int]], bool]
+    ) -> tuple[list[list[int]], Held]:
+        """Continue ``prompts [B, n]`` greedily by at most ``new_tokens``, until every one is ``finished``.
+
+        The bytes are those held when the prompt was read: what the answer is found in.
+        """
+        cache = self._cache()
+        ids = prompts
+        if self.prefill == "exact":
+            self._feed(cache, ids[:, :-1])
+            ids = ids[:, -1:]
+        made: list[list[int]] = [[] for _ in range(prompts.shape[0])]
+        held: Held | None = None
+        for step in range(new_tokens):
+            ids = self._logits(cache, ids, 1)[:, -1].argmax(-1, keepdim=True)
+            held = held or self._held(cache)
+            for tokens, new in zip(made, ids[:, 0].tolist(), strict=True):
+                tokens.append(new)
+            if step + 1 == new_tokens or all(finished(tokens) for tokens in made):
+                break
+        return made, held or self._held(cache)
+
+    def window(self, ids: Tensor, reference: Reference) -> tuple[TokenScores, Held]:
+        """Score each token of a window ``[n]`` against the uncompressed model's ``reference`` of it.
+
+        With ``exact`` the tokens of the first call (256, or half of a short window) are not scored: they attend fresh
+        K and V. The uncompressed model is scored on the same tokens.
+        """
+        n = ids.numel()
+        first = 1 if self.prefill == "decoded" else min(EXACT_CALL_TOKENS, n // 2) + 1
+        if self.maker is None:
+            return reference.itself(first), Held(*self._dense_size(n))
+        cache = self._cache()
+        step = n if self.prefill == "decoded" else first - 1
+        calls = [self._logits(cache, ids[None, a : a + step], None)[0] for a in range(0, n, step)]
+        logits = torch.cat(calls)[first - 1 : -1]
+        return reference.compare(logits, first), self._held(cache)
+
+    # -- calls ------------------------------------------------------------------------------------------------------
+
+    def _cache(self) -> Any:
+        assert self._new_cache is not None, "outside of reading()"
+        return self._new_cache()
+
+    def _feed(self, cache: Any, ids: Tensor) -> None:
+        """Fill the cache in calls of 256 tokens; nothing of it is scored."""
+        if not ids.shape[1]:
+            raise ModelError(
+                'prefill="exact" fills the cache before it scores, and nothing stands before what is scored; use '
+                'prefill="decoded", or a text with a context.'
+            )
+        for a in range(0, ids.shape[1], EXACT_CALL_TOKENS):
+            self._logits(cache, ids[:, a : a + EXACT_CALL_TOKENS], 1)
+
+    def _logits(self, cache: Any, ids: Tensor, last: int | None) -> Tensor:
+        """Logits ``[B, last, V]`` of the newest tokens; None: of all."""
+        keep = {"logits_to_keep": last} if last is not None and self._few_logits else {}
+        logits: Tensor = self.model(input_ids=ids, **passing(self.model, cache), use_cache=True, **keep).logits
+        return logits if last is None else logits[:, -last:]
+
+    def _held(self, cache: Any) -> Held:
+        if self.maker is None:
+            elements = sum(layer.keys.numel() + layer.values.numel() for layer in cache.layers if _holds_kv(layer))
+            batch = max((layer.keys.shape[0] for layer in cache.layers if _holds_kv(layer)), default=1)
+            return Held(2 * elements // batch, elements // batch)
+        if isinstance(self.maker, QuantizedCacheMaker):
+            return Held(*self.maker.held(cache))
+        layers = cache.layer_caches
+        batch = max((layer.batch for layer in layers), default=1)
+        nbytes = sum(sum(layer.nbytes().values()) for layer in layers)
+        return Held(nbytes // batch, sum(layer.elements() for layer in layers) // batch)
+
+    def _dense_size(self, tokens: int) -> tuple[int, int]:
+        """Bytes in 16 bit, and elements, that the model's layers hold after ``tokens`` tokens."""
+        from packedkv.integrations.transformers.plan import plan_for
+
+        plan = plan_for(self.model, "decoded")
+        elements = 2 * sum(
+            min(tokens, (layer.window or tokens + 1) - 1) * (layer.heads or 0) * (layer.head_dim or 0)
+            for layer in plan.kv_layers
+        )
+        return 2 * elements, elements
+
+
+def _holds_kv(layer: Any) -> bool:
+    return isinstance(getattr(layer, "keys", None), Tensor) and layer.keys.ndim == 4
+
+
+# -- tokens ------------------------------------------------------------------------------------------------------------
+
+
+def pair_ids(tokenizer: Any, context: str, continuation: str) -> tuple[list[int], list[int]]:
+    """Token ids of a context and of the continuation behind it.
+
+    Both are tokenized as one text, and cut where the context's tokens end, as the Language Model Evaluation Harness
+    does; spaces at the context's end belong to the continuation. An empty context is the token that begins a text.
+
+    Raises
+    ------
+    ModelError
+        If the continuation is empty, or there is no context and no token to begin with.
+    """
+    stripped = context.rstrip()
+    if stripped:
+        continuation, context = context[len(stripped) :] + continuation, stripped
+    whole, head = token_ids(tokenizer, context + continuation), token_ids(tokenizer, context)
+    if not head:
+        begin = next((t for t in (tokenizer.bos_token_id, tokenizer.eos_token_id) if t is not None), None)
+        if begin is None:
+            raise ModelError("an empty context and a tokenizer without a token that begins a text: nothing to score.")
+        head, whole = [begin], [begin, *whole]
+    if len(whole) <= len(head):
+        raise ModelError(f"the continuation {continuation!r} adds no token to its context; nothing to score.")
+    return whole[: len(head)], whole[len(head) :]
+
+
+def cut_at(text: str, stops: Sequence[str]) -> str:
+    """Cut ``text`` before the first of ``stops``; white space that it begins with is no stop.
+
+    >>> cut_at(" 1234. And", ("\\n", "."))
+    ' 1234'
+    """
+    lead = len(text) - len(text.lstrip())
+    ends = [at for stop in stops if (at := text.find(stop, lead)) >= 0]
+    return text[: min(ends)] if ends else text

@@ -1,0 +1,146 @@
+"""Key-value retrieval: a JSON object of random UUIDs and one key whose value is asked for ("Lost in the Middle",
+arXiv:2307.03172). Records are generated; ``--data kv_retrieval=FILE`` takes those of the paper's own file instead.
+"""
+
+import random
+import uuid
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, ClassVar
+
+from packedkv.errors import ModelError
+from packedkv_lab.eval.tasks.base import (
+    AnswerOutput,
+    AnswerTask,
+    Item,
+    Metric,
+    Needs,
+    Scores,
+    Source,
+    TaskSettings,
+    item_id,
+    token_ids,
+)
+from packedkv_lab.eval.tasks.files import find, json_records, parsed
+from packedkv_lab.eval.tasks.haystack import Place, depths_of, largest, lengths_of, places
+from packedkv_lab.eval.tasks.needle import prefix, recall
+
+HEAD = "Extract the value corresponding to the specified key in the JSON object below.\n\nJSON data:\n"
+MOST_TOKENS = 40
+"""Of an answer: 36 characters, at most a token each, and the closing quote."""
+DRAWS, PASSES = 32, 3
+"""Records drawn for each one that is replaced by a longer one, and how often each is looked at."""
+
+Pair = tuple[str, str]
+
+
+class KeyValue(AnswerTask):
+    """The value of one key among as many as the length takes."""
+
+    name = "kv_retrieval"
+    summary = "the value of one UUID among as many as fit, by length and depth"
+    metrics: ClassVar[Mapping[str, Metric]] = {
+        "recall": Metric("higher", "share of answers that hold the value, all 36 characters of it"),
+        "prefix": Metric("higher", "share of the value's characters before the first wrong one"),
+    }
+    default_limit = 30
+    group_keys: ClassVar[tuple[str, ...]] = ("length", "depth")
+    optional = Needs(
+        ("kv-retrieval*.jsonl.gz", "kv-retrieval*.jsonl"),
+        "JSON lines with ordered_kv_records, a list of [key, value]",
+        ("", "", ""),
+    )
+
+    def items(self, tokenizer: Any, settings: TaskSettings) -> list[Item]:
+        """Draw prompts, cell by cell of the grid."""
+        grid = places(self.limit(settings), lengths_of(self.name, settings), depths_of(settings))
+        records, _ = self._records(settings)
+        return [self._item(tokenizer, records, settings.seed, place) for place in grid]
+
+    def source(self, settings: TaskSettings) -> Source | None:
+        """Return the file, where one was named for this task."""
+        return self._records(settings)[1]
+
+    def _records(self, settings: TaskSettings) -> tuple[list[list[Pair]], Source | None]:
+        if self.name not in settings.data_of:
+            return [], None
+        path = find(self.name, self.optional, settings)
+        assert path is not None
+        found, source = json_records(self.name, path)
+        return parsed(self.name, found, _pairs, source, self.optional.form), source
+
+    def _item(self, tokenizer: Any, records: Sequence[Sequence[Pair]], seed: int, place: Place) -> Item:
+        rng = random.Random(f"{self.name} {seed} {place.length} {place.depth} {place.draw}")
+        pairs = list(records[rng.randrange(len(records))]) if records else []
+        rng.shuffle(pairs)
+
+        def pair(i: int) -> Pair:
+            while not records and i >= len(pairs):
+                pairs.append((_uuid(rng), _uuid(rng)))
+            return pairs[i]
+
+        def prompt(others: int) -> str:
+            shown = [pair(i + 1) for i in range(others)]
+            shown.insert(round(place.depth * others), pair(0))
+            lines = ",\n ".join(f'"{k}": "{v}"' for k, v in shown)
+            return f'{HEAD}{{{lines}}}\n\nKey: "{pair(0)[0]}"\nCorresponding value: "'
+
+        most = len(pairs) - 1 if records else place.length
+        others = largest(tokenizer, place.length, prompt, most)
+        if others < 1:
+            raise ModelError(f"{self.name}: {place.length} tokens do not hold two keys; pass longer --lengths.")
+        if not records:
+            _fill(tokenizer, place.length, lambda: prompt(others), pairs, others, rng)
+        text, value = prompt(others), pair(0)[1]
+        return Item(
+            self.name,
+            item_id(self.name, text, value),
+            "answer",
+            {"length": place.length, "depth": place.depth},
+            context=text,
+            answers=(value,),
+            max_new_tokens=MOST_TOKENS,
+            stop=('"', "\n"),
+        )
+
+    def score(self, item: Item, output: AnswerOutput) -> Scores:
+        """Whether the value is there, and how far it is right."""
+        return {"recall": (recall(item, output), 1.0), "prefix": (prefix(item, output), 1.0)}
+
+    def about(self, settings: TaskSettings) -> dict[str, Any]:
+        """The grid."""
+        return {"lengths": list(lengths_of(self.name, settings)), "depths": list(depths_of(settings))}
+
+
+def _fill(
+    tokenizer: Any, length: int, prompt: Callable[[], str], pairs: list[Pair], others: int, rng: random.Random
+) -> None:
+    """Replace records by some of more tokens until the prompt has ``length``: only equally long ones share a call."""
+
+    def tokens(pair: Pair) -> int:
+        return len(token_ids(tokenizer, f'"{pair[0]}": "{pair[1]}"'))
+
+    missing = length - len(token_ids(tokenizer, prompt()))
+    for i in [*range(1, others + 1)] * PASSES:
+        if not missing:
+            return
+        old = pairs[i]
+        drawn = [(_uuid(rng), _uuid(rng)) for _ in range(DRAWS)]
+        sizes = {pair: tokens(pair) for pair in drawn}
+        room = tokens(old) + missing
+        pairs[i] = max((p for p in sizes if sizes[p] <= room), key=sizes.__getitem__, default=old)
+        left = length - len(token_ids(tokenizer, prompt()))
+        if 0 <= left < missing:
+            missing = left
+        else:
+            pairs[i] = old
+
+
+def _uuid(rng: random.Random) -> str:
+    return str(uuid.UUID(int=rng.getrandbits(128), version=4))
+
+
+def _pairs(record: dict[str, Any]) -> list[Pair]:
+    pairs = [(str(key), str(value)) for key, value in record["ordered_kv_records"]]
+    if len(pairs) < 2:
+        raise ValueError("fewer than two pairs")
+    return pairs

@@ -1,0 +1,139 @@
+"""Tasks after RULER (arXiv:2404.06654) that need more than one place of the prompt: ``variable_tracking`` follows a
+chain of assignments hidden in real text, ``common_words`` counts. Neither shows a worked example first, as RULER does.
+"""
+
+import random
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar
+
+from packedkv.errors import ModelError
+from packedkv_lab.eval.tasks.base import AnswerOutput, AnswerTask, Item, Metric, Scores, TaskSettings, item_id
+from packedkv_lab.eval.tasks.haystack import TEXT_CHARACTERS, Haystack, fitted, hide, largest, lengths_of, places
+
+LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
+
+
+class _Listing(AnswerTask):
+    """A task whose answer is a list of words: the share of them that is named."""
+
+    metrics: ClassVar[Mapping[str, Metric]] = {"recall": Metric("higher", "share of the wanted words that are named")}
+    default_limit = 30
+    group_keys: ClassVar[tuple[str, ...]] = ("length",)
+
+    def score(self, item: Item, output: AnswerOutput) -> Scores:
+        """Count the wanted words among those of the answer."""
+        said = set(re.findall(r"\w+", output.text))
+        return {"recall": (float(sum(word in said for word in item.answers)), float(len(item.answers)))}
+
+    def about(self, settings: TaskSettings) -> dict[str, Any]:
+        """Text and lengths."""
+        return {
+            "text": settings.text.name,
+            "text_sha256": settings.text.sha256,
+            "lengths": list(lengths_of(self.name, settings)),
+        }
+
+
+class VariableTracking(_Listing):
+    """Five variables, each set to the one before; the first holds a number, and all that do are asked for."""
+
+    name = "variable_tracking"
+    summary = "a chain of five assignments hidden in real text, by length"
+    variables = 5
+    head = "Memorize and track the chain of variable assignment hidden in the following text.\n\n"
+    ask = (
+        "\nQuestion: Find all variables that are assigned the value {value} in the text above. Answer: According to "
+        "the chain of variable assignment in the text above, {n} variables are assigned the value {value}, they are:"
+    )
+
+    def items(self, tokenizer: Any, settings: TaskSettings) -> list[Item]:
+        """Draw prompts, length by length."""
+        haystack = Haystack(tokenizer, settings.text.text)
+        grid = places(self.limit(settings), lengths_of(self.name, settings), [0.0])
+        return [self._item(tokenizer, haystack, settings.seed, p.length, p.draw) for p in grid]
+
+    def _item(self, tokenizer: Any, haystack: Haystack, seed: int, length: int, draw: int) -> Item:
+        rng = random.Random(f"{self.name} {seed} {length} {draw}")
+        names: list[str] = []
+        while len(names) < self.variables:
+            name = "".join(rng.choices(LETTERS, k=5))
+            names += [name] * (name not in names)
+        value = str(rng.randrange(10_000, 100_000))
+        said = [f"VAR {a} = {b}." for a, b in zip(names, [value, *(f"VAR {n}" for n in names)], strict=False)]
+        needles = list(zip(sorted(rng.random() for _ in said), said, strict=True))
+        start, ask = haystack.start(rng), self.ask.format(value=value, n=self.variables)
+
+        def build(tokens: int, shift: int) -> str:
+            return self.head + hide(haystack.piece(start + shift, tokens), needles) + ask
+
+        prompt = fitted(self.name, tokenizer, length, build, length - 80 - 15 * self.variables)
+        return Item(
+            self.name,
+            item_id(self.name, prompt, names),
+            "answer",
+            {"length": length},
+            context=prompt,
+            answers=tuple(names),
+            max_new_tokens=10 * self.variables,
+        )
+
+
+class CommonWords(_Listing):
+    """A numbered list in which ten words make up half of the entries; these ten are asked for."""
+
+    name = "common_words"
+    summary = "the ten words that fill half of a long list, by length"
+    common = 10
+    head = (
+        "Below is a numbered list of words. In these words, some appear more often than others. Memorize the ones that "
+        "appear most often.\n"
+    )
+    ask = (
+        "\nQuestion: What are the {n} most common words in the above list? Answer: The top {n} words that appear most "
+        "often in the list are:"
+    )
+    fewest = 4
+    """Entries of each common word in the shortest list."""
+
+    def items(self, tokenizer: Any, settings: TaskSettings) -> list[Item]:
+        """Draw lists, length by length."""
+        words = sorted(set(re.findall(r"\b[a-z]{4,9}\b", settings.text.text[:TEXT_CHARACTERS])))
+        if len(words) < 4 * self.common:
+            raise ModelError(
+                f"{self.name}: the text has {len(words)} different words of 4 to 9 letters, and {4 * self.common} are "
+                f"needed; pass a longer --text."
+            )
+        grid = places(self.limit(settings), lengths_of(self.name, settings), [0.0])
+        return [self._item(tokenizer, words, settings.seed, p.length, p.draw) for p in grid]
+
+    def _item(self, tokenizer: Any, words: Sequence[str], seed: int, length: int, draw: int) -> Item:
+        rng = random.Random(f"{self.name} {seed} {length} {draw}")
+        drawn = rng.sample(list(words), len(words))
+        wanted, others = drawn[: self.common], drawn[self.common :]
+        order = rng.randrange(2**32)
+
+        def build(times: int) -> str:
+            """Each common word ``times`` times, and as many entries of other words, each as seldom as may be."""
+            entries = [word for word in wanted for _ in range(times)]
+            entries += [others[i % len(others)] for i in range(len(entries))]
+            random.Random(order).shuffle(entries)
+            listed = " ".join(f"{i}. {word}" for i, word in enumerate(entries, 1))
+            return self.head + listed + self.ask.format(n=self.common)
+
+        times = largest(tokenizer, length, build, length)
+        if times < self.fewest or times * self.common > len(others) * (times - 1):
+            raise ModelError(
+                f"{self.name}: {length} tokens make a list in which each common word stands {max(times, 0)} times; "
+                + ("pass longer --lengths." if times < self.fewest else "the text has too few other words.")
+            )
+        return Item(
+            self.name,
+            item_id(self.name, build(times), wanted),
+            "answer",
+            {"length": length},
+            context=build(times),
+            answers=tuple(wanted),
+            max_new_tokens=8 * self.common,
+            stop=("\n\n", "Question"),
+        )

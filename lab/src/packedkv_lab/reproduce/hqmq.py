@@ -1,0 +1,259 @@
+"""HQMQ, arXiv:2605.27646: bits, memory, the geometry of the codebook, errors on Gaussian tokens."""
+
+import math
+
+import torch
+from torch import Tensor
+
+from packedkv.codec import Codec, Sample, Site, roundtrip
+from packedkv.codecs.additive import Additive
+from packedkv.ops.quaternion import (
+    chunk_lengths,
+    decode_lengths,
+    nearest_entry,
+    nearest_product,
+    products,
+    quantize_lengths,
+    random_units,
+    split_chunks,
+)
+from packedkv.registry import get
+from packedkv_lab.reproduce.claims import NOT_PRINTED, Found, recomputes
+from packedkv_lab.reproduce.measure import gauss, relative_mse, token_bytes
+
+SIZES = (24, 48, 96, 192)
+CONFIGS = tuple(f"s{s}_r{r}" for s in SIZES for r in (3, 4, 6))
+
+
+@recomputes("hqmq", "Tables 2, 8, 9, bits")
+def printed_bits(quick: bool) -> Found:
+    """(log2(24 S) + r) / 4 of all configurations, and (2 log2 K + r) / 4 of the additive baseline; no scale."""
+    for config in CONFIGS:
+        yield config, "bits", get(f"hqmq-{config}").nominal_bits(128)
+    for k, r in ((24, 3), (48, 4), (192, 4)):
+        yield f"additive, K={k} r={r} (Table 16)", "bits", Additive(k, r).layout(128).nominal_bits
+
+
+@recomputes("hqmq", "Tables 12, 21")
+def bits_with_scale(quick: bool) -> Found:
+    """Bits with the scale, and compression, from the bytes of the radix packing."""
+    for config in ("s24_r3", "s24_r4", "s48_r4", "s96_r4", "s192_r4", "s192_r6"):
+        held = get(f"hqmq-{config}:packing=radix").effective_bits(128)
+        yield config, "bits", held
+        yield config, "ratio_to_fp16", 16 / held
+
+
+@recomputes("hqmq", f"{NOT_PRINTED}: bytes")
+def held_bits(quick: bool) -> Found:
+    """True bits of both packings."""
+    for config in CONFIGS:
+        yield f"{config} ceil", "bits", get(f"hqmq-{config}").effective_bits(128)
+        yield f"{config} radix", "bits", get(f"hqmq-{config}:packing=radix").effective_bits(128)
+
+
+@recomputes("hqmq", "Sec. 4.10, memory")
+def memory(quick: bool) -> Found:
+    """Decimal GB of whole caches, by the radix packing."""
+    for model, layers, tokens in (("Mistral-7B, 32k tokens", 32, 32768), ("Llama-3-70B, 128k tokens", 80, 131072)):
+        yield model, "fp16_gb", token_bytes("dense", layers, 8, 128) * tokens / 1e9
+        packed = token_bytes("hqmq-s24_r3:packing=radix", layers, 8, 128) * tokens / 1e9
+        yield f"{model}, s24_r3", "gb", packed
+
+
+@recomputes("hqmq", "Eq. 2, Med-C bits")
+def outlier_bits(quick: bool) -> Found:
+    """(1 - p) b + 16 p + 1/4 at the outlier share p that a model's rows imply; b without its scale."""
+    rows: tuple[tuple[str, float, tuple[str, ...]], ...] = (
+        ("Mistral-7B", 0.024, ("s192_r6",)),
+        ("Mistral-7B, Table 3", 0.030, ("s96_r4",)),
+        ("Llama-3-8B", 0.018, ("s192_r6", "s96_r6", "s24_r6")),
+        ("Qwen2.5-7B", 0.031, ("s192_r6", "s96_r6", "s24_r6")),
+        ("Qwen2.5-7B, C=4", 0.018, ("s192_r6",)),
+        ("Qwen2.5-7B, C=5", 0.010, ("s192_r6", "s96_r6", "s24_r6")),
+        ("Qwen3-8B", 0.038, ("s96_r6", "s24_r6")),
+        ("Qwen3-8B, Table 4", 0.030, ("s96_r6",)),
+        ("gpt-oss-20b", 0.060, ("s96_r6", "s24_r6")),
+    )
+    for model, share, configs in rows:
+        for config in configs:
+            bits = _with_outliers(get(f"hqmq-{config}").nominal_bits(128), share)
+            yield f"{model}, {config} + Med", "bits", bits
+    for model, share, width in (
+        ("Qwen2.5-7B", 0.028, 4),
+        ("Qwen2.5-7B", 0.028, 3),
+        ("Qwen2.5-7B, C=5", 0.010, 4),
+        ("Qwen3-8B", 0.031, 4),
+    ):
+        yield f"{model}, int{width} + Med", "bits", _with_outliers(width, share)
+    base = get("hqmq-s192_r6").nominal_bits(128)
+    yield "Mistral-7B, what Med adds (Sec. 4.1)", "bits", _with_outliers(base, 0.024) - base
+
+
+def _with_outliers(bits: float, share: float) -> float:
+    return (1 - share) * bits + 16 * share + 1 / 4
+
+
+@recomputes("hqmq", "Tables 2, 3")
+def baseline_bits(quick: bool) -> Found:
+    """Bits that the paper prints for its baselines, against bytes held."""
+    for bits in (2, 3, 4):
+        yield f"naive int{bits}", "bits", get(f"int-{bits}").effective_bits(128)
+    for bits in (2, 4):
+        yield f"KIVI-{bits}", "bits", get(f"kivi-{bits}").effective_bits(128)
+
+
+@recomputes("hqmq", f"{NOT_PRINTED}: geometry (Prop. 3.1)", seconds=60)
+def geometry(quick: bool) -> Found:
+    """Covering radii: the largest holes found by climbing from many points, so lower bounds that are all but exact."""
+    units = products(torch.tensor([[1.0, 0, 0, 0]], dtype=torch.float64))
+    apart = (units @ units.T).fill_diagonal_(-1).max(1).values.arccos().rad2deg()
+    yield "2T alone, nearest neighbours", "degrees", float(apart.min())
+    yield "2T alone, covering radius", "degrees", covering_radius(units, 4096, 0)
+    seeds = 6 if quick else 20
+    means: dict[int, float] = {}
+    for s in SIZES[:2] if quick else (6, 12, *SIZES):
+        means[s] = sum(covering_radius(products(_secondary(s, i)), 2048, i) for i in range(seeds)) / seeds
+        if s in SIZES:
+            yield f"S={s}, 2T x random", "degrees", means[s]
+            found = [covering_radius(random_units(24 * s, _generator(100 + i)), 16384, i) for i in range(seeds)]
+            yield f"S={s}, {24 * s} Haar points", "degrees", sum(found) / seeds
+    if not quick:
+        log_n = torch.tensor([math.log(s) for s in means])
+        log_radius = torch.tensor([math.log(radius) for radius in means.values()])
+        slope = float(((log_n - log_n.mean()) * log_radius).sum() / (log_n - log_n.mean()).square().sum())
+        yield "rate of the covering radius in S", "log-log slope", slope
+
+
+@recomputes("hqmq", f"{NOT_PRINTED}: codebooks (Table 16)", seconds=60)
+def direction_errors(quick: bool) -> Found:
+    """Products, points at random and sums of two, by mean squared error of a direction."""
+    count, seeds = (2048, 5) if quick else (4096, 20)
+    u = torch.randn(count, 4, generator=_generator(7), dtype=torch.float64)
+    u = u / u.norm(dim=1, keepdim=True)
+    for s in SIZES:
+        n, k = 24 * s, round((24 * s) ** 0.5)
+        volume = 2 * math.pi**2 / n
+        found = {"theory of Haar points": [math.gamma(5 / 3) * (3 * volume / (4 * math.pi)) ** (2 / 3)]}
+        for seed in range(seeds):
+            book, points = _secondary(s, seed), random_units(n, _generator(200 + seed))
+            first, second = random_units(k, _generator(300 + seed)), random_units(k, _generator(400 + seed))
+            sums = (first[:, None] + second).flatten(0, 1)
+            unit = sums / sums.norm(dim=1, keepdim=True).clamp_min(1e-9)
+            start = first[nearest_entry(u, first, by="distance")]
+            drawn = {
+                "2T x random": products(book)[nearest_product(u, book)],
+                "Haar points": points[nearest_entry(u, points, by="angle")],
+                "sums, normalised": unit[nearest_entry(u, unit, by="angle")],
+                "sums, raw": sums[nearest_entry(u, sums, by="distance")],
+                "sums, greedy": start + second[nearest_entry(u - start, second, by="distance")],
+            }
+            for name, c in drawn.items():
+                found.setdefault(name, []).append(float((u - c).square().sum(1).mean()))
+        for name, errors in found.items():
+            if name != "sums, greedy" or s in (SIZES[0], SIZES[-1]):  # of greedy sums only the ends are known
+                yield f"{name}, {k * k if name.startswith('sums') else n}", "E|u-c|^2", sum(errors) / len(errors)
+
+
+@recomputes("hqmq", f"{NOT_PRINTED}: relative MSE", seconds=40)
+def gaussian_error(quick: bool) -> Found:
+    """N(0, I) tokens of 128 channels, the mean over codebooks."""
+    x = torch.randn(1, 1, 128 if quick else 512, 128, generator=_generator(0))
+    seeds = 5 if quick else 20
+    for s in SIZES:
+        for r in (2, 3, 4, 6):
+            yield f"s{s}_r{r}", "relative_mse", sum(_error(x, s, r, seed) for seed in range(seeds)) / seeds
+
+
+def _error(x: Tensor, s: int, r: int, seed: int) -> float:
+    """Relative MSE of one codebook; r = 2, of which there is no preset, from the codec's bricks."""
+    if r > 2:
+        return relative_mse(x, get(f"hqmq-s{s}_r{r}"), seed)
+    chunks = split_chunks(x)
+    secondary = random_units(s, Site(0, "key", 1, x.shape[-1], seed).generator(0))
+    unit = products(secondary)[nearest_product(chunks.reshape(-1, 4), secondary)].view(chunks.shape)
+    radius, scale = quantize_lengths(chunk_lengths(chunks), r)
+    decoded = unit * decode_lengths(radius, scale, r)[..., None]
+    return float((decoded - chunks).square().sum() / chunks.square().sum())
+
+
+@recomputes("hqmq", NOT_PRINTED)
+def naive_int(quick: bool) -> Found:
+    """Naive integers on N(0, 1), one scale per token of 128 channels; the paper does not say which kind it used."""
+    x = gauss(quick)
+    for kind in ("symmetric", "asymmetric"):
+        for bits in (2, 3, 4):
+            scheme = get(f"int-{bits}:symmetric={str(kind == 'symmetric').lower()}")
+            yield f"naive int{bits}, {kind}", "relative_mse", relative_mse(x, scheme)
+
+
+@recomputes("hqmq", f"{NOT_PRINTED}: outlier chunks", seconds=5)
+def outliers(quick: bool) -> Found:
+    """One chunk of 32 in every token 100 times the median: relative MSE of the other 31, and with Med."""
+    calm, x, loud = _with_loud_chunks(128 if quick else 256)
+    seeds = 5 if quick else 10
+    for spec in ("hqmq-s24_r3", "hqmq-s24_r4", "hqmq-s24_r6", "hqmq-s192_r6"):
+        yield spec, "bulk_relative_mse", sum(_bulk(get(spec).key, x, loud, seed) for seed in range(seeds)) / seeds
+    spec = "int-4:symmetric=true,outliers=3"
+    _, longer, where = _with_loud_chunks(4096)
+    yield spec, "bulk_relative_mse", _bulk(get(spec).key, longer, where, 0)
+    for spec in ("hqmq-s24_r3", "hqmq-s24_r6", "hqmq-s192_r6"):
+        with_it, without = (get(name).key for name in (f"{spec}:outliers=3", spec))
+        ratios = [_bulk(with_it, x, loud, seed) / _bulk(without, calm, loud, seed) for seed in range(3)]
+        yield f"{spec}:outliers=3", "bulk error / undisturbed", sum(ratios) / 3
+
+
+def _with_loud_chunks(tokens: int) -> tuple[Tensor, Tensor, Tensor]:
+    """N(0, I) tokens; the same with one chunk of 32 scaled to 100 medians; which chunk that is."""
+    calm = torch.randn(1, 1, tokens, 128, generator=_generator(0))
+    chunks = split_chunks(calm).clone()
+    length = chunk_lengths(chunks)
+    place = torch.randint(32, length.shape[:3], generator=_generator(1))[..., None]
+    loud = torch.zeros_like(length, dtype=torch.bool).scatter_(-1, place, True)
+    chunks[loud] *= (100 * length.median() / length[loud])[:, None].float()
+    return calm, chunks.flatten(-2), loud
+
+
+def _bulk(codec: Codec, x: Tensor, loud: Tensor, seed: int) -> float:
+    """Relative MSE of the chunks that are not ``loud``."""
+    decoded = roundtrip(codec, x, codec.fit(Site(0, "key", 1, x.shape[-1], seed), Sample(x)))
+    chunks = split_chunks(x)[~loud]
+    return float((split_chunks(decoded)[~loud] - chunks).square().sum() / chunks.square().sum())
+
+
+def covering_radius(points: Tensor, starts: int, seed: int) -> float:
+    """Angle in degrees from the emptiest place of the sphere to the nearest of ``points [n, 4]``.
+
+    The largest holes are circumcentres: equally far from four points, with no other nearer. From the emptiest of
+    ``starts`` random places, each step goes to the emptiest circumcentre of four of the eight nearest points, while
+    the hole grows. What is found is a lower bound: a larger hole would have to have been missed by every start.
+    """
+    points = points.double()
+    u = torch.randn(starts, 4, generator=_generator(1000 + seed), dtype=torch.float64)
+    u = u / u.norm(dim=1, keepdim=True)
+    coarse = points.float().T.contiguous()
+    near = torch.cat([(part.float() @ coarse).amax(1) for part in u.split(1024)])
+    u = u[near.topk(min(starts, 256), largest=False).indices]
+    best = (u @ points.T).amax(1)
+    fours = torch.combinations(torch.arange(min(8, len(points))), 4)
+    for _ in range(4):
+        around = points[(u @ points.T).topk(min(24, len(points))).indices]
+        corners = around[:, fours]
+        flat = torch.linalg.det(corners).abs() < 1e-9
+        corners[flat] = torch.eye(4, dtype=torch.float64)
+        centres = torch.linalg.solve(corners, torch.ones_like(corners[..., 0]))
+        centres = centres / centres.norm(dim=-1, keepdim=True)
+        height = (centres @ around.mT).amax(-1)
+        height[flat | ((centres * u[:, None]).sum(-1) < best[:, None])] = 1.0  # another hole's
+        trial = centres[torch.arange(len(u)), height.argmin(1)]
+        after = (trial @ points.T).amax(1)
+        better = after < best
+        u, best = torch.where(better[:, None], trial, u), torch.where(better, after, best)
+    return math.degrees(math.acos(float(best.min())))
+
+
+def _generator(seed: int) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
+def _secondary(s: int, seed: int) -> Tensor:
+    return random_units(s, _generator(500 + seed))

@@ -1,1 +1,0 @@
-"""The command line of the library; other distributions add commands by the entry point group ``kvcodec.commands``."""

@@ -1,1 +1,0 @@
-"""Where kvcodec meets other libraries: one module per library, imported only when asked for."""

@@ -1,0 +1,75 @@
+"""Write a file whole or not at all: in a folder of its own beside it, then renamed."""
+
+import os
+import secrets
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+try:
+    import fcntl
+except ImportError:  # Windows: folders of killed processes stay
+    fcntl = None  # type: ignore[assignment]
+
+SUFFIX = ".packedkv.part"
+"""Of the folders in which files are written."""
+
+
+@contextmanager
+def whole_file(path: Path) -> Iterator[Path]:
+    """Yield the path of a file to write, which replaces ``path`` at the end.
+
+    After an error ``path`` is what it was. The next call for the same folder removes what killed processes have left:
+    a folder in use is locked, and the system releases the lock with the process.
+
+    Parameters
+    ----------
+    path : Path
+        Its folder must exist.
+
+    Raises
+    ------
+    OSError
+    """
+    _remove_unfinished(path.parent)
+    own, lock = _new_folder(path.parent)
+    try:
+        yield own / path.name
+        os.replace(own / path.name, path)
+    finally:
+        shutil.rmtree(own, ignore_errors=True)
+        if lock is not None:
+            os.close(lock)
+
+
+def _new_folder(parent: Path) -> tuple[Path, int | None]:
+    """A folder that only this user can write to, and what locks it."""
+    while True:
+        own = parent / f".{secrets.token_hex(8)}{SUFFIX}"
+        own.mkdir(0o700)
+        if fcntl is None:
+            return own, None
+        try:
+            lock = os.open(own, os.O_RDONLY)
+        except FileNotFoundError:  # another process removed it before it was locked
+            continue
+        with suppress(OSError):  # a file system without locks: nothing is removed either
+            fcntl.flock(lock, fcntl.LOCK_EX)
+        if own.exists():
+            return own, lock
+        os.close(lock)
+
+
+def _remove_unfinished(parent: Path) -> None:
+    """Remove the folders that no process has locked."""
+    if fcntl is None:
+        return
+    for own in parent.glob(f".*{SUFFIX}"):
+        with suppress(OSError):  # another user's, or gone
+            lock = os.open(own, os.O_RDONLY | os.O_NOFOLLOW | os.O_DIRECTORY)
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                shutil.rmtree(own, ignore_errors=True)
+            finally:
+                os.close(lock)

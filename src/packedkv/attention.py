@@ -1,0 +1,206 @@
+"""Reference attention over decoded chunks of keys and values, merged by log-sum-exp.
+
+Every fused kernel is tested against it. It is float32 throughout: keys and values are what the codec decodes, not
+rounded to the model's dtype. Peak extra memory is one chunk of decoded K and V, never the whole history.
+"""
+
+from collections.abc import Iterable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from packedkv.codec import Codec, Params, Site, saturated
+from packedkv.errors import ShapeError
+
+
+class Partial(NamedTuple):
+    """Attention over a subset of the tokens, normalised over that subset.
+
+    Parameters
+    ----------
+    out : Tensor ``[B, HQ, n, D]``
+        Zeros for a query that sees no token of the subset.
+    lse : Tensor float32 ``[B, HQ, n]``
+        Log-sum-exp of the scores (natural); -inf for such a query.
+    """
+
+    out: Tensor
+    lse: Tensor
+
+
+class Seen(NamedTuple):
+    """Which of the N cached tokens the newest n queries see; query i is token N - n + i.
+
+    Parameters
+    ----------
+    causal : bool
+        Whether tokens after the query are hidden.
+    window : int
+        Tokens that a query sees, itself included; 0: all before it. Only with ``causal``.
+    chunk, place : int
+        Chunked attention: a query sees its own chunk of ``chunk`` tokens only; 0: no chunks. ``place`` is the absolute
+        position of the oldest cached token.
+    start : tuple of int
+        Left padding: how many of the oldest tokens of each sequence are hidden; empty: none.
+    softcap : float
+        Scores become ``softcap * tanh(score / softcap)``; 0: they stay.
+    mask : Tensor, optional
+        Boolean (True = seen) or additive, broadcastable to ``[B, HQ, n, N]``. Replaces everything but ``softcap``.
+    """
+
+    causal: bool = True
+    window: int = 0
+    chunk: int = 0
+    place: int = 0
+    start: tuple[int, ...] = ()
+    softcap: float = 0.0
+    mask: Tensor | None = None
+
+    @property
+    def flash(self) -> bool:
+        """Whether flash attention can compute it: no soft cap and no explicit mask."""
+        return not self.softcap and self.mask is None
+
+    @property
+    def plain(self) -> bool:
+        """Whether every query sees all tokens up to its own."""
+        return self.flash and self.causal and not (self.window or self.chunk or any(self.start))
+
+    def edges(self, n: int, total: int) -> list[int]:
+        """Query indices at which a chunk begins, with 0 before and n after them."""
+        if not self.chunk or self.mask is not None:
+            return [0, n]
+        begun = self.place + total - n
+        return [0, *range(self.chunk - begun % self.chunk, n, self.chunk), n]
+
+    def first(self, row: int, n: int, total: int) -> int:
+        """Oldest token that query ``row`` may see, padding aside."""
+        own = total - n + row
+        if self.mask is not None or not self.causal:
+            return 0
+        if self.chunk:
+            return max(0, (self.place + own) // self.chunk * self.chunk - self.place)
+        return max(0, own - self.window + 1) if self.window else 0
+
+    def of_rows(self, row: int, end: int) -> "Seen":
+        """The same rules for the queries ``[row, end)`` only."""
+        mask = self.mask
+        return self if mask is None or mask.shape[-2] == 1 else self._replace(mask=mask[..., row:end, :])
+
+
+BEFORE_IT = Seen()
+"""All tokens up to the query's own."""
+
+
+def merge(a: Partial, b: Partial) -> Partial:
+    """Join two partials over disjoint tokens, in float32; exact up to rounding, in either order."""
+    lse = torch.logaddexp(a.lse, b.lse)
+    safe = lse.masked_fill(lse == -torch.inf, 0.0)  # no token seen on either side
+    wa, wb = ((x.lse - safe).exp()[..., None] for x in (a, b))
+    return Partial(a.out.float() * wa + b.out.float() * wb, lse)
+
+
+def with_sinks(part: Partial, sinks: Tensor | None) -> Tensor:
+    """Output of a partial over all tokens, with learned logits ``[HQ]`` added to the softmax's denominator."""
+    if sinks is None:
+        return part.out
+    weight = torch.sigmoid(part.lse - sinks.float().view(1, -1, 1))
+    return part.out * weight[..., None].to(part.out.dtype)
+
+
+def partial(q: Tensor, k: Tensor, v: Tensor, scale: float, bias: Tensor | None, softcap: float = 0.0) -> Partial:
+    """Attention of ``q [B, HQ, n, D]`` over ``k, v [B, H, t, D]`` in float32; ``bias`` broadcasts to scores.
+
+    ``softcap`` above 0 makes a score ``softcap * tanh(score / softcap)`` before the bias is added.
+    """
+    b, hq, n, d = q.shape
+    h, t = k.shape[1], k.shape[2]
+    grouped = q.float().reshape(b, h, hq // h * n, d)
+    s = (grouped @ k.float().transpose(2, 3) * scale).reshape(b, hq, n, t)
+    if softcap:
+        s = softcap * (s / softcap).tanh()
+    if bias is not None:
+        s = s + bias
+    m = s.amax(-1)
+    p = (s - m.masked_fill(m == -torch.inf, 0.0)[..., None]).exp()
+    total = p.sum(-1)
+    acc = (p.reshape(b, h, hq // h * n, t) @ v.float()).reshape(b, hq, n, v.shape[-1])
+    return Partial(acc / total.clamp_min(1e-38)[..., None], m + total.log())
+
+
+def check_queries(q: Tensor, batch: int, site: Site) -> None:
+    """Validate the shape of queries ``[B, HQ, n, D]``.
+
+    Raises
+    ------
+    ShapeError
+        If they do not fit a cache of so many sequences and the heads of ``site``.
+    """
+    heads = site.num_heads
+    if q.shape[0] != batch or not heads or q.shape[1] % heads or q.shape[3] != site.head_dim:
+        raise ShapeError(
+            f"attend: q {tuple(q.shape)} does not fit a cache of batch={batch}, kv_heads={heads}, "
+            f"head_dim={site.head_dim}; query heads must be a multiple of the KV heads, which are one or more."
+        )
+
+
+def attend_parts(
+    q: Tensor,
+    parts: Iterable[tuple[Tensor, Tensor]],
+    total: int,
+    *,
+    scale: float,
+    mask: Tensor | None = None,
+    causal: bool = True,
+    sinks: Tensor | None = None,
+    softcap: float = 0.0,
+) -> Tensor:
+    """Attention of the newest queries over decoded keys and values, given in parts.
+
+    Parameters
+    ----------
+    q : Tensor ``[B, HQ, n, D]``
+        Model basis, rounded already where the codec rounds queries (``rounded_queries``).
+    parts : iterable of (Tensor ``[B, H, t, D]``, Tensor ``[B, H, t, D]``)
+        Keys and values, oldest first; at least one.
+    total : int
+        Tokens of all parts.
+    scale : float
+    mask, causal, sinks, softcap
+        As ``packedkv.cache.host.attend``.
+
+    Returns
+    -------
+    Tensor ``[B, HQ, n, D]`` of q's dtype.
+    """
+    first, out = 0, None
+    for k, v in parts:
+        last = first + k.shape[2]
+        part = partial(q, k, v, scale, _bias(q, mask, causal, first, last, total), softcap)
+        out, first = part if out is None else merge(out, part), last
+    assert out is not None
+    return saturated(with_sinks(out, sinks), q.dtype)
+
+
+def rounded_queries(q: Tensor, codec: Codec, params: Params, kv_heads: int) -> Tensor:
+    """Queries ``[B, HQ, n, D]`` as attention uses them: rounded in the code basis where the codec rounds queries."""
+    if not codec.query_error:
+        return q
+    b, hq, n, d = q.shape
+    folded = q.float().reshape(b, kv_heads, hq // kv_heads * n, d)
+    return codec.from_code(codec.query_to_code(folded, params), params).reshape(q.shape)
+
+
+def _bias(q: Tensor, mask: Tensor | None, causal: bool, first: int, last: int, total: int) -> Tensor | None:
+    if mask is not None:
+        part = mask[..., first:last]
+        if part.dtype == torch.bool:
+            return torch.zeros_like(part, dtype=torch.float32).masked_fill_(~part, -torch.inf)
+        return part.float()
+    n = q.shape[2]
+    if not causal or n == 1 or last <= total - n + 1:
+        return None
+    rows = torch.arange(total - n, total, device=q.device)[:, None]
+    hidden = torch.arange(first, last, device=q.device)[None, :] > rows
+    return torch.zeros(hidden.shape, device=q.device).masked_fill_(hidden, -torch.inf)

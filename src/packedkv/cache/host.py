@@ -1,0 +1,809 @@
+"""LayerCache: the packed cache of one attention layer: sink | encoded pages | window; every token is encoded once.
+
+With age tiers (``KVScheme.recent``) the window is a ``LayerCache`` of its own, whose codecs hold the newest tokens.
+What leaves it is decoded and encoded into the pages: a token is encoded once by each, and how calls were split does not
+show in the bytes. Aged tokens stay aged: a crop drops tokens and moves none back, as with a dense window.
+
+Takes bare tensors, returns decoded tensors or attention; needs no model library. Both roles share the page pool, but
+each has its own schedule (``scheme.py``), so keys may leave their window in blocks and values one by one (``role.py``).
+"""
+
+import bisect
+import copy
+from collections.abc import Iterator, Mapping
+from functools import lru_cache
+from typing import Any, Self
+
+import torch
+from torch import Tensor
+
+from packedkv.attention import Partial, Seen, attend_parts, check_queries, merge, rounded_queries, with_sinks
+from packedkv.checks import check_tensors
+from packedkv.codec import ROLES, Params, Role, Sample, saturated
+from packedkv.errors import ShapeError, SpecError, UnsupportedError
+from packedkv.kernels.cpu.held import HeldAttention
+from packedkv.ops.precision import without_modes
+from packedkv.ops.rope import NOT_TURNED
+from packedkv.scheme import KVScheme, page_layout
+from packedkv.store.pages import PageStore
+from packedkv.store.positions import Positions
+from packedkv.store.role import RoleState
+from packedkv.store.site import WITHOUT_MODEL, LayerSite, MeanRemoval, Removed, RoleSite
+
+
+class LayerCache:
+    """The packed cache of one layer.
+
+    Parameters
+    ----------
+    scheme : KVScheme or LayerSite
+        Scheme of this layer (``scheme.for_layer``); or its site, which includes ``layer``, ``seed``, ``params`` and
+        ``first_head``.
+    layer : int
+        Layer index; with ``seed`` it determines the random constants.
+    seed : int
+    params : mapping of role to Params, optional
+        Fitted constants by role (``{"key": ..., "value": ...}``).
+    page_tokens : int, optional
+        P; default 64, rounded up to whole blocks.
+    capacity : int
+        Tokens to allocate pages for at once; 0 grows on demand.
+    first_head : int
+        The model's number of KV head 0 here, ``Site.first_head``.
+    remember : bool
+        Keep decoded tokens, so that every slot is decoded once: for evaluations, where time matters and memory does
+        not. The decoded copies are not among ``tensors()``.
+
+    Examples
+    --------
+    >>> import packedkv, torch
+    >>> cache = LayerCache(packedkv.get("saw-int4"))
+    >>> k, v = torch.randn(2, 1, 2, 100, 64)
+    >>> cache.append(k, v)
+    >>> len(cache), cache.attend(torch.randn(1, 4, 1, 64)).shape
+    (100, torch.Size([1, 4, 1, 64]))
+    """
+
+    store: PageStore | None = None
+    """The pages; None until the first append."""
+    recent: "LayerCache | None" = None
+    """With age tiers, the newest tokens, behind the pages."""
+
+    def __init__(
+        self,
+        scheme: KVScheme | LayerSite,
+        *,
+        layer: int = 0,
+        seed: int = 0,
+        params: Mapping[Role, Params] | None = None,
+        page_tokens: int | None = None,
+        capacity: int = 0,
+        first_head: int = 0,
+        remember: bool = False,
+    ) -> None:
+        if not isinstance(scheme, KVScheme | LayerSite):
+            raise SpecError(f"LayerCache takes a KVScheme, got {scheme!r}; pass packedkv.get({str(scheme)!r}).")
+        if capacity < 0 or (page_tokens is not None and page_tokens < 1):
+            raise ShapeError(f"capacity={capacity}, page_tokens={page_tokens}: expected at least 0 and 1.")
+        self.site = LayerSite(scheme, layer, seed, params, first_head) if isinstance(scheme, KVScheme) else scheme
+        self.page_tokens, self.reserve, self.remember = page_tokens, capacity, remember
+        self.together: int | None = None
+        """Tokens of both roles that leave the window together, where kernels wrote what was loaded."""
+        self.rolls = False
+        """Whether pages without a live token are written anew instead of freed."""
+        self.reset()
+
+    @without_modes
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        """Copy the cache. A copy made in inference mode is a cache like any other."""
+        copied = memo[id(self)] = type(self).__new__(type(self))
+        copied.__dict__.update(copy.deepcopy(self.__dict__, memo))
+        return copied
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Restore a pickled cache, as ``__deepcopy__``."""
+        self.__dict__.update(without_modes(copy.deepcopy)(state) if torch.is_inference_mode_enabled() else state)
+
+    def reset(self) -> None:
+        """Forget everything, the allocation included."""
+        self.roles: dict[Role, RoleState] = {}
+        self.store = None
+        if self.site.recent is not None:
+            self.recent = LayerCache(self.site.recent, page_tokens=self.page_tokens)
+        self._held_attention: HeldAttention | str | None = None  # or why there is none
+        self.start = 0  # absolute position of the oldest live token
+        self.length = 0  # live tokens
+        self.positions = Positions()  # only with a mean, or constants that are fitted on a number of tokens
+        mean = self.site.mean
+        self.mean: Tensor | None = None if mean is None else mean.given  # float32 [1 or B, H, D]; None: not known yet
+
+    def give_mean(self, mean: MeanRemoval | None) -> None:
+        """Give a cache that was read from a file the mean removal of its model, which no file holds."""
+        self.site.mean = mean
+        vars(self.site).pop("recent", None)  # the site of the newest tokens has the same mean
+        if self.recent is not None and self.site.recent is not None:
+            self.recent.site = self.site.recent
+        if self.mean is None and mean is not None:
+            self.mean = mean.given
+        if self.mean is not None and self.store is not None:
+            self.mean = self.mean.to(self.store.pages.device)
+
+    @property
+    def scheme(self) -> KVScheme:
+        """Scheme of this layer."""
+        return self.site.scheme
+
+    @property
+    def layer(self) -> int:
+        """Layer index."""
+        return self.site.layer
+
+    @property
+    def seed(self) -> int:
+        """Seed of the random constants."""
+        return self.site.seed
+
+    @property
+    def fitted(self) -> Mapping[Role, Params]:
+        """Constants that were given, by role."""
+        return self.site.fitted
+
+    def __len__(self) -> int:
+        """Live tokens per sequence."""
+        return self.length
+
+    @property
+    def batch(self) -> int:
+        """Sequences held; 0 before the first append."""
+        return self.store.table.shape[0] if self.store else 0
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Dtype of the tensors that were appended."""
+        return self._dtype
+
+    # -- writing ---------------------------------------------------------------------------------------------------
+
+    def _allocate(self, keys: Tensor, values: Tensor) -> None:
+        dims = keys.shape[3], values.shape[3]
+        sites = self.site.roles(keys.shape[1], dims, keys.dtype, keys.device)
+        page = page_layout(sites["key"].codec, sites["value"].codec, *dims, self.page_tokens)
+        self._hold(keys, sites, PageStore(page, keys.shape[0], keys.shape[1], keys.device, self.reserve))
+
+    def _hold(self, keys: Tensor, sites: Mapping[Role, RoleSite], store: PageStore) -> None:
+        """Start an empty cache for tokens like ``keys``, with these constants and pages."""
+        batch, heads = keys.shape[:2]
+        for of in sites.values():
+            of.check_batch(batch)
+        self._dtype, self.store = keys.dtype, store
+        self.mean = None if self.mean is None else self.mean.to(keys.device)
+        for role, of in sites.items():
+            empty = _no_tokens(batch, heads, of.site.head_dim, of.codec.held_dtype(keys.dtype), keys.device)
+            self.roles[role] = RoleState(of, empty, empty)
+
+    @without_modes
+    def append(self, keys: Tensor, values: Tensor, positions: Tensor | None = None) -> None:
+        """Add tokens; whole blocks that leave the window are encoded, once.
+
+        Parameters
+        ----------
+        keys, values : Tensor ``[B, H, n, D]``
+            New tokens in the model basis (after RoPE); n may be 0.
+        positions : Tensor of int ``[B, n]`` or ``[1, n]``, optional
+            By which RoPE turned the keys, below 0 or clipped there for left padding; used with a mean, and where
+            constants are fitted on a number of tokens. Default: those that follow the tokens held.
+
+        Raises
+        ------
+        ValueError
+            NaN, Inf or |x| > 65504, with the position; the cache is unchanged then.
+        ShapeError
+            Shapes that do not fit each other or the tokens already held.
+        """
+        check_tensors(keys, values)
+        self.check_shapes(keys, values)
+        first = self.store is None
+        if first:
+            self._allocate(keys, values)
+        n = keys.shape[2]
+        before = [(s, s.sink, s.window, list(s.runs), s.params) for s in self.roles.values()]
+        placed, mean, newest = list(self.positions.runs), self.mean, self._recent_tokens
+        try:
+            if self.places_tokens:
+                if positions is None:
+                    positions = self.positions.next(n, self.start + self.length, keys.device)
+                self.positions.append(positions)
+            both = zip(ROLES, (keys, values), strict=True)
+            new = {role: x.to(self.roles[role].sink.dtype) for role, x in both}
+            leaving = self._pass_dense(new, self._waits())
+            for role, x in leaving.items():
+                self._write_role(self.roles[role], x)
+            if self.recent is not None and leaving:
+                self.recent._remove(0, leaving["key"].shape[2])
+        except BaseException:  # out of memory, an interrupt: keep keys and values consistent
+            if first:  # refused first tokens leave no batch and no dtype behind
+                self.reset()
+                raise
+            for state, sink, window, runs, params in before:
+                state.sink, state.window, state.runs, state.params = sink, window, runs, params
+            self.positions.runs, self.mean = placed, mean
+            if self.recent is not None:
+                self.recent.crop(newest)
+            raise
+        self.length += n
+
+    @property
+    def places_tokens(self) -> bool:
+        """Whether the tokens' positions are needed: for a mean, or to tell tokens from padding in a fit."""
+        return self.site.mean is not None or self.site.fit_tokens > 1
+
+    @property
+    def needs_order(self) -> bool:
+        """Whether the positions must count up: for a mean before RoPE. Otherwise they only tell tokens from padding."""
+        return self.site.mean is not None and self.site.mean.kind == "pre"
+
+    @property
+    def is_fitted(self) -> bool:
+        """Whether all constants are known; before the first append, whether all are given."""
+        known = self.site.mean is None or self.mean is not None
+        return known and None not in [state.params for state in self.roles.values()]
+
+    def _waits(self) -> bool:
+        """Whether constants are missing, and the tokens placed are too few to fit them on."""
+        if self.is_fitted or (wanted := self.site.fit_tokens) <= 1 or not (placed := len(self.positions)):
+            return False
+        fresh = placed - self.length
+        sink = self.roles["key"].sink.shape[2] + min(max(self.scheme.sink - self.start - self.length, 0), fresh)
+        return placed < sink + wanted + self._most_padding(sink)
+
+    def _most_padding(self, sink: int) -> int:
+        """Largest number of ``_padding``."""
+        return int(self._padding(sink).max())
+
+    def _padding(self, sink: int) -> Tensor:
+        """Tokens behind the ``sink`` first ones that are left padding: int64 ``[B]``, or ``[1]`` for all."""
+        return (self.positions.padding() - sink).clamp_min(0)
+
+    def _fit(self, behind: Mapping[Role, Tensor], whole: Mapping[Role, Tensor] | None) -> None:
+        """Fit the missing constants.
+
+        ``behind`` are new tokens behind the sink; ``whole``: those of the sink as well, where one call brought all.
+        """
+        for role in ROLES:
+            state = self.roles[role]
+            if state.params is None or (role == "key" and self.site.mean is not None and self.mean is None):
+                pending = self._pending(state, behind[role])
+                self._fit_role(state, pending, None if whole is None else whole[role])
+
+    def _fit_role(self, state: RoleState, pending: Tensor, whole: Tensor | None) -> None:
+        """As ``_fit``, of one role; ``pending`` are all its tokens behind the sink, none encoded yet."""
+        mean = self.site.mean if state.role == "key" else None
+        if (wanted := self.site.fit_tokens) > 1:
+            batch, heads, _, head_dim = pending.shape
+            sink = state.sink.shape[2]
+            padding = self._padding(sink).to(pending.device).expand(batch)
+            at = padding[:, None] + torch.arange(0, wanted, state.codec.fit_every, device=pending.device)
+            sample = pending.gather(2, at[:, None, :, None].expand(-1, heads, -1, head_dim))
+            if mean is not None:
+                placed = self.positions.of(0, len(self.positions)).expand(batch, -1).gather(1, at + sink)
+                if self.mean is None:
+                    self.mean = mean.of(sample, placed)
+                sample = sample.float() - mean.at(self.mean, placed)
+        else:  # everything seen so far is the sample
+            sample = torch.cat([state.sink, pending], 2) if whole is None else whole
+            if (removed := self._mean(state.role, 0, sample.shape[2])) is not None:
+                sample = sample.float() - removed
+        if state.params is None:
+            energy = self.site.energy if state.role == "key" else None
+            energy = None if energy is None else energy.to(sample.device)
+            state.params = state.codec.fit(state.site, Sample(sample, energy=energy))
+
+    def _write_role(self, state: RoleState, leaving: Tensor) -> None:
+        """Encode what leaves the window."""
+        assert self.store is not None
+        count = leaving.shape[2]
+        if count:
+            at = state.sink.shape[2] + state.encoded
+            if (mean := self._mean(state.role, at, at + count)) is not None:
+                leaving = leaving.float() - mean
+            payload, first = state.encode(leaving), state.next_slot
+            self.store.ensure(first + count, exact=count > 1 and not state.runs)
+            self.store.write(state.role, first, payload)
+            state.extend(count)
+
+    def _pass_dense(self, new: Mapping[Role, Tensor], waits: bool = False) -> dict[Role, Tensor]:
+        """Put new tokens into sinks and windows; return those that leave the windows, in whole blocks.
+
+        Constants that are missing are fitted in between, unless it ``waits``: then all tokens stay dense, because there
+        are too few to fit on.
+        """
+        key = self.roles["key"]
+        held = key.sink.shape[2] + key.window.shape[2]
+        behind = {role: self._pass_sink(self.roles[role], x) for role, x in new.items()}
+        if not waits and not self.is_fitted and held + new["key"].shape[2]:
+            self._fit(behind, None if held else new)
+        if self.recent is not None and not waits:
+            return self._pass_recent(self.recent, behind)
+        return {role: self._pass_window(self.roles[role], x, waits) for role, x in behind.items()}
+
+    def _pass_recent(self, recent: "LayerCache", behind: Mapping[Role, Tensor]) -> dict[Role, Tensor]:
+        """Hold new tokens as the newest ones; return those that age, decoded, in whole blocks of both roles."""
+        new = {role: self._pending(self.roles[role], x) for role, x in behind.items()}  # those that waited for a fit
+        n = new["key"].shape[2]
+        for role, x in new.items():
+            self.roles[role].window = _no_tokens(x.shape[0], x.shape[1], x.shape[3], x.dtype, x.device)
+        recent.mean = None if recent.site.mean is None else self.mean
+        at, total = 0, len(self.positions)
+        runs = self.positions.within(total - n, total) if recent.places_tokens else [(n, None)]
+        for count, start in runs:  # tokens that waited may have lost others between them
+            placed = None if start is None else start[:, None] + torch.arange(count, device=start.device)
+            key, value = (new[role].narrow(2, at, count).to(self._dtype) for role in ROLES)
+            recent.append(key, value, placed)
+            at += count
+        unit = self.scheme.unit("key")
+        if not (count := max(0, len(recent) - self.scheme.window) // unit * unit):
+            return {}
+        aged = zip(ROLES, recent.decode(0, count), strict=True)
+        return {role: x.to(self.roles[role].sink.dtype) for role, x in aged}
+
+    @property
+    def _recent_tokens(self) -> int:
+        """Tokens held as the newest ones, with age tiers."""
+        return 0 if self.recent is None else len(self.recent)
+
+    def _pass_sink(self, state: RoleState, x: Tensor) -> Tensor:
+        """Put new tokens into the sink while there is room; return the others."""
+        sink = self.scheme.sink
+        if not sink or not (to_sink := min(max(sink - self.start - self.length, 0), x.shape[2])):
+            return x
+        first = x.narrow(2, 0, to_sink)
+        state.sink = torch.cat([state.sink, first], 2) if state.sink.shape[2] else first.clone()
+        return x.narrow(2, to_sink, x.shape[2] - to_sink)
+
+    def _pending(self, state: RoleState, x: Tensor) -> Tensor:
+        """Tokens of the window, then ``x``."""
+        return torch.cat([state.window, x], 2) if state.window.shape[2] else x
+
+    def _pass_window(self, state: RoleState, x: Tensor, waits: bool) -> Tensor:
+        """Put tokens behind the sink into the window; return those that leave it, in whole blocks."""
+        old, held = state.window, state.window.shape[2]
+        total, unit = held + x.shape[2], self._unit(state)
+        count = 0 if waits else unit * max(0, (total - self.scheme.window) // unit)
+        if count == total:
+            if not held:
+                return x
+            state.window = _no_tokens(x.shape[0], x.shape[1], x.shape[3], x.dtype, x.device)
+            return torch.cat([old, x], 2)
+        if held and count <= held:  # each copied once: most steps
+            state.window = torch.cat([old.narrow(2, count, held - count), x], 2)
+            return old.narrow(2, 0, count)
+        pending = self._pending(state, x)
+        # a clone: a view would keep the prefill's 16-bit tensor alive
+        state.window = pending.narrow(2, count, total - count).clone()
+        return pending.narrow(2, 0, count)
+
+    def removed_from_newest(self, n: int) -> Removed | None:
+        """Return what is subtracted from the newest n keys; None: they keep their mean, or it is not known yet."""
+        if self.site.mean is None or self.mean is None:
+            return None
+        turning, positions = self.site.mean.turning, self.positions.of(self.length - n, self.length)
+        return Removed(self.mean, turning, turning.angles(positions.to(self.mean.device)))
+
+    def _mean(self, role: Role, first: int, last: int) -> Tensor | None:
+        """Return what is subtracted from the live tokens ``[first, last)`` of a role, as ``MeanRemoval.at``."""
+        if self.site.mean is None or role == "value":
+            return None
+        return self.site.mean.at(self.mean, self.positions.of(first, last))
+
+    def _unit(self, state: RoleState) -> int:
+        """Tokens that leave the window together."""
+        return self.together or self.scheme.unit(state.role)
+
+    def check_shapes(self, keys: Tensor, values: Tensor) -> None:
+        """Raise ShapeError unless new tokens fit each other and those held."""
+        if keys.shape[:3] != values.shape[:3]:
+            raise ShapeError(
+                f"keys {tuple(keys.shape)} and values {tuple(values.shape)} differ in batch, heads or tokens; "
+                f"pass both as [batch, kv_heads, tokens, head_dim]."
+            )
+        if keys.dtype != values.dtype or (self.store is not None and keys.dtype != self._dtype):
+            held_dtype = "" if self.store is None else f"; the cache was filled with {self._dtype}"
+            raise ShapeError(f"keys are {keys.dtype}, values {values.dtype}{held_dtype}; use one dtype throughout.")
+        if self.store is None:
+            return
+        for role, x in zip(ROLES, (keys, values), strict=True):
+            held = self.roles[role].sink.shape
+            if (x.shape[0], x.shape[1], x.shape[3]) != (held[0], held[1], held[3]):
+                raise ShapeError(
+                    f"{role}s {tuple(x.shape)} do not fit the cache, which holds batch={held[0]}, "
+                    f"kv_heads={held[1]}, head_dim={held[3]}; use another cache or reset() this one."
+                )
+
+    # -- reading ---------------------------------------------------------------------------------------------------
+
+    @without_modes
+    def decode(
+        self, first: int = 0, last: int | None = None, dtype: torch.dtype | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """Decoded keys and values of the live tokens ``[first, last)``.
+
+        Parameters
+        ----------
+        first, last : int
+        dtype : torch.dtype, optional
+            Default: that of the input. float32 holds what the codec decodes, without rounding it.
+
+        Returns
+        -------
+        (Tensor, Tensor) ``[B, H, last - first, D]`` each, model basis.
+        """
+        first, last = self._range(first, last)
+        return self._decode_role("key", first, last, dtype), self._decode_role("value", first, last, dtype)
+
+    @without_modes
+    def decode_role(self, role: Role, first: int = 0, last: int | None = None) -> Tensor:
+        """As ``decode``, of the keys or the values alone."""
+        return self._decode_role(role, *self._range(first, last))
+
+    def _range(self, first: int, last: int | None) -> tuple[int, int]:
+        if self.store is None:
+            raise UnsupportedError("the cache is empty: append keys and values before decoding.")
+        last = self.length if last is None else last
+        if not 0 <= first <= last <= self.length:
+            raise ShapeError(f"decode({first}, {last}): the cache holds tokens 0..{self.length}; pass a range of them.")
+        return first, last
+
+    def _decode_role(self, role: Role, first: int, last: int, dtype: torch.dtype | None = None) -> Tensor:
+        state, dtype = self.roles[role], dtype or self._dtype
+        sink, window = state.sink, state.window
+        parts = [sink[:, :, first:last].to(dtype)] if first < sink.shape[2] else []
+        at = sink.shape[2]
+        if (lo := max(first - at, 0)) < (hi := min(last - at, state.encoded)):
+            parts += [self._recall(state, lo, hi, dtype)] if self.remember else self._decode_slots(state, lo, hi, dtype)
+        at += state.encoded
+        if self.recent is not None:
+            lo, hi = max(first - at, 0), min(last - at, len(self.recent))
+            if lo < hi:
+                parts.append(self.recent._decode_role(role, lo, hi, dtype))
+            at += len(self.recent)
+        if last > at:
+            parts.append(window[:, :, max(first - at, 0) : last - at].to(dtype))
+        if not parts:
+            return window[:, :, :0].to(dtype)
+        return torch.cat(parts, 2) if len(parts) > 1 else parts[0]
+
+    def _recall(self, state: RoleState, first: int, last: int, dtype: torch.dtype) -> Tensor:
+        """As ``_decode_slots``, in one piece; tokens that were decoded before are taken from memory, in float32."""
+        known = [] if state.remembered is None else [state.remembered]
+        if last > (held := known[0].shape[2] if known else 0):
+            state.remembered = torch.cat([*known, *self._decode_slots(state, held, last, torch.float32)], 2)
+        assert state.remembered is not None
+        return saturated(state.remembered[:, :, first:last], dtype)
+
+    def _forget_decoded(self) -> None:
+        """Drop the decoded copies: the tokens have other numbers after this."""
+        for state in self.roles.values():
+            state.remembered = None
+
+    def _decode_slots(self, state: RoleState, first: int, last: int, dtype: torch.dtype) -> list[Tensor]:
+        """Decode the tokens ``[first, last)``, counted among the encoded ones; a tensor for each run."""
+        assert self.store is not None
+        parts, at, sink = [], 0, state.sink.shape[2]
+        for a, b in state.runs:
+            lo, hi = max(first, at), min(last, at + b - a)
+            if lo < hi:
+                mean = self._mean(state.role, sink + lo, sink + hi)
+                parts.append(state.read(self.store, a + lo - at, a + hi - at, dtype, mean))
+            at += b - a
+        return parts
+
+    @without_modes
+    def attend(
+        self,
+        q: Tensor,
+        *,
+        scale: float | None = None,
+        mask: Tensor | None = None,
+        causal: bool = True,
+        sinks: Tensor | None = None,
+        chunk: int = 1024,
+    ) -> Tensor:
+        """Attention of ``q`` over the live tokens, as ``packedkv.cache.host.attend``; by kernels unless ``unfused``."""
+        mask = _checked_mask(q, self, mask, causal, chunk)
+        if self.unfused():
+            return attend(q, self, scale=scale, mask=mask, causal=causal, sinks=sinks, chunk=chunk)
+        scale, seen = q.shape[-1] ** -0.5 if scale is None else scale, Seen(causal=causal, mask=mask)
+        if self.recent is None or not len(self.recent):
+            return self._by_kernels(q, scale, seen, sinks).out
+        key, aged, total = self.roles["key"], self.length - len(self.recent), self.length
+        newest = self.recent._by_kernels(
+            rounded_queries(q, key.codec, key.params or {}, key.site.num_heads), scale, seen, part=(aged, total)
+        )
+        both = merge(self._by_kernels(q, scale, seen, part=(0, total)), newest) if aged else newest
+        return saturated(with_sinks(both, sinks), q.dtype)
+
+    def _by_kernels(
+        self,
+        q: Tensor,
+        scale: float,
+        seen: Seen,
+        sinks: Tensor | None = None,
+        part: tuple[int, int] | None = None,
+    ) -> Partial:
+        """Attention over sink, pages and window; ``part``: as ``attend_held``."""
+        assert self.store is not None
+        assert isinstance(self._held_attention, HeldAttention)
+        mean = self.site.mean
+        return self._held_attention.attend(
+            q, self.roles, self.store, scale=scale, seen=seen, sinks=sinks, mean=self.mean,
+            rotary=NOT_TURNED if mean is None else mean.turning, runs=self.positions.runs, part=part,
+        )  # fmt: skip
+
+    def unfused(self) -> str:
+        """Return why ``attend`` uses the PyTorch reference, or ``""`` if it uses the CPU kernels."""
+        if self.store is None:
+            return "the cache is empty"
+        if self.site.mean is not None and self.site.mean.kind == "pre" and self.site.mean.rotary is None:
+            return WITHOUT_MODEL
+        if self._held_attention is None:
+            try:
+                self._held_attention = HeldAttention(self.roles, self.store)
+            except UnsupportedError as error:
+                self._held_attention = str(error)
+        if not isinstance(self._held_attention, HeldAttention):
+            return self._held_attention
+        return self.recent.unfused() if self.recent is not None and len(self.recent) else ""
+
+    # -- removing and rearranging ----------------------------------------------------------------------------------
+
+    @without_modes
+    def crop(self, length: int) -> None:
+        """Keep the oldest ``length`` tokens; later ones are dropped."""
+        if not 0 <= length <= self.length:
+            raise ShapeError(f"crop({length}): the cache holds {self.length} tokens; pass 0..{self.length}.")
+        self._remove(length, self.length)
+
+    @without_modes
+    def evict(self, n: int, keep: int = 0) -> None:
+        """Drop the oldest ``n`` tokens after the first ``keep``.
+
+        ``keep > 0`` is the StreamingLLM pattern: the first tokens stay, the middle goes. Keys keep the
+        rotary positions with which they were appended; renumbering positions is left to the caller.
+        """
+        if n < 0 or keep < 0 or keep + n > self.length:
+            raise ShapeError(
+                f"evict({n}, keep={keep}): the cache holds {self.length} tokens; keep + n may not exceed that."
+            )
+        self._remove(keep, keep + n)
+        self.start += n
+
+    def _remove(self, first: int, last: int) -> None:
+        if first == last or self.store is None:
+            return
+        self._forget_decoded()
+        if self.places_tokens:
+            self.positions.remove(first, last)
+        newest, key = self._recent_tokens, self.roles["key"]
+        aged = key.sink.shape[2] + key.encoded
+        for state in self.roles.values():
+            sink, window = state.sink, state.window
+            s, e = sink.shape[2], state.encoded
+            r = s + e + newest  # before the window
+            if first < s:
+                state.sink = torch.cat([sink[:, :, :first], sink[:, :, min(last, s) :]], 2)
+            if first < s + e and last > s:
+                state.remove(max(first - s, 0), min(last - s, e))
+            if last > r:
+                a, b = max(first - r, 0), last - r
+                state.window = torch.cat([window[:, :, :a], window[:, :, b:]], 2)
+        if self.recent is not None and first < aged + newest and last > aged:
+            self.recent._remove(max(first - aged, 0), min(last - aged, newest))
+        self.length -= last - first
+        self._free_dead_pages()
+
+    def _free_dead_pages(self) -> None:
+        """Free the pages that hold no live token and into which no role will write; or put them behind the others."""
+        assert self.store is not None
+        tokens = self.store.layout.page_tokens
+        states = self.roles.values()
+        if not self.rolls:
+            self.store.trim(max(self.reserve, *(s.next_slot for s in states)))
+        written = min(s.next_slot for s in states) // tokens  # the role behind still writes later pages
+        live = {page for s in states for a, b in s.runs for page in range(a // tokens, -(-b // tokens))}
+        dead = sorted(set(range(written)) - live)
+        if not dead:
+            return
+        if self.rolls:
+            for first, last in reversed(_stretches(dead)):
+                self.store.put_last(first, last)
+        else:
+            self.store.keep(sorted(set(range(self.store.table.shape[1])).difference(dead)))
+        for state in states:
+            shifts = [tokens * bisect.bisect_left(dead, a // tokens) for a, _ in state.runs]
+            state.runs = [(a - shift, b - shift) for (a, b), shift in zip(state.runs, shifts, strict=True)]
+
+    @without_modes
+    def select(self, indices: Tensor) -> None:
+        """Keep the sequences ``indices`` of the batch, in that order, repeats allowed (beam search, batch split)."""
+        if self.store is None:
+            return
+        index = torch.as_tensor(indices, device=self.store.table.device)
+        index = index.nonzero().flatten() if index.dtype == torch.bool else index.long()
+        if index.device.type == "cpu" and index.numel() and not 0 <= int(index.min()) <= int(index.max()) < self.batch:
+            raise ShapeError(
+                f"select: {index.tolist()} does not fit a batch of {self.batch}; pass 0..{self.batch - 1}."
+            )
+        batch = self.batch
+        self._forget_decoded()
+        for state in self.roles.values():
+            state.sink = state.sink.index_select(0, index)
+            state.window = state.window.index_select(0, index)
+            if state.codec.needs and state.params is not None and batch > 1:
+                state.params = {
+                    k: p.index_select(0, index) if p.shape[0] == batch else p for k, p in state.params.items()
+                }
+        if self.mean is not None and 1 < self.mean.shape[0] == batch:
+            self.mean = self.mean.index_select(0, index)
+        self.positions.select(index)
+        self.store.select(index)
+        if self.recent is not None:
+            self.recent.select(index)
+
+    @without_modes
+    def repeat(self, times: int) -> None:
+        """Repeat every sequence ``times`` times, as ``repeat_interleave`` does."""
+        if self.store is not None:
+            self.select(torch.arange(self.batch).repeat_interleave(times))
+
+    # -- accounting ------------------------------------------------------------------------------------------------
+
+    def tensors(self) -> Iterator[Tensor]:
+        """Every tensor held for the sequences (constants of the site are not among them)."""
+        if self.store is not None:
+            yield from self.store.tensors()
+            for state in self.roles.values():
+                yield state.sink
+                yield state.window
+        if self.recent is not None:
+            yield from self.recent.tensors()
+
+    def nbytes(self) -> dict[str, int]:
+        """Bytes really held, by part; the sum is the bytes of ``tensors()``.
+
+        Keys: ``key.codes``, ``value.scales``, ... (planes of live slots), ``key.sink``, ``key.window``, ...,
+        ``reserve`` (free slots, dead slots and plane padding) and ``table``. With age tiers ``key.recent`` and
+        ``value.recent``, whose own reserve and table count with the others.
+        """
+        if self.store is None:
+            return {}
+        parts: dict[str, int] = {}
+        used = 0
+        for plane in self.store.layout.planes:
+            state = self.roles["key" if plane.role == "key" else "value"]
+            tokens = self.store.layout.page_tokens // plane.blocks
+            blocks = sum(-(-b // tokens) - a // tokens for a, b in state.runs)
+            held = blocks * plane.field.nbytes * self.batch * self.store.heads
+            name = f"{plane.role}.{plane.field.part}"
+            parts[name] = parts.get(name, 0) + held
+            used += held
+        for role, state in self.roles.items():
+            for name, dense in (("sink", state.sink), ("window", state.window)):
+                if bytes_ := _storage_bytes(dense):
+                    parts[f"{role}.{name}"] = bytes_
+        parts["reserve"] = _storage_bytes(self.store.pages) - used
+        parts["table"] = _storage_bytes(self.store.table)
+        for name, size in ({} if self.recent is None else self.recent.nbytes()).items():
+            of, dot, _ = name.partition(".")
+            kind = f"{of}.recent" if dot else name
+            parts[kind] = parts.get(kind, 0) + size
+        return parts
+
+    def constant_bytes(self) -> int:
+        """Bytes of the sites' constants (signs, codebooks): fixed per layer, whatever the length."""
+        own = sum(p.nbytes for s in self.roles.values() if s.params is not None for p in s.params.values())
+        return own if self.recent is None else own + self.recent.constant_bytes()
+
+    def elements(self) -> int:
+        """Elements of K and V of the live tokens."""
+        dims = sum(s.site.head_dim for s in self.roles.values())
+        return self.batch * (self.store.heads if self.store else 0) * self.length * dims
+
+
+def _stretches(numbers: list[int]) -> list[tuple[int, int]]:
+    """Ranges of consecutive numbers, in order.
+
+    >>> _stretches([2, 3, 7])
+    [(2, 4), (7, 8)]
+    """
+    found: list[tuple[int, int]] = []
+    for number in numbers:
+        joins = found and found[-1][1] == number
+        found[-1:] = [(found[-1][0], number + 1)] if joins else [*found[-1:], (number, number + 1)]
+    return found
+
+
+@lru_cache(maxsize=64)
+def _no_tokens(batch: int, heads: int, head_dim: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """An empty sink or window, shared by the layers of a model."""
+    with torch.inference_mode(False):
+        return torch.empty(batch, heads, 0, head_dim, dtype=dtype, device=device)
+
+
+def _storage_bytes(x: Tensor) -> int:
+    """Bytes of the memory behind ``x``: a view that keeps a larger tensor alive counts in full."""
+    return x.untyped_storage().nbytes()
+
+
+def attend(
+    q: Tensor,
+    cache: LayerCache,
+    *,
+    scale: float | None = None,
+    mask: Tensor | None = None,
+    causal: bool = True,
+    sinks: Tensor | None = None,
+    softcap: float = 0.0,
+    chunk: int = 1024,
+) -> Tensor:
+    """Attention of the newest queries over everything a cache holds.
+
+    Parameters
+    ----------
+    q : Tensor ``[B, HQ, n, D]``
+        Queries in the model basis; HQ a multiple of the cache's KV heads.
+    cache : LayerCache
+    scale : float, optional
+        Default ``D ** -0.5``.
+    mask : Tensor, optional
+        Boolean (True = attend) or additive, broadcastable to ``[B, HQ, n, N]``. Replaces ``causal``.
+    causal : bool
+        The queries are the newest n tokens: query i sees tokens ``0 .. N - n + i``.
+    sinks : Tensor, optional
+        Learned sink logits ``[HQ]`` (GPT-OSS): they enter the softmax's denominator only.
+    softcap : float
+        Scores become ``softcap * tanh(score / softcap)`` (Gemma 2); 0: they stay.
+    chunk : int
+        Tokens decoded at a time.
+
+    Returns
+    -------
+    Tensor ``[B, HQ, n, D]`` of q's dtype.
+
+    Raises
+    ------
+    ShapeError
+        If q does not fit the cache.
+    """
+    mask = _checked_mask(q, cache, mask, causal, chunk)
+    total, state = len(cache), cache.roles["key"]
+    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    rounded = q if state.params is None else rounded_queries(q, state.codec, state.params, state.site.num_heads)
+    parts = (cache.decode(first, min(first + chunk, total), torch.float32) for first in range(0, total, chunk))
+    return attend_parts(rounded, parts, total, scale=scale, mask=mask, causal=causal, sinks=sinks, softcap=softcap)
+
+
+def _checked_mask(q: Tensor, cache: LayerCache, mask: Tensor | None, causal: bool, chunk: int) -> Tensor | None:
+    """Validate the arguments of ``attend``; return its mask for all tokens.
+
+    Raises
+    ------
+    ShapeError
+        If they do not fit the cache or each other.
+    """
+    total = len(cache)
+    if total == 0:
+        raise ShapeError("attend: the cache is empty; append keys and values first.")
+    check_queries(q, cache.batch, cache.roles["key"].site)
+    n = q.shape[2]
+    if chunk < 1 or (causal and mask is None and n > total):
+        raise ShapeError(
+            f"attend: chunk={chunk}, {n} queries over {total} tokens; expected chunk >= 1 and no more queries than "
+            f"cached tokens."
+        )
+    if mask is not None:
+        if mask.shape[-1] not in (1, total):
+            raise ShapeError(
+                f"attend: mask {tuple(mask.shape)} does not fit {total} tokens; its last axis must be 1 or {total}."
+            )
+        mask = mask.expand(*mask.shape[:-1], total)
+    return mask

@@ -1,0 +1,1 @@
+"""``packedkv advise``: which preset, or which mixture of presets, for a model, a context and a memory."""

@@ -1,0 +1,174 @@
+"""Find a spec for a model, a context and a memory: candidates, sensitivity, search, and measurement of the finalists.
+
+1. Candidates: per role the best spec of each class of bits, by attention's output error (``candidates.py``).
+2. Sensitivity: KL of each of them in each layer alone, on the text's first window (``eval/sensitivity.py``).
+3. Search: the mixture of least predicted KL within the memory; predicted KL is the sum (``search.py``). Bytes are exact
+   (``expected.py``).
+4. The mixture, and the most promising uniform presets that fit, are measured through the real cache on the text's next
+   windows, which the search has not seen. The best one is advised.
+
+Where the context is longer than the windows of text, everything is measured with sinks and windows off: a hundred dense
+tokens are negligible in a long context but much of a short window, so methods with windows would look too good. The
+advised spec is then measured once more with its sinks and windows.
+"""
+
+import hashlib
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from packedkv.cli.advise.candidates import DENSE
+from packedkv.cli.advise.expected import dtype_of
+from packedkv.cli.advise.speed import speed
+from packedkv.cli.advise.steps import MIXTURE, Finalist, Request, Search
+from packedkv.cli.measure.outliers import key_outliers
+from packedkv.cli.measure.rows import plain
+from packedkv.cli.measure.sensitivity import sensitivity
+from packedkv.cli.stamp import versions
+from packedkv.codec import ROLES
+from packedkv.errors import KVError
+from packedkv.models import windows as text_windows
+from packedkv.models.loading import LoadedModel
+from packedkv.progress import Progress
+from packedkv.registry import get, write_recipe
+
+
+def advise(
+    model: LoadedModel,
+    text: str,
+    request: Request,
+    *,
+    output: str | Path | None = None,
+    text_name: str = "",
+    progress: Progress | None = None,
+) -> dict[str, Any]:
+    """Find the best spec for a model's cache.
+
+    Parameters
+    ----------
+    model : LoadedModel
+    text : str
+        Of at least ``request.windows + 1`` windows.
+    request : Request
+    output : path, optional
+        An existing folder for sensitivity rows, so that a later run continues from them, and for a mixture's
+        ``recipe.json``.
+    text_name : str
+    progress : Progress, optional
+
+    Returns
+    -------
+    dict
+        Plain JSON values: ``advised`` (a finalist's row: ``spec, bytes, grown_bytes, bits, ratio_to_16bit, kl, kl_se,
+        perplexity, top1_agreement, predicted_kl`` and ``kl_as_served``, with its sinks and windows), ``met`` (whether
+        what was asked is kept), ``finalists``, ``layers`` (of an advised mixture), ``sensitivity``, ``candidates``,
+        ``keys`` (K_max / K_median), ``speed``, ``use``, ``not_measured``, ``left_out`` (presets that break on the
+        model's key biases, and how), ...
+
+    Raises
+    ------
+    KVError
+        If nothing fits into the memory, the text is too short, or the model cannot be served.
+    BrokenPresetError
+        If a spec that was named breaks on the model's key biases.
+    """
+    begun, shown = time.monotonic(), progress or Progress(False)
+    search = Search(model, request, shown)
+    search.check_room()
+    ids = text_windows.tokenize(model.tokenizer, text, (request.windows + 1) * request.window_tokens)
+    first, *others = text_windows.split_windows(ids, request.windows + 1, request.window_tokens)
+    if not others:
+        raise KVError(
+            f"the text has {ids.numel()} tokens; one window of {request.window_tokens} is searched on and at least one "
+            f"measured: pass a longer text, or --window-tokens {max(ids.numel() // 2, 2)}."
+        )
+    found = search.candidates(first)
+    digest = hashlib.sha256(text.encode()).hexdigest()
+    rows = sensitivity(
+        model,
+        [first],
+        search.chosen,
+        seed=request.seed,
+        path=None if output is None else Path(output) / "sensitivity.jsonl",
+        text=digest,
+        progress=shown,
+    )
+    groups = search.groups(rows)
+    finalists, base = search.finalists(groups, others)
+    best, met = search.decide(finalists)
+    search.measure_served(best, others)
+    if best.options and output is not None:
+        about = {"model": model.name, "context": request.context, "batch": request.batch, "text": text_name}
+        about |= {"windows": len(others), "window_tokens": request.window_tokens}
+        _write_mixture(Path(output) / "recipe.json", best, about | search.row(best))
+    row_of = search.row
+    result: dict[str, Any] = {
+        "model": model.name,
+        "context": request.context,
+        "batch": request.batch,
+        "memory": request.memory,
+        "max_kl": request.max_kl,
+        "dense_bytes": search.bytes_of(get(DENSE)),
+        "advised": row_of(best),
+        "met": met,
+        "finalists": [row_of(f) for f in sorted(finalists, key=lambda f: f.kl)],
+        "not_tried": search.not_tried,
+        "left_out": search.left_out,
+        "layers": search.layer_rows(best),
+        "uncompressed_perplexity": base.perplexity,
+        "windows": len(others),
+        "window_tokens": request.window_tokens,
+        "tokens": base.tokens,
+        "text": text_name,
+        "text_sha256": digest,
+        "seed": request.seed,
+        "dtype": str(dtype_of(model.model)).removeprefix("torch."),
+        "device": str(model.model.device),
+        "candidates": [vars(c) for role in ROLES for c in found[role]],
+        "sensitivity": rows,
+        "keys": key_outliers(model.model, first),
+        "speed": speed(model.model, best.scheme, others[0], request.seed),
+        "use": _use(best, model.name),
+        "seconds": time.monotonic() - begun,
+        "versions": versions(),
+    }
+    result["not_measured"] = _not_measured(result, search.unserved(best))
+    return result
+
+
+def _write_mixture(path: Path, best: Finalist, about: Mapping[str, Any]) -> None:
+    """Write a mixture's recipe, with what was measured of it; the file is its spec from now on."""
+    best.spec = str(path)
+    measured = ("bytes", "kl", "kl_se", "kl_as_served", "predicted_kl")
+    told = ("model", "context", "batch", "windows", "window_tokens", "text", *measured)
+    kept = {name: about[name] for name in told}
+    choices = [option.choice for option in best.options]
+    best.scheme = write_recipe(path, choices, plain(kept) | {"versions": versions()})
+
+
+def _use(best: Finalist, name: str) -> dict[str, str]:
+    """Return how to use the advised spec; a mixture that was not saved has none."""
+    if best.spec == MIXTURE:
+        return {"python": "write_recipe('recipe.json', choices); cache_for(model, 'recipe.json')", "command": ""}
+    return {
+        "python": f"cache = packedkv.cache_for(model, {best.spec!r})",
+        "command": f"packedkv compare {name} --specs {best.spec},dense",
+    }
+
+
+def _not_measured(result: Mapping[str, Any], unserved: Sequence[str]) -> list[str]:
+    tokens, context = result["window_tokens"], result["context"]
+    told = [
+        f"speed at {context} tokens, in batches, and of fused attention; `packedkv bench decode --specs ... "
+        f"--device cuda` times that on a GPU. "
+        f"{'No GPU kernel decodes ' + ', '.join(unserved) if unserved else 'GPU kernels decode every layer of it'}",
+        "tasks: retrieval, questions and choices; `packedkv eval --specs ... --tasks ...` measures those",
+    ]
+    if context > tokens:
+        told.append(f"long contexts: KL is of windows of {tokens} tokens, not of {context}; --window-tokens raises it")
+    if result["not_tried"]:
+        told.append(
+            f"uniform presets that fit but promised less: {', '.join(result['not_tried'])}; --uniform raises it"
+        )
+    return told

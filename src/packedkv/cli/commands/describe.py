@@ -1,0 +1,40 @@
+"""``packedkv describe``: everything about one preset: options, layout, bits."""
+
+import argparse
+from typing import Any
+
+from packedkv.cli.arguments import add_head_dim
+from packedkv.cli.page.words import scalar_text
+from packedkv.cli.result import Result
+
+
+def add_arguments(p: argparse.ArgumentParser) -> None:
+    """Add the command's arguments."""
+    p.add_argument("spec", metavar="SPEC", help="a preset, with options or without, e.g. kivi-2:window=64")
+    add_head_dim(p)
+
+
+def run(args: argparse.Namespace) -> Result:
+    """Describe the preset."""
+    import packedkv
+
+    found = packedkv.describe(args.spec, args.head_dim)
+    lines = [f"{found['spec']}: {found['summary']}", f"source: {found['source']}", ""]
+    for key, value in found.items():
+        if key not in ("spec", "summary", "source") and not isinstance(value, dict | list):
+            lines.append(f"  {key:<20} {scalar_text(value)}")
+    lines.append(f"  {'kernels':<20} {', '.join(f'{k}: {by}' for k, by in found['kernels'].items())}")
+    lines += ["", "options" if found["options"] else "no options"]
+    for o in found["options"]:
+        lines.append(f"  {o['name']}={_option(o['value'])}  ({o['type']}, default {_option(o['default'])})  {o['doc']}")
+    lines += ["", f"bytes of a page of {found['page_tokens']} tokens of one head, in this order"]
+    for f in found["layout"]:
+        shape = " x ".join(map(str, f["shape"]))
+        per = "token" if f["block_tokens"] == 1 else f"{f['block_tokens']} tokens"
+        lines.append(f"  {f['page_offset']:>6}  {f['role']}.{f['field']:<12} {f['dtype']} [{shape}] per {per}")
+    return Result(found, "\n".join(lines))
+
+
+def _option(value: Any) -> str:
+    """As a spec takes it: true, false, none."""
+    return str(value).lower() if value is None or isinstance(value, bool) else scalar_text(value)

@@ -1,0 +1,440 @@
+"""``compare``: measure several schemes on one model and one text, one row each.
+
+Order of work, so that an interrupt or a spent budget loses as little as possible: the first window for every spec (with
+the attention errors), then generation, then the further windows. Windows are the outer loop and specs the inner one:
+only ONE window's logits of the uncompressed model are held.
+"""
+
+import time
+import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from packedkv.cli.measure import fidelity, generation, perplexity
+from packedkv.cli.measure.fidelity import Fidelity
+from packedkv.cli.measure.generation import Generation
+from packedkv.cli.measure.perplexity import Quality, WindowScore
+from packedkv.cli.measure.rows import Row
+from packedkv.cli.stamp import versions
+from packedkv.errors import BrokenPresetError, PackedKVWarning, SpecError, UnsupportedError
+from packedkv.files.params import FittedParams, match_params
+from packedkv.integrations.transformers.recording import Prefill, generating_cache, packed_cache
+from packedkv.integrations.transformers.watching import implementation
+from packedkv.key_bias import Probe
+from packedkv.models import windows as text_windows
+from packedkv.models.loading import LoadedModel
+from packedkv.models.windows import WINDOW_TOKENS
+from packedkv.progress import Progress
+from packedkv.registry import get
+from packedkv.scheme import KVScheme
+
+LONG_STEPS = 8
+"""Tokens generated behind a long context."""
+
+
+@dataclass
+class _Run:
+    """Results of one spec so far (None: the uncompressed model)."""
+
+    scheme: KVScheme | None
+    params: FittedParams | None = None
+    fitted: str | None = None
+    scores: list[WindowScore] = field(default_factory=list)
+    report: dict[str, Any] = field(default_factory=dict)
+    errors: Fidelity | None = None
+    made: Generation | None = None
+    made_report: dict[str, Any] = field(default_factory=dict)
+    long: Generation | None = None
+    notes: list[str] = field(default_factory=list)
+    seconds: float = 0.0
+
+
+@dataclass
+class Settings:
+    """Settings of a comparison, written to every row.
+
+    Parameters
+    ----------
+    windows, window_tokens : int
+        At most that many windows of that many tokens.
+    prefill : {"decoded", "exact"}
+    seed : int
+    budget : float or None
+        Seconds: no window but the first is started that would end later.
+    prompt_tokens, new_tokens : int
+        Generation continues the text's first tokens; ``new_tokens=0`` leaves generation out.
+    long_tokens : int
+        Speed is also taken behind so many tokens of the text (``generation.long_context``), where text and model have
+        them; 0 leaves it out.
+    queries : int
+        Newest queries whose attention error is taken; 0 leaves it out.
+    text_name, text_sha256 : str
+        Name and sha256 of the text, for the rows.
+    probe : {"refuse", "warn", "off"}
+        Whether a spec that breaks on the model's key biases is left out, or measured with a note.
+    """
+
+    windows: int = 3
+    window_tokens: int = WINDOW_TOKENS
+    prefill: Prefill = "decoded"
+    seed: int = 0
+    budget: float | None = None
+    prompt_tokens: int = generation.PROMPT_TOKENS
+    new_tokens: int = generation.NEW_TOKENS
+    long_tokens: int = 0
+    queries: int = fidelity.QUERIES
+    text_name: str = ""
+    text_sha256: str = ""
+    probe: Probe = "refuse"
+
+
+def compare(
+    model: LoadedModel,
+    specs: Sequence[str | KVScheme],
+    text: str,
+    settings: Settings | None = None,
+    *,
+    params: Sequence[str | Path | FittedParams] = (),
+    progress: Progress | None = None,
+) -> list[Row]:
+    """Measure schemes on a model.
+
+    Parameters
+    ----------
+    model : LoadedModel
+    specs : list of str or KVScheme
+        Presets; each becomes a row, in this order.
+    text : str
+        Real text of at least one window.
+    settings : Settings, optional
+    params : sequence of path or FittedParams
+        What ``packedkv fit`` wrote, each for the spec it was fitted for. Codecs that need a sample and have none are
+        fitted on each prefill; ``fitted`` says which it was (``file``, ``prefill``, or None: nothing comes from data).
+    progress : Progress, optional
+        Default: silent.
+
+    Returns
+    -------
+    list of dict
+        One row per spec, plain JSON values; ``report.COLUMNS`` says what the main ones mean. ``status``: ``complete``,
+        ``budget`` (fewer windows, for lack of time), ``short-text`` or ``interrupted``: on Ctrl-C the rows hold the
+        windows that every spec has finished, and specs without any window are left out. ``left_out``, in rows of a
+        comparison from which specs were left out by ``Settings.probe``: each of them and why.
+
+    Raises
+    ------
+    SpecError, ShapeError, UnsupportedError
+        Before any work: an unknown spec, or one that does not fit the model.
+    BrokenPresetError
+        Before any work: every spec breaks on the model's key biases; see ``Settings.probe``.
+    FormatError, FitError
+        Before any work: params fitted for something else, or none where a prefill is not enough.
+    ModelError
+        A text too short, or a window that the model cannot hold.
+    KeyboardInterrupt
+        If nothing was finished yet.
+    """
+    s = settings or Settings()
+    schemes = [get(spec) for spec in specs]
+    _check_specs(schemes)
+    text_windows.check_window(model.model.config, s.window_tokens)
+    runs = [_Run(scheme, given) for scheme, given in zip(schemes, match_params(params, schemes), strict=True)]
+    broken: dict[str, BrokenPresetError] = {}
+    for run, scheme in zip(runs, schemes, strict=True):
+        options: dict[str, Any] = {"prefill": s.prefill, "seed": s.seed, "params": run.params, "probe": s.probe}
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", PackedKVWarning)  # a note of the first window
+            try:
+                with packed_cache(model.model, scheme, **options) as cache:
+                    pass  # raises now for an unsupported scheme
+            except BrokenPresetError as error:
+                broken[str(scheme)] = error
+                continue
+        if run.params or any(layer.site.fit_tokens for layer in cache.layer_caches):
+            run.fitted = "file" if run.params else "prefill"
+            run.notes.append(_source_of_constants(run.params))
+            waits = max(layer.site.fit_tokens + layer.scheme.sink for layer in cache.layer_caches)
+            if not run.params and waits > s.window_tokens:
+                run.notes.append(
+                    f"held in 16 bit throughout: its constants are fitted on the first {waits} tokens, and a window "
+                    f"has {s.window_tokens}; take a larger --window-tokens, or --params."
+                )
+    runs = [run for run in runs if str(run.scheme) not in broken]
+    if not runs:
+        raise next(iter(broken.values()))
+    ids = text_windows.tokenize(model.tokenizer, text, max(s.windows * s.window_tokens, s.prompt_tokens, s.long_tokens))
+    windows = text_windows.split_windows(ids, s.windows, s.window_tokens)
+    most = getattr(model.model.config, "max_position_embeddings", s.long_tokens + LONG_STEPS)
+    fits = 0 < s.long_tokens <= min(ids.numel(), most - LONG_STEPS)
+    behind = ids[: s.long_tokens] if fits else None
+    comparison = _Comparison(model, runs, windows, ids[: s.prompt_tokens], s, progress or Progress(False), behind)
+    status = comparison.run()
+    left_out = {"left_out": {spec: str(error) for spec, error in broken.items()}} if broken else {}
+    return [row | left_out for row in comparison.rows(status)]
+
+
+def about(rows: Sequence[Row]) -> str:
+    """The notes under a table: the amount of text, missing results, warnings."""
+    row = rows[0]
+    text = (
+        f"{row['windows']} window{'s' * (row['windows'] > 1)} of {row['window_tokens']} tokens of {row['text']}, "
+        f"prefill={row['prefill']}, {row['dtype']} on {row['device']}; standard error of the perplexity "
+        f"{row['perplexity_se']:.2f} (over tokens; the windows are the same for all rows)."
+    )
+    text += {
+        "complete": "",
+        "budget": " Fewer windows than asked for: the time budget was spent (--budget).",
+        "short-text": " Fewer windows than asked for: the text is too short.",
+        "interrupted": " INTERRUPTED: these are the windows finished so far.",
+    }[row["status"]]
+    left_out = [f"left out: {why}" for why in row.get("left_out", {}).values()]
+    # a note of the probe names the spec itself
+    notes = [(r["spec"], note.removeprefix(r["spec"] + " ")) for r in rows for note in r["notes"]]
+    return "\n".join([text, *left_out, *_paths(rows), *(f"{spec}: {note}" for spec, note in notes)])
+
+
+def _paths(rows: Sequence[Row]) -> list[str]:
+    """What attended while generating: specs by path, and why not the kernels."""
+    by: dict[tuple[str, str], list[str]] = {}
+    for row in rows:
+        if path := row.get("generation_attention"):
+            by.setdefault((path, row["generation_unfused"]), []).append(row["spec"])
+    words = {"fused": "kernels over packed pages", "decoded": "PyTorch over decoded K and V",
+             "streamed": "PyTorch, decoding chunk by chunk"}  # fmt: skip
+    return [
+        f"generated by {words[path]}: {', '.join(specs)}{f' ({why})' if why else ''}."
+        for (path, why), specs in by.items()
+    ]
+
+
+def _check_specs(schemes: list[KVScheme]) -> None:
+    if not schemes:
+        raise SpecError("no spec to compare; pass at least one, e.g. saw-int4.")
+    names = [str(scheme) for scheme in schemes]
+    if twice := sorted({n for n in names if names.count(n) > 1}):
+        raise SpecError(f"given twice: {', '.join(twice)}; name each spec once.")
+
+
+class _Comparison:
+    def __init__(
+        self,
+        model: LoadedModel,
+        runs: list[_Run],
+        windows: list[Tensor],
+        prompt: Tensor,
+        settings: Settings,
+        progress: Progress,
+        behind: Tensor | None,
+    ) -> None:
+        self.model, self.windows, self.prompt, self.behind = model, windows, prompt, behind
+        self.settings, self.progress = settings, progress
+        self.base = _Run(None)
+        self.runs = runs
+        self.start = time.monotonic()
+        self.jobs_done, self.latest_window = 0, 0.0
+        generating = 1 if settings.new_tokens else 0
+        self.jobs = (len(runs) + 1) * (len(windows) + generating)
+
+    def run(self) -> str:
+        """Measure; return the rows' status."""
+        s = self.settings
+        try:
+            self._window(self.windows[0], first=True)
+            if s.new_tokens:
+                for run in (self.base, *self.runs):
+                    self._generate(run)
+                if self.behind is not None:
+                    self._generate_behind(self.behind)
+            for window in self.windows[1:]:
+                spent = time.monotonic() - self.start
+                if s.budget is not None and spent + self.latest_window > s.budget:
+                    self.progress.say(f"{spent:.0f} s of {s.budget:.0f} s are spent: no further window.")
+                    return "budget"
+                self._window(window, first=False)
+        except KeyboardInterrupt:
+            if not any(run.scores for run in self.runs):
+                raise
+            self.progress.say("interrupted: the rows hold what was finished.")
+            return "interrupted"
+        return "complete" if len(self.windows) == s.windows else "short-text"
+
+    def _window(self, window: Tensor, *, first: bool) -> None:
+        begun = time.monotonic()
+        s, model = self.settings, self.model.model
+        number = len(self.base.scores) + 1
+        records: list[fidelity.LayerRecord] = []
+        self._show_progress("uncompressed", number)
+        if first and s.queries:
+            with fidelity.record(model, s.queries) as records:
+                reference = perplexity.uncompressed(model, window)
+        else:
+            reference = perplexity.uncompressed(model, window)
+        exact = [r.output(r.k, r.v) for r in records]
+        self.base.scores.append(reference.score_itself())
+        self._done(self.base, begun)
+        for run in self.runs:
+            at = time.monotonic()
+            assert run.scheme is not None
+            self._show_progress(str(run.scheme), number)
+            with warnings.catch_warnings(record=True) as caught:
+                warnings.simplefilter("always")
+                options: dict[str, Any] = {"prefill": s.prefill, "seed": s.seed, "params": run.params}
+                probe: Probe = "off" if s.probe == "off" else "warn"
+                logits, cache = perplexity.compressed_logits(model, run.scheme, window, probe=probe, **options)
+            score = reference.score(logits)
+            if first:
+                run.notes += dict.fromkeys(str(w.message) for w in caught)
+                run.report = cache.report()
+                if records and run.report["mean"] == "none":  # bare tensors have no mean to add
+                    run.errors = fidelity.attention_error(records, exact, run.scheme, seed=s.seed, params=run.params)
+            run.scores.append(score)
+            del logits, cache
+            self._done(run, at)
+        self.latest_window = time.monotonic() - begun
+
+    def _generate(self, run: _Run) -> None:
+        at = time.monotonic()
+        s, model = self.settings, self.model.model
+        self.progress.bar("measuring", self.jobs_done, self.jobs, f"{run.scheme or 'uncompressed'}: generating")
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # shown once, for the first window
+            if run.scheme is None:
+                run.made = generation.uncompressed(model, self.prompt, s.new_tokens)
+            else:
+                cache, attention = generating_cache(model, run.scheme, seed=s.seed, params=run.params)
+                with implementation(model, attention):
+                    run.made = generation.greedy(model, self.prompt, s.new_tokens, cache)
+                run.made_report = cache.report()
+        self._done(run, at)
+
+    def _generate_behind(self, ids: Tensor) -> None:
+        """Time all specs in turn behind these tokens."""
+        s, model = self.settings, self.model.model
+        self.progress.bar("measuring", self.jobs_done, self.jobs, f"reading {ids.numel():,} tokens")
+        try:
+            context = generation.long_context(model, ids[:-1], s.window_tokens)
+        except UnsupportedError as error:
+            self.progress.say(f"no long context: {error}.")
+            return
+        caches: dict[str, tuple[Any, str]] = {}
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # shown once, for the first window
+            for run in (self.base, *self.runs):
+                name = str(run.scheme or "uncompressed")
+                self.progress.bar("measuring", self.jobs_done, self.jobs, f"{name}: storing {ids.numel():,} tokens")
+                if run.scheme is None:
+                    caches[name] = generation.uncompressed_cache(model), model.config._attn_implementation
+                else:
+                    caches[name] = generating_cache(model, run.scheme, seed=s.seed, params=run.params)
+                generation.fill(caches[name][0], context)
+            del context
+            made = generation.in_turns(model, int(ids[-1]), caches, LONG_STEPS)
+        for run, found in zip((self.base, *self.runs), made.values(), strict=True):
+            run.long = found
+
+    def _show_progress(self, name: str, number: int) -> None:
+        note = f"{name}: window {number} of {len(self.windows)}"
+        self.progress.bar("measuring", self.jobs_done, self.jobs, note)
+
+    def _done(self, run: _Run, at: float) -> None:
+        run.seconds += time.monotonic() - at
+        self.jobs_done += 1
+
+    # -- rows --------------------------------------------------------------------------------------------------------
+
+    def rows(self, status: str) -> list[Row]:
+        """Rows of the specs that finished at least one window; all over the same windows."""
+        done = [run for run in self.runs if run.scores]
+        common = min(len(run.scores) for run in done)
+        base = perplexity.summarize(self.base.scores[:common])
+        return [self._row(run, perplexity.summarize(run.scores[:common]), base, status) for run in done]
+
+    def _row(self, run: _Run, quality: Quality, base: Quality, status: str) -> Row:
+        assert run.scheme is not None
+        s, report = self.settings, run.report
+        row: Row = {
+            "spec": str(run.scheme),
+            "model": self.model.name,
+            "perplexity": quality.perplexity,
+            "perplexity_se": quality.perplexity_se,
+            "kl": quality.kl,
+            "kl_se": quality.kl_se,
+            "top1_agreement": quality.top1_agreement,
+            "nll_rise": quality.nll_rise,
+            "nll_rise_se": quality.nll_rise_se,
+            "key_bits": report["key_bits"],
+            "value_bits": report["value_bits"],
+            "effective_bits": report["effective_bits"],
+            "cache_bytes": report["total_bytes"],
+            "ratio_to_16bit": report["ratio_to_16bit"],
+            "cache_tokens": s.window_tokens,
+            "bytes_by_part": report["bytes"],
+            "workspace_bytes": report["workspace_bytes"],
+        }
+        if run.errors:
+            row["attention_error"] = run.errors.mean
+            row["attention_error_worst"] = run.errors.worst
+            row["attention_error_worst_layer"] = run.errors.worst_layer
+        row |= self._generated(run)
+        row["uncompressed"] = {"perplexity": base.perplexity, "perplexity_se": base.perplexity_se}
+        row["uncompressed"] |= self._generated(self.base)
+        row |= {
+            "status": status,
+            "partial": status == "interrupted",
+            "windows": quality.windows,
+            "window_tokens": s.window_tokens,
+            "tokens": quality.tokens,
+            "prefill": s.prefill,
+            "attention": report["attention"],
+            "fitted": run.fitted,
+            "params": _about_params(run.params),
+            "seed": s.seed,
+            "text": s.text_name,
+            "text_sha256": s.text_sha256,
+            "origin": self.model.origin,
+            "dtype": str(self.model.model.dtype).removeprefix("torch."),
+            "device": str(self.model.model.device),
+            "notes": run.notes,
+            "seconds": run.seconds,
+            "versions": versions(),
+        }
+        return row
+
+    def _generated(self, run: _Run) -> Row:
+        made = run.made
+        if made is None:
+            return {}
+        row: Row = {
+            "tokens_per_s": made.tokens_per_s,
+            "continuation": self.model.tokenizer.decode(
+                made.tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False
+            ),
+            "prompt_tokens": self.prompt.numel(),
+            "new_tokens": len(made.tokens),
+        }
+        if run.long is not None and self.behind is not None:
+            row |= {"long_tokens_per_s": run.long.tokens_per_s, "long_tokens": self.behind.numel()}
+        if run.scheme is not None and self.base.made is not None:
+            row["generation_attention"] = run.made_report["attention"]
+            row["generation_unfused"] = run.made_report["unfused"]
+            row["same_tokens"] = made.agreement(self.base.made)
+            row["generation_cache_bytes"] = run.made_report["total_bytes"]
+        return row
+
+
+def _source_of_constants(params: FittedParams | None) -> str:
+    if params is None:
+        return "constants fitted on each prefill (packedkv fit and --params: on a text of your own)."
+    file, text = params.file or "given params", params.text_name or "a text"
+    return f"constants of {file}, fitted on {params.tokens} tokens of {text}."
+
+
+def _about_params(params: FittedParams | None) -> Row | None:
+    """The file of the constants, and what it was fitted on."""
+    if params is None:
+        return None
+    return {"file": params.file, "sha256": params.sha256, "tokens": params.tokens, "text": params.text_name}

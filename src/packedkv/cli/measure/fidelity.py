@@ -1,0 +1,163 @@
+"""Attention-output error of a scheme, layer by layer, on the model's own q, k, v.
+
+The uncompressed model runs once; every attention layer's k and v, and its newest queries, are recorded after RoPE, as
+the attention function receives them. A scheme then compresses each layer's exact k and v (so errors of earlier layers
+do not accumulate). The error of a layer is ``|o^ - o| / |o|``, Frobenius norms over the recorded queries and heads,
+with o the attention output on exact and o^ on decoded K and V (and on rounded queries, for codecs that round them),
+float32.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from packedkv.attention import rounded_queries
+from packedkv.compressed import compress
+from packedkv.files.params import LayerParams
+from packedkv.integrations.transformers.watching import watched
+from packedkv.registry import get
+from packedkv.scheme import KVScheme
+
+QUERIES = 256
+
+
+@dataclass(frozen=True)
+class LayerRecord:
+    """One layer's attention inputs.
+
+    Parameters
+    ----------
+    layer : int
+    q : Tensor ``[B, HQ, n, D]``
+        The newest n queries.
+    k, v : Tensor ``[B, H, N, D]``
+    mask : Tensor or None
+        Additive or boolean ``[B, 1 or HQ, n, N]``; None: causal.
+    scale, softcap : float
+        Of the scores; softcap 0 for none.
+    sinks : Tensor or None
+        Learned sink logits ``[HQ]``.
+    source : int or None
+        The layer whose K and V it borrows; None: its own.
+    """
+
+    layer: int
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    mask: Tensor | None
+    scale: float
+    softcap: float
+    sinks: Tensor | None
+    source: int | None = None
+
+    @property
+    def owner(self) -> int:
+        """The layer whose cache it reads."""
+        return self.layer if self.source is None else self.source
+
+    def output(self, k: Tensor, v: Tensor) -> Tensor:
+        """Attention output ``[B, HQ, n, D]`` on other keys and values; float32."""
+        b, hq, n, d = self.q.shape
+        h, total = k.shape[1], k.shape[2]
+        scores = self.q.float().reshape(b, h, hq // h * n, d) @ k.float().transpose(2, 3) * self.scale
+        scores = scores.reshape(b, hq, n, total)
+        if self.softcap:
+            scores = torch.tanh(scores / self.softcap) * self.softcap
+        if self.mask is None:
+            rows = torch.arange(total - n, total, device=k.device)[:, None]
+            scores = scores.masked_fill(torch.arange(total, device=k.device) > rows, -torch.inf)
+        elif self.mask.dtype == torch.bool:
+            scores = scores.masked_fill(~self.mask, -torch.inf)
+        else:
+            scores = scores + self.mask.float()
+        if self.sinks is not None:
+            extra = self.sinks.float().reshape(1, hq, 1, 1).expand(b, hq, n, 1)
+            scores = torch.cat([scores, extra], -1)
+        weights = scores.softmax(-1)[..., :total]
+        return (weights.reshape(b, h, hq // h * n, total) @ v.float()).reshape(b, hq, n, v.shape[-1])
+
+
+@dataclass(frozen=True)
+class Fidelity:
+    """Relative attention-output errors: mean over layers, the worst one, and all by layer."""
+
+    mean: float
+    worst: float
+    worst_layer: int
+    by_layer: dict[int, float]
+
+
+@contextmanager
+def record(model: Any, queries: int = QUERIES) -> Iterator[list[LayerRecord]]:
+    """Record every attention layer's inputs while the block runs the model.
+
+    Raises
+    ------
+    UnsupportedError
+        If the model's attention cannot be intercepted (it does not use transformers' attention interface).
+    """
+    records: list[LayerRecord] = []
+
+    def seen(
+        module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, options: dict[str, Any]
+    ) -> None:
+        n = min(queries, query.shape[2])
+        sinks = options.get("s_aux")
+        lender = None
+        if getattr(module, "is_kv_shared_layer", False):  # the newest layer with the same keys has cached them
+            lender = next((r for r in reversed(records) if torch.equal(r.k, key)), None)
+        records.append(
+            LayerRecord(
+                layer=getattr(module, "layer_idx", len(records)),
+                q=query[:, :, -n:].clone(),
+                k=lender.k if lender else key.clone(),
+                v=lender.v if lender else value.clone(),
+                mask=None if mask is None else mask[..., -n:, : key.shape[2]].clone(),
+                scale=options.get("scaling") or query.shape[-1] ** -0.5,
+                softcap=options.get("softcap") or 0.0,
+                sinks=None if sinks is None else sinks.detach(),
+                source=lender.owner if lender else None,
+            )
+        )
+
+    with watched(model, seen):
+        yield records
+
+
+def attention_error(
+    records: list[LayerRecord],
+    exact: list[Tensor],
+    spec: str | KVScheme,
+    *,
+    seed: int = 0,
+    params: LayerParams | None = None,
+) -> Fidelity:
+    """Errors of one scheme on recorded layers.
+
+    Parameters
+    ----------
+    records : list of LayerRecord
+    exact : list of Tensor
+        ``record.output(record.k, record.v)`` of each, computed once for all schemes.
+    spec : str or KVScheme
+        Boundary layers stay dense where it says so, counted among the recorded layers that have K and V of their own;
+        a layer that shares the K and V of another is compressed like it.
+    seed : int
+    params : mapping, optional
+        Fitted constants by layer and role; what is missing is fitted on the recorded tensors.
+    """
+    scheme, given = get(spec), params or {}
+    errors: dict[int, float] = {}
+    caching = list(dict.fromkeys(r.owner for r in records))
+    for r, o in zip(records, exact, strict=True):
+        layer_scheme = scheme.for_layer(caching.index(r.owner), len(caching))
+        packed = compress(layer_scheme, r.k, r.v, layer=r.owner, seed=seed, params=given.get(r.owner))
+        rounded = replace(r, q=rounded_queries(r.q, packed.key.codec, packed.key.params, r.k.shape[1]))
+        errors[r.layer] = ((rounded.output(*packed.decode()) - o).norm() / o.norm().clamp_min(1e-30)).item()
+    worst = max(errors, key=lambda layer: errors[layer])
+    return Fidelity(sum(errors.values()) / len(errors), errors[worst], worst, errors)

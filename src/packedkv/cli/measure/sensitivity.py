@@ -1,0 +1,280 @@
+"""Sensitivity: what it costs to compress one layer's keys, or its values, and nothing else.
+
+A window is read through the packed cache with one role of one layer compressed by a spec and every other one dense;
+the figure is the mean over positions of KL from the uncompressed model, in nats. Attention reads decoded K and V
+(``prefill="decoded"``); sinks and windows of the spec are off, so that every token counts, as in a long context.
+
+The layers before the compressed one compute what they did in the uncompressed run, so their outputs are kept and
+handed out again: about half of the work. That is tried once on each model, and left out where it does not give the
+same logits.
+
+Rows are written as they are measured, and a run goes on where the last one ended.
+"""
+
+import json
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from packedkv.cli.measure.perplexity import Reference, summarize, uncompressed
+from packedkv.cli.measure.rows import Row
+from packedkv.codec import ROLES, Role
+from packedkv.errors import FormatError, KVError
+from packedkv.integrations.transformers.argument import passing
+from packedkv.integrations.transformers.plan import ATTENTION_NAME, plan_for
+from packedkv.integrations.transformers.recording import attention_of
+from packedkv.integrations.transformers.watching import implementation
+from packedkv.models.loading import LoadedModel
+from packedkv.progress import Progress
+from packedkv.recipe import LayerChoice
+from packedkv.registry import scheme_of
+from packedkv.scheme import KVScheme, mix_of
+
+FORMAT, VERSION = "packedkv-sensitivity", 1
+DENSE = "dense"
+
+
+class Prefix:
+    """Outputs of a decoder's layers on one window, to begin again at any of them.
+
+    Parameters
+    ----------
+    model : PreTrainedModel
+    """
+
+    def __init__(self, model: Any) -> None:
+        decoder = model.get_decoder()
+        found = [getattr(decoder, name, None) for name in ("layers", "h", "blocks")]
+        self.layers: list[nn.Module] = next((list(m) for m in found if isinstance(m, nn.ModuleList)), [])
+        self.outputs: dict[int, Any] = {}
+        self.works = False
+
+    @contextmanager
+    def recording(self) -> Iterator[None]:
+        """Keep every layer's output of the block's run."""
+        self.outputs.clear()
+        hooks = [layer.register_forward_hook(self._keep(i)) for i, layer in enumerate(self.layers)]
+        try:
+            yield
+        finally:
+            for hook in hooks:
+                hook.remove()
+
+    def _keep(self, i: int) -> Callable[[nn.Module, Any, Any], None]:
+        def hook(module: nn.Module, inputs: Any, output: Any) -> None:
+            self.outputs[i] = output
+
+        return hook
+
+    @contextmanager
+    def starting_at(self, layer: int) -> Iterator[None]:
+        """Let the layers before ``layer`` hand out what they gave, for the time of the block."""
+        stubs = self.layers[:layer] if self.works else []
+        own = [module.__dict__.get("forward") for module in stubs]
+        try:
+            for i, module in enumerate(stubs):
+                module.__dict__["forward"] = self._given(i)
+            yield
+        finally:
+            for module, forward in zip(stubs, own, strict=True):
+                if forward is None:
+                    module.__dict__.pop("forward", None)
+                else:
+                    module.__dict__["forward"] = forward
+
+    def _given(self, i: int) -> Callable[..., Any]:
+        def forward(*args: Any, **options: Any) -> Any:
+            return self.outputs[i]
+
+        return forward
+
+    def reference(self, model: Any, window: Tensor) -> Reference:
+        """Run the uncompressed model on a window and keep its layers' outputs; the first time, try them."""
+        with self.recording():
+            reference = uncompressed(model, window)
+        if not self.works and len(self.outputs) == len(self.layers) > 1:
+            self.works = True
+            with self.starting_at(len(self.layers) - 1):
+                again = uncompressed(model, window)
+            self.works = bool(torch.allclose(again.log_p, reference.log_p, atol=1e-4))
+        return reference
+
+
+def sensitivity(
+    model: LoadedModel,
+    windows: Sequence[Tensor],
+    specs: Mapping[Role, Sequence[str]],
+    *,
+    seed: int = 0,
+    path: str | Path | None = None,
+    text: str = "",
+    progress: Progress | None = None,
+) -> list[Row]:
+    """Measure KL with only one role of one layer compressed, for every layer, role and spec.
+
+    Parameters
+    ----------
+    model : LoadedModel
+    windows : sequence of Tensor int64 ``[n]``
+        Token ids.
+    specs : mapping
+        ``{"key": specs, "value": specs}``: whose key (value) codecs are tried.
+    seed : int
+    path : path, optional
+        A ``.jsonl`` file; rows that are there already are not measured again.
+    text : str
+        What tells the text from another (a sha256), for that file.
+    progress : Progress, optional
+
+    Returns
+    -------
+    list of dict
+        ``layer`` (of the model), ``role, spec, kl, kl_se, nll_rise, top1_agreement, tokens, windows``.
+
+    Raises
+    ------
+    FormatError
+        If the file is of another model, text, seed or kind of window.
+    SpecError, ShapeError, UnsupportedError
+        A spec that does not exist or does not fit.
+    """
+    shown = progress or Progress(False)
+    layers = [layer.index for layer in plan_for(model.model, "decoded").kv_layers]
+    jobs = [(layer, role, spec) for role in ROLES for spec in specs.get(role, ()) for layer in layers]
+    for role in ROLES:
+        for spec in specs.get(role, ()):
+            only(0, len(layers), role, spec)
+    store = _Rows(path, _header(model, windows, seed, text))
+    todo = [job for job in jobs if job not in store.rows]
+    if todo:
+        for job, row in _measure(model.model, windows, layers, todo, seed, shown):
+            store.add(job, row)
+    return [store.rows[job] for job in jobs]
+
+
+def only(at: int, layers: int, role: Role, spec: str) -> KVScheme:
+    """Scheme that compresses one role of the ``at``-th KV layer, without sink and window, and holds the rest dense."""
+    choice = LayerChoice(spec, DENSE, 0, 0) if role == "key" else LayerChoice(DENSE, spec, 0, 0)
+    dense = scheme_of(LayerChoice(DENSE, DENSE))
+    return mix_of([scheme_of(choice) if i == at else dense for i in range(layers)], f"{role}s of one layer: {spec}")
+
+
+Job = tuple[int, Role, str]
+
+
+def _measure(
+    model: Any, windows: Sequence[Tensor], layers: list[int], todo: list[Job], seed: int, shown: Progress
+) -> Iterator[tuple[Job, Row]]:
+    """Measure jobs; with several windows each job runs over all of them, and its row comes with the last."""
+    scores: dict[Job, list[Any]] = {job: [] for job in todo}
+    total, done = len(todo) * len(windows), 0
+    for window in windows:
+        prefix = Prefix(model)
+        reference = prefix.reference(model, window)
+        ids = window.to(model.device)[None]
+        for job in todo:
+            layer, role, spec = job
+            shown.bar("sensitivity", done, total, f"layer {layer} {role}s {spec}")
+            scheme = only(layers.index(layer), len(layers), role, spec)
+            with prefix.starting_at(layer):
+                logits = _logits(model, scheme, ids, seed)
+            scores[job].append(reference.score(logits))
+            done += 1
+            if len(scores[job]) == len(windows):
+                found = summarize(scores[job])
+                yield (
+                    job,
+                    {
+                        "layer": layer,
+                        "role": role,
+                        "spec": spec,
+                        "kl": found.kl,
+                        "kl_se": found.kl_se,
+                        "nll_rise": found.nll_rise,
+                        "top1_agreement": found.top1_agreement,
+                        "tokens": found.tokens,
+                        "windows": found.windows,
+                    },
+                )
+
+
+def _logits(model: Any, scheme: KVScheme, ids: Tensor, seed: int) -> Tensor:
+    """Logits ``[n - 1, V]`` read through the scheme's cache; the probe is left out, it would warn of every spec."""
+    from packedkv.integrations.transformers.cache import cache_for  # registers the attention function
+
+    way = attention_of(scheme)
+    name = model.config._attn_implementation if way == "decoded" else ATTENTION_NAME
+    with implementation(model, name), torch.no_grad():
+        cache = cache_for(model, scheme, prefill="decoded", attention=way, seed=seed, probe=False)
+        logits: Tensor = model(input_ids=ids, **passing(model, cache), use_cache=True).logits[0, :-1]
+    return logits
+
+
+def _header(model: LoadedModel, windows: Sequence[Tensor], seed: int, text: str) -> dict[str, Any]:
+    from packedkv.integrations.transformers.identity import identify
+
+    weights = identify(model.model).weights
+    return {
+        "format": FORMAT,
+        "version": VERSION,
+        "model": model.name,
+        "weights": [f"{magnitude:.5g}" for _, magnitude, _ in weights.values()],
+        "dtype": str(model.model.dtype).removeprefix("torch."),
+        "window_tokens": windows[0].numel(),
+        "windows": len(windows),
+        "text": text,
+        "seed": seed,
+    }
+
+
+class _Rows:
+    """Rows by job, in memory and, if there is a path, in a file to which every row is added at once."""
+
+    def __init__(self, path: str | Path | None, header: dict[str, Any]) -> None:
+        self.path = None if path is None else Path(path)
+        self.rows: dict[Job, Row] = {}
+        if self.path is None:
+            return
+        if self.path.is_file() and self.path.stat().st_size:
+            self._read(self.path, header)
+        else:
+            self._append(header)
+
+    def _read(self, path: Path, header: dict[str, Any]) -> None:
+        text = path.read_text(encoding="utf-8")
+        whole = text[: text.rfind("\n") + 1]  # a torn last line is measured again
+        try:
+            first, *lines = [json.loads(line) for line in whole.splitlines()]
+            found = {(row["layer"], row["role"], row["spec"]): row for row in lines}
+        except (ValueError, KeyError, TypeError) as error:
+            raise FormatError(f"{path} holds no sensitivity rows ({error}); name another file or remove it.") from error
+        if differs := [k for k in header if first.get(k) != header[k]]:
+            told = ", ".join(f"{k} {first.get(k)!r} (now {header[k]!r})" for k in differs if k != "weights")
+            raise FormatError(
+                f"{path} was measured on something else: {told or 'other weights'}; name another folder or remove it."
+            )
+        self.rows = found
+        if whole != text:
+            path.write_text(whole, encoding="utf-8")
+
+    def add(self, job: Job, row: Row) -> None:
+        """Keep a row."""
+        self._append(row)
+        self.rows[job] = row
+
+    def _append(self, row: Mapping[str, Any]) -> None:
+        if self.path is None:
+            return
+        text = json.dumps({k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in row.items()})
+        try:
+            with self.path.open("a", encoding="utf-8") as file:
+                file.write(text + "\n")
+        except OSError as error:
+            raise KVError(
+                f"{self.path} cannot be written ({error.strerror or error}); what was measured so far is kept there."
+            ) from error

@@ -1,0 +1,28 @@
+"""Dense: the identity in 16 bit; baseline of every table, and the codec of boundary layers (``packedkv.codec.Dense``).
+
+Bytes of a token: D x 2. Bits: 16. float32 input is held as fp16 (``float16``), bf16 input as bf16 when the codec is
+told so; a cache tells it (``Dense(dtype="bfloat16")``) when it first sees the model's tensors.
+
+Use: the baseline of every table, and layers that a scheme keeps in 16 bit.
+
+Not for: saving memory: it saves none.
+"""
+
+from typing import Literal
+
+from packedkv.codec import Dense
+from packedkv.registry import register
+from packedkv.scheme import KVScheme
+
+
+@register("dense", source="identity (uncompressed 16-bit cache)", mark="baseline")
+def dense(dtype: Literal["auto", "float16", "bfloat16", "float32"] = "auto") -> KVScheme:
+    """The uncompressed cache.
+
+    Parameters
+    ----------
+    dtype : {"auto", "float16", "bfloat16", "float32"}
+        What is held; auto keeps a 16-bit model's own dtype and holds float32 as fp16.
+    """
+    codec = Dense(None if dtype == "auto" else dtype)
+    return KVScheme(key=codec, value=codec)

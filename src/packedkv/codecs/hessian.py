@@ -1,0 +1,133 @@
+"""HessianRotated: an inner codec behind the eigenvectors of the queries' second moment. arXiv:2604.19157, App. A.3.
+
+    M = mean of q q^T                           Eq. 7, uncentred; all query heads of a layer, unrotated (model basis)
+    M + 0.01 mean(diag M) I = R Lambda R^T      Eq. 9-10, eigenvalues descending
+    k^ = (k H) R,  q^ = (q H) R                 Eq. 11; H is the inner codec's own rotation, if it has one
+
+A score is off by q^T dk, in the mean square dk^T M dk (Eq. 8). R is orthogonal, so the scores themselves stay. Values
+use the R of their layer's queries; the inverse is applied once, to the attention output.
+
+Block: the inner codec's, unchanged. Bits: the inner codec's; the [D, D] rotation of a layer is a constant of the site.
+
+Constants: ``rotation [1, 1, D, D]``, float32 multiples of 2^-24; the inner codec's as ``inner.NAME``.
+
+Deviations from the paper
+1. Signs are "canonicalized" by a rule that is not printed; here the largest-magnitude entry of each column, the first
+   one of equals, is positive.
+2. R is rounded to 2^-24, rows to 2^-24 of their largest component: the sums are then exact (``ops/exact``), and a token
+   alone gives the bits of a prefill. That is float32's own rounding, so the transpose serves as inverse and as dual.
+
+Pitfalls: R needs the model's queries, which a cache never sees: ``packedkv fit`` makes it, nothing can stand in for it.
+Damping moves eigenvalues, never R. Calibrated on queries that are rotated already, H cancels and R alone remains. One
+(s, z) for all channels spreads its error evenly over them, whatever the basis; R helps only as far as it narrows the
+range of a token, and may widen it.
+"""
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from packedkv.checks import check_fitted
+from packedkv.codec import NO_SAMPLE, Constant, Constants, Params, Part, Sample, Site
+from packedkv.codecs.wrapper import Wrapper, around, inside
+from packedkv.errors import FitError
+from packedkv.ops.exact import cut_rotation, rotate_exactly
+
+DAMPING = 0.01
+
+
+def second_moment(queries: Tensor) -> Tensor:
+    """M of Eq. 7: float64 ``[D, D]`` of queries ``[B, HQ, N, D]``, on their device."""
+    total = queries.new_zeros(queries.shape[-1], queries.shape[-1], dtype=torch.float64)
+    for head in queries.unbind(1):  # head by head: all of them in float64 may not fit
+        rows = head.flatten(0, 1).double()
+        total += rows.T @ rows
+    return total / (queries.numel() // queries.shape[-1])
+
+
+def check_queries(method: str, site: Site, queries: Tensor) -> None:
+    """Validate that a rotation can be made of queries.
+
+    Raises
+    ------
+    FitError
+        If there are none, they are not finite, or their head_dim is not the site's.
+    """
+    check_fitted(method, site, {"queries": queries})
+    if not bool(queries.isfinite().all()):
+        raise FitError(
+            f"{method}: the queries of layer {site.layer} are not finite; check the model's dtype (fp16 overflow?)."
+        )
+
+
+def hessian_rotation(moment: Tensor) -> Tensor:
+    """R of Eq. 9-10: eigenvectors as columns, eigenvalues descending, signs canonical; float64 ``[D, D]``.
+
+    >>> hessian_rotation(torch.tensor([[1.0, 0.0], [0.0, 2.0]])).tolist()
+    [[0.0, 1.0], [1.0, 0.0]]
+    """
+    damped = moment.double() + DAMPING * moment.double().diag().mean() * torch.eye(len(moment), device=moment.device)
+    vectors = torch.linalg.eigh(damped).eigenvectors.flip(-1)
+    largest = vectors.abs().argmax(0, keepdim=True)  # the first of equals
+    return vectors * torch.where(vectors.gather(0, largest) < 0, -1.0, 1.0)
+
+
+@dataclass(frozen=True)
+class HessianRotated(Wrapper):
+    """An inner codec in the eigenbasis of the queries' second moment.
+
+    Parameters
+    ----------
+    inner : Codec
+    """
+
+    method: ClassVar[str] = "hessian"
+
+    @property
+    def needs(self) -> frozenset[Part]:
+        """R comes from the model's queries."""
+        return self.inner.needs | {"queries"}
+
+    def constants(self, site: Site) -> Constants:
+        """Declare the rotation and the inner codec's constants."""
+        return {"rotation": Constant((1, site.head_dim, site.head_dim), low=-1, high=1), **super().constants(site)}
+
+    def fit(self, site: Site, sample: Sample = NO_SAMPLE) -> Params:
+        """Take the rotation from the queries.
+
+        Returns
+        -------
+        dict
+            ``rotation [1, 1, D, D]`` float32 and the inner codec's constants.
+
+        Raises
+        ------
+        FitError
+            If there are no queries, they are not finite, or their head_dim is not the site's.
+        """
+        if sample.queries is None:
+            raise FitError(
+                "this rotation comes from a model's queries, which keys and values do not tell; run `packedkv fit "
+                'MODEL "saw-int4:hessian=true" --text FILE -o PARAMS` (with your spec) and pass params.'
+            )
+        check_queries(self.method, site, sample.queries)
+        return around({"rotation": self._rotation(site, sample.queries)}, self.inner.fit(site, sample))
+
+    def _rotation(self, site: Site, queries: Tensor) -> Tensor:
+        """Return the rotation for queries ``[B, HQ, N, D]``, from the CPU's eigenvectors whatever the device."""
+        rotation = cut_rotation(hessian_rotation(second_moment(queries).cpu()))
+        return rotation[None, None].to(site.device)
+
+    def to_code(self, x: Tensor, params: Params) -> Tensor:
+        """Into the inner code basis, then R: Eq. 11."""
+        return rotate_exactly(self.inner.to_code(x, inside(params)), params["rotation"][0, 0])
+
+    def query_to_code(self, q: Tensor, params: Params) -> Tensor:
+        """Into the inner codec's dual basis, then R: Eq. 11."""
+        return rotate_exactly(self.inner.query_to_code(q, inside(params)), params["rotation"][0, 0])
+
+    def from_code(self, x: Tensor, params: Params) -> Tensor:
+        """R^T, then out of the inner code basis."""
+        return self.inner.from_code(rotate_exactly(x, params["rotation"][0, 0].T), inside(params))

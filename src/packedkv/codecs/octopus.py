@@ -1,0 +1,337 @@
+"""OCTOPUS: octahedral quantization of rotated key triplets. arXiv:2605.21226, Sec. 3, Alg. 1.
+
+    gamma = |k|,  u = H (s * k / gamma)                      Eqs. 1-2; s in {-1, +1}^D per head, H orthonormal Hadamard
+    t_i = u[3i : 3i+3], i < T = ceil(D/3)                    Sec. 3.2; the last triplet is zero-padded
+    (xi, eta) = Oct(t_i / |t_i|)                             Eq. 5; both rounded in C_xi, 2^b_dir Lloyd-Max levels
+    n* = argmax t_i . n over direction candidates            Sec. 3.5, Eq. 12; n = Oct^-1(xi^, eta^), unit length
+    rho^ = the level of C_rho nearest to clip(t_i . n*, 0, 1)       2^b_nrm Lloyd-Max levels of |t_i|; NOT nearest |t_i|
+    k^ = gamma s * H (rho^_i n*_i)_i                         Eq. 13; the padded coordinates are dropped
+
+Block (one token of one head); one code of w = 2 b_dir + b_nrm bits per triplet, ``(i_xi << b_dir | i_eta) << b_nrm |
+i_rho``: the row of a joint table of all 2^w decoded triplets. Four parts have about T/4 codes each (ops/split_words),
+where w exceeds 10 first directions, then lengths::
+
+    codes  uint8          [16 h]                   whole words of the parts, h = floor(floor(T/4) w / 32)
+    tail   uint8          [ceil(T w / 8) - 16 h]   their other bits
+    norm   fp16 or fp32   [1]                      gamma / sqrt(D)
+
+Bits: (8 ceil(T w / 8) + 16) / D, with fp32 norms + 16 / D. D = 128, T = 43::
+
+    b                    1 (1,1)   2 (3,1)   3 (4,2)   4 (5,3)   plus: (3,2)   (4,3)   (5,4)
+    bytes, fp16 norm        19        40        56        72           45        62      78
+    bits, fp16 norm      1.1875      2.5       3.5       4.5        2.8125     3.875   4.875
+    bits, fp32 norm      1.3125     2.625     3.625     4.625       2.9375     4.0     5.0
+
+So the paper's "b" is not the rate: the codes alone cost b + 1/3 bits per element. At equal true rate a scalar Lloyd-Max
+quantizer has 7-11 % less MSE than the paper's split; ``split=plus``, (b+1, b), is the one that wins at its own rate
+(D = 128, unit vectors: -6, -10, -14 % at b = 2, 3, 4).
+
+``scale=search`` takes of 13 multiples of gamma, and of the values' ranges, those of least squared error, in the same
+bytes (``ops/scale_search``).
+
+Deviations from the paper
+1. The norm is held as gamma / sqrt(D), the key's root mean square, which never leaves the fp16 range that keys have;
+   gamma itself may. fp16 costs 16/D bits instead of 32/D and a relative error of 2^-11; ``norm=fp32`` is the paper's.
+   A key with |k| < 2^-25 sqrt(D) decodes to zero.
+2. C_xi is solved for the exact density (Eq. 7), not trained on samples, and is symmetric to the last bit.
+3. D that is no power of two: block-diagonal Hadamard of the largest power of two that divides D (80: 16, 96: 32,
+   192: 64). The paper leaves such D out. Small blocks spread a channel outlier less, so C_rho fits real keys less well.
+4. One run of joint codes per token instead of two byte-padded ones: 2.5 % smaller at b = 4, D = 128.
+5. Values: fp16 scale and offset per group (the paper's ratios imply fp32).
+6. ``local_3x3`` tries the four levels that bracket (xi, eta), not the nine around the nearest: the best of the nine,
+   and of all 4^b_dir, was among the four in each of some 10^7 triplets at b_dir = 1..6.
+
+Pitfalls: ``local_2x2`` as printed, {j, j+1} from the NEAREST index j, misses the better neighbour half of the time (3 %
+worse MSE than local_3x3, which equals the full search). The printed Table 1 was made with ``scalar``. A triplet of
+zeros in a key that is not zero decodes to the smallest level of C_rho in some direction, not to zero.
+
+Use: keys at 2.5 to 4.5 bits without calibration, at rates between whole bits per coordinate; ``split=plus`` where the
+least error at its rate matters.
+
+Not for: head_dim without a large power of two in it (80: blocks of 16 spread outliers badly); unbiased scores
+(octopus-qjl); least loss per byte: on the small model turboquant-4 at 4.25 bits in all is better than octopus-3 at 4.5.
+"""
+
+from dataclasses import dataclass, field
+from functools import lru_cache, partial
+from typing import Literal, get_args
+
+import torch
+from torch import Tensor
+
+from packedkv.codec import NO_SAMPLE, Codec, Constant, Constants, Params, Payload, Sample, Site
+from packedkv.codecs.group_int import GroupInt
+from packedkv.errors import SpecError
+from packedkv.layout import Field, Layout, check_whole_bytes
+from packedkv.ops.lloyd_max import block_norm_density, interval, lloyd_max, nearest_level
+from packedkv.ops.octahedral import coordinate_density, direction_table, to_square
+from packedkv.ops.rotation import random_signs, rotate, rotate_back
+from packedkv.ops.scale_search import FACTORS, Scale, ScaleOption, check_scale, least_error
+from packedkv.ops.split_words import pack_split, split_bytes, unpack_split
+from packedkv.ops.sums import row_norm
+from packedkv.registry import register
+from packedkv.scheme import KVScheme
+
+Rounding = Literal["scalar", "local_2x2", "local_3x3", "full"]
+Split = Literal["paper", "plus", -2, -1, 0, 1, 2]
+Norm = Literal["fp16", "fp32"]
+
+JOINT_BITS = 10
+"""Longest code that is held whole: a GPU decodes it by one table."""
+OFFSETS: dict[str, tuple[int, ...]] = {"scalar": (0,), "local_2x2": (0, 1), "local_3x3": (0, 1)}
+"""Candidates on each axis, from the nearest level; local_3x3: from the level below the value."""
+CHUNK = 1 << 13
+"""Triplets rounded at once: float64 temporaries of 64 KB each, which stay in cache and below torch's threading."""
+
+
+@lru_cache(maxsize=64)
+def direction_centroids(bits: int) -> Tensor:
+    """C_xi: float64 ``[2**bits]``, the same for every head_dim (Eq. 7)."""
+    return lloyd_max(coordinate_density, 2**bits, -1.0, 1.0, symmetric=True)
+
+
+@lru_cache(maxsize=64)
+def norm_centroids(head_dim: int, bits: int) -> Tensor:
+    """C_rho: float64 ``[2**bits]`` (Eq. 4)."""
+    return lloyd_max(block_norm_density(head_dim, 3), 2**bits, 0.0, 1.0)
+
+
+@dataclass(frozen=True)
+class Octopus(ScaleOption, Codec):
+    """Octahedral triplet codec of the rotated, normalised vector.
+
+    Parameters
+    ----------
+    direction_bits, norm_bits : int
+        b_dir of each octahedral coordinate and b_nrm of the triplet norm; at least 1, 2 b_dir + b_nrm at most 16.
+    rounding : {"scalar", "local_2x2", "local_3x3", "full"}
+        Direction candidates of the encoder; the bytes mean the same. scalar rounds xi, eta and rho on their own.
+    norm : {"fp16", "fp32"}
+        How gamma / sqrt(D) is held.
+    scale : {"own", "search"}
+        search: of several norms the one of least squared error.
+
+    Examples
+    --------
+    >>> Octopus(5, 3).layout(128).effective_bits, Octopus(5, 3, norm="fp32").layout(128).effective_bits
+    (4.5, 4.625)
+    """
+
+    direction_bits: int = 5
+    norm_bits: int = 3
+    rounding: Rounding = "local_3x3"
+    norm: Norm = "fp16"
+    scale: Scale = field(default="own", kw_only=True)
+
+    def __post_init__(self) -> None:
+        """Refuse what has no codebook, does not fit a code, or does not exist."""
+        if min(self.direction_bits, self.norm_bits) < 1 or self.code_bits > 16:
+            raise SpecError(
+                f"octopus: direction_bits={self.direction_bits}, norm_bits={self.norm_bits} is not allowed; "
+                f"use at least 1 each, and 2 * direction_bits + norm_bits <= 16."
+            )
+        if self.rounding not in (*OFFSETS, "full"):
+            raise SpecError(f"octopus: rounding={self.rounding!r} is not allowed; use {', '.join(OFFSETS)} or full.")
+        if self.norm not in ("fp16", "fp32"):
+            raise SpecError(f"octopus: norm={self.norm!r} is not allowed; use fp16 or fp32.")
+        check_scale("octopus", self.scale)
+
+    @property
+    def code_bits(self) -> int:
+        """Bits w of one triplet's code."""
+        return 2 * self.direction_bits + self.norm_bits
+
+    @property
+    def low_bits(self) -> int:
+        """Bits of a code that are held apart from the others: those of the length, where one table is too long."""
+        return self.norm_bits if self.code_bits > JOINT_BITS else 0
+
+    def layout(self, head_dim: int) -> Layout:
+        """Joint codes and the norm of one token; in version 1 the codes were one bit stream."""
+        check_whole_bytes("octopus", head_dim)
+        sizes = split_bytes(-(-head_dim // 3), self.code_bits).items()
+        norm = Field("norm", "float16" if self.norm == "fp16" else "float32", (1,), "norms")
+        fields = (*(Field(name, "uint8", (size,)) for name, size in sizes), norm)
+        return Layout(head_dim, 1, fields, nominal_bits=self.code_bits / 3, version=2)
+
+    def constants(self, site: Site) -> Constants:
+        """Declare signs and codebooks."""
+        sides = 2**self.direction_bits
+        shapes = {"xi": (sides,), "rho": (2**self.norm_bits,), "directions": (sides**2, 3)}
+        shapes["signs"] = (site.num_heads, site.head_dim)
+        return {name: Constant(shape, low=-1, high=1) for name, shape in shapes.items()}
+
+    def fit(self, site: Site, sample: Sample = NO_SAMPLE) -> Params:
+        """Draw the signs; tabulate the codebooks.
+
+        Returns
+        -------
+        dict
+            ``signs [1, H, D]`` of +-1; ``xi [1, 2^b_dir]``; ``rho [1, 2^b_nrm]``; ``directions [1, 4^b_dir, 3]``, row
+            ``i_xi << b_dir | i_eta``. All float32.
+        """
+        xi, rho = direction_centroids(self.direction_bits), norm_centroids(site.head_dim, self.norm_bits)
+        tables = {"xi": xi, "rho": rho, "directions": direction_table(xi)}
+        tables = {name: table[None].float().to(site.device) for name, table in tables.items()}
+        return {"signs": random_signs(site), **tables}
+
+    def to_code(self, x: Tensor, params: Params) -> Tensor:
+        """Flip signs, then Hadamard: Eq. 2 without the division by gamma, so that it is linear."""
+        return rotate(x, params["signs"])
+
+    def from_code(self, x: Tensor, params: Params) -> Tensor:
+        """Hadamard, then signs: the inverse, R is orthogonal."""
+        return rotate_back(x, params["signs"])
+
+    def encode(self, x: Tensor, params: Params) -> Payload:
+        """Alg. 1 on the rotated key.
+
+        Every step is elementwise in float64, sums included, so the codes do not depend on what else is in the call.
+        Directions do not depend on the norm: a search tries lengths alone.
+        """
+        dim, triplets = x.shape[-1], -(-x.shape[-1] // 3)
+        rows = x.reshape(-1, dim)
+        tables = _Tables(params)
+        codes = torch.empty(len(rows), triplets, dtype=torch.int32, device=x.device)
+        dtype = torch.float16 if self.norm == "fp16" else torch.float32
+        norm = torch.empty(len(rows), 1, dtype=dtype, device=x.device)
+        step = max(1, CHUNK // triplets)
+        for start in range(0, len(rows), step):
+            part = slice(start, start + step)
+            u = rows[part].double()
+            gamma = row_norm(u)
+            u = torch.where(gamma > 0, u / gamma, 0.0)  # Eq. 1
+            t = torch.nn.functional.pad(u, (0, triplets * 3 - dim)).reshape(-1, 3).T.contiguous()
+            direction, length = (found.unflatten(0, (-1, triplets)) for found in self._round(t, tables))
+
+            def quantize(
+                factor: float, direction: Tensor = direction, length: Tensor = length, gamma: Tensor = gamma
+            ) -> tuple[Tensor, Tensor]:
+                return self._join(direction, length / factor, tables), (gamma * factor / dim**0.5).to(dtype)
+
+            if self.scale == "own":
+                codes[part], norm[part] = quantize(FACTORS[0])
+            else:
+                codes[part], norm[part] = least_error(rows[part], quantize, partial(self._values, params))
+        packed = pack_split(codes.reshape(*x.shape[:-1], triplets), self.code_bits, self.low_bits)
+        return {**packed, "norm": norm.reshape(*x.shape[:-1], 1)}
+
+    def decode(self, payload: Payload, params: Params) -> Tensor:
+        """Look triplets up and scale them, Eq. 13."""
+        return self._values(params, self._codes(payload, params), payload["norm"])
+
+    def look_up(self, payload: Payload, params: Params) -> Tensor:
+        """Triplets of the codes side by side: u^ in float32."""
+        return self._triplets(params, self._codes(payload, params))
+
+    def _codes(self, payload: Payload, params: Params) -> Tensor:
+        return unpack_split(payload, self.code_bits, -(-params["signs"].shape[-1] // 3), self.low_bits)
+
+    def _triplets(self, params: Params, codes: Tensor) -> Tensor:
+        joint = params["directions"][0][:, None] * params["rho"][0][:, None]  # [4^b_dir, 2^b_nrm, 3]
+        return joint.flatten(0, 1)[codes.long()].flatten(-2)[..., : params["signs"].shape[-1]]
+
+    def _values(self, params: Params, codes: Tensor, norm: Tensor) -> Tensor:
+        return self._triplets(params, codes) * (norm.float() * params["signs"].shape[-1] ** 0.5)
+
+    def _round(self, t: Tensor, tables: "_Tables") -> tuple[Tensor, Tensor]:
+        """Direction and length of triplets ``t [3, n]``: lines 7-21 of Alg. 1."""
+        x, y, z = t
+        xi, eta = to_square(x, y, z)
+        start = tables.below_xi if self.rounding == "local_3x3" else tables.nearest_xi
+        seed = start(xi) << self.direction_bits | start(eta)
+        if self.rounding == "scalar":
+            return seed, (x * x + y * y + z * z).sqrt()
+        candidates = self._candidates(x.device)
+        if self.rounding == "full":
+            seed = torch.zeros_like(seed)
+        best, chosen = torch.full_like(x, -torch.inf), torch.zeros_like(seed)
+        for number, (n_x, n_y, n_z) in enumerate(tables.directions[candidates].mT.contiguous()):
+            score = n_x.index_select(0, seed).mul_(x)  # Eq. 12: s = t . n
+            score.add_(n_y.index_select(0, seed).mul_(y)).add_(n_z.index_select(0, seed).mul_(z))
+            chosen.masked_fill_(score > best, number)  # candidates ascend, so a tie keeps the lowest
+            torch.maximum(best, score, out=best)
+        direction = candidates.flatten().index_select(0, chosen * candidates.shape[1] + seed)
+        return direction, best.clamp_(0, 1)
+
+    def _candidates(self, device: torch.device) -> Tensor:
+        """Rows of the direction table to try, ascending: ``[candidates, seeds]``, one seed only for the full search."""
+        levels = 2**self.direction_bits
+        grid = torch.arange(levels, device=device)
+        if self.rounding == "full":
+            return torch.arange(levels * levels, device=device)[:, None]
+        near = torch.stack([(grid + offset).clamp(0, levels - 1) for offset in OFFSETS[self.rounding]])
+        return (near[:, None, :, None] * levels + near[None, :, None, :]).flatten(2).flatten(0, 1)
+
+    def _join(self, direction: Tensor, length: Tensor, tables: "_Tables") -> Tensor:
+        """Append the index of the norm level nearest to ``length``."""
+        return (direction << self.norm_bits | tables.nearest_rho(length)).to(torch.int32)
+
+
+class _Tables:
+    """What the encoder looks up, in float64."""
+
+    def __init__(self, params: Params) -> None:
+        self.directions = params["directions"][0].double()
+        xi = params["xi"][0].double()
+        self.nearest_xi = nearest_level(xi)
+        self.below_xi = interval(xi[1:-1])
+        self.nearest_rho = nearest_level(params["rho"][0].double())
+
+
+def split_bits(bits: int, split: Split) -> tuple[int, int]:
+    """(b_dir, b_nrm) of the paper's b.
+
+    >>> split_bits(4, "paper"), split_bits(4, "plus"), split_bits(1, "paper"), split_bits(4, -2)
+    ((5, 3), (5, 4), (1, 1), (2, 6))
+    """
+    if bits not in (1, 2, 3, 4):
+        raise SpecError(f"octopus: bits={bits} is not allowed; use 1, 2, 3 or 4.")
+    if split not in get_args(Split):
+        raise SpecError(f"octopus: split={split!r} is not allowed; use paper, plus, or d of -2..2 for (b+d, b-d).")
+    offset = split if isinstance(split, int) else min(1, bits - 1)  # (1, 1) fits the printed b = 1 rows
+    return (bits + 1, bits) if split == "plus" else (bits + offset, bits - offset)
+
+
+@register(
+    "octopus", source="OCTOPUS, arXiv:2605.21226, Sec. 3-4, Alg. 1", presets=("octopus-4", "octopus-3", "octopus-2")
+)
+def octopus(
+    bits: Literal[1, 2, 3, 4] = 4,
+    rounding: Rounding = "local_3x3",
+    split: Split = "paper",
+    window: int = 32,
+    group: int = 32,
+    dense_keys: int = 1,
+    norm: Norm = "fp16",
+    scale: Scale = "own",
+) -> KVScheme:
+    """Octahedral keys, group-wise values, outer layers' keys dense: the language-model recipe of Sec. 4.2.
+
+    Parameters
+    ----------
+    bits : {1, 2, 3, 4}
+        The paper's b of keys and values; keys cost b + 1/3 bits and a norm, values b bits and group constants.
+        At 1 the keys have (b_dir, b_nrm) = (1, 1) and the values 2 bits.
+    rounding : {"scalar", "local_2x2", "local_3x3", "full"}
+        Encoder's direction search; local_3x3 equals full, local_2x2 is the weak set as printed.
+    split : {"paper", "plus", -2, -1, 0, 1, 2}
+        (b_dir, b_nrm): paper (b+1, b-1); plus (b+1, b), better at its rate; a number d (b+d, b-d), as in Table 4.
+    window : int
+        Newest tokens kept dense.
+    group : int
+        Channels of a value that share a scale and an offset; 0 for all of them.
+    dense_keys : int
+        How many of the first and of the last layers hold keys dense.
+    norm : {"fp16", "fp32"}
+        How key norms are held; the paper's is fp32.
+    scale : {"own", "search"}
+        own: the paper's norms and ranges; search: of 13 multiples of each the one of least squared error, the bytes'
+        form unchanged.
+    """
+    return KVScheme(
+        key=Octopus(*split_bits(bits, split), rounding, norm, scale=scale),
+        value=GroupInt(max(2, bits), group, "channels", scale=scale),
+        window=window,
+        dense_key_layers=dense_keys,
+    )

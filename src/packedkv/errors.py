@@ -1,0 +1,62 @@
+"""Every exception that packedkv raises on purpose.
+
+::
+
+    KVError
+    ├── SpecError (ValueError)                  a spec, preset, option or option value that does not exist
+    ├── ShapeError (ValueError)                 a tensor or head_dim that a codec cannot take
+    ├── FitError (RuntimeError)                 constants could not be fitted from the sample given
+    ├── FormatError (ValueError)                a saved file is cut, altered, foreign or too new
+    ├── ModelError (RuntimeError)               a model or text could not be found or loaded
+    └── UnsupportedError (NotImplementedError)  a model, layer or device that is not supported
+        └── BrokenPresetError                   a preset that breaks on this model's keys (probe="refuse")
+    PackedKVWarning (UserWarning)                a codec that breaks on this model's keys
+
+Each message says what came, what is allowed, and what to do.
+"""
+
+import difflib
+from collections.abc import Iterable
+
+
+class KVError(Exception):
+    """Base of every error below."""
+
+
+class SpecError(KVError, ValueError):
+    """Raised for an unknown preset, option or option value."""
+
+
+class ShapeError(KVError, ValueError):
+    """Raised for a tensor shape or head_dim that a codec cannot take."""
+
+
+class FitError(KVError, RuntimeError):
+    """Raised when a site's constants cannot be fitted from the sample given."""
+
+
+class FormatError(KVError, ValueError):
+    """Raised when a saved file is cut, altered, foreign, or written by a newer version."""
+
+
+class ModelError(KVError, RuntimeError):
+    """Raised when a model or a text cannot be found or loaded."""
+
+
+class UnsupportedError(KVError, NotImplementedError):
+    """Raised for a model, layer or device that is not supported."""
+
+
+class BrokenPresetError(UnsupportedError):
+    """Raised for a preset that breaks on a model's keys, with ``probe="refuse"``."""
+
+
+class PackedKVWarning(UserWarning):
+    """Issued when the chosen codec loses too much on a model's keys; names an alternative."""
+
+
+def nearest(word: str, known: Iterable[str], n: int = 3) -> str:
+    """Return `` Did you mean 'a', 'b'?`` for the known words closest to ``word``, or ``""``."""
+    names = {name.lower(): name for name in sorted(set(known))}
+    close = difflib.get_close_matches(word.lower(), names, n=n, cutoff=0.5)
+    return f" Did you mean {', '.join(repr(names[c]) for c in close)}?" if close else ""

@@ -1,0 +1,357 @@
+"""Constants fitted on a text, in one file: what ``packedkv fit`` writes and ``cache_for(..., params=FILE)`` takes.
+
+The file states what it was fitted for, and this is checked before every use: the scheme, the model (layers,
+KV heads, head_dim, and a few of its weights), and the seed where a codec draws from it. See ``docs/format.md``.
+"""
+
+import json
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from packedkv.codec import ROLES, Codec, Params, Role
+from packedkv.errors import FitError, FormatError, KVError, SpecError
+from packedkv.files.container import Kind, check_target, read, write
+from packedkv.files.container import load_params as load_tensors
+from packedkv.files.container import store_params as store_tensors
+from packedkv.registry import from_json, get
+from packedkv.scheme import KVScheme
+
+LayerParams = Mapping[int, Mapping[Role, Params]]
+"""Fitted constants: layer -> role -> Params."""
+
+KIND = Kind("packedkv-params", 1, "params file", "packedkv fit", "run packedkv fit again")
+WEIGHTS = 8
+"""How many parameters of a model are sampled to recognise it."""
+ELEMENTS = 1 << 16
+"""About how many elements of each are sampled, evenly spaced."""
+TOLERANCE = 2.0**-6
+"""Largest difference of a figure between two loads of a model, times sqrt(elements) / mean magnitude.
+
+Measured on SmolLM2-135M and a random llama: 0.005 for float32 against bf16, 0.002 against fp16; 0.03 to 0.04 where
+every weight moved by 1 % of the spread.
+"""
+
+
+@dataclass(frozen=True)
+class ModelIdentity:
+    """What distinguishes one model from another.
+
+    Parameters
+    ----------
+    name : str
+        What the user called it; not compared.
+    type : str
+        transformers' model type, e.g. ``llama``.
+    layers : tuple of int
+        The layers that cache K and V.
+    kv_heads, head_dim : int or None
+        None where the config does not state them.
+    weights : dict
+        Parameter -> (sampled elements, their mean magnitude, their mean), float64. Empty where only a config was given.
+    """
+
+    name: str
+    type: str
+    layers: tuple[int, ...]
+    kv_heads: int | None
+    head_dim: int | None
+    weights: dict[str, tuple[int, float, float]] = field(default_factory=dict)
+
+    @property
+    def shape(self) -> str:
+        """Type, layers and heads in words."""
+        return f"{self.type}, {len(self.layers)} KV layers, {self.kv_heads} KV heads, head_dim {self.head_dim}"
+
+
+def same_weights(model: torch.nn.Module, weights: Mapping[str, tuple[int, float, float]]) -> bool:
+    """Whether a model holds the weights of a ``ModelIdentity``, up to the rounding of a 16-bit load."""
+    found = figures(model, weights)
+    elsewhere = {name for name, p in model.named_parameters() if p.is_meta}  # offloaded: not accessible here
+    return all(
+        name in found and _same(found[name], weight) for name, weight in weights.items() if name not in elsewhere
+    )
+
+
+def same_figures(tensor: Tensor, weight: tuple[int, float, float]) -> bool:
+    """Whether a tensor is that parameter of a ``ModelIdentity``, up to the rounding of a 16-bit load."""
+    return _same(_figures(tensor), weight)
+
+
+def _same(a: tuple[int, float, float], b: tuple[int, float, float]) -> bool:
+    allowed = TOLERANCE * b[1] / max(a[0], 1) ** 0.5
+    return a[0] == b[0] and all(abs(p - q) <= allowed for p, q in zip(a[1:], b[1:], strict=True))
+
+
+def figures(model: torch.nn.Module, names: Iterable[str]) -> dict[str, tuple[int, float, float]]:
+    """Number of sampled elements, their mean magnitude and mean, by parameter; offloaded parameters are left out."""
+    parameters = dict(model.named_parameters())
+    return {name: _figures(parameters[name]) for name in names if name in parameters and not parameters[name].is_meta}
+
+
+def _figures(tensor: Tensor) -> tuple[int, float, float]:
+    flat = tensor.detach().flatten()
+    x = flat[:: max(1, flat.numel() // ELEMENTS)].double()
+    return x.numel(), x.abs().mean().item(), x.mean().item()
+
+
+@dataclass(frozen=True, eq=False)
+class FittedParams(Mapping[int, Mapping[Role, Params]]):
+    """The constants of a model's layers under one scheme, and where they come from; a ``LayerParams``.
+
+    Parameters
+    ----------
+    scheme : KVScheme
+    model : ModelIdentity
+    layers : mapping
+        Layer -> role -> constants; roles whose codec has nothing to fit are absent.
+    seed : int
+    seeded : bool
+        Whether a codec drew from the seed: if not, the constants serve any seed.
+    tokens, windows, window_tokens : int
+        Tokens kept per layer, and the number and length of the windows of text that they come from.
+    text_name, text_sha256 : str
+    file, sha256 : str
+        Name of the file and its checksum; empty before it is saved.
+    """
+
+    scheme: KVScheme
+    model: ModelIdentity
+    layers: LayerParams
+    seed: int
+    seeded: bool
+    tokens: int
+    windows: int
+    window_tokens: int
+    text_name: str = ""
+    text_sha256: str = ""
+    file: str = ""
+    sha256: str = ""
+
+    def __getitem__(self, layer: int) -> Mapping[Role, Params]:
+        return self.layers[layer]
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self.layers)
+
+    def __len__(self) -> int:
+        return len(self.layers)
+
+    @property
+    def spec(self) -> str:
+        """The spec that the constants were fitted for."""
+        return str(self.scheme)
+
+    def check(
+        self, here: ModelIdentity, spec: str | KVScheme, *, seed: int = 0, model: torch.nn.Module | None = None
+    ) -> None:
+        """Validate that the constants fit a scheme, model and seed.
+
+        Parameters
+        ----------
+        here : ModelIdentity
+            Identity of the model that will use the constants.
+        spec : str or KVScheme
+        seed : int
+        model : torch.nn.Module, optional
+            Its weights are compared as well.
+
+        Raises
+        ------
+        FormatError
+            The text says what differs.
+        """
+        scheme, name = get(spec), self.file or "these params"
+        if not scheme.allows(self.scheme):
+            raise FormatError(
+                f"{name}: fitted for {self.spec}, not for {scheme}; run packedkv fit with {scheme}, or use {self.spec}."
+            )
+        if self.seeded and seed != self.seed:
+            raise FormatError(
+                f"{name}: fitted with seed {self.seed}, from which its constants are drawn, not with seed {seed}; "
+                f"pass seed={self.seed}, or run packedkv fit with --seed {seed}."
+            )
+        cure = "run packedkv fit with this model"
+        alike = ("type", "layers", "kv_heads", "head_dim")
+        if any(getattr(here, part) != getattr(self.model, part) for part in alike):
+            raise FormatError(
+                f"{name}: fitted for {self.model.name} ({self.model.shape}), not for a model of another shape "
+                f"({here.shape}); {cure}."
+            )
+        if model is not None and not same_weights(model, self.model.weights):
+            raise FormatError(
+                f"{name}: fitted for {self.model.name}, whose weights are not those of this {type(model).__name__}; "
+                f"{cure}."
+            )
+
+    def save(self, path: str | Path) -> "FittedParams":
+        """Write the constants to one safetensors file, atomically; return them with its name and checksum.
+
+        Raises
+        ------
+        OSError
+            The path cannot be written; the text says why.
+        """
+        path = Path(path)
+        check_target(path, KIND)
+        tensors: dict[str, Tensor] = {}
+        header = {
+            "scheme": self.scheme.to_json(),
+            "layout_versions": _layout_versions(self.scheme, self.model.head_dim),
+            "model": asdict(self.model),
+            "seed": self.seed,
+            "seeded": self.seeded,
+            "text": {
+                "name": self.text_name,
+                "sha256": self.text_sha256,
+                "tokens": self.tokens,
+                "windows": self.windows,
+                "window_tokens": self.window_tokens,
+            },
+            "layers": {
+                str(layer): {role: store_tensors(params, tensors) for role, params in roles.items()}
+                for layer, roles in self.layers.items()
+            },
+        }
+        return replace(self, file=path.name, sha256=write(path, KIND, json.loads(json.dumps(header)), tensors))
+
+
+def _layout_versions(scheme: KVScheme, head_dim: int | None) -> dict[str, Any]:
+    """``Layout.version`` of each role; heads of several sizes: at 128, the size that every change of bytes was for."""
+    return scheme.layout_versions(head_dim or 128)
+
+
+def read_params(path: str | Path) -> FittedParams:
+    """Read a params file without checking it against a model.
+
+    Raises
+    ------
+    FileNotFoundError, IsADirectoryError
+        No file there.
+    FormatError
+        The file is cut, altered, foreign or newer; the text says which and what to do.
+    """
+    path = Path(path)
+    header, tensors = read(path, KIND)
+    try:
+        model, text, cpu = header["model"], header["text"], torch.device("cpu")
+        scheme = from_json(header["scheme"])
+        saved = header.get("layout_versions", dict.fromkeys(ROLES, 1))
+        here = _layout_versions(scheme, model["head_dim"])
+        if saved != here:  # a codebook is valid only for the code layout that it was fitted with
+            raise FormatError(f"its constants belong to bytes of versions {saved}, here are {here}")
+        return FittedParams(
+            scheme=scheme,
+            model=ModelIdentity(
+                model["name"],
+                model["type"],
+                tuple(model["layers"]),
+                model["kv_heads"],
+                model["head_dim"],
+                {name: (int(n), float(a), float(b)) for name, (n, a, b) in model["weights"].items()},
+            ),
+            layers={
+                int(layer): {role: load_tensors(roles[role], tensors, cpu) for role in ROLES if role in roles}
+                for layer, roles in header["layers"].items()
+            },
+            seed=header["seed"],
+            seeded=header["seeded"],
+            tokens=text["tokens"],
+            windows=text["windows"],
+            window_tokens=text["window_tokens"],
+            text_name=text["name"],
+            text_sha256=text["sha256"],
+            file=path.name,
+            sha256=header["sha256"],
+        )
+    except (KVError, KeyError, TypeError, ValueError, AttributeError) as error:
+        raise FormatError(
+            f"{path} was written by packedkv {header.get('packedkv')} and does not fit this version: {error}; "
+            f"use that version, or {KIND.again}."
+        ) from error
+
+
+def sites_to_fit(scheme: KVScheme, layers: Sequence[int]) -> list[tuple[int, Role, Codec]]:
+    """Layer, role and codec wherever constants come from data; ``layers`` are the model's KV layers, in order.
+
+    The keys' mean is such a constant; ``mean=auto`` must be decided.
+    """
+    schemes = [scheme.for_layer(i, len(layers)) for i in range(len(layers))]
+    every = [(layer, role, s) for layer, s in zip(layers, schemes, strict=True) for role in ROLES]
+    return [(layer, role, s.codec(role)) for layer, role, s in every if _from_data(s, role)]
+
+
+def _from_data(scheme: KVScheme, role: Role) -> bool:
+    codec = scheme.codec(role)
+    return bool(codec.needs) or (role == "key" and scheme.mean in ("pre", "post"))
+
+
+def check_given(name: str, layers: Sequence[int], given: LayerParams) -> None:
+    """Validate that the model ``name`` has all layers and roles that constants are given for.
+
+    Raises
+    ------
+    FitError
+    """
+    if not isinstance(given, Mapping) or not all(isinstance(roles, Mapping) for roles in given.values()):
+        raise FitError(
+            f"params are {type(given).__name__}: expected the path of a file of `packedkv fit`, what load_params read "
+            f"from it, or {{layer: {{'key': Params, 'value': Params}}}}."
+        )
+    if unknown := [layer for layer, roles in given.items() if roles and layer not in layers]:
+        raise FitError(
+            f"params hold constants of layers {unknown}; {name} caches keys and values in layers {list(layers)}, "
+            f"which are integers. Pass {{layer: {{'key': Params, 'value': Params}}}}."
+        )
+    for layer, roles in given.items():
+        if unknown_roles := [role for role in roles if role not in ROLES]:
+            raise FitError(f"params of layer {layer} are for {unknown_roles}; pass them for 'key' and 'value'.")
+
+
+def check_queries(scheme: KVScheme, layers: Sequence[int], given: LayerParams) -> None:
+    """Validate that constants which need queries are given: they cannot be fitted on a prefill.
+
+    Raises
+    ------
+    FitError
+    """
+    for layer, role, codec in sites_to_fit(scheme, layers):
+        if "queries" in codec.needs and role not in given.get(layer, {}):
+            raise FitError(
+                f"{scheme}: the {role} constants of layer {layer} are fitted with the model's queries, which a prefill "
+                f"does not show; run `packedkv fit MODEL {scheme} --text FILE -o PARAMS` and pass that file as params."
+            )
+
+
+def match_params(files: Sequence[str | Path | FittedParams], schemes: Sequence[KVScheme]) -> list[FittedParams | None]:
+    """Match params to schemes; None for a scheme without params.
+
+    Raises
+    ------
+    SpecError
+        If params were fitted for a scheme that is not among them, or two for the same one.
+    FormatError, FileNotFoundError, IsADirectoryError
+        As ``read_params``.
+    """
+    found: list[FittedParams | None] = [None] * len(schemes)
+    for file in files:
+        fitted = file if isinstance(file, FittedParams) else read_params(file)
+        name = fitted.file or "params"
+        allowed = [scheme.allows(fitted.scheme) for scheme in schemes]
+        if not any(allowed):
+            given = ", ".join(map(str, schemes))
+            raise SpecError(
+                f"{name}: fitted for {fitted.spec}, which is not among the specs given ({given}); add that spec, "
+                f"or leave the file out."
+            )
+        if (other := found[allowed.index(True)]) is not None:
+            raise SpecError(
+                f"{name} and {other.file or 'params'}: both fitted for {fitted.spec}; pass one file for each spec."
+            )
+        # two specs may name one scheme: int-4 and int:bits=4
+        found = [fitted if fits else had for fits, had in zip(allowed, found, strict=True)]
+    return found

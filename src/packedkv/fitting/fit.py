@@ -1,0 +1,426 @@
+"""``packedkv fit``: run the uncompressed model over a text and fit every constant of a scheme that depends on data.
+
+1. The text is read in windows from its start, as for perplexity: consecutive, no overlap, each without history. Without
+   a text the model draws windows by itself (``samples.py``).
+2. Queries, keys and values of every layer that needs them are recorded after RoPE, rounded to 16 bit as a cache holds
+   them; at most ``max_tokens`` per layer are kept, evenly spaced.
+3. With ``mean=pre`` or ``post`` the mean of each head's keys is taken, over all tokens but the first ``SKIPPED`` of a
+   window, whose keys are unlike all others; ``mean=auto`` is decided as ``cache_for`` does. Codecs see keys without it.
+4. ``codec.fit(site, sample)`` returns the constants of each site, for the site that ``cache_for`` makes. The sample has
+   keys or values and queries. For a codec that needs gradients it also has the gradients of the loss, for labels that
+   are sampled from the model's own distribution. If the model cannot be run backwards, the codec is fitted without
+   them, and the file says so beside the text's name.
+5. ``codec.settle`` revises the constants of all layers of a role.
+"""
+
+import hashlib
+import inspect
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from packedkv.checks import check_tensor
+from packedkv.codec import ROLES, Codec, Params, Role, Sample, Site, storage_dtype
+from packedkv.errors import FitError, KVError, ModelError
+from packedkv.files.params import FittedParams, sites_to_fit
+from packedkv.fitting import samples
+from packedkv.fitting.backward import NoGradientsError, from_embeddings, gradients
+from packedkv.integrations.transformers.watching import watched
+from packedkv.models.loading import LoadedModel
+from packedkv.models.windows import WINDOW_TOKENS, check_window, split_windows, tokenize
+from packedkv.progress import Progress
+from packedkv.registry import get
+from packedkv.scheme import KVScheme
+from packedkv.store.site import MEAN, MeanRemoval
+
+WINDOWS = 4
+SKIPPED = 4
+MAX_TOKENS = 8192
+"""Most tokens kept per layer: 100 MB with 8 KV heads, 32 query heads and 128 channels."""
+
+
+@dataclass
+class LayerSample:
+    """What was recorded of one layer, a tensor per window; ``dtype`` is the model's.
+
+    Parameters
+    ----------
+    queries : list of Tensor ``[1, HQ, n, D]``
+    key, value : list of Tensor ``[1, H, n, D]``
+        Empty where that role has nothing to fit.
+    key_gradient, value_gradient : list of Tensor ``[1, H, n, D]``
+        Of the loss, bfloat16; empty where no codec asks for them.
+    places : list of Tensor int64 ``[n]``
+        Positions of the tokens in their window.
+    """
+
+    dtype: torch.dtype
+    queries: list[Tensor] = field(default_factory=list)
+    key: list[Tensor] = field(default_factory=list)
+    value: list[Tensor] = field(default_factory=list)
+    key_gradient: list[Tensor] = field(default_factory=list)
+    value_gradient: list[Tensor] = field(default_factory=list)
+    places: list[Tensor] = field(default_factory=list)
+
+    @property
+    def tokens(self) -> int:
+        """Tokens kept."""
+        return sum(x.shape[2] for x in self.queries)
+
+
+@dataclass(frozen=True)
+class _WatchedSite(Site):
+    """A site that records for which heads a codec drew random numbers."""
+
+    drawn: list[int] = field(default_factory=list)
+
+    def generator(self, head: int, stream: int = 0) -> torch.Generator:
+        """As ``Site.generator``, and record the head."""
+        self.drawn.append(head)
+        return super().generator(head, stream)
+
+
+def check_fit(spec: str | KVScheme, text: str | None, window_tokens: int | None = None) -> None:
+    """Validate, before a model is loaded, that the scheme has constants to fit and that a text can be long enough.
+
+    Raises
+    ------
+    SpecError, FitError, ModelError
+    """
+    scheme = get(spec)
+    if not scheme.is_fitted:
+        raise FitError(
+            f"{scheme} has no constants to fit: it takes nothing from data; use it without a params file, or fit the "
+            f"mean of the keys with mean=pre."
+        )
+    least = window_tokens or WINDOW_TOKENS
+    if text is not None and (size := len(text.encode())) < least:  # a token is at least a byte
+        raise ModelError(
+            f"the text has {size} bytes and a window takes {least} tokens; pass a longer text, or "
+            f"--window-tokens {max(size // 8, 2)}."
+        )
+
+
+def fit_model(
+    model: LoadedModel,
+    spec: str | KVScheme,
+    text: str | None = None,
+    *,
+    windows: int = WINDOWS,
+    window_tokens: int | None = None,
+    max_tokens: int = MAX_TOKENS,
+    seed: int = 0,
+    text_name: str = "",
+    progress: Progress | None = None,
+) -> FittedParams:
+    """Fit a scheme's constants to a model.
+
+    Parameters
+    ----------
+    model : LoadedModel
+    spec : str or KVScheme
+    text : str, optional
+        Real text of at least one window; not the one that quality is measured on. Without it the model's own samples.
+    windows, window_tokens : int
+        At most that many windows of that many tokens; by default 2,048, of the model's own samples 1,024.
+    max_tokens : int
+        Tokens kept per layer.
+    seed : int
+        As for ``cache_for``; of the model's own samples too.
+    text_name : str
+        Name of the text in the file.
+    progress : Progress, optional
+        Default: silent.
+
+    Returns
+    -------
+    FittedParams
+        Constants on the CPU; ``save(path)`` writes them, ``cache_for(model, spec, params=...)`` takes them.
+
+    Raises
+    ------
+    FitError
+        Nothing to fit, or a sample that constants cannot be fitted to.
+    ModelError
+        A text too short, or a window that the model cannot hold.
+    SpecError, ShapeError, UnsupportedError
+        An unknown spec, or one that does not fit the model.
+
+    Examples
+    --------
+    >>> from packedkv.models.loading import load, load_text
+    >>> text = load_text("mine.txt")  # doctest: +SKIP
+    >>> fitted = fit_model(load("smollm2-135m"), "innerq-base", text.text)  # doctest: +SKIP
+    >>> fitted.save("innerq.safetensors")  # doctest: +SKIP
+    """
+    from packedkv.integrations.transformers.biases import rotary_of  # needs transformers
+    from packedkv.integrations.transformers.identity import identify
+    from packedkv.integrations.transformers.plan import plan_for
+    from packedkv.integrations.transformers.schemes import check_layouts, decided
+
+    scheme, shown = get(spec), progress or Progress(False)
+    check_fit(scheme, text, window_tokens)
+    plan = plan_for(model.model, "decoded")
+    layers = [layer.index for layer in plan.kv_layers]
+    schemes = decided(model.model, plan, scheme)
+    check_layouts(plan, schemes)
+    scheme = scheme.with_means([own.mean for own in schemes])
+    means: dict[int, MeanRemoval] = {}
+    for layer, own in zip(plan.kv_layers, schemes, strict=True):
+        if own.mean in ("pre", "post"):
+            means[layer.index] = MeanRemoval(own.mean, rotary_of(model.model, layer) if own.mean == "pre" else None)
+    sites = sites_to_fit(scheme, layers)
+    if not sites:
+        raise FitError(f"{scheme}: all {len(layers)} KV layers of {model.name} are dense; there is nothing to fit.")
+    size = window_tokens or (samples.WINDOW_TOKENS if text is None else WINDOW_TOKENS)
+    check_window(model.model.config, size)
+    if text is None:
+        parts = samples.own_windows(model.model, windows, size, seed=seed, progress=shown)
+        read, text_name = torch.stack(parts).numpy().tobytes(), f"the model's own samples (seed {seed})"
+    else:
+        parts = split_windows(tokenize(model.tokenizer, text, windows * size), windows, size)
+        read = text.encode()
+    found, why = None, ""
+    try:
+        found = capture(model.model, parts, sites, max_tokens=max_tokens, seed=seed, progress=shown)
+    except NoGradientsError as error:
+        why = str(error)  # and what the run held is let go
+    if found is None:
+        shown.say(f"fitting without gradients: {why}")
+        text_name = f"{text_name or 'a text'}, without gradients"
+        found = capture(model.model, parts, sites, max_tokens=max_tokens, backward=False, progress=shown)
+    tokens = min(sample.tokens for sample in found.values())
+    fitted, seeded = _fit_sites(sites, found, means, seed, model.model.device, shown)
+    return FittedParams(
+        scheme=scheme,
+        model=identify(model.model, model.name),
+        layers=fitted,
+        seed=seed,
+        seeded=seeded,
+        tokens=tokens,
+        windows=len(parts),
+        window_tokens=size,
+        text_name=text_name,
+        text_sha256=hashlib.sha256(read).hexdigest(),
+    )
+
+
+def capture(
+    model: Any,
+    windows: Sequence[Tensor],
+    sites: Sequence[tuple[int, Role, Codec]],
+    *,
+    max_tokens: int = MAX_TOKENS,
+    seed: int = 0,
+    backward: bool = True,
+    progress: Progress | None = None,
+) -> dict[int, LayerSample]:
+    """Record what calibration needs, layer by layer, on the CPU.
+
+    Parameters
+    ----------
+    model : PreTrainedModel
+    windows : sequence of Tensor int64 ``[n]``
+    sites : sequence of (layer, role, codec)
+        Which layers and roles, and whose ``held_dtype`` they are rounded to.
+    max_tokens : int
+        Tokens kept per layer: evenly spaced in each window.
+    seed : int
+        Of the labels.
+    backward : bool
+        Whether codecs that ask for gradients get them.
+    progress : Progress, optional
+
+    Raises
+    ------
+    FitError
+        NaN, Inf or out-of-range keys or values, with the position; or a layer that was not seen.
+    NoGradientsError
+        The model cannot be run backwards, or not within the memory.
+    UnsupportedError
+        If the model's attention cannot be recorded.
+    """
+    shown = progress or Progress(False)
+    wanted: dict[int, dict[Role, Codec]] = {}
+    for layer, role, codec in sites:
+        wanted.setdefault(layer, {})[role] = codec
+    share = max(max_tokens // len(windows), 1)
+    samples: dict[int, LayerSample] = {}
+    passed: set[int] = set()  # layers of the current window
+    alive: list[tuple[int, Role, Tensor]] = []  # its keys and values, by which gradients are taken
+    backward = backward and any("gradients" in codec.needs for _, _, codec in sites)
+
+    def seen(
+        module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, options: dict[str, Any]
+    ) -> None:
+        layer = getattr(module, "layer_idx", None)
+        if layer not in wanted or layer in passed:
+            return
+        passed.add(layer)
+        sample = samples.setdefault(layer, LayerSample(key.dtype))
+        done = sum(len(s.queries) for s in samples.values())
+        note = f"window {len(sample.queries) + 1} of {len(windows)}, layer {layer}"
+        shown.bar("reading the text", done, len(windows) * len(wanted), note)
+        sample.queries.append(_kept(query, share, storage_dtype(query.dtype)))
+        sample.places.append(_places(query.shape[2], share))
+        for role, x in zip(ROLES, (key, value), strict=True):
+            if role in wanted[layer]:
+                try:
+                    check_tensor(f"{role}s of layer {layer}", x.detach())
+                except ValueError as error:
+                    raise FitError(str(error)) from error
+                getattr(sample, role).append(_kept(x, share, wanted[layer][role].held_dtype(x.dtype)))
+                if backward and "gradients" in wanted[layer][role].needs:
+                    alive.append((layer, role, x))
+
+    # the logits of a window are larger than all that is recorded
+    less = not backward and "logits_to_keep" in inspect.signature(model.forward).parameters
+
+    def run(window: Tensor) -> Any:
+        fewest = {"logits_to_keep": 1} if less else {}
+        return model(input_ids=window.to(model.device)[None], use_cache=False, **fewest)
+
+    def run_backward(number: int, window: Tensor) -> None:
+        try:
+            found = gradients(run(window), [x for _, _, x in alive], seed + number)
+        except KVError:
+            raise
+        except (RuntimeError, NotImplementedError) as error:  # of autograd, or of memory
+            raise NoGradientsError(f"{type(model).__name__} could not be run backwards ({error}).") from error
+        for (layer, role, _), x in zip(alive, found, strict=True):
+            getattr(samples[layer], f"{role}_gradient").append(_kept(x, share, torch.bfloat16))
+
+    with watched(model, seen), from_embeddings(model) if backward else torch.no_grad():
+        for number, window in enumerate(windows):
+            passed.clear()
+            alive.clear()
+            if backward:
+                run_backward(number, window)
+            else:
+                run(window)
+    if missing := sorted(set(wanted) - set(samples)):
+        raise FitError(
+            f"{type(model).__name__}: the attention of layer {missing[0]} was not seen; it cannot be fitted."
+        )
+    return samples
+
+
+def _kept(x: Tensor, tokens: int, dtype: torch.dtype) -> Tensor:
+    """At most ``tokens`` tokens of ``x [B, H, N, D]``, evenly spaced, copied to the CPU."""
+    if x.shape[2] > tokens:
+        x = x[:, :, _places(x.shape[2], tokens).to(x.device)]
+    return x.detach().to("cpu", dtype, copy=True)
+
+
+def _places(n: int, tokens: int) -> Tensor:
+    """Which ones."""
+    return torch.linspace(0, n - 1, min(n, tokens), dtype=torch.float64).round().long()
+
+
+def _mean_of(parts: Sequence[Tensor], places: Sequence[Tensor], mean: MeanRemoval) -> Tensor:
+    """Mean of the keys ``[1, H, n, D]`` of several windows, float32 ``[1, H, D]``."""
+    late = [at >= SKIPPED for at in places]
+    if not any(bool(kept.any()) for kept in late):
+        raise FitError(f"windows of at most {SKIPPED} tokens have no mean; pass a larger --window-tokens.")
+    keys = torch.cat([x[:, :, kept] for x, kept in zip(parts, late, strict=True)], 2)
+    return mean.of(keys, torch.cat([at[kept] for at, kept in zip(places, late, strict=True)])[None])
+
+
+def _fit_sites(
+    sites: Sequence[tuple[int, Role, Codec]],
+    samples: dict[int, LayerSample],
+    means: Mapping[int, MeanRemoval],
+    seed: int,
+    device: torch.device,
+    progress: Progress,
+) -> tuple[dict[int, dict[Role, Params]], bool]:
+    """Calibrate site by site (emptying ``samples``), then settle; also whether any codec used the seed."""
+    fitted: dict[Role, dict[int, Params]] = {role: {} for role in ROLES}
+    removed: dict[int, Tensor] = {}
+    codecs: dict[Role, Codec] = {}
+    drawn: list[int] = []
+    last = {layer: at for at, (layer, _, _) in enumerate(sites)}
+    for done, (layer, role, codec) in enumerate(sites):
+        progress.bar("fitting", done, len(sites), f"layer {layer}, {role}s")
+        sample = samples[layer]
+        x, queries = (torch.cat(parts, 2).to(device) for parts in (getattr(sample, role), sample.queries))
+        if role == "key" and layer in means:
+            removed[layer] = _mean_of(sample.key, sample.places, means[layer])
+            x = x.float() - means[layer].at(removed[layer].to(device), torch.cat(sample.places)[None].to(device))
+        if codec.needs:
+            codecs[role] = codec.for_dtype(sample.dtype)
+            site = _WatchedSite(layer, role, x.shape[1], x.shape[3], seed, device, drawn=drawn)
+            slopes = getattr(sample, f"{role}_gradient")
+            given = torch.cat(slopes, 2).to(device) if slopes else None
+            fitted[role][layer] = codecs[role].fit(site, Sample(x, queries, given))
+        if last[layer] == done:
+            del samples[layer]
+    layers: dict[int, dict[Role, Params]] = {layer: {} for layer, _, _ in sites}
+    for role, codec in codecs.items():
+        for layer, params in zip(fitted[role], codec.settle(list(fitted[role].values())), strict=True):
+            layers[layer][role] = {name: value.detach().cpu() for name, value in params.items()}
+    for layer, mean in removed.items():
+        layers[layer]["key"] = {**layers[layer].get("key", {}), MEAN: mean}
+    return layers, bool(drawn)
+
+
+def about(fitted: FittedParams) -> dict[str, Any]:
+    """What was fitted and on what, as plain JSON values.
+
+    Returns
+    -------
+    dict
+        ``spec, model, text, text_sha256, tokens, windows, window_tokens, seed`` (None where no codec drew from it),
+        ``sha256, layers`` (a list), ``bytes`` and ``constants``: one object per role and constant over all its layers,
+        with ``role, codec, constant, dtype, shapes, layers`` (how many), ``bytes, min, max``.
+    """
+    rows: dict[tuple[Role, str, str], dict[str, Any]] = {}
+    at = fitted.model.layers
+    for layer, roles in fitted.items():
+        scheme = fitted.scheme.for_layer(at.index(layer), len(at))
+        for role, params in roles.items():
+            codec = type(scheme.codec(role)).__name__
+            for name, x in params.items():
+                first: dict[str, Any] = {"role": role, "codec": codec}
+                first |= {"constant": name, "dtype": str(x.dtype).removeprefix("torch."), "shapes": [], "layers": 0}
+                row = rows.setdefault((role, codec, name), first | {"bytes": 0, "min": None, "max": None})
+                row["layers"] += 1
+                row["bytes"] += x.nbytes
+                if list(x.shape) not in row["shapes"]:
+                    row["shapes"].append(list(x.shape))
+                if x.numel():
+                    low, high = x.double().min().item(), x.double().max().item()
+                    row["min"] = low if row["min"] is None else min(row["min"], low)
+                    row["max"] = high if row["max"] is None else max(row["max"], high)
+    return {
+        "spec": fitted.spec,
+        "model": fitted.model.name,
+        "text": fitted.text_name,
+        "text_sha256": fitted.text_sha256,
+        "tokens": fitted.tokens,
+        "windows": fitted.windows,
+        "window_tokens": fitted.window_tokens,
+        "seed": fitted.seed if fitted.seeded else None,
+        "sha256": fitted.sha256,
+        "layers": list(fitted),
+        "bytes": sum(row["bytes"] for row in rows.values()),
+        "constants": list(rows.values()),
+    }
+
+
+def about_text(found: Mapping[str, Any], windows: int) -> str:
+    """``about`` (with ``file`` and ``seconds``) as readable text; ``windows`` is the number requested."""
+    lines = [
+        f"{found['spec']} fitted to {found['model']}: {len(found['layers'])} layers, {found['tokens']} tokens each"
+    ]
+    fewer = f" ({windows} asked for: the text is too short)" if found["windows"] < windows else ""
+    lines.append(f"text: {found['text']}, {found['windows']} x {found['window_tokens']} tokens{fewer}")
+    for c in found["constants"]:
+        shapes = " or ".join("x".join(map(str, shape)) for shape in c["shapes"])
+        span = "" if c["min"] is None else f", {c['min']:.4g} .. {c['max']:.4g}"
+        lines.append(f"  {c['role']}s: {c['constant']} {c['dtype']} [{shapes}] in {c['layers']} layers{span}")
+    lines.append(f"written: {found['file']}, {found['bytes']} bytes of constants, {found['seconds']:.1f} s")
+    return "\n".join(lines)

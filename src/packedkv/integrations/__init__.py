@@ -1,0 +1,1 @@
+"""Where packedkv meets other libraries: one module per library, imported only when asked for."""

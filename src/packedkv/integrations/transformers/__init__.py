@@ -1,0 +1,20 @@
+"""Packed caches for transformers: ``cache_for``, ``load_cache`` and ``KVCache``.
+
+Asking for one of them imports transformers and registers the attention function ``packedkv``.
+"""
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from packedkv.integrations.transformers.cache import KVCache, cache_for, load_cache
+
+__all__ = ["KVCache", "cache_for", "load_cache"]
+
+
+def __getattr__(name: str) -> Any:
+    """Import transformers only on first use."""
+    if name in __all__:
+        from packedkv.integrations.transformers import cache
+
+        return getattr(cache, name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,0 +1,73 @@
+"""How a model takes its cache: ``cache`` from transformers 5.24 on, ``past_key_values`` before; wrappers around models.
+
+The model's signature decides, not the version: code that comes with a model may use the older name under a newer
+transformers.
+"""
+
+import inspect
+from functools import lru_cache
+from typing import Any
+
+from torch import nn
+from transformers import PreTrainedModel
+
+from packedkv.errors import UnsupportedError
+
+NAMES = ("cache", "past_key_values")
+"""Names that are known, the newest first."""
+
+
+def unwrapped(model_or_config: Any) -> Any:
+    """Return the model inside ``PeftModel``, ``torch.compile``, ``DataParallel``, DDP or FSDP; others as they are."""
+    model = model_or_config
+    while isinstance(model, nn.Module) and not isinstance(model, PreTrainedModel):
+        peft = getattr(model, "get_base_model", None)
+        inside = peft() if callable(peft) else getattr(model, "_orig_mod", None) or getattr(model, "module", None)
+        if not isinstance(inside, nn.Module):
+            return model_or_config
+        model = inside
+    return model
+
+
+def cache_argument(model: Any) -> str | None:
+    """Name of the argument of ``model.forward`` that takes the cache; None: it has none of ``NAMES``."""
+    forward = model.forward
+    of_class = getattr(type(model), "forward", None)
+    return _argument(of_class) if getattr(forward, "__func__", None) is of_class is not None else _find(forward)
+
+
+def _find(forward: Any) -> str | None:
+    taken = inspect.signature(forward).parameters
+    return next((name for name in NAMES if name in taken), None)
+
+
+_argument = lru_cache(maxsize=64)(_find)
+"""Of the function of a class: a signature is slow to ask for."""
+
+
+def passing(model: Any, cache: Any) -> dict[str, Any]:
+    """Keyword argument that hands a cache to a model, or to its ``generate``.
+
+    Parameters
+    ----------
+    model : PreTrainedModel, or a wrapper around one
+    cache : Cache
+
+    Raises
+    ------
+    UnsupportedError
+        The model takes a cache by none of the names known.
+
+    Examples
+    --------
+    >>> from types import SimpleNamespace
+    >>> passing(SimpleNamespace(forward=lambda input_ids, past_key_values=None: None), "a cache")
+    {'past_key_values': 'a cache'}
+    """
+    name = cache_argument(unwrapped(model))
+    if name is None:
+        raise UnsupportedError(
+            f"{type(model).__name__}: its forward takes no cache, neither as {NAMES[0]!r} (transformers 5.24 and "
+            f"later) nor as {NAMES[1]!r}; pass a decoder-only model."
+        )
+    return {name: cache}

@@ -1,0 +1,361 @@
+"""The attention function ``packedkv``: transformers' attention interface over packed pages, without a decoded copy.
+
+A cache layer returns a handle to itself (``PackedKV``) instead of decoded keys and values. The attention function reads
+the pages from the handle, chunk by chunk or in the fused kernels. The handle carries the layer, so several caches may
+share a model. With plain tensors (the exact prefill, or another cache) it is ordinary attention.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import causal_mask_function, sdpa_mask
+
+from packedkv.attention import Seen, partial, with_sinks
+from packedkv.cache.device import DeviceCache
+from packedkv.cache.host import attend
+from packedkv.errors import ShapeError, UnsupportedError
+from packedkv.integrations.transformers.layers import LAYER, PackedCacheLayer, PackedKV
+from packedkv.integrations.transformers.plan import ATTENTION_NAME
+from packedkv.kernels.flash import by_flash
+
+START = "packedkv_start"
+"""Attribute of a mask tensor: first visible token of each sequence, int32 ``[B]``."""
+RULES = "packedkv_rules"
+"""Attribute of a mask tensor: results of ``_rules``, by its arguments."""
+HIDES = "packedkv_hides"
+"""Attribute of a mask tensor: results of ``_hides_in``, by its other arguments."""
+QUERY_CHUNK = 256
+"""Query rows scored at a time where SDPA cannot be used (learned sinks, soft caps)."""
+
+
+def packedkv_attention(
+    module: torch.nn.Module,
+    query: Tensor,
+    key: Any,
+    value: Any,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    is_causal: bool | None = None,
+    s_aux: Tensor | None = None,
+    softcap: float | None = None,
+    position_bias: Tensor | None = None,
+    **_ignored: Any,
+) -> tuple[Tensor, None]:
+    """Attention over a packed layer, or over plain tensors; transformers' attention signature.
+
+    Parameters
+    ----------
+    query : Tensor ``[B, HQ, n, D]``
+    key, value : PackedKV, or Tensor ``[B, H, N, D]``
+    attention_mask : Tensor, optional
+        Boolean (True = attend) or additive, ``[B, 1, n, N]``; None is causal.
+    s_aux : Tensor, optional
+        Learned sink logits ``[HQ]`` (GPT-OSS).
+    softcap : float, optional
+        Scores become ``softcap * tanh(score / softcap)`` (Gemma 2).
+
+    Returns
+    -------
+    (Tensor ``[B, n, HQ, D]``, None)
+
+    Raises
+    ------
+    UnsupportedError
+        For position biases or dropout, which this function does not compute.
+    """
+    if position_bias is not None:
+        raise UnsupportedError(
+            f"layer {getattr(module, 'layer_idx', '?')}: position_bias is not computed by attention "
+            f"{ATTENTION_NAME!r}; use attention='decoded' with the model's own attention."
+        )
+    if dropout:
+        raise UnsupportedError(
+            f"attention {ATTENTION_NAME!r} has no dropout (got {dropout}); call model.eval() before generating."
+        )
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
+    if attention_mask is None and getattr(module, "is_decoder", False):
+        causal = True  # ``packedkv_mask`` leaves out no other; some decoders (NLLB) do not say that they are causal
+    if not isinstance(key, PackedKV) and attention_mask is not None:
+        filled: PackedCacheLayer | None = getattr(key, LAYER, None)
+        if filled is not None and not torch.compiler.is_compiling():
+            filled.hides_more = _hides(attention_mask, filled)
+        attention_mask = attention_mask[..., : key.shape[2]]  # a static cache is masked to its full capacity
+    if isinstance(key, PackedKV):
+        way = _streamed
+        if isinstance(key.layer.cache, DeviceCache):
+            compiled = torch.compiler.is_compiling()  # where a mask of the encoder's output is not looked at
+            one = query.shape[2] == 1 and not (compiled and key.layer.is_cross and attention_mask is not None)
+            way = _token if one else _chunk_apart if compiled else _chunk
+        out = way(query, key.layer, attention_mask, scale, causal, s_aux, softcap or 0.0)
+    elif s_aux is None and not softcap:
+        n, held = query.shape[2], key.shape[2]
+        if attention_mask is None and causal and 1 < n < held:  # torch would let the first query see one key
+            attention_mask = torch.ones(n, held, dtype=torch.bool, device=query.device).tril(held - n)
+        out, _ = sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scale, is_causal=causal)
+        return out, None
+    else:
+        out = _dense(query, key, value, attention_mask, scale, causal, s_aux, softcap or 0.0)
+    return out.transpose(1, 2).contiguous(), None
+
+
+def _streamed(
+    query: Tensor,
+    layer: PackedCacheLayer,
+    mask: Tensor | None,
+    scale: float,
+    causal: bool,
+    sinks: Tensor | None,
+    softcap: float,
+) -> Tensor:
+    """Attention over pages decoded a chunk at a time, by the reference."""
+    cache = layer.cache
+    if mask is not None:
+        mask = _fit_mask(mask, len(cache), layer.is_sliding)
+    out = attend(query, cache, scale=scale, mask=mask, causal=causal, sinks=sinks, softcap=softcap)
+    layer.attended("streamed", lambda: layer.streamed_bytes(query))
+    return out
+
+
+def _token(
+    query: Tensor,
+    layer: PackedCacheLayer,
+    mask: Tensor | None,
+    scale: float,
+    causal: bool,
+    sinks: Tensor | None,
+    softcap: float,
+) -> Tensor:
+    """Attention of one query token over a fused cache; the newest token sees all others, causal or not."""
+    if mask is not None and _hides_more(mask, layer):
+        return (_chunk_apart if torch.compiler.is_compiling() else _chunk)(
+            query, layer, mask, scale, causal, sinks, softcap
+        )
+    cache = layer.cache
+    assert isinstance(cache, DeviceCache)
+    start = None if mask is None else _visible_from(mask, layer)
+    out = cache.attend_token(query, scale=scale, sinks=sinks, start=start, softcap=softcap)
+    layer.attended("fused", lambda: cache.workspace_bytes(query))
+    return out
+
+
+def _chunk(
+    query: Tensor,
+    layer: PackedCacheLayer,
+    mask: Tensor | None,
+    scale: float,
+    causal: bool,
+    sinks: Tensor | None,
+    softcap: float,
+) -> Tensor:
+    """Attention of several query tokens over a fused cache."""
+    cache = layer.cache
+    assert isinstance(cache, DeviceCache)
+    cache.synchronize()
+    rules = Seen(causal, mask=mask) if mask is None or layer.is_cross else _rules(mask, layer, cache.host_tokens())
+    rules = rules._replace(softcap=softcap)
+    if len(rules.start) == 1:
+        rules = rules._replace(start=rules.start * query.shape[0])
+    out = cache.attend_chunk(query, scale=scale, sinks=sinks, seen=rules)
+    layer.hides_more = rules.mask is not None and _hides(rules.mask, layer)
+    flash = by_flash(rules, query.shape[3])
+    layer.attended("staged" if flash else "scored", lambda: cache.chunk_workspace_bytes(query, flash))
+    return out
+
+
+_chunk_apart = torch.compiler.disable(_chunk)  # reads lengths and masks on the host
+
+
+def _rules(mask: Tensor, layer: PackedCacheLayer, held: int) -> Seen:
+    """Reduce a mask of several queries to causal, window and left padding, if it means just that.
+
+    One synchronisation per mask: the layers of a model share it, and the result is stored as its attribute.
+    """
+    window, chunk, place = layer.reach(held)
+    asked = (held, window, chunk, place)
+    known: dict[tuple[int, ...], Seen | None] = getattr(mask, RULES, {})
+    if asked not in known:
+        known = {**known, asked: _read_mask(_fit_mask(mask, held, layer.is_sliding), window, chunk, place)}
+        setattr(mask, RULES, known)
+    return known[asked] or Seen(mask=_fit_mask(mask, held, layer.is_sliding))
+
+
+def _read_mask(mask: Tensor, window: int, chunk: int, place: int) -> Seen | None:
+    """Return the rules of ``mask [B, 1, n, N]`` if it hides only later tokens, those out of reach and left padding.
+
+    Parameters
+    ----------
+    mask : Tensor
+        Boolean (True = attend) or additive, of the newest n of N tokens.
+    window, chunk, place : int
+        As ``Seen``.
+    """
+    n, held = mask.shape[-2:]
+    rules = Seen(window=window, chunk=chunk, place=place)
+    if mask.shape[1] != 1:
+        return None
+    visible = mask if mask.dtype == torch.bool else mask == 0
+    keys = torch.arange(held, device=mask.device)
+    own = keys[held - n :, None]
+    wanted = keys <= own
+    if window:
+        wanted &= keys > own - window
+    if chunk:
+        wanted &= (place + keys) // chunk == (place + own) // chunk
+    ever = visible.any(2)[:, 0]  # [B, N]
+    start = torch.where(ever.any(-1), ever.to(torch.uint8).argmax(-1), held)
+    same = (visible == (wanted & (keys >= start[:, None, None, None]))).all()
+    if mask.dtype != torch.bool:  # an additive mask must hide tokens fully, not only lower their weight
+        same &= (visible | (mask < torch.finfo(mask.dtype).min / 2)).all()
+    *found, fits = torch.cat([start, same[None]]).tolist()
+    if not fits:
+        return None
+    oldest = rules.first(0, n, held)  # padding that no query reaches need not be hidden again
+    padding = tuple(int(s) if s > oldest else 0 for s in found)
+    return rules._replace(start=padding if any(padding) else ())
+
+
+def _visible_from(mask: Tensor, layer: PackedCacheLayer) -> Tensor:
+    """Turn the mask of one query token into the first visible token of each sequence, int32 ``[B]``."""
+    start = getattr(mask, START, None)
+    if start is None:
+        start = left_padding(mask)
+    # tokens that only a sliding layer's recorded past holds; a static cache is masked to its full capacity
+    older = 0 if layer.is_compileable else len(layer.cache) - mask.shape[-1]
+    return start + older
+
+
+def _hides_more(mask: Tensor, layer: PackedCacheLayer) -> bool:
+    """Whether the mask of one query token hides more than left padding, which the decode kernels do not serve.
+
+    On a GPU the mask is read (a synchronisation) in the first step after a pass of several tokens: steps of one token
+    hide none.
+    """
+    tracing = torch.compiler.is_compiling() or (mask.is_cuda and torch.cuda.is_current_stream_capturing())
+    if not tracing and (layer.hides_more is None or not mask.is_cuda):
+        layer.hides_more = _hides(mask, layer)
+    return bool(layer.hides_more)
+
+
+def _hides(mask: Tensor, layer: PackedCacheLayer) -> bool:
+    """As ``_hides_more``, of the last query of a mask ``[B, 1, n, N]``; read once for all layers (synchronises)."""
+    known: dict[tuple[bool, bool], bool] = getattr(mask, HIDES, {})
+    kind = layer.is_cross, layer.is_compileable
+    if kind not in known:
+        known[kind] = _hides_in(_seen(mask[:, :, -1:]), *kind)
+        setattr(mask, HIDES, known)
+    return known[kind]
+
+
+def _hides_in(seen: Tensor, cross: bool, static: bool) -> bool:
+    """Whether ``seen [B, N]``, the tokens that a query sees, hides more than left padding."""
+    if cross:  # padding of the encoder's input, on either side
+        return not bool(seen.all())
+    if static:  # a static cache is masked to its full capacity: behind the newest token nothing is held
+        last = seen.shape[1] - 1 - seen.any(0).flip(0).to(torch.uint8).argmax()
+        seen = seen[:, : int(last) + 1]
+    return bool((seen[:, :-1] & ~seen[:, 1:]).any())
+
+
+def _seen(mask: Tensor) -> Tensor:
+    visible = mask if mask.dtype == torch.bool else mask > torch.finfo(mask.dtype).min / 2
+    return visible[:, 0, 0]
+
+
+def _fit_mask(mask: Tensor, held: int, sliding: bool) -> Tensor:
+    """Cut the mask to the width of the tokens held.
+
+    A sliding layer that records its past holds older tokens than any query sees; a static cache is masked to its full
+    capacity.
+    """
+    missing = held - mask.shape[-1]
+    if missing < 0:
+        return mask[..., :held]
+    if missing and not sliding:
+        raise ShapeError(f"attention mask {tuple(mask.shape)} is narrower than the {held} tokens held by the cache.")
+    if not missing:
+        return mask
+    return pad(mask, (missing, 0), value=False if mask.dtype == torch.bool else torch.finfo(mask.dtype).min)
+
+
+def left_padding(mask: Tensor) -> Tensor:
+    """Count the hidden tokens before the first visible one: int32 ``[B]``, without synchronising.
+
+    Parameters
+    ----------
+    mask : Tensor ``[B, 1, 1, N]``
+        Mask of one query token: boolean, or additive with large negative numbers for hidden tokens.
+    """
+    return _seen(mask).to(torch.uint8).argmax(-1).to(torch.int32)
+
+
+def _dense(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None,
+    scale: float,
+    causal: bool,
+    sinks: Tensor | None,
+    softcap: float,
+) -> Tensor:
+    """Attention over plain tensors with learned sinks or a soft cap."""
+    n, total = q.shape[2], k.shape[2]
+    outs = []
+    for first in range(0, n, QUERY_CHUNK):
+        rows = q[:, :, first : first + QUERY_CHUNK]
+        hidden = None
+        if mask is not None:
+            hidden = mask[:, :, first : first + QUERY_CHUNK, :total]
+        elif causal and n > 1:
+            at = torch.arange(first, first + rows.shape[2], device=q.device) + total - n
+            hidden = torch.arange(total, device=q.device)[None, :] <= at[:, None]
+        if hidden is not None and hidden.dtype == torch.bool:
+            hidden = torch.zeros(hidden.shape, device=q.device).masked_fill_(~hidden, -torch.inf)
+        part = partial(rows, k, v, scale, hidden, softcap)
+        outs.append(with_sinks(part, sinks).to(q.dtype))
+    return torch.cat(outs, 2)
+
+
+def packedkv_mask(*args: Any, **kwargs: Any) -> Tensor | None:
+    """transformers' SDPA mask; None where queries see all tokens up to their own, the newest ones being theirs.
+
+    For one query token the mask also carries the start of each sequence: the fused kernel needs only the starts, which
+    are reduced from the mask once here, not in every layer.
+    """
+    if _is_causal(**kwargs):
+        return None
+    if getattr(kwargs.get("config"), "is_encoder_decoder", False):
+        kwargs["allow_is_bidirectional_skip"] = False  # None is causal
+    mask: Tensor | None = sdpa_mask(*args, **kwargs)
+    if mask is not None and mask.shape[-2] == 1 and not torch.compiler.is_compiling():
+        setattr(mask, START, left_padding(mask))
+    return mask
+
+
+def _is_causal(
+    *,
+    q_length: int = 0,
+    kv_length: int = 0,
+    q_offset: int | Tensor = 0,
+    kv_offset: int = 0,
+    mask_function: Any = None,
+    attention_mask: Tensor | None = None,
+    local_size: int | None = None,
+    allow_is_causal_skip: bool = False,
+    **_more: Any,
+) -> bool:
+    """Whether a mask of these arguments says no more than causal; False where a number would have to be looked at."""
+    return (
+        allow_is_causal_skip
+        and not torch.compiler.is_compiling()
+        and attention_mask is None
+        and local_size is None
+        and mask_function is causal_mask_function
+        and isinstance(q_offset, int)
+        and q_offset + q_length == kv_offset + kv_length
+    )

@@ -1,0 +1,542 @@
+"""A packed KV cache for Hugging Face ``generate``: ``cache_for``, ``KVCache``, ``load_cache``.
+
+::
+
+    cache = packedkv.cache_for(model, "saw-int4")
+    model.generate(**inputs, past_key_values=cache)  # cache=cache from transformers 5.24 on
+    cache.report()
+
+There are three attention modes. ``decoded``: each layer's packed K and V are decoded for the time of its attention;
+works with every attention implementation. ``streamed``: the registered attention function ``packedkv`` reads the pages a
+chunk at a time, so no decoded copy of a layer exists. ``fused``: the same function with fused GPU kernels.
+The last two need the attention function, which importing this module registers::
+
+    from packedkv.integrations.transformers import cache_for
+    model.set_attn_implementation("packedkv")
+"""
+
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any, get_args
+
+from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.cache_utils import Cache, EncoderDecoderCache
+
+from packedkv.cache.device import DeviceCache
+from packedkv.cache.host import LayerCache
+from packedkv.codec import ROLES, Site
+from packedkv.errors import FitError, FormatError, SpecError, UnsupportedError, nearest
+from packedkv.files.container import BROKEN_JSON
+from packedkv.files.params import FittedParams, LayerParams, check_given, check_queries
+from packedkv.integrations.transformers.argument import unwrapped
+from packedkv.integrations.transformers.arrivals import Arrivals
+from packedkv.integrations.transformers.attention import packedkv_attention, packedkv_mask
+from packedkv.integrations.transformers.cross import CrossCache
+from packedkv.integrations.transformers.identity import check_params, load_params
+from packedkv.integrations.transformers.layers import PackedCacheLayer, Prefill
+from packedkv.integrations.transformers.making import (
+    Trial,
+    check_rounding,
+    kernels_of,
+    layers_of,
+    outlier_probe,
+    sites_of,
+    unfused_reason,
+)
+from packedkv.integrations.transformers.plan import (
+    ATTENTION_NAME,
+    Attention,
+    LayerPlan,
+    ModelPlan,
+    check_fits,
+    plan_for,
+)
+from packedkv.integrations.transformers.rope import hook_of
+from packedkv.integrations.transformers.schemes import by_layer, check_layouts, decided
+from packedkv.integrations.transformers.windowed import WindowedLayer
+from packedkv.key_bias import Probe, probe_option
+from packedkv.probe import OutlierProbe
+from packedkv.probe import report as probe_report
+from packedkv.registry import from_json, get
+from packedkv.scheme import KVScheme
+from packedkv.store.site import check_role
+
+AttentionInterface.register(ATTENTION_NAME, packedkv_attention)
+AttentionMaskInterface.register(ATTENTION_NAME, packedkv_mask)
+
+
+class KVCache(Cache):  # type: ignore[misc]
+    """The packed cache of a model; made by ``cache_for``, passed as ``past_key_values`` or ``cache``.
+
+    Everything that transformers does to a cache works on the packed bytes: beam reordering, cropping, batch selection
+    and repetition, reset, further conversation turns. Each token is encoded once.
+
+    Parameters
+    ----------
+    layers : list
+        One cache layer per layer of the model that has one.
+    scheme : KVScheme
+    plan : ModelPlan
+    options : dict
+        ``prefill, attention, seed, page_tokens`` as given.
+    probe : OutlierProbe or None
+    """
+
+    unfused = ""
+    """Why ``attention`` is not ``fused``, where it was left to ``cache_for``."""
+
+    def __init__(
+        self,
+        layers: list[Any],
+        scheme: KVScheme,
+        plan: ModelPlan,
+        options: dict[str, Any],
+        probe: OutlierProbe | None,
+    ) -> None:
+        Cache.__init__(self, layers=layers)
+        self.scheme, self.plan, self.options, self.probe = scheme, plan, options, probe
+        self.layer_class_to_replicate = partial(_refuse_layer, plan.name, len(layers))  # called for a layer beyond them
+
+    @property
+    def packed_layers(self) -> list[PackedCacheLayer]:
+        """The layers that hold packed K and V."""
+        return [layer for layer in self.layers if isinstance(layer, PackedCacheLayer)]
+
+    @property
+    def layer_caches(self) -> list[LayerCache]:
+        """The LayerCache of every packed layer."""
+        self.settle()
+        return [layer.cache for layer in self.packed_layers]
+
+    def settle(self) -> None:
+        """Check what a forward pass that stopped half-way has left (one synchronisation); called before every read.
+
+        Raises
+        ------
+        ValueError
+            NaN, Inf or |x| > 65504 in its tokens; they are dropped.
+        """
+        for packed in self.packed_layers[:1]:
+            packed.arrivals.settle()
+
+    def report(self) -> dict[str, Any]:
+        """Measure what the cache holds.
+
+        Returns
+        -------
+        dict
+            ``spec, model, tokens, batch`` (tokens: seen per sequence);
+            ``bytes`` by part and ``layers`` (a list: layer, note, tokens, bytes by part, total_bytes, prefill and
+            attention calls that ran, the kernels that serve it);
+            ``total_bytes``: all bytes held for the sequences; ``constant_bytes``: constants, not in ``total_bytes``;
+            ``effective_bits``: total_bytes x 8 / elements held; ``key_bits, value_bits``: of the codecs, from the
+            layout (None while head_dim is unknown, or where layers differ in it);
+            ``ratio_to_16bit``: bytes of the same tokens in 16 bit / total_bytes;
+            ``workspace_bytes``: upper bound of what the largest call so far needed beside the cache, whether it read
+            a layer or made its pages grow (the copies made while encoding a prefill are not included);
+            ``prefill, attention``: as chosen; ``unfused``: why not ``fused``, where that was left to ``cache_for``;
+            ``paths``: number of calls by path; ``keys``: the outlier probe;
+            ``mean``: ``pre`` or ``post`` if some layers' keys are held without their mean, else ``none``. Each layer
+            says its own (``mean``) and where it comes from (``mean_from``: params, weights or first tokens).
+        """
+        self.settle()
+        layers = [_layer_report(layer) for layer in self.packed_layers]
+        total = sum(layer["total_bytes"] for layer in layers)
+        elements = sum(cache.elements() for cache in self.layer_caches)
+        parts: dict[str, int] = {}
+        for layer in layers:
+            for part, size in layer["bytes"].items():
+                parts[part] = parts.get(part, 0) + size
+        paths: dict[str, int] = {}
+        for packed in self.packed_layers:
+            for path, count in packed.calls.items():
+                paths[path] = paths.get(path, 0) + count
+        dim = self._head_dim()
+        return {
+            "spec": str(self.scheme),
+            "model": self.plan.name,
+            "tokens": int(self.get_seq_length()),
+            "batch": max((cache.batch for cache in self.layer_caches), default=0),
+            "bytes": parts,
+            "total_bytes": total,
+            "constant_bytes": sum(cache.constant_bytes() for cache in self.layer_caches),
+            "effective_bits": total * 8 / elements if elements else 0.0,
+            "key_bits": self.scheme.key_bits(dim) if dim else None,
+            "value_bits": self.scheme.value_bits(dim) if dim else None,
+            "ratio_to_16bit": elements * 2 / total if elements else 0.0,
+            "workspace_bytes": max((_workspace_bytes(layer) for layer in self.packed_layers), default=0),
+            "mean": "+".join(sorted({layer["mean"] for layer in layers} - {"none"})) or "none",
+            "prefill": self.options["prefill"],
+            "attention": self.options["attention"],
+            "unfused": self.unfused,
+            "paths": {path: count for path, count in paths.items() if count},
+            "compiled": any(layer.compiled for layer in self.packed_layers),
+            "keys": probe_report(self.probe) if self.probe else {},
+            "layers": layers,
+            "unpacked_layers": [
+                {"layer": i, "note": f"{planned.type}: {_unpacked_note(planned)}"}
+                for i, planned in enumerate(self.plan.layers)
+                if not planned.holds_kv
+            ],
+        }
+
+    def __repr__(self) -> str:
+        """Return spec, tokens, bytes and bits on one line."""
+        seen = self.report()
+        held = "empty"
+        if seen["total_bytes"]:
+            held = (
+                f"{seen['batch']} x {seen['tokens']} tokens, {seen['total_bytes'] / 2**20:.2f} MiB, "
+                f"{seen['effective_bits']:.2f} bits, {seen['ratio_to_16bit']:.2f}x smaller than 16-bit"
+            )
+        return (
+            f"{type(self).__name__}({seen['spec']!r}, {len(self.layers)} layers, {held}; prefill={seen['prefill']!r}, "
+            f"attention={seen['attention']!r})"
+        )
+
+    def _head_dim(self) -> int | None:
+        held = {cache.roles["key"].site.head_dim for cache in self.layer_caches if cache.roles}
+        if len(held) > 1:
+            return None
+        return held.pop() if held else self.plan.head_dim
+
+    def save(self, path: str | Path) -> None:
+        """Write the packed cache to one safetensors file; ``load_cache`` reads it.
+
+        Raises
+        ------
+        UnsupportedError
+            If the model has layers whose state is not packed (linear attention), or the cache is empty.
+        """
+        from packedkv.files.caches import save_layers
+
+        if kinds := sorted({layer.type for layer in self.plan.layers if layer.holds_state}):
+            raise UnsupportedError(
+                f"{self.plan.name}: {', '.join(kinds)} layers hold a state that is not packed; save is not offered."
+            )
+        if not all(layer.filled for layer in self.packed_layers):
+            raise UnsupportedError("the cache is empty: run the model with it before saving.")
+        meta = {
+            "integration": "transformers",
+            "model": self.plan.name,
+            "scheme": self.scheme.to_json(),
+            "spec": str(self.scheme),
+            "options": self.options,
+            "layers": _described(self.plan),
+            "seen": [int(layer.get_seq_length()) for layer in self.packed_layers],
+        }
+        save_layers(path, self.layer_caches, meta)
+
+
+class EncoderDecoderKVCache(KVCache, EncoderDecoderCache):  # type: ignore[misc]
+    """The packed caches of an encoder-decoder model: of its decoder, and of its cross-attention behind it.
+
+    A cache belongs to one input of the encoder; ``reset`` it before the next one. ``layers`` and the report have the
+    decoder's layers first, then as many of cross-attention.
+
+    Parameters
+    ----------
+    As ``KVCache``.
+    """
+
+    def __init__(
+        self,
+        layers: list[Any],
+        scheme: KVScheme,
+        plan: ModelPlan,
+        options: dict[str, Any],
+        probe: OutlierProbe | None,
+    ) -> None:
+        super().__init__(layers, scheme, plan, options, probe)
+        own = sum(not layer.is_cross for layer in plan.layers)
+        EncoderDecoderCache.__init__(self, Cache(layers=layers[:own]), CrossCache(layers[own:]))
+        for half in (self.self_attention_cache, self.cross_attention_cache):
+            half.layer_class_to_replicate = partial(_refuse_layer, plan.name, own)
+
+    @property
+    def cross_attention_cache(self) -> Cache:
+        """The cross-attention's layers."""
+        return self._cross
+
+    @cross_attention_cache.setter
+    def cross_attention_cache(self, given: Cache) -> None:
+        if given.layers or not hasattr(self, "_cross"):
+            self._cross = given
+
+    def check_dynamic_cache(self, method: str) -> None:
+        """Do nothing: packed caches are cropped, selected and repeated as ``DynamicCache`` is."""
+
+
+def cache_for(
+    model_or_config: Any,
+    spec: str | KVScheme,
+    *,
+    prefill: Prefill = "exact",
+    attention: Attention | None = None,
+    seed: int = 0,
+    params: LayerParams | str | Path | None = None,
+    page_tokens: int | None = None,
+    max_len: int | None = None,
+    probe: Probe | bool = "refuse",
+) -> KVCache:
+    """Make an empty packed cache for a model.
+
+    That of an encoder-decoder model (Whisper) holds the decoder's K and V and those of the encoder's output, which are
+    written once; it is also an ``EncoderDecoderCache`` of transformers. Call its ``reset`` before another input.
+
+    Parameters
+    ----------
+    model_or_config : PreTrainedModel or PreTrainedConfig
+        Of a ``PeftModel``, ``torch.compile``, ``DataParallel``, DDP or FSDP the model inside is taken.
+    spec : str or KVScheme
+        E.g. ``"saw-int4"``, ``"kivi-2:window=64"``.
+    prefill : {"exact", "decoded"}
+        ``exact``: the call that fills the empty cache attends the fresh K and V; every later call attends what is
+        stored. ``decoded``: every call attends what is stored, as papers evaluate.
+    attention : {"decoded", "streamed", "fused"}, optional
+        See the module's text. The last two need ``model.set_attn_implementation("packedkv")``, called after this module
+        is imported. Default: ``fused`` for a model on a CPU that has been given that attention, if the CPU kernels
+        serve every layer, else ``decoded``; the report's ``unfused`` says why.
+    seed : int
+        The random constants derive from it and from layer, role and head.
+    params : path or mapping, optional
+        Fitted constants: a file that ``packedkv fit`` wrote, or ``{layer: {"key": Params, "value": Params}}``. Without
+        them codecs that need a sample are fitted on each prefill. Cross-attention layers are counted on behind the
+        decoder's own. With ``mean=auto`` the keys of a layer are encoded
+        without the mean that is given here, and with their mean where constants are given without one.
+    page_tokens : int, optional
+        Tokens of a page; default 64, rounded up to whole blocks.
+    max_len : int, optional
+        Tokens to allocate for at once; more are refused. With ``fused`` the cache is then static: a decode step neither
+        synchronises nor allocates, so it can be captured in a CUDA graph.
+    probe : {"refuse", "warn", "off"} or bool
+        What to do if the codec breaks on this model's keys. Large key biases are found in the weights, before the first
+        token; outlier channels otherwise on the first prefill. ``refuse`` or True: raise, and name
+        presets that hold; a refused prefill leaves the cache empty. ``warn``: warn and go on. ``off`` or False: do not
+        check.
+
+    Raises
+    ------
+    SpecError
+        Unknown spec or option.
+    ShapeError
+        If a codec cannot take the model's head_dim.
+    FormatError
+        If the params file is damaged, or was fitted for another scheme, model or seed.
+    FitError
+        If the constants need the model's queries and no params are given, or params are given for layers or roles
+        that the model does not have.
+    UnsupportedError
+        If the model or one of its layers cannot be served; the text names the layer and the reason.
+    BrokenPresetError
+        If the codec breaks on the model's key biases; see ``probe``.
+
+    Examples
+    --------
+    >>> from transformers import LlamaConfig
+    >>> cache_for(LlamaConfig(num_hidden_layers=2), "saw-int4")
+    KVCache('saw-int4', 2 layers, empty; prefill='exact', attention='decoded')
+    """
+    _check_option("prefill", prefill, get_args(Prefill))
+    if attention is not None:
+        _check_option("attention", attention, get_args(Attention))
+    if max_len is not None and (not isinstance(max_len, int) or max_len < 1):
+        raise SpecError(f"max_len={max_len!r}: expected a whole number of tokens, at least 1, or None.")
+    action = probe_option(probe)
+    model_or_config, scheme = unwrapped(model_or_config), get(spec)
+    again: dict[str, Any] = {"prefill": prefill, "seed": seed, "page_tokens": page_tokens, "max_len": max_len}
+    trial = Trial(partial(cache_for, attention=attention, probe="off", **again), model_or_config)
+    left_open, unfused = attention is None, ""
+    if attention is None:
+        unfused = unfused_reason(model_or_config)
+        attention = "decoded" if unfused else "fused"
+    check_rounding(scheme, attention)
+    plan = plan_for(model_or_config, attention, encoder_decoder=True)
+    kv_layers = plan.kv_layers
+    schemes = by_layer(plan, scheme)
+    check_layouts(plan, schemes, page_tokens)
+    given = _given(params, model_or_config, scheme, seed)
+    check_given(plan.name, [layer.index for layer in kv_layers], given)
+    for layer, own in zip(kv_layers, schemes, strict=True):
+        if layer.heads and layer.head_dim and layer.index in given:
+            for role in ROLES:
+                site = Site(layer.index, role, layer.heads, layer.head_dim, seed)
+                check_role(own.codec(role), site, given[layer.index])
+    for stack in plan.stacks:
+        check_queries(scheme, [layer.index for layer in stack], given)
+    schemes = decided(model_or_config, plan, scheme, given)
+    scheme = scheme.with_means([own.mean for own in schemes[: len(plan.stacks[0])]])
+    watch = outlier_probe(model_or_config, plan, scheme, given, action, trial)
+    sites = sites_of(model_or_config, plan, schemes, given, seed)
+    kernels = None
+    if attention == "fused":
+        try:
+            kernels = kernels_of(plan, sites, model_or_config, max_len, page_tokens)
+        except UnsupportedError as error:
+            if not left_open:
+                raise
+            attention, unfused = "decoded", str(error)
+            check_rounding(scheme, attention)
+    options = {"prefill": prefill, "attention": attention, "seed": seed, "page_tokens": page_tokens}
+    layers = layers_of(model_or_config, plan, sites, kernels, Arrivals(len(sites), watch), max_len, options)
+    made = (EncoderDecoderKVCache if len(plan.stacks) > 1 else KVCache)(layers, scheme, plan, options, watch)
+    made.unfused = unfused
+    if watch is not None:
+        watch.undo = made.reset
+    return made
+
+
+def load_cache(path: str | Path, model_or_config: Any, *, attention: Attention | None = None) -> KVCache:
+    """Read a cache that ``KVCache.save`` wrote.
+
+    Parameters
+    ----------
+    path : str or Path
+    model_or_config : PreTrainedModel or PreTrainedConfig
+        The model that will use it.
+    attention : {"decoded", "streamed"}, optional
+        Default as saved; one saved with ``fused`` is loaded with ``streamed``.
+
+    Raises
+    ------
+    SpecError, UnsupportedError
+        Another ``attention``, or one that the model does not run.
+    FormatError
+        If the file is cut, altered, foreign or newer, or does not fit the model; the text says which.
+    """
+    from packedkv.files.caches import load_layers
+
+    if attention == "fused":
+        raise UnsupportedError("a saved cache is not loaded into the fused path; use 'streamed' or 'decoded'.")
+    if attention is not None:
+        _check_option("attention", attention, ("decoded", "streamed"))
+    model_or_config = unwrapped(model_or_config)
+    held, meta = load_layers(path, device=getattr(model_or_config, "device", "cpu"))
+    if meta.get("integration") != "transformers":
+        raise FormatError(f"{path}: holds no transformers cache; load_cache reads what KVCache.save wrote.")
+    try:
+        options, scheme = dict(meta["options"]), from_json(meta["scheme"])
+        saved, seen = meta["layers"], [int(n) for n in meta["seen"]]
+        saved_attention = options.pop("attention")
+        way = attention or ("streamed" if saved_attention == "fused" else saved_attention)
+        # the constants come from the file, layer by layer
+        fitted = {layer.layer: layer.fitted for layer in held}
+        cache = cache_for(model_or_config, scheme, attention=way, params=fitted, probe="warn", **options)
+    except (*BROKEN_JSON, FitError) as error:
+        raise FormatError(f"{path}: its description of the cache is damaged ({error}); save it again.") from error
+    try:
+        check_fits(cache.plan, held)
+        if saved != _described(cache.plan):
+            raise FormatError(f"its layer types differ from those of {cache.plan.name}")
+        _check_lengths(cache.packed_layers, held, seen)
+    except FormatError as error:
+        raise FormatError(
+            f"{path} does not fit this model: {error}. Load it with the model it was saved from."
+        ) from error
+    for layer, layer_cache, count in zip(cache.packed_layers, held, seen, strict=True):
+        _give_mean(path, layer_cache, layer.cache)
+        if layer_cache.site.energy is None:  # a file that older versions wrote
+            layer_cache.site.energy, layer_cache.site.most = layer.cache.site.energy, layer.cache.site.most
+        layer.cache = layer_cache
+        follows = layer_cache.places_tokens and not layer.is_cross
+        layer.hook = hook_of(model_or_config) if follows else None
+        layer.filled = layer.is_initialized = True
+        if isinstance(layer, WindowedLayer):
+            layer.cumulative_length = count
+    if isinstance(cache, EncoderDecoderKVCache):  # the model is not to fill the cross-attention's layers again
+        cache.is_updated = dict.fromkeys(cache.is_updated, True)
+    return cache
+
+
+def _check_lengths(layers: Sequence[PackedCacheLayer], held: Sequence[LayerCache], seen: Sequence[int]) -> None:
+    """Validate that loaded layers are of one forward pass.
+
+    Raises
+    ------
+    FormatError
+    """
+    if len(seen) != len(held):
+        raise FormatError(f"it states {len(seen)} lengths for {len(held)} layers")
+    lengths, batches = [len(cache) for cache in held], {cache.batch for cache in held}
+    fit = all(
+        n >= length if isinstance(layer, WindowedLayer) else n == length
+        for layer, n, length in zip(layers, seen, lengths, strict=True)
+    )
+    if not fit or len({n for layer, n in zip(layers, seen, strict=True) if not layer.is_cross}) > 1:
+        raise FormatError(f"its layers have seen {seen} tokens and hold {lengths}")
+    if len(batches) > 1:
+        raise FormatError(f"its layers hold {sorted(batches)} sequences")
+
+
+def _described(plan: ModelPlan) -> list[dict[str, Any]]:
+    """Describe the packed layers for a file; the other layers depend on transformers' version."""
+    return [{"type": layer.type, "window": layer.window} for layer in plan.kv_layers]
+
+
+def _refuse_layer(name: str, layers: int) -> Any:
+    """Raise: the model has more layers than the one that the cache was made for."""
+    raise UnsupportedError(
+        f"this cache was made for {name} with {layers} layers, and the model has more: make one with cache_for(model)."
+    )
+
+
+def _unpacked_note(planned: LayerPlan) -> str:
+    if planned.holds_state:
+        return "state held as transformers does"
+    return "nothing to hold, the layer has no attention or borrows K and V of an earlier one"
+
+
+def _check_option(name: str, value: Any, allowed: tuple[str, ...]) -> None:
+    if value not in allowed:
+        raise SpecError(f"{name}={value!r}: expected one of {', '.join(allowed)}.{nearest(str(value), allowed)}")
+
+
+def _given(params: LayerParams | str | Path | None, model_or_config: Any, scheme: KVScheme, seed: int) -> LayerParams:
+    """Constants by layer, after verifying that they fit model, scheme and seed."""
+    if params == "":
+        raise SpecError("params='': expected the path of a file of `packedkv fit`, or None for no constants.")
+    if isinstance(params, str | Path):
+        return load_params(params, model_or_config, scheme, seed=seed)
+    if isinstance(params, FittedParams):
+        check_params(params, model_or_config, scheme, seed=seed)
+    return {} if params is None else params
+
+
+def _give_mean(path: str | Path, loaded: LayerCache, fresh: LayerCache) -> None:
+    """Give a layer read from a file the mean removal of the model's empty cache, which the file does not hold."""
+    if (loaded.site.mean is None) != (fresh.site.mean is None):
+        raise FormatError(
+            f"{path}: the keys of layer {loaded.layer} were saved with mean={loaded.scheme.mean}, which this model "
+            f"does not give; load it with the model it was saved from."
+        )
+    loaded.give_mean(fresh.site.mean)
+
+
+def _workspace_bytes(layer: PackedCacheLayer) -> int:
+    caches = layer.cache, layer.cache.recent
+    return max(layer.workspace_bytes, *(c.store.growth_bytes if c is not None and c.store else 0 for c in caches))
+
+
+def _layer_report(layer: PackedCacheLayer) -> dict[str, Any]:
+    parts, mean = layer.cache.nbytes(), layer.cache.site.mean
+    note = layer.note()
+    if layer.cache.roles:
+        if mean is not None:
+            note += f", keys without their mean {'before' if mean.kind == 'pre' else 'after'} RoPE ({mean.source})"
+        if not layer.cache.is_fitted:
+            note += f", dense until {layer.cache.site.fit_tokens} tokens have come"
+        if layer.cache.recent is not None:
+            note += f", the newest {len(layer.cache.recent)} tokens in {layer.cache.scheme.recent}"
+        note += "".join(f", {role} dense" for role, s in layer.cache.roles.items() if type(s.codec).__name__ == "Dense")
+    return {
+        "layer": layer.index,
+        "note": note,
+        "tokens": len(layer.cache),
+        "mean": "none" if mean is None else mean.kind,
+        "mean_from": None if mean is None else mean.source,
+        "bytes": parts,
+        "total_bytes": sum(parts.values()),
+        "calls": {path: count for path, count in layer.calls.items() if count},
+        "kernels": layer.cache.kernels() if isinstance(layer.cache, DeviceCache) else {},
+    }

@@ -1,0 +1,322 @@
+"""What each layer of a transformers model needs from its cache, or why it is refused.
+
+Reads only the model's config, as ``DynamicCache(config=...)`` does: full, sliding and chunked attention layers hold
+packed K and V; linear-attention and convolution layers keep the state that transformers gives them; MLP layers, and
+layers whose K and V are borrowed from an earlier one, hold nothing. The decoder of an encoder-decoder model has a
+cross-attention layer beside each of its own. Anything else raises an error that names the layer and the reason.
+"""
+
+import copy
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any, Literal
+
+from transformers import PreTrainedConfig, PreTrainedModel
+from transformers import __version__ as transformers_version
+from transformers.cache_utils import get_layer_types_and_kwargs
+
+from packedkv.errors import FormatError, UnsupportedError
+from packedkv.integrations.transformers.argument import cache_argument, unwrapped
+from packedkv.integrations.transformers.handing import use_of_cached
+from packedkv.integrations.transformers.watching import implementation_of
+
+Attention = Literal["decoded", "streamed", "fused"]
+
+ATTENTION_NAME = "packedkv"
+"""Name under which the attention function is registered with transformers."""
+
+KNOWN_VERSIONS = "5.17 to 5.24"
+"""Versions of transformers that the tests ran with."""
+
+CROSS = "cross_attention"
+"""Type of the layers that hold K and V of an encoder's output; transformers has no name for them."""
+
+_WINDOWED = ("sliding_attention", "chunked_attention")
+_STATE_ONLY = ("linear_attention", "conv")
+# a layer without attention, or one that borrows K and V: "dummy" stands for both from transformers 5.23 on
+_EMPTY = ("moe", "mlp", "dummy")
+_REASONS = {
+    "hybrid": "it holds attention and recurrent state in one layer",
+    "hybrid_sliding": "it holds attention and recurrent state in one layer",
+    "indexed_attention": "it caches indexer keys beside K and V",
+    "deepseek_sparse_attention": "it caches indexer keys beside K and V",  # transformers 5.17
+    "qwen_sparse_attention": "it caches indexer keys beside K and V",  # transformers 5.17
+    "minimax_m3_sparse": "it caches indexer keys beside K and V",
+    "reference_sliding_attention": "its window slides over generated tokens alone and the prompt stays visible",
+    "heavily_compressed_attention": "the model compresses its own cache",
+    "compressed_sparse_attention": "the model compresses its own cache",
+}
+_ADDS_MASKS = ("bigbird_pegasus", "nllb-moe")
+_OWN_CACHE = ("reformer", "xlnet", "rwkv", "xlstm", "minimax")
+
+
+@dataclass(frozen=True)
+class LayerPlan:
+    """What one cache layer is.
+
+    Parameters
+    ----------
+    index : int
+        Layer of the model. Cross-attention layers are counted on behind the decoder's own.
+    type : str
+        transformers' name of the layer type, or ``cross_attention``.
+    window : int or None
+        Tokens a query sees in a sliding or chunked layer, itself included; None for full attention.
+    holds_kv : bool
+        False for layers that keep another state, or nothing.
+    heads, head_dim : int or None
+        KV heads and channels, as the config states them for this layer.
+    value_dim : int or None
+        Channels of a value, where the config states them apart (MiMo-V2).
+    options : dict
+        Arguments of transformers' own cache layer of this type.
+    """
+
+    index: int
+    type: str
+    window: int | None = None
+    holds_kv: bool = True
+    heads: int | None = None
+    head_dim: int | None = None
+    value_dim: int | None = None
+    options: dict[str, Any] = field(default_factory=dict, hash=False)
+
+    @property
+    def is_cross(self) -> bool:
+        """Whether the layer holds K and V of an encoder's output, written once."""
+        return self.type == CROSS
+
+    @property
+    def holds_state(self) -> bool:
+        """Whether the layer keeps a state that is not packed."""
+        return self.type in _STATE_ONLY
+
+
+@dataclass(frozen=True)
+class ModelPlan:
+    """The layers of a model."""
+
+    name: str
+    layers: tuple[LayerPlan, ...]
+    softcap: float = 0.0
+
+    @cached_property
+    def kv_layers(self) -> tuple[LayerPlan, ...]:
+        """The layers that hold K and V."""
+        return tuple(layer for layer in self.layers if layer.holds_kv)
+
+    @cached_property
+    def stacks(self) -> tuple[tuple[LayerPlan, ...], ...]:
+        """The layers that hold K and V: the decoder's own, and its cross-attention's, if it has any."""
+        both = (tuple(layer for layer in self.kv_layers if layer.is_cross is cross) for cross in (False, True))
+        return tuple(stack for stack in both if stack)
+
+    @property
+    def heads(self) -> int | None:
+        """KV heads; None where the config does not state them, or layers differ (Gemma 4)."""
+        return _common(layer.heads for layer in self.kv_layers)
+
+    @property
+    def head_dim(self) -> int | None:
+        """Channels of a head; None where the config does not state them, or layers differ (Gemma 4)."""
+        return _common(layer.head_dim for layer in self.kv_layers)
+
+
+def plan_for(model_or_config: Any, attention: Attention, *, encoder_decoder: bool = False) -> ModelPlan:
+    """Read the layers of a model.
+
+    Parameters
+    ----------
+    model_or_config : PreTrainedModel or PreTrainedConfig
+        Or a wrapper around a model.
+    attention : {"decoded", "streamed", "fused"}
+    encoder_decoder : bool
+        Whether the caller takes encoder-decoder models.
+
+    Returns
+    -------
+    ModelPlan
+
+    Raises
+    ------
+    UnsupportedError
+        If the model, or one of its layers, cannot be served; the text names the layer and the reason.
+    """
+    model_or_config = unwrapped(model_or_config)
+    model = model_or_config if isinstance(model_or_config, PreTrainedModel) else None
+    config = model.config if model is not None else model_or_config
+    if not isinstance(config, PreTrainedConfig):
+        way = "For other models use packedkv.LayerCache on bare tensors."
+        if isinstance(model_or_config, str):
+            way = "Load the model first, e.g. with AutoModelForCausalLM.from_pretrained."
+        raise UnsupportedError(
+            f"got {type(model_or_config).__name__}; expected a transformers model or its config. {way}"
+        )
+    name = type(model).__name__ if model is not None else type(config).__name__
+    text = _decoder_config(config)
+    crossed = config.is_encoder_decoder or text.is_encoder_decoder
+    if crossed and not encoder_decoder:
+        raise UnsupportedError(
+            f"{name}: an encoder-decoder model; those are taken by cache_for and load_cache only. Use a decoder-only "
+            f"model."
+        )
+    _check_model(name, model, text, crossed)
+    _check_attention(name, model, config, text, attention)
+    types = _types_and_options(name, text)
+    if text.per_layer_attributes:
+        sizes = [_heads(text.per_layer_config[i]) for i in range(len(types))]
+    else:  # a config is slow to ask
+        sizes = [_heads(text)] * len(types)
+    layers = tuple(_layer(name, i, *of, *size) for i, (of, size) in enumerate(zip(types, sizes, strict=True)))
+    if crossed:
+        layers += tuple(LayerPlan(len(types) + i, CROSS, None, True, *size) for i, size in enumerate(sizes))
+    if not any(layer.holds_kv for layer in layers):
+        kinds = ", ".join(sorted({layer.type for layer in layers}))
+        raise UnsupportedError(f"{name}: no layer caches keys and values (all are {kinds}); nothing to compress.")
+    return ModelPlan(name, layers, float(getattr(text, "attn_logit_softcapping", None) or 0.0))
+
+
+def _decoder_config(config: Any) -> Any:
+    """Config of what generates text; for a flat config of encoder and decoder with the decoder's number of layers."""
+    text = config.get_text_config(decoder=True)
+    layers = getattr(config, "num_decoder_layers", None)  # T5 and its kind state it beside the encoder's
+    if config.is_encoder_decoder and layers is not None and layers != text.num_hidden_layers:
+        text = copy.deepcopy(text)
+        try:
+            text.num_hidden_layers = layers
+        except NotImplementedError:  # ProphetNet gives the encoder's by that name
+            text.num_encoder_layers = layers
+    return text
+
+
+def _types_and_options(name: str, text: Any) -> list[tuple[str, dict[str, Any]]]:
+    """Each layer's type and the arguments of transformers' cache layer.
+
+    transformers 5.17 and 5.18 give one dict for all layers, later ones a list with one for each.
+    """
+    found = get_layer_types_and_kwargs(text)
+    types, options = found if isinstance(found, tuple) and len(found) == 2 else (None, None)
+    if isinstance(types, list | tuple):
+        each = [options] * len(types) if isinstance(options, dict) else options
+        if (
+            isinstance(each, list | tuple)
+            and len(each) == len(types)
+            and all(isinstance(kind, str) for kind in types)
+            and all(isinstance(own, dict) for own in each)
+            and all("sliding_window" in own for kind, own in zip(types, each, strict=True) if kind in _WINDOWED)
+        ):
+            return list(zip(types, each, strict=True))
+    raise UnsupportedError(
+        f"{name}: transformers {transformers_version} describes the layers as {found!r:.200}; this version of "
+        f"packedkv reads a list of layer types with one dict of options, or one for each layer, and sliding_window in "
+        f"those of sliding and chunked layers. Install a transformers that it knows ({KNOWN_VERSIONS}), or a newer "
+        f"packedkv."
+    )
+
+
+def _check_model(name: str, model: Any, text: Any, crossed: bool) -> None:
+    encoder = not crossed and getattr(text, "is_decoder", None) is False and hasattr(text, "add_cross_attention")
+    own_cache = text.model_type in _OWN_CACHE
+    if encoder or own_cache or not _states(text, "num_attention_heads") or not hasattr(text, "vocab_size"):
+        raise UnsupportedError(
+            f"{name}: a model without an attention cache of keys and values; packedkv takes decoders with attention."
+        )
+    if model is not None and cache_argument(model) is None:
+        raise UnsupportedError(
+            f"{name}: its forward takes no cache, neither as 'cache' nor as 'past_key_values'. packedkv takes "
+            f"decoder-only models with attention; if this is one, transformers {transformers_version} gives the "
+            f"argument another name: install a transformers that this version of packedkv knows ({KNOWN_VERSIONS}), or "
+            f"a newer packedkv."
+        )
+    if (rank := getattr(text, "kv_lora_rank", None)) is not None:
+        last = text.num_hidden_layers - 1
+        raise UnsupportedError(
+            f"{name}: layers 0..{last} use multi-head latent attention (kv_lora_rank={rank}): they cache one latent "
+            f"and one RoPE key instead of K and V per head, which these codecs do not take."
+        )
+
+
+def _check_attention(name: str, model: Any, config: Any, text: Any, attention: Attention) -> None:
+    if text.model_type in _ADDS_MASKS and implementation_of(text) == ATTENTION_NAME:
+        raise UnsupportedError(
+            f"{name}: its encoder computes with attention masks itself, and those of {ATTENTION_NAME!r} are boolean; "
+            f"call model.set_attn_implementation('eager') first."
+        )
+    if attention == "decoded":
+        return
+    set_on = {implementation_of(c) for c in (config, text)}
+    built = model is not None or any(set_on)
+    if built and ATTENTION_NAME not in set_on:
+        raise UnsupportedError(
+            f"{name}: attention={attention!r} reads the packed cache inside the attention function, but this model "
+            f"runs {implementation_of(text)!r}; call model.set_attn_implementation({ATTENTION_NAME!r}) first."
+        )
+    if getattr(text, "num_kv_shared_layers", None):
+        raise UnsupportedError(
+            f"{name}: the last {text.num_kv_shared_layers} layers borrow K and V from earlier ones, which "
+            f"attention={attention!r} does not hand on; use attention='decoded'."
+        )
+    if model is not None and (used := use_of_cached(model)):
+        raise UnsupportedError(
+            f"{name}: {used} of cached keys or values, which attention={attention!r} leaves packed; use "
+            f"attention='decoded'."
+        )
+
+
+def _states(text: Any, option: str) -> bool:
+    """Whether a config states an option, for all layers or for each (which is not read from the config itself)."""
+    return option in (text.per_layer_attributes or ()) or getattr(text, option, None) is not None
+
+
+def _layer(name: str, index: int, kind: str, options: dict[str, Any], *sizes: int | None) -> LayerPlan:
+    if kind in _STATE_ONLY:
+        # of the options that transformers 5.17 and 5.18 give for all layers, these layers use only this one
+        states = {key: value for key, value in options.items() if key == "number_of_states"}
+        return LayerPlan(index, kind, holds_kv=False, options=states)
+    if kind in _EMPTY:
+        return LayerPlan(index, kind, holds_kv=False)
+    if kind != "full_attention" and kind not in _WINDOWED:
+        reason = _REASONS.get(kind, "this layer type is unknown to packedkv")
+        raise UnsupportedError(
+            f"{name}: layer {index} is {kind!r}: {reason}; it is not packed. Use transformers' DynamicCache for this "
+            f"model."
+        )
+    window = options["sliding_window"] if kind in _WINDOWED else None
+    heads, head_dim, value_dim = sizes
+    return LayerPlan(index, kind, window, True, heads, head_dim, value_dim)
+
+
+def _heads(own: Any) -> tuple[int | None, int | None, int | None]:
+    """KV heads, head_dim and channels of a value that a config states; None: it does not."""
+    queries = getattr(own, "num_attention_heads", None)
+    head_dim, hidden = getattr(own, "head_dim", None), getattr(own, "hidden_size", None)
+    if head_dim is None and hidden and queries:
+        head_dim = hidden // queries
+    return getattr(own, "num_key_value_heads", None) or queries, head_dim, getattr(own, "v_head_dim", None)
+
+
+def _common(sizes: Iterable[int | None]) -> int | None:
+    """Return the size of all layers, or None if they differ."""
+    different = set(sizes)
+    return different.pop() if len(different) == 1 else None
+
+
+def check_fits(plan: ModelPlan, layers: list[Any]) -> None:
+    """Validate that loaded layer caches are of a model's layers and sizes.
+
+    Raises
+    ------
+    FormatError
+    """
+    wanted = plan.kv_layers
+    if len(layers) != len(wanted):
+        raise FormatError(f"the file holds {len(layers)} layers, {plan.name} caches {len(wanted)}")
+    for held, layer in zip(layers, wanted, strict=True):
+        if held.store is None:
+            continue
+        site = held.roles["key"].site
+        sizes = ("KV heads", site.num_heads, layer.heads), ("head_dim", site.head_dim, layer.head_dim)
+        for word, came, want in sizes:
+            if want is not None and came != want:
+                raise FormatError(f"layer {layer.index} of the file has {came} {word}, {plan.name} has {want}")

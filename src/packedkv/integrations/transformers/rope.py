@@ -1,0 +1,266 @@
+"""How a transformers model rotates keys by their positions, for caches that hold keys without their mean.
+
+Frequencies and scaling are those of the model's rotary embedding, pairs of channels those of the function
+``apply_rotary_pos_emb`` of its attention; the rotation of a ``Rotary`` is compared with the model's own before it is
+used.
+
+Positions belong to a forward pass. A hook on the rotary embedding records the positions of a pass for the thread that
+runs it, and each layer of a cache takes them once. All caches of a model share the hook, and it is removed with the
+last of them. Neither a model nor a cache holds positions.
+"""
+
+import inspect
+import itertools
+import sys
+import threading
+import uuid
+import weakref
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from packedkv.errors import UnsupportedError
+from packedkv.key_layer import changing_rope
+from packedkv.ops.rope import Rotary
+from packedkv.store.positions import computed_of
+
+PLACES = (0, 1, 7, 100, 1000)
+"""Positions at which a ``Rotary`` is compared with the model."""
+ALIKE = 1e-2
+"""Largest difference there, where numbers are of size 1: float32 angles of the model are good to 1e-4."""
+
+
+class _Newest(threading.local):
+    """The positions of the newest forward pass of the current thread, and the name of the hook that recorded them."""
+
+    positions: Tensor | None = None
+    hook: str = ""
+
+
+_newest = _Newest()
+_numbers = itertools.count(1)
+
+
+def record_positions(positions: Tensor, hook: str) -> None:
+    """Record the positions of the forward pass that this thread begins, as a hook does.
+
+    Parameters
+    ----------
+    positions : Tensor of int ``[B, n]`` or ``[1, n]``
+    hook : str
+        ``PositionHook.name``.
+    """
+    _newest.positions, _newest.hook = positions.detach(), hook
+
+
+def take_positions(taken: int, cache: int, hook: "PositionHook | None") -> tuple[Tensor | None, int]:
+    """Positions of this thread's forward pass, and the number of the pass.
+
+    Parameters
+    ----------
+    taken : int
+        Number of the pass whose positions the layer took last.
+    cache : int
+        Number of the layer's cache.
+    hook : PositionHook or None
+        Of the model that the cache was made for.
+
+    Returns
+    -------
+    (Tensor of int ``[B, n]`` or ``[1, n]``, or None; int)
+        The same tensor for all layers of a pass. None: no pass was recorded, or the newest one is known to be another:
+        of another model, or this layer has taken its positions already, or a layer of another cache has.
+    """
+    positions = _newest.positions
+    if positions is None or hook is None or hook.name != _newest.hook:
+        return None, taken
+    if torch.compiler.is_compiling():  # numbers would become guards: one graph per pass
+        return positions, taken
+    computed = computed_of(positions)
+    number = computed.setdefault("pass", 0) or next(_numbers)
+    computed["pass"] = number
+    if number == taken or computed.setdefault("cache", cache) != cache:
+        return None, taken
+    return positions, number
+
+
+def new_number() -> int:
+    """Return a number that no other cache or pass of this process has."""
+    return next(_numbers)
+
+
+def _record(hook: str, module: nn.Module, args: tuple[Any, ...], options: dict[str, Any]) -> None:
+    """Forward pre-hook of a rotary embedding; a function of this module, so that the model can be pickled."""
+    positions = args[1] if len(args) > 1 else options.get("position_ids")
+    if isinstance(positions, Tensor):
+        record_positions(positions, hook)
+
+
+class PositionHook:
+    """Owner of the hook that records positions on one rotary embedding; the hook is removed with its owner.
+
+    A copied model records under the same ``name``. A deep copy of the owner is the owner itself. Pickled, it is a name,
+    by which this process finds it again; another process finds nothing.
+    """
+
+    def __init__(self, embedding: nn.Module) -> None:
+        self._embedding = weakref.ref(embedding)
+        # a copied model has the hook of its original, whose name its own caches share
+        known = [h for h in embedding._forward_pre_hooks.values() if isinstance(h, partial) and h.func is _record]
+        names = [hook.args[0] for hook in known]
+        self.name: str = names[0] if names else uuid.uuid4().hex
+        if not names:
+            handle = embedding.register_forward_pre_hook(partial(_record, self.name), with_kwargs=True)
+            weakref.finalize(self, handle.remove)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "PositionHook":
+        """Return the owner itself."""
+        return self
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Pickle the name. The model keeps the hook from then on, for the cache that may be unpickled."""
+        if (embedding := self._embedding()) is not None:
+            _kept[embedding] = self
+            _by_name[self.name] = self
+        return _unpickled, (self.name,)
+
+
+_LOCK = threading.RLock()
+_hooks: "weakref.WeakKeyDictionary[nn.Module, weakref.ref[PositionHook]]" = weakref.WeakKeyDictionary()
+_kept: "weakref.WeakKeyDictionary[nn.Module, PositionHook]" = weakref.WeakKeyDictionary()
+_by_name: "weakref.WeakValueDictionary[str, PositionHook]" = weakref.WeakValueDictionary()
+
+
+def _unpickled(name: str) -> PositionHook | None:
+    return _by_name.get(name)
+
+
+class Rope:
+    """The rotary embedding of one model.
+
+    Parameters
+    ----------
+    model : PreTrainedModel
+
+    Raises
+    ------
+    UnsupportedError
+        The model has no rotary embedding that all layers share and that is called with positions.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self.name = type(model).__name__
+        whole: Any = model
+        inside: nn.Module = whole.get_decoder() if hasattr(model, "get_decoder") else model  # not a vision tower's
+        found = [m for m in inside.modules() if isinstance(getattr(m, "inv_freq", None), Tensor)]
+        if len(found) != 1 or list(inspect.signature(found[0].forward).parameters)[:2] != ["x", "position_ids"]:
+            raise UnsupportedError(
+                f"{self.name}: mean=pre needs one rotary embedding that all layers share and that is called with "
+                f"position_ids; this model has {len(found) or 'none'}. Use mean=post or mean=none."
+            )
+        self.embedding: Any = found[0]
+        self.config = getattr(model, "config", None)
+        self._rotaries: dict[str, Rotary] = {}
+        self._attentions: dict[int, weakref.ref[nn.Module]] = {}
+
+    def hook(self) -> PositionHook:
+        """Return the owner of the hook that records positions; while a cache keeps it, the same one."""
+        with _LOCK:
+            known = _hooks.get(self.embedding)
+            if (found := None if known is None else known()) is None:
+                found = PositionHook(self.embedding)
+                _hooks[self.embedding] = weakref.ref(found)
+            return found
+
+    def attention(self, layer: int, model: Any) -> nn.Module | None:
+        """Return the attention of a layer, which knows the layer's number; None: none does.
+
+        The model is searched once for all layers, as a search takes longer than everything else of a new cache.
+        """
+        known = self._attentions.get(layer)
+        found = None if known is None else known()
+        if found is None or getattr(found, "layer_idx", None) != layer:
+            own: dict[int, weakref.ref[nn.Module]] = {}
+            for module in model.get_decoder().modules():
+                number = getattr(module, "layer_idx", None)
+                if isinstance(number, int):
+                    own.setdefault(number, weakref.ref(module))
+            self._attentions = own
+            known = own.get(layer)
+            found = None if known is None else known()
+        return found
+
+    def rotary(self, attention: nn.Module) -> Rotary:
+        """How the keys of a layer are turned.
+
+        Parameters
+        ----------
+        attention : Module
+            Of the layer; its module has ``apply_rotary_pos_emb``.
+
+        Raises
+        ------
+        UnsupportedError
+            The frequencies change with the length, positions are not one number per token, or the model turns its keys
+            in a way that is not known here.
+        """
+        module = type(attention).__module__
+        if module not in self._rotaries:
+            if why := changing_rope(self.config):
+                raise UnsupportedError(
+                    f"{self.name}: mean=pre needs keys that are turned by fixed frequencies; {why}. Use mean=post or "
+                    f"mean=none."
+                )
+            self._rotaries[module] = self._compared(getattr(sys.modules[module], "apply_rotary_pos_emb", None))
+        return self._rotaries[module]
+
+    def _compared(self, turn: Any) -> Rotary:
+        frequencies: Tensor = self.embedding.inv_freq.detach().float()
+        scaling = float(getattr(self.embedding, "attention_scaling", 1.0))
+        places = torch.tensor([PLACES], device=frequencies.device)
+        x = torch.linspace(-1, 1, 2 * len(PLACES) * len(frequencies), device=frequencies.device)
+        x = x.view(1, 1, len(PLACES), -1).sin()
+        try:
+            cos, sin = self.embedding.forward(x, places)  # without the hook: this is no pass of the model
+            wanted = turn(x, x, cos, sin)[1]
+        except Exception:  # a function of another kind, or none
+            wanted = None
+        for interleaved in (False, True):
+            rotary = Rotary(frequencies, scaling, interleaved)
+            if wanted is not None and wanted.shape == x.shape and _alike(rotary.turn(x, places), wanted):
+                return rotary
+        raise UnsupportedError(
+            f"{self.name}: mean=pre takes pairs of channels turned by the frequencies of the rotary embedding, and "
+            f"this model turns its keys in another way. Use mean=post or mean=none."
+        )
+
+
+def _alike(a: Tensor, b: Tensor) -> bool:
+    return bool((a - b.float()).abs().amax() < ALIKE)
+
+
+_ropes: "weakref.WeakKeyDictionary[nn.Module, Rope]" = weakref.WeakKeyDictionary()
+
+
+def rope_of(model: nn.Module) -> Rope:
+    """Return the model's ``Rope``, made once.
+
+    Raises
+    ------
+    UnsupportedError
+        See ``Rope``.
+    """
+    with _LOCK:
+        if (known := _ropes.get(model)) is None:
+            known = _ropes[model] = Rope(model)
+        return known
+
+
+def hook_of(model_or_config: Any) -> PositionHook | None:
+    """Return the owner of the hook that records positions; None: no module of the model is called with them."""
+    try:
+        return rope_of(model_or_config).hook() if isinstance(model_or_config, nn.Module) else None
+    except UnsupportedError:
+        return None

@@ -1,0 +1,49 @@
+"""Compile the kernels of a served model when the engine starts, and log which they are."""
+
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from vllm.config import VllmConfig
+from vllm.logger import init_logger
+
+from packedkv.kernels.cuda.build import architecture, compiled
+from packedkv.kernels.cuda.engine import CudaEngine
+from packedkv.kernels.cuda.launch import machine
+from packedkv.kernels.cuda.needed import Needed, Steps, compile_needed, of_served
+
+logger = init_logger("vllm.packedkv")
+
+
+def compile_ahead(
+    impls: Sequence[Any], page_tokens: int, config: VllmConfig, device: torch.device, queries: int
+) -> None:
+    """Compile the programs that decode steps, encoding and prompts of these layers need.
+
+    ``impls`` of ``PackedImpl``; ``queries``: most query tokens of a request in a decode step.
+    """
+    capacity = -(-config.model_config.max_model_len // page_tokens) * page_tokens
+    arch, asked = architecture(device), set()
+    needed: dict[Needed, None] = {}
+    for impl in impls:
+        layer, engine = impl.packed, impl.packed.engine(page_tokens)
+        assert isinstance(engine, CudaEngine)
+        given = engine.codecs["key"], engine.codecs["value"], impl.head_size, page_tokens
+        pairs = 0 if engine.mean is None else engine.mean.pairs
+        if (this := (given, impl.num_heads, layer.heads, impl.rules.softcap > 0, pairs, layer.sink > 0)) in asked:
+            continue
+        asked.add(this)
+        heads = tuple(layer.heads * n for n in range(1, config.scheduler_config.max_num_seqs + 1))
+        dense = (layer.dtype if layer.holds_dense else None,)
+        steps = Steps((impl.num_heads // layer.heads,), dense, impl.rules.softcap > 0, heads, capacity)
+        several = queries if layer.takes_several(impl.rules) else 1
+        more = {"pairs": pairs, "kept": layer.sink > 0, "queries": several}
+        needed |= dict.fromkeys(of_served(*given, machine(device), steps, **more))
+    missing = [one for one in needed if compiled(one.program, arch) is None]
+    logger.info("packedkv: %d programs, of which %d are compiled now", len(needed), len(missing))
+    begun = time.monotonic()
+    for one in compile_needed(missing, arch):
+        logger.info("packedkv: compiled %s: %.1f s, %.0f KB", one.label, one.seconds, one.nbytes / 1024)
+    if missing:
+        logger.info("packedkv: compiled %d programs in %.1f s", len(missing), time.monotonic() - begun)

@@ -1,0 +1,52 @@
+"""Attention of prompt chunks over unpacked keys and values by vLLM's own flash attention: version 3 on Hopper.
+
+PyTorch's operator, which serves other GPUs, is version 2 and has no soft cap; vLLM's version 2 has one.
+"""
+
+from functools import lru_cache
+
+from torch import Tensor
+
+from packedkv.kernels.flash import WIDEST, Flash, Ragged
+
+
+@lru_cache
+def flash_for(head_dim: int, softcap: bool = False) -> Flash | None:
+    """Return the function for ``ChunkReader(flash=...)``; None where PyTorch's is as good, or vLLM has none.
+
+    ``softcap``: whether the layer has one.
+    """
+    if head_dim > WIDEST:
+        return None
+    try:
+        from vllm.v1.attention.backends.fa_utils import flash_attn_varlen_func, get_flash_attn_version
+
+        version = get_flash_attn_version(head_size=head_dim)
+    except (ImportError, AssertionError):
+        return None
+    if version != 3:
+        if version is None or not softcap:
+            return None
+        version = 2
+
+    def flash(q: Tensor, k: Tensor, v: Tensor, ragged: Ragged, scale: float, softcap: float, out: Tensor) -> Tensor:
+        lse: Tensor
+        _, lse = flash_attn_varlen_func(
+            q=q,
+            k=k,
+            v=v,
+            max_seqlen_q=ragged.most_queries,
+            cu_seqlens_q=ragged.queries,
+            max_seqlen_k=ragged.most_keys,
+            cu_seqlens_k=ragged.keys,
+            softmax_scale=scale,
+            causal=True,
+            window_size=[ragged.window - 1, 0] if ragged.window else None,
+            softcap=softcap,
+            return_softmax_lse=True,
+            fa_version=version,
+            out=out,
+        )
+        return lse
+
+    return flash

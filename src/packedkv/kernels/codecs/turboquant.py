@@ -1,0 +1,107 @@
+"""Kernels of ``turboquant`` and of its keys with a sketch: Lloyd-Max levels of rotated unit vectors."""
+
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from packedkv.codec import Codec, Params, Role
+from packedkv.codecs.turboquant import TurboQuant, TurboQuantQJL
+from packedkv.errors import UnsupportedError
+from packedkv.kernels.codecs import sketch
+from packedkv.kernels.codecs.tables import group_levels, level_bytes, level_table, nearest_level, walls_of
+from packedkv.kernels.cpu.spec import CpuEncoder, CpuReader
+from packedkv.kernels.spec import Encoder, Reader, flag
+from packedkv.ops.hadamard import power_of_two_divisor
+
+
+def reader(codec: Codec, head_dim: int, role: Role) -> Reader:
+    """Levels of each channel; for TurboQuant-QJL its first stage's, and the sketch of the residual."""
+    assert isinstance(codec, TurboQuant)
+    if isinstance(codec, TurboQuantQJL):
+        if role == "value" or codec.variant != "correct":
+            raise UnsupportedError(f"the kernels read keys of variant=correct, not {codec} as {role}s")
+        return sketch.sketched(reader(codec.stage, head_dim, role), codec, head_dim)
+    name = f"kv::ReadTurboQuant<{head_dim}, {codec.bits}, {flag(codec.norm == 'fp32')}, {{}}>"
+    return Reader(
+        name.format("false"),
+        "read_levels.cuh",
+        shared=level_bytes(codec.bits),
+        tables=lambda params: read_table(params, head_dim),
+        factor="signs",
+        order=power_of_two_divisor(head_dim),
+        lends=f"levels of {codec.bits} bits, {head_dim} channels",
+        borrower=name.format("true"),
+        alike=True,
+        uneven=head_dim * codec.bits % 32 == 0,  # rows of whole words
+    )
+
+
+def cpu_reader(codec: Codec, head_dim: int, role: Role) -> CpuReader:
+    """Levels of each channel; for TurboQuant-QJL its first stage's, and the sketch of the residual."""
+    assert isinstance(codec, TurboQuant)
+    if isinstance(codec, TurboQuantQJL):
+        if codec.variant != "correct":
+            raise UnsupportedError(f"the kernels read variant=correct, not {codec}")
+        return sketch.cpu_sketched(cpu_reader(codec.stage, head_dim, role), codec, head_dim)
+    return CpuReader(
+        f"levels{codec.bits}",
+        (int(codec.norm == "fp32"),),
+        lambda params: group_levels(head_dim**0.5, params["levels"][0]),
+        factor="signs",
+        order=power_of_two_divisor(head_dim),
+        alike=True,
+    )
+
+
+def encoder(codec: Codec, head_dim: int, role: Role) -> Encoder:
+    """The nearest level of each channel; for TurboQuant-QJL then the signs of the residual's sketch.
+
+    Examples
+    --------
+    >>> encoder(TurboQuant(4), 128, "key").type
+    'kv::TurboQuantRow<128, 4, false>'
+    """
+    assert isinstance(codec, TurboQuant)
+    sketched = isinstance(codec, TurboQuantQJL)
+    bits = codec.bits - sketched
+    tables, numbers = nearest_level(bits), f"<{head_dim}, {bits}, {flag(codec.norm == 'fp32')}>"
+    return Encoder(
+        f"kv::TurboQuantQjlRow{numbers}" if sketched else f"kv::TurboQuantRow{numbers}",
+        "encode_qjl.cuh" if sketched else "encode_turboquant.cuh",
+        tables=sketch.written(tables, "levels") if sketched else tables,
+        factor="signs",
+        order=power_of_two_divisor(head_dim),
+        form="table",
+        alike=not sketched,
+        uneven=not sketched and bits != 3,
+    )
+
+
+def cpu_encoder(codec: Codec, head_dim: int, role: Role) -> CpuEncoder:
+    """The nearest level of each channel by walls; for TurboQuant-QJL then the signs of the residual's sketch."""
+    assert isinstance(codec, TurboQuant)
+    if isinstance(codec, TurboQuantQJL):
+        if codec.variant != "correct":
+            raise UnsupportedError(f"the kernels write variant=correct, not {codec}")
+
+        def walls_and_levels(params: Params) -> Tensor:
+            levels = params["levels"]
+            return torch.cat([walls_of(levels[0]), levels.float().view(torch.uint8)], 1)
+
+        stage = replace(cpu_encoder(codec.stage, head_dim, role), tables=walls_and_levels)
+        return sketch.cpu_sketch_written(stage, codec, head_dim)
+    return CpuEncoder(
+        f"levels{codec.bits}",
+        (int(codec.norm == "fp32"),),
+        lambda params: walls_of(params["levels"][0]),
+        factor="signs",
+        order=power_of_two_divisor(head_dim),
+        alike=True,
+    )
+
+
+def read_table(params: Params, head_dim: int) -> Tensor:
+    """Table of ``ReadTurboQuant``: levels of the unit vector's coordinates times sqrt(D), uint8 ``[1, bytes]``."""
+    levels = params["levels"][0].double() * head_dim**0.5
+    return level_table(levels, len(levels).bit_length() - 1)[None]

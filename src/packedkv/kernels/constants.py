@@ -1,0 +1,169 @@
+"""A site's constants as kernels read them, tables and a factor for each role: built once in a process where possible.
+
+Constants that follow from codec and site alone are shared by all caches and never written to. Those from a sample or a
+file belong to one cache.
+"""
+
+from collections.abc import Callable, Hashable, Sequence
+from functools import partial
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+from torch import Tensor
+
+from packedkv.codec import Codec, Params, Site
+from packedkv.errors import UnsupportedError
+from packedkv.shared import SHARED
+
+if TYPE_CHECKING:
+    from packedkv.kernels.cpu.spec import CpuEncoder, CpuReader
+    from packedkv.kernels.spec import Encoder, Reader
+
+
+class Constants(NamedTuple):
+    """Constants of one role of a layer for the kernels, on its device.
+
+    Parameters
+    ----------
+    tables : Tensor uint8 ``[H or 1, bytes]`` or None
+        ``[B or 1, H, bytes]`` where the kernels take tables by sequence.
+    factor : Tensor float32 ``[B or 1, H, D]`` or None
+        ``[B or 1, H]`` where an encoder has an ``own`` constant; float64 reciprocals where it divides.
+    order : int
+    matrix : Tensor or None
+        What mixes the channels of a head, ``[n, H, ...]`` in the form of the kernels.
+    """
+
+    tables: Tensor | None
+    factor: Tensor | None
+    order: int
+    matrix: Tensor | None = None
+
+
+NO_CONSTANTS = Constants(None, None, 1)
+
+
+def constants_for(
+    kernel: "Reader | CpuReader | Encoder | CpuEncoder", params: Params, heads: int, head_dim: int
+) -> Constants:
+    """Build the tensors of one role from the site's constants.
+
+    Raises
+    ------
+    UnsupportedError
+        There is no constant of the name that ``kernel`` has, or they do not have the shape that the kernels take.
+    """
+    tables = None if kernel.tables is None else _tables(kernel, params, heads)
+    factor = _factor(kernel, params, heads, head_dim) if kernel.multiplies else None
+    return Constants(tables, factor, kernel.order, None if kernel.matrix is None else _matrix(kernel, params))
+
+
+def constants(
+    kernel: "Reader | CpuReader | Encoder | CpuEncoder",
+    codec: Codec,
+    site: Site,
+    params: Params,
+    old: Constants | None,
+    *,
+    drawn: bool,
+) -> Constants:
+    """As ``constants_for``, shared where that is possible.
+
+    Parameters
+    ----------
+    kernel : Reader or Encoder
+    codec : Codec
+    site : Site
+    params : Params
+        The site's.
+    old : Constants, optional
+        What the cache had before. Its own constants are copied into these tensors where shapes allow, because captured
+        graphs hold their addresses.
+    drawn : bool
+        Whether constants that need no sample follow from codec and site.
+    """
+
+    tables = factor = matrix = None
+    if kernel.tables is not None:
+        of, where = kernel.tables_of or codec, (site.head_dim, site.device) if kernel.alike else site
+        name = ("tables", kernel.type, of, where) if drawn and not of.needs else None
+        before = None if old is None else old.tables
+        tables = _shared(name, site.device, before, lambda: _tables(kernel, params, site.num_heads))
+    if kernel.multiplies:
+        name = ("factor", kernel.type, codec, site) if drawn and not codec.needs else None
+        before = None if old is None else old.factor
+        factor = _shared(name, site.device, before, lambda: _factor(kernel, params, site.num_heads, site.head_dim))
+    if kernel.matrix is not None:
+        matrix = _shared(None, site.device, None if old is None else old.matrix, partial(_matrix, kernel, params))
+    return Constants(tables, factor, kernel.order, matrix)
+
+
+def _shared(name: Hashable, device: torch.device, before: Tensor | None, build: Callable[[], Tensor]) -> Tensor:
+    """Share the tensor of this name in the process; without a name it belongs to one cache and keeps its address."""
+
+    def first() -> dict[str, Tensor]:
+        made = build()
+        if device.type == "cuda":  # one more launch: decode kernels read tables before they wait for the kernel ahead
+            torch.zeros(1, device=device)
+        return {"one": made}
+
+    if name is not None:
+        return SHARED.get(name, device, first)["one"]
+    fresh = build()
+    if before is None or before.shape != fresh.shape or before.device != fresh.device:
+        return fresh
+    return before.copy_(fresh)
+
+
+def joined(layers: Sequence[Constants], heads: int) -> Constants:
+    """Constants of several layers, concatenated along the heads; of one sequence."""
+    if len(layers) == 1:
+        return layers[0]._replace(factor=None if layers[0].factor is None else _first_sequence(layers[0].factor))
+    tables = layers[0].tables
+    if tables is not None and not (tables.dim() == 2 and len(tables) == 1 and all(x.tables is tables for x in layers)):
+        held, by_head = [x.tables for x in layers if x.tables is not None], tables.dim() == 2
+        tables = torch.cat([x.expand(heads, -1) if by_head else _first_sequence(x) for x in held], 0 if by_head else 1)
+    factors = [_first_sequence(x.factor) for x in layers if x.factor is not None]
+    matrices = [x.matrix for x in layers if x.matrix is not None]
+    return Constants(
+        tables,
+        torch.cat(factors, 1) if factors else None,
+        layers[0].order,
+        torch.cat(matrices, 1) if matrices else None,
+    )
+
+
+def _first_sequence(x: Tensor) -> Tensor:
+    """Of the first sequence alone."""
+    return x if x.shape[0] == 1 else x[:1]
+
+
+def _tables(kernel: "Reader | CpuReader | Encoder | CpuEncoder", params: Params, heads: int) -> Tensor:
+    assert kernel.tables is not None
+    tables = kernel.tables(params).contiguous()
+    by_head = tables.dim() == 2 and tables.shape[0] in (1, heads)
+    if tables.dtype != torch.uint8 or not (by_head or (tables.dim() == 3 and tables.shape[1] == heads)):
+        raise UnsupportedError(
+            f"{kernel.type}: tables are {tables.dtype} {list(tables.shape)}; expected uint8 [{heads} or 1, bytes], or "
+            f"[batch or 1, {heads}, bytes] by sequence."
+        )
+    return tables
+
+
+def _matrix(kernel: "Reader | CpuReader | Encoder | CpuEncoder", params: Params) -> Tensor:
+    assert kernel.matrix is not None
+    return kernel.matrix(params).contiguous()
+
+
+def _factor(kernel: "Reader | CpuReader | Encoder | CpuEncoder", params: Params, heads: int, head_dim: int) -> Tensor:
+    name = kernel.factor or kernel.own
+    if callable(name):
+        factor = name(params).float()
+    elif name in params:
+        factor = params[name].float()
+    else:
+        found = ", ".join(map(repr, params)) or "none"
+        raise UnsupportedError(f"{kernel.type} wants the constant {name!r}; its codec's fit returns {found}.")
+    if kernel.divide:  # kv::FACTOR_INVERSE: exact quotients, without a division
+        factor = factor.double().reciprocal()
+    return factor.expand(factor.shape[0], heads, *(() if kernel.own else (head_dim,))).contiguous()

@@ -1,0 +1,183 @@
+"""Attention over packed pages and dense tokens by the CPU kernels: the host side of ``attend.h``."""
+
+import ctypes
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from packedkv.codec import Role, saturated
+from packedkv.kernels.constants import Constants
+from packedkv.kernels.cpu import library
+from packedkv.kernels.cpu.library import ArgsStruct, EncodeRoleStruct, MeanStruct, RoleStruct
+from packedkv.kernels.cpu.mean import CpuMean
+from packedkv.kernels.cpu.spec import CpuSpec
+
+KINDS = {torch.float16: 0, torch.bfloat16: 1, torch.float32: 2}
+
+
+class Piece(NamedTuple):
+    """A run of tokens.
+
+    Parameters
+    ----------
+    tokens : int
+    key, value : int
+        Where its keys and values lie: from slot x >= 0 on, or from dense token ~x on.
+    position : int
+        Of the first token; read where keys are held without their mean.
+    """
+
+    tokens: int
+    key: int
+    value: int
+    position: int = 0
+
+
+def attend(
+    q: Tensor,
+    pages: Tensor,
+    table: Tensor,
+    pieces: Sequence[Sequence[Piece]],
+    *,
+    spec: CpuSpec,
+    key: Constants,
+    value: Constants,
+    scale: float,
+    dense_k: Tensor | None = None,
+    dense_v: Tensor | None = None,
+    seen: tuple[Tensor, Tensor] | None = None,
+    mask: Tensor | None = None,
+    sinks: Tensor | None = None,
+    softcap: float = 0.0,
+    mean: CpuMean | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Attend with n query tokens per sequence.
+
+    Parameters
+    ----------
+    q : Tensor ``[B, HQ, n, D]``
+        Model basis.
+    pages : Tensor uint8 ``[num_pages, H, page_bytes]``
+        Or longer, with room behind the codes.
+    table : Tensor int32 ``[B, max_pages]``
+    pieces : sequence of sequence of Piece
+        The tokens of each sequence, oldest first; as many pieces for each (some may be empty).
+    spec : CpuSpec
+    key, value : Constants
+    scale : float
+    dense_k, dense_v : Tensor ``[B, H, W, D]``, optional
+        Tokens held dense, model basis; fp16, bf16 or float32.
+    seen : (Tensor int32 ``[B, n]``, Tensor int32 ``[B, n]``), optional
+        Tokens that a query sees, ``[low, high)`` of its sequence's; default: all.
+    mask : Tensor, optional
+        Added to the scores; broadcastable to ``[B, HQ, n, tokens]``, float32.
+    sinks : Tensor ``[HQ]``, optional
+        Learned logits that join the softmax's denominator only.
+    softcap : float
+        Scores become ``softcap * tanh(score / softcap)``; 0: they stay.
+    mean : CpuMean, optional
+        Of the keys, which their packed ones are held without.
+
+    Returns
+    -------
+    (Tensor ``[B, HQ, n, D]`` of q's dtype, Tensor float32 ``[B, HQ, n]``)
+        The output (zeros where nothing is seen), and the log-sum-exp of the scores (natural, sinks included).
+    """
+    batch, query_heads, n, dim = q.shape
+    heads = pages.shape[1]
+    rows = q.float().contiguous()
+    out, lse = torch.empty_like(rows), rows.new_empty(batch, query_heads, n)
+    if not rows.numel():
+        return out.to(q.dtype), lse
+    flat = [number for each in pieces for piece in each for number in piece]
+    args = ArgsStruct()
+    args.q, args.out, args.lse = rows.data_ptr(), out.data_ptr(), lse.data_ptr()
+    args.pages, args.table = pages.data_ptr(), table.data_ptr()
+    runs = (ctypes.c_int64 * len(flat))(*flat)
+    args.pieces, args.pieces_each = ctypes.addressof(runs), len(flat) // 4 // batch
+    if seen is not None:
+        low, high = (x.contiguous() for x in seen)
+        args.low, args.high = low.data_ptr(), high.data_ptr()
+    if mask is not None:
+        mask = mask.float().expand(batch, query_heads, n, mask.shape[-1])
+        mask = mask if mask.stride(3) == 1 else mask.contiguous()
+        args.mask = mask.data_ptr()
+        args.mask_batch, args.mask_head, args.mask_row, _ = mask.stride()
+    if sinks is not None:
+        sinks = sinks.float().contiguous()
+        args.sinks = sinks.data_ptr()
+    args.page_bytes, args.page_tokens = pages.shape[2], spec.page.page_tokens
+    args.table_row = table.stride(0)
+    args.batch, args.heads, args.group = batch, heads, query_heads // heads
+    args.queries, args.dim, args.threads = n, dim, torch.get_num_threads()
+    args.scale, args.softcap = scale, softcap
+    held = [_fill(args.key, spec, "key", key, dense_k), _fill(args.value, spec, "value", value, dense_v)]
+    if mean is not None:
+        _fill_mean(args.mean, mean)
+    library.library().kv_attend(args)
+    del held  # alive until here
+    return saturated(out, q.dtype), lse
+
+
+def workspace_bytes(q: Tensor) -> int:
+    """Upper bound of what ``attend`` needs beside the cache for ``q [B, HQ, n, D]``."""
+    threads, dim = torch.get_num_threads(), q.shape[3]
+    scratch = threads * 4 * (3 * 64 * dim + 48 * dim + 64 * 48)
+    return 4 * q.numel() * 3 + (4 * threads + 1) * 4 * (q.numel() + 2 * q.numel() // dim) + scratch
+
+
+def unpack(spec: CpuSpec, role: Role, page: Tensor, head: int, constants: Constants, first: int, count: int) -> Tensor:
+    """Unpack tokens ``[first, first + count)`` of one head's page, uint8 ``[page_bytes]``: float32 ``[count, D]``.
+
+    In the basis of the codes.
+    """
+    struct = RoleStruct()
+    _fill(struct, spec, role, constants, None)
+    out = torch.empty(count, spec.head_dim)
+    library.library().kv_unpack(struct, page.data_ptr(), head, spec.head_dim, first, count, out.data_ptr())
+    return out
+
+
+def fill_tables(struct: RoleStruct | EncodeRoleStruct, constants: Constants) -> None:
+    """Set where a role's tables lie: ``[H or 1, bytes]``, or by sequence ``[B or 1, H, bytes]``."""
+    if (tables := constants.tables) is None:
+        return
+    struct.tables = tables.data_ptr()
+    struct.tables_head = tables.shape[-1] if tables.shape[-2] > 1 else 0
+    struct.tables_batch = tables.stride(0) if tables.dim() == 3 and tables.shape[0] > 1 else 0
+
+
+def _fill_mean(struct: MeanStruct, mean: CpuMean) -> None:
+    if mean.turning is not None and mean.table is not None:
+        struct.turning, struct.table = mean.turning.data_ptr(), mean.table.data_ptr()
+        struct.pairs, struct.fast = mean.turning.shape[3], mean.fast
+
+        struct.turning_batch = mean.turning.stride(0) if len(mean.turning) > 1 else 0
+        struct.table_head = mean.table.shape[1] if len(mean.table) > 1 else 0
+    if mean.still is not None:
+        struct.still, struct.still_batch = mean.still.data_ptr(), mean.still.stride(0) if len(mean.still) > 1 else 0
+
+
+def _fill(struct: RoleStruct, spec: CpuSpec, role: Role, constants: Constants, dense: Tensor | None) -> Tensor | None:
+    """Set the fields of one role; returns a tensor that must outlive the call."""
+    reader = spec.key if role == "key" else spec.value
+    struct.reader = library.reader_number(library.chosen(), reader.name)
+    fill_tables(struct, constants)
+    if (factor := constants.factor) is not None:
+        struct.factor, struct.factor_batch = factor.data_ptr(), factor.stride(0) if factor.shape[0] > 1 else 0
+    if constants.matrix is not None:
+        struct.matrix = constants.matrix.data_ptr()
+    struct.order = constants.order
+    offsets = spec.offsets(role)
+    struct.planes[: len(offsets)] = offsets
+    struct.options[: len(reader.options)] = reader.options
+    if dense is None:
+        return None
+    if dense.stride(3) != 1:
+        dense = dense.contiguous()
+    size = dense.element_size()
+    struct.dense, struct.dense_kind = dense.data_ptr(), KINDS[dense.dtype]
+    struct.dense_batch, struct.dense_head, struct.dense_token = (size * x for x in dense.stride()[:3])
+    return dense

@@ -1,0 +1,133 @@
+"""Compile the CPU kernels, once per instruction set: ``python compile.py``; needs nothing but a C++ compiler.
+
+The build of the package and ``scripts/install`` run this; nothing else does. ``library.py`` loads what it finds here.
+A compiled library holds a digest of its sources, so that one of other sources is neither kept nor loaded.
+"""
+
+import hashlib
+import os
+import platform
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+
+HERE = Path(__file__).parent
+X86: dict[str, tuple[str, ...]] = {
+    "portable": ("-march=x86-64",),
+    "avx2": ("-march=x86-64-v3",),
+    "avx512": ("-march=x86-64-v4",),
+}
+"""Flags by instruction set; the last two are the psABI's levels: Haswell and later, Skylake-X and Zen 4 and later."""
+ARM: dict[str, tuple[str, ...]] = {"neon": ("-march=armv8-a",)}
+"""NEON belongs to every 64-bit ARM processor."""
+FLAGS = (
+    *("-std=c++17", "-O3", "-ffp-contract=off", "-fno-math-errno"),
+    *("-fPIC", "-fvisibility=hidden", "-Wall", "-Wextra"),
+)
+"""Hidden: an inline variable with a visible name would be one for all libraries that a process loads."""
+QUIET = ("-Wno-maybe-uninitialized", "-Wno-unknown-warning-option")
+"""GCC takes its own AVX-512 intrinsics for uninitialised."""
+
+
+def variants() -> dict[str, tuple[str, ...]]:
+    """Instruction sets that are compiled for this kind of machine, and their flags."""
+    machine = platform.machine().lower()
+    if machine in ("x86_64", "amd64"):
+        return X86
+    return ARM if machine in ("aarch64", "arm64") else {"portable": ()}
+
+
+def file_name(variant: str) -> str:
+    """File name of the library of an instruction set."""
+    return f"libpackedkv_{variant}.so"
+
+
+def compiler() -> str | None:
+    """Path of the C++ compiler: ``$CXX``, g++ or clang++; None: there is none."""
+    for name in (os.environ.get("CXX"), "g++", "clang++", "c++"):
+        if name and (found := shutil.which(name)):
+            return found
+    return None
+
+
+def digest() -> str:
+    """Digest of the sources and flags."""
+    found = hashlib.sha256(repr((FLAGS, variants())).encode())
+    for path in sorted((*HERE.glob("*.h"), *HERE.glob("*.cpp"))):
+        found.update(path.name.encode() + path.read_bytes())
+    return found.hexdigest()[:32]
+
+
+def missing(folder: Path = HERE) -> list[str]:
+    """Variants that are not compiled from these sources."""
+    mark = digest().encode()
+    paths = {variant: folder / file_name(variant) for variant in variants()}
+    return [variant for variant, path in paths.items() if not path.exists() or mark not in path.read_bytes()]
+
+
+@contextmanager
+def _alone(folder: Path) -> Iterator[None]:
+    """Wait until no other process compiles into the folder: two installations at once compile once."""
+    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        import fcntl
+    except ImportError:  # no Unix: both compile, and the later file stays
+        yield
+        return
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(handle)
+
+
+def compile_missing(folder: Path = HERE, more: tuple[str, ...] = ()) -> list[Path]:
+    """Compile the variants that are missing in a folder, with ``more`` flags; returns their files.
+
+    Sources are compiled side by side, one on each processor.
+
+    Raises
+    ------
+    FileNotFoundError
+        There is no C++ compiler.
+    subprocess.CalledProcessError
+        It failed; its messages are on standard error.
+    """
+    if not missing(folder):
+        return []
+    if (cxx := compiler()) is None:
+        raise FileNotFoundError("the CPU kernels need a C++ compiler: install g++ or clang++, or set CXX.")
+    with _alone(folder), tempfile.TemporaryDirectory() as objects:
+        wanted, mark = missing(folder), f'-DKV_DIGEST="{digest()}"'
+        flags = {variant: (*FLAGS, *variants()[variant], *QUIET, *more, mark) for variant in wanted}
+        parts = [(variant, source) for source in sorted(HERE.glob("*.cpp")) for variant in wanted]
+
+        def compile_one(part: tuple[str, Path]) -> None:
+            variant, source = part
+            command = [cxx, *flags[variant], "-c", str(source), "-o", f"{objects}/{variant}-{source.stem}.o"]
+            subprocess.run(command, check=True)
+
+        with ThreadPoolExecutor(os.cpu_count() or 1) as pool:
+            list(pool.map(compile_one, parts))
+        made = []
+        for variant in wanted:
+            path = folder / file_name(variant)
+            part = path.with_suffix(f".{os.getpid()}")  # replaced at once: another process may have the old one loaded
+            linked = map(str, sorted(Path(objects).glob(f"{variant}-*.o")))
+            subprocess.run([cxx, *flags[variant], "-shared", *linked, "-o", str(part)], check=True)
+            part.replace(path)
+            made.append(path)
+        return made
+
+
+if __name__ == "__main__":
+    try:
+        compile_missing()
+    except (FileNotFoundError, subprocess.CalledProcessError) as error:
+        sys.exit(f"{error}\nWithout its CPU kernels packedkv attends with PyTorch, which is slower.")

@@ -1,0 +1,107 @@
+"""Encoding into packed pages by the CPU kernels: the host side of ``encode.h``."""
+
+from collections.abc import Collection, Mapping
+
+import torch
+from torch import Tensor
+
+from packedkv.codec import ROLES, Role
+from packedkv.kernels.constants import Constants
+from packedkv.kernels.cpu import library
+from packedkv.kernels.cpu.attend import KINDS, fill_tables
+from packedkv.kernels.cpu.library import EncodeArgsStruct, EncodeRoleStruct, LessStruct
+from packedkv.kernels.cpu.spec import CpuSpec
+from packedkv.kernels.mean import Turned
+
+ROUNDED = 3
+"""Kind of float32 numbers that are rounded to fp16 first."""
+
+
+def prepared(spec: CpuSpec) -> EncodeArgsStruct:
+    """What every call of ``encode`` for these codecs has in common."""
+    args = EncodeArgsStruct()
+    args.page_tokens, args.dim = spec.page.page_tokens, spec.head_dim
+    for role in ROLES:
+        struct: EncodeRoleStruct = getattr(args, role)
+        struct.block = spec.page.side(role).block_tokens
+        if (encoder := spec.encoder(role)) is None:
+            continue
+        struct.encoder = library.encoder_number(library.chosen(), encoder.name)
+        struct.order, struct.divides = encoder.order, encoder.divide
+        planes = [plane for plane in spec.page.planes if plane.role == role]
+        struct.planes[:] = [plane.offset for plane in planes] + [-1] * (len(struct.planes) - len(planes))
+        struct.sizes[: len(planes)] = [plane.field.nbytes for plane in planes]
+        struct.options[: len(encoder.options)] = encoder.options
+    return args
+
+
+def encode(
+    new: Mapping[Role, Tensor],
+    pages: Tensor,
+    table: Tensor,
+    first: Tensor,
+    bad: Tensor,
+    *,
+    common: EncodeArgsStruct,
+    constants: Mapping[Role, Constants],
+    rounded: Collection[Role] = (),
+    less: Turned | None = None,
+) -> None:
+    """Encode new tokens into their slots.
+
+    Parameters
+    ----------
+    new : mapping of role to Tensor ``[B, H, n, D]``
+        Model basis, fp16, bf16 or float32; n a multiple of the codec's block. Only roles with an encoder.
+    pages : Tensor uint8 ``[num_pages, H, page_bytes]``
+        Or longer, with room behind the codes.
+    table : Tensor int32 ``[B, max_pages]``
+    first : Tensor int32 ``[B]``
+        Slot of token 0; a multiple of the block.
+    bad : Tensor int32 ``[1]``
+        Raised to 1 by NaN, Inf or a magnitude above 65504, whose block is stored as zero bytes; to 2 by tokens
+        behind the pages, which are dropped.
+    common : EncodeArgsStruct
+        ``prepared``.
+    constants : mapping of role to Constants
+        Of the encoders.
+    rounded : collection of Role
+        Whose float32 numbers are rounded to fp16 first, as caches hold them; what is flagged is checked before.
+    less : Turned, optional
+        What is subtracted from the keys.
+    """
+    args = EncodeArgsStruct.from_buffer_copy(common)
+    args.pages, args.table, args.first, args.bad = (x.data_ptr() for x in (pages, table, first, bad))
+    args.page_bytes, args.table_row, args.columns = pages.shape[2], table.stride(0), table.shape[1]
+    args.batch, args.heads, args.threads = table.shape[0], pages.shape[1], torch.get_num_threads()
+    held = [_fill(getattr(args, role), constants[role], x, role in rounded) for role, x in new.items()]
+    if less is not None and "key" in new:
+        held += _fill_less(args.less, less)
+    library.library().kv_encode(args)
+    del held  # alive until here
+
+
+def _fill_less(struct: LessStruct, less: Turned) -> list[Tensor]:
+    """Set what is subtracted from keys; returns tensors that must outlive the call."""
+    mean, cosines, sines = (x.contiguous() for x in less[:3])
+    struct.mean, struct.cosines, struct.sines = mean.data_ptr(), cosines.data_ptr(), sines.data_ptr()
+    struct.mean_batch = mean.stride(0) if len(mean) > 1 else 0
+    struct.angles_batch = cosines.stride(0) if len(cosines) > 1 else 0
+    struct.pairs, struct.interleaved = cosines.shape[2], less.interleaved
+    return [mean, cosines, sines]
+
+
+def _fill(struct: EncodeRoleStruct, constants: Constants, x: Tensor, rounded: bool) -> Tensor:
+    """Set the tokens and constants of one role; returns a tensor that must outlive the call."""
+    if x.stride(3) != 1:
+        x = x.contiguous()
+    size = x.element_size()
+    kind = ROUNDED if rounded and x.dtype == torch.float32 else KINDS[x.dtype]
+    struct.x, struct.kind, struct.tokens = x.data_ptr(), kind, x.shape[2]
+    struct.batch, struct.head, struct.token = (size * stride for stride in x.stride()[:3])
+    fill_tables(struct, constants)
+    if (factor := constants.factor) is not None:
+        struct.factor, struct.factor_batch = factor.data_ptr(), factor.stride(0) if factor.shape[0] > 1 else 0
+    if constants.matrix is not None:
+        struct.matrix = constants.matrix.data_ptr()
+    return x

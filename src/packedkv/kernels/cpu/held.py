@@ -1,0 +1,231 @@
+"""Attention by the CPU kernels over the tokens of a cache that the host schedules: sink, runs of slots, window."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import accumulate, pairwise
+
+import torch
+from torch import Tensor
+
+from packedkv.attention import Partial, Seen
+from packedkv.codec import ROLES, Params, Role
+from packedkv.errors import UnsupportedError
+from packedkv.kernels.constants import Constants, constants
+from packedkv.kernels.cpu import library
+from packedkv.kernels.cpu.attend import Piece, attend
+from packedkv.kernels.cpu.mean import CpuMean, cpu_mean
+from packedkv.kernels.cpu.spec import CpuSpec, cpu_spec
+from packedkv.ops.rope import NOT_TURNED, Rotary
+from packedkv.store.pages import PageStore
+from packedkv.store.role import RoleState
+
+Runs = Sequence[tuple[int, Tensor]]
+"""Tokens of consecutive positions: how many, and the position of the first, ``[B or 1]``, as ``Positions.runs``."""
+
+
+class HeldAttention:
+    """The kernels and constants of one layer.
+
+    Parameters
+    ----------
+    roles : mapping of Role to RoleState
+    store : PageStore
+
+    Raises
+    ------
+    UnsupportedError
+        The CPU kernels cannot read them; the text says why.
+    """
+
+    def __init__(self, roles: Mapping[Role, RoleState], store: PageStore) -> None:
+        key, value = roles["key"], roles["value"]
+        if reason := library.refusal(store.pages.device):
+            raise UnsupportedError(reason)
+        if key.site.head_dim != value.site.head_dim:
+            raise UnsupportedError(
+                f"keys have head_dim {key.site.head_dim}, values {value.site.head_dim}; the kernels take one"
+            )
+        self.read = key.codec, value.codec, key.site.head_dim, store.layout.page_tokens
+        cpu_spec(*self.read)  # not held: it has functions, which are not pickled
+        self.made: dict[Role, tuple[Params, Constants]] = {}
+        self.mean: tuple[Tensor, CpuMean] | None = None
+
+    def attend(
+        self,
+        q: Tensor,
+        roles: Mapping[Role, RoleState],
+        store: PageStore,
+        *,
+        scale: float,
+        seen: Seen,
+        sinks: Tensor | None = None,
+        mean: Tensor | None = None,
+        rotary: Rotary = NOT_TURNED,
+        runs: Runs | None = None,
+        part: tuple[int, int] | None = None,
+    ) -> Partial:
+        """Attention of the newest ``q [B, HQ, n, D]``; as ``attend_held``, with a mean that ``rotary`` turns."""
+        if mean is not None and (self.mean is None or self.mean[0] is not mean):
+            self.mean = mean, cpu_mean(mean, rotary)
+        spec = cpu_spec(*self.read)
+        for role in ROLES:
+            state, old = roles[role], self.made.get(role)
+            if state.params is None:  # not fitted yet: every token is dense
+                assert not state.encoded
+                self.made[role] = {}, Constants(None, None, 1)
+            elif old is None or old[0] is not state.params:
+                side = spec.key if role == "key" else spec.value
+                made = constants(side, state.codec, state.site, state.params, None, drawn=state.drawn)
+                self.made[role] = state.params, made
+        key, value = (self.made[role][1] for role in ROLES)
+        return attend_held(
+            q, roles, store, spec=spec, key=key, value=value, scale=scale, seen=seen, sinks=sinks,
+            mean=None if mean is None or self.mean is None else self.mean[1], runs=runs, part=part,
+        )  # fmt: skip
+
+
+def attend_held(
+    q: Tensor,
+    roles: Mapping[Role, RoleState],
+    store: PageStore,
+    *,
+    spec: CpuSpec,
+    key: Constants,
+    value: Constants,
+    scale: float,
+    seen: Seen,
+    sinks: Tensor | None = None,
+    mean: CpuMean | None = None,
+    runs: Runs | None = None,
+    part: tuple[int, int] | None = None,
+) -> Partial:
+    """Attention of the newest ``q [B, HQ, n, D]`` over what a cache holds.
+
+    Parameters
+    ----------
+    q : Tensor
+        Model basis.
+    roles : mapping of Role to RoleState
+        They hold as many tokens, but not necessarily the same ones dense.
+    store : PageStore
+    spec, key, value
+        As ``attend``.
+    scale : float
+    seen : Seen
+        Which tokens a query sees.
+    sinks : Tensor ``[HQ]``, optional
+        Learned logits that join the softmax's denominator only.
+    mean : CpuMean, optional
+        Of the keys, which packed ones are held without.
+    runs : Runs, optional
+        The positions of all tokens, with a mean.
+    part : (int, int), optional
+        What is held are the tokens from this one on, of so many in all, which ``seen`` counts; default: all of them.
+
+    Returns
+    -------
+    Partial
+        ``out [B, HQ, n, D]`` of q's dtype.
+    """
+    pieces = _pieces(roles["key"], roles["value"])
+    batch, held = q.shape[0], sum(piece.tokens for piece in pieces)
+    first, total = part or (0, held)
+    placed = [pieces] * batch if mean is None or runs is None else _placed(pieces, runs, batch)
+    found = attend(
+        q, store.pages, store.table, placed, spec=spec, key=key, value=value, scale=scale,
+        dense_k=_dense(roles["key"]), dense_v=_dense(roles["value"]), softcap=seen.softcap, sinks=sinks,
+        seen=_of_part(ranges(seen, batch, q.shape[2], total), first, held),
+        mask=None if seen.mask is None else _additive(seen.mask[..., first : first + held]), mean=mean,
+    )  # fmt: skip
+    return Partial(*found)
+
+
+def _pieces(key: RoleState, value: RoleState) -> list[Piece]:
+    """Where the tokens of a cache lie; those held dense are numbered as in ``_dense``."""
+    pieces, sides = [], [list(_segments(state)) for state in (key, value)]
+    at, ends = 0, [0, 0]
+    total = sum(count for count, _ in sides[0])
+    current = [(0, 0), (0, 0)]
+    while at < total:
+        for i, side in enumerate(sides):
+            while ends[i] <= at:
+                current[i] = side.pop(0)
+                ends[i] += current[i][0]
+        count = min(ends) - at
+        k, v = (
+            place + done if place >= 0 else place - done
+            for (size, place), end in zip(current, ends, strict=True)
+            for done in (size - (end - at),)
+        )
+        pieces.append(Piece(count, k, v))
+        at += count
+    return pieces
+
+
+def _placed(pieces: Sequence[Piece], runs: Runs, batch: int) -> list[list[Piece]]:
+    """The pieces of each sequence with their positions; they are cut where these are not consecutive."""
+    ends = list(accumulate(piece.tokens for piece in pieces))
+    edges = {0, *ends, *(end for end in accumulate(count for count, _ in runs) if end < ends[-1])}
+    starts = [first.expand(batch).tolist() for _, first in runs]
+    found: list[list[Piece]] = [[] for _ in range(batch)]
+    i, j, before, placed = 0, 0, 0, 0  # the piece and the run, and how many tokens precede them
+    for at, end in pairwise(sorted(edges)):
+        while at >= before + pieces[i].tokens:
+            i, before = i + 1, before + pieces[i].tokens
+        while at >= placed + runs[j][0]:
+            j, placed = j + 1, placed + runs[j][0]
+        _, k, v, _ = pieces[i]
+        done = at - before
+        for b, own in enumerate(found):
+            own.append(
+                Piece(
+                    end - at,
+                    k + done if k >= 0 else k - done,
+                    v + done if v >= 0 else v - done,
+                    starts[j][b] + at - placed,
+                )
+            )
+    return found
+
+
+def _segments(state: RoleState) -> Iterator[tuple[int, int]]:
+    """Runs of a role's tokens, oldest first: how many, and where (as in a Piece)."""
+    sink = state.sink.shape[2]
+    yield sink, ~0
+    for first, last in state.runs:
+        yield last - first, first
+    yield state.window.shape[2], ~sink
+
+
+def _dense(state: RoleState) -> Tensor | None:
+    """Tokens that a role of a cache holds dense, sink first."""
+    if not state.window.shape[2]:
+        return state.sink if state.sink.shape[2] else None
+    return torch.cat([state.sink, state.window], 2) if state.sink.shape[2] else state.window
+
+
+def ranges(seen: Seen, batch: int, n: int, total: int) -> tuple[Tensor, Tensor] | None:
+    """Tokens ``[low, high)`` that each of the newest n queries of ``batch`` sequences sees; None: all of them."""
+    if seen.mask is not None or (n == 1 and not (seen.window or seen.chunk or any(seen.start))):
+        return None
+    low = torch.tensor([seen.first(i, n, total) for i in range(n)], dtype=torch.int32).expand(batch, n)
+    if seen.start:
+        low = torch.maximum(low, torch.tensor(seen.start, dtype=torch.int32)[:, None])
+    high = torch.full((n,), total, dtype=torch.int32)
+    if seen.causal:
+        high = torch.arange(total - n + 1, total + 1, dtype=torch.int32)
+    return low, high.expand(batch, n)
+
+
+def _of_part(seen: tuple[Tensor, Tensor] | None, first: int, held: int) -> tuple[Tensor, Tensor] | None:
+    """``ranges`` of the tokens ``[first, first + held)`` alone, counted from the first of them."""
+    if seen is None:
+        return None
+    low, high = ((x - first).clamp(0, held) for x in seen)
+    return low, high
+
+
+def _additive(mask: Tensor | None) -> Tensor | None:
+    """A mask as a float32 number that is added to scores."""
+    if mask is None or mask.dtype != torch.bool:
+        return mask
+    return torch.zeros(mask.shape).masked_fill_(~mask, -torch.inf)

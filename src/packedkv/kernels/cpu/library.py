@@ -1,0 +1,205 @@
+"""The compiled CPU kernels: which of them this machine runs, loading them, and the structs that they take.
+
+The instruction set is PyTorch's choice (``torch.backends.cpu.get_cpu_capability()``), so the variable with which
+PyTorch is held to fewer instructions, ``ATEN_CPU_CAPABILITY``, holds for the kernels as well.
+"""
+
+import ctypes
+import os
+from ctypes import POINTER, c_char_p, c_float, c_int32, c_int64, c_void_p
+from functools import cache
+from pathlib import Path
+
+import torch
+
+from packedkv.errors import UnsupportedError
+from packedkv.kernels.cpu.compile import HERE, digest, file_name, variants
+from packedkv.kernels.cpu.spec import OPTIONS, PLANES
+
+KNOWN = {"AVX512": "avx512", "AVX2": "avx2"}
+"""Instruction sets by PyTorch's names; everything else is the first of this machine's ``variants``."""
+
+
+class RoleStruct(ctypes.Structure):
+    """``kv::Role`` of attend.h."""
+
+    _fields_ = (
+        ("reader", c_int64),
+        ("tables", c_void_p),
+        ("tables_head", c_int64),
+        ("tables_batch", c_int64),
+        ("factor", c_void_p),
+        ("factor_batch", c_int64),
+        ("order", c_int64),
+        ("matrix", c_void_p),
+        ("dense", c_void_p),
+        ("dense_batch", c_int64),
+        ("dense_head", c_int64),
+        ("dense_token", c_int64),
+        ("dense_kind", c_int64),
+        ("planes", c_int64 * PLANES),
+        ("options", c_int32 * OPTIONS),
+    )
+
+
+class MeanStruct(ctypes.Structure):
+    """``kv::KeyMean`` of mean.h."""
+
+    _fields_ = (
+        *((name, c_void_p) for name in ("turning", "still", "table")),
+        *((name, c_int64) for name in ("turning_batch", "still_batch", "table_head", "pairs", "fast")),
+    )
+
+
+class ArgsStruct(ctypes.Structure):
+    """``kv::Args`` of attend.h."""
+
+    _fields_ = (
+        *((name, c_void_p) for name in ("q", "out", "lse", "pages", "table", "pieces", "low", "high", "mask", "sinks")),
+        *((name, c_int64) for name in ("mask_batch", "mask_head", "mask_row")),
+        *((name, c_int64) for name in ("page_bytes", "page_tokens", "table_row", "pieces_each")),
+        *((name, c_int64) for name in ("batch", "heads", "group", "queries", "dim", "threads")),
+        ("scale", c_float),
+        ("softcap", c_float),
+        ("key", RoleStruct),
+        ("value", RoleStruct),
+        ("mean", MeanStruct),
+    )
+
+
+class EncodeRoleStruct(ctypes.Structure):
+    """``kv::EncodeRole`` of encode.h."""
+
+    _fields_ = (
+        ("x", c_void_p),
+        *((name, c_int64) for name in ("batch", "head", "token", "kind", "tokens", "encoder", "block")),
+        ("tables", c_void_p),
+        ("tables_head", c_int64),
+        ("tables_batch", c_int64),
+        ("factor", c_void_p),
+        *((name, c_int64) for name in ("factor_batch", "divides", "order")),
+        ("matrix", c_void_p),
+        ("planes", c_int64 * PLANES),
+        ("sizes", c_int64 * PLANES),
+        ("options", c_int32 * OPTIONS),
+    )
+
+
+class LessStruct(ctypes.Structure):
+    """``kv::Less`` of encode.h."""
+
+    _fields_ = (
+        *((name, c_void_p) for name in ("mean", "cosines", "sines")),
+        *((name, c_int64) for name in ("mean_batch", "angles_batch", "pairs", "interleaved")),
+    )
+
+
+class EncodeArgsStruct(ctypes.Structure):
+    """``kv::EncodeArgs`` of encode.h."""
+
+    _fields_ = (
+        *((name, c_void_p) for name in ("pages", "table", "first", "bad")),
+        *((name, c_int64) for name in ("page_bytes", "page_tokens", "table_row", "columns")),
+        *((name, c_int64) for name in ("batch", "heads", "dim", "threads")),
+        ("key", EncodeRoleStruct),
+        ("value", EncodeRoleStruct),
+        ("less", LessStruct),
+    )
+
+
+def refusal(device: torch.device) -> str:
+    """Return why the CPU kernels cannot run on ``device``, or ``""`` if they can."""
+    if device.type != "cpu":
+        return f"device {device} is not a CPU"
+    try:
+        library()
+    except UnsupportedError as error:
+        return str(error)
+    return ""
+
+
+def variant() -> str:
+    """Instruction set of the kernels on this machine: ``avx512``, ``avx2``, ``neon`` or ``portable``."""
+    return _variant(torch.backends.cpu.get_cpu_capability())
+
+
+@cache
+def _variant(capability: str) -> str:
+    found, here = KNOWN.get(capability.split("_")[0], ""), variants()
+    return found if found in here else next(iter(here))
+
+
+def library() -> ctypes.CDLL:
+    """Return the kernels of this machine's instruction set.
+
+    Raises
+    ------
+    UnsupportedError
+        They are not compiled, or of another version.
+    """
+    return load(chosen())
+
+
+@cache
+def load(path: Path) -> ctypes.CDLL:
+    """Load compiled kernels, to run on PyTorch's threads; as ``library``."""
+    remedy = f"install a wheel, or in a clone run `python {os.path.relpath(HERE / 'compile.py')}`"
+    if not path.exists():
+        raise UnsupportedError(f"the CPU kernels are not compiled ({path.name} is missing); {remedy}")
+    found = ctypes.CDLL(str(path))
+    found.kv_digest.restype = c_char_p
+    if found.kv_digest().decode() != digest():
+        raise UnsupportedError(f"the CPU kernels are compiled from other sources ({path.name}); {remedy}")
+    found.kv_reader.restype = found.kv_encoder.restype = c_int64
+    found.kv_encode.argtypes, found.kv_encode.restype = (POINTER(EncodeArgsStruct),), None
+    found.kv_attend.argtypes, found.kv_attend.restype = (POINTER(ArgsStruct),), None
+    found.kv_unpack.argtypes = (POINTER(RoleStruct), c_void_p, *(c_int64,) * 4, c_void_p)
+    found.kv_unpack.restype = None
+    found.kv_threads.argtypes, found.kv_threads.restype = (c_void_p,), None
+    found.kv_threads(_parallel())
+    return found
+
+
+@cache
+def reader_number(path: Path, name: str) -> int:
+    """Number by which compiled kernels know a reader.
+
+    Raises
+    ------
+    UnsupportedError
+        They have none of that name.
+    """
+    if (number := int(load(path).kv_reader(name.encode()))) < 0:
+        raise UnsupportedError(f"the CPU kernels have no reader {name!r}")
+    return number
+
+
+@cache
+def encoder_number(path: Path, name: str) -> int:
+    """Number by which compiled kernels know an encoder; as ``reader_number``."""
+    if (number := int(load(path).kv_encoder(name.encode()))) < 0:
+        raise UnsupportedError(f"the CPU kernels have no encoder {name!r}")
+    return number
+
+
+def chosen() -> Path:
+    """Where the kernels of this machine's instruction set are, compiled or not."""
+    return _path(variant())
+
+
+@cache
+def _path(name: str) -> Path:
+    return HERE / file_name(name)
+
+
+@cache
+def _parallel() -> int | None:
+    """Address of ``GOMP_parallel`` in the OpenMP runtime that PyTorch has loaded; None: it uses another kind."""
+    lib = Path(torch.__file__).parent / "lib"
+    for path in (*lib.glob("lib*omp*.so*"), *lib.parent.parent.glob("torch.libs/lib*omp*.so*")):
+        try:
+            found = ctypes.CDLL(str(path), mode=os.RTLD_NOLOAD | os.RTLD_NOW)
+            return ctypes.cast(found.GOMP_parallel, c_void_p).value
+        except (OSError, AttributeError):  # not loaded, or without that function
+            continue
+    return None

@@ -1,0 +1,419 @@
+"""Encode keys and values into pages in CUDA: the host side of ``encode.cuh``.
+
+New tokens in the model's basis are encoded to the bytes of the reference codec, into the slots from ``first`` on. Both
+roles go in one launch where both are encoded row by row; a role whose blocks span tokens has a launch of its own.
+
+Numbers are not validated here, because that would synchronise: a row with NaN, Inf or a magnitude above 65504
+is stored as zero bytes and raises a flag on the device to 1, a token past the page table's capacity is dropped and
+raises it to 2.
+"""
+
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from packedkv.codec import ROLES, Role
+from packedkv.errors import ShapeError, UnsupportedError
+from packedkv.kernels.constants import Constants
+from packedkv.kernels.cuda.arguments import EncodeArgs
+from packedkv.kernels.cuda.build import Kernel, Program, load
+from packedkv.kernels.cuda.decode import KINDS, MOST_SEQUENCES
+from packedkv.kernels.mean import Turned
+from packedkv.kernels.spec import Encoder, EncodeSpec
+from packedkv.store.kept_rows import rows_bytes
+
+ROW_THREADS, TABLE_WARPS = 128, 8
+TABLE_THREADS = 32 * TABLE_WARPS
+"""Threads of a block, ``kv::ENCODE_THREADS`` and ``kv::TABLE_THREADS``."""
+ROWS_PER_WARP = 4
+"""Of the encoders of form "rows" whose rows are held by eight lanes; the others take four steps."""
+MOST_BLOCKS = 1 << 16
+"""Along the rows of a sequence; more rows than that share blocks."""
+
+MULTIPROCESSORS = 132
+"""Of an H100 or H200: for how many a grid of blocks with tables of their own is made."""
+
+
+def _factor(encoder: Encoder) -> str:
+    return "kv::FACTOR_NONE" if not encoder.factor else "kv::FACTOR_INVERSE" if encoder.divide else "kv::FACTOR_TIMES"
+
+
+def _threads(spec: EncodeSpec, encoder: Encoder) -> int:
+    if encoder.form == "blocks":
+        return 2 * spec.head_dim
+    return TABLE_THREADS if encoder.form == "table" else ROW_THREADS
+
+
+def _program(spec: EncodeSpec, roles: tuple[Role, ...], kept: bool, slots: bool) -> Program:
+    """Return the source of ``kv_encode`` for one role, or for both at once."""
+    encoders = [encoder for role in roles if (encoder := spec.encoder(role)) is not None]
+    first = encoders[0]
+    types = [
+        f"kv::Role<{x.type}, {x.order}, {_factor(x)}{', true' if spec.mean and role == 'key' else ''}>"
+        for role in roles
+        if (x := spec.encoder(role)) is not None
+    ]
+    each = f"a.{roles[0]}" if len(encoders) == 1 else "kv::block_z() ? a.value : a.key"
+    threads, tell = "kv::ENCODE_THREADS", ""
+    # what is loaded of a mean must not take the registers of other blocks
+    least = first.resident or (1 if not spec.mean else 3 if first.form == "rows" else 2)
+    if first.form == "rows":
+        call = f"encode_pair<{', '.join(types)}>(a)" if len(encoders) == 2 else f"encode_side<{types[0]}>(a, {each})"
+    elif first.form == "blocks":
+        call = f"encode_blocks<{first.type}, {_factor(first)}>(a, {each})"
+        threads = f"{first.type}::THREADS"
+    else:
+        if len(set(types)) == 2:
+            call = f"encode_tables<{', '.join(types)}>(a)"
+        else:
+            call = f"encode_with_table<{types[0]}>(a, {each})"
+        threads = "kv::TABLE_THREADS"
+        tell = f"*a.bad = kv::table_bytes<{first.type}>();"
+    source = "\n".join(
+        [
+            *(["#define KV_KEPT"] if kept else []),
+            *(["#define KV_SLOTS"] if slots else []),
+            *(f'#include "{name}"' for name in sorted({encoder.header for encoder in encoders})),
+            f'static_assert({threads} == {_threads(spec, first)}, "threads as the host counts them");',
+            f"KV_KERNEL void KV_BOUNDS({_threads(spec, first)}, {least}) "
+            "kv_encode(KV_GRID_CONSTANT kv::EncodeArgs a) {",
+            f"  kv::{call};",
+            "}",
+            *((f"KV_KERNEL void kv_shared(KV_GRID_CONSTANT kv::EncodeArgs a) {{ {tell} }}",) if tell else ()),
+            "",
+        ]
+    )
+    folders = tuple(dict.fromkeys((Program("").folders[0], *(encoder.folder for encoder in encoders))))
+    return Program(source, fma=False, folders=folders)  # bit-exact: no multiply-add is contracted
+
+
+def programs(
+    spec: EncodeSpec, roles: tuple[Role, ...] = ROLES, kept: bool = False, slots: bool = False
+) -> dict[tuple[Role, ...], Program]:
+    """Return the launches that write these roles: the roles of each, and its program.
+
+    ``kept``: whether pages keep first tokens in 16 bit. ``slots``: those of a ``SlotWriter``.
+    """
+    there = tuple(role for role in roles if spec.encoder(role) is not None)
+    encoders = [encoder for role in there if (encoder := spec.encoder(role)) is not None]
+    groups = tuple((role,) for role in there)
+    if len(encoders) == 2:
+        key, value = encoders
+        alike = (key.type, key.order, key.factor, key.divide) == (value.type, value.order, value.factor, value.divide)
+        if key.form == value.form == "rows" or (key.form == value.form == "table" and alike):
+            return {there: _program(spec, there, kept, slots)}
+    return {group: _program(spec, group, kept, slots) for group in groups}
+
+
+class Launch(NamedTuple):
+    """A loaded program and the bytes of dynamic shared memory that it takes."""
+
+    kernel: Kernel
+    shared: int
+
+
+@lru_cache(maxsize=256)
+def _launches(
+    text: str, roles: tuple[Role, ...], kept: bool, device: torch.device, slots: bool = False
+) -> dict[tuple[Role, ...], Launch]:
+    spec, found = _SPECS[text], {}
+    for group, program in programs(spec, roles, kept, slots).items():
+        encoder = spec.encoder(group[0])
+        assert encoder is not None
+        if encoder.form != "table":
+            found[group] = Launch(load(program, ("kv_encode",), device, spec.name)[0], 0)
+            continue
+        kernel, tell = load(program, ("kv_encode", "kv_shared"), device, spec.name)
+        size = torch.zeros(1, dtype=torch.int32, device=device)
+        tell.launch((1, 1, 1), 32, 0, EncodeArgs(bad=size.data_ptr()))
+        found[group] = Launch(kernel, int(size))  # synchronises, once per program
+    return found
+
+
+_SPECS: dict[str, EncodeSpec] = {}
+"""Specs by the text that represents them in a compiled graph."""
+
+
+@lru_cache(maxsize=256)
+def text_of(spec: EncodeSpec) -> str:
+    """Register a spec for ``encode_to_pages`` and return its name."""
+    text = repr(tuple(spec))
+    _SPECS[text] = spec
+    return text
+
+
+def aligned_rows(x: Tensor) -> Tensor:
+    """Align for vector loads: contiguous channels, strides in multiples of four elements, start at 16 bytes."""
+    if x.stride(3) != 1 or x.data_ptr() % 16 or any(stride % 4 for stride in x.stride()[:3]):
+        return x.clone(memory_format=torch.contiguous_format)
+    return x
+
+
+def _encode(
+    keys: Tensor | None, values: Tensor | None, pages: Tensor, table: Tensor, first: Tensor, bad: Tensor | None,
+    text: str, key_tables: Tensor | None, key_factor: Tensor | None, value_tables: Tensor | None,
+    value_factor: Tensor | None, key_matrix: Tensor | None, value_matrix: Tensor | None, mean: Tensor | None,
+    cosines: Tensor | None, sines: Tensor | None, interleaved: bool, kept: int,
+) -> None:  # fmt: skip
+    spec = _SPECS[text]
+    given: dict[Role, Tensor | None] = {"key": keys, "value": values}
+    x = {role: aligned_rows(part) for role, part in given.items() if part is not None and part.numel()}
+    if not x:
+        return
+    some = next(iter(x.values()))
+    args = EncodeArgs()
+    args.pages, args.page_table = pages.data_ptr(), table.data_ptr()
+    if bad is not None:
+        args.bad = bad.data_ptr()
+    if "key" in x:
+        args.key.fill(x["key"], key_tables, key_factor, key_matrix, first, spec.key_plane)
+        if mean is not None and cosines is not None and sines is not None:
+            args.mean.fill(mean, cosines, sines, interleaved)
+    if "value" in x:
+        args.value.fill(x["value"], value_tables, value_factor, value_matrix, first, spec.value_plane)
+    args.page_bytes, args.table_row, args.kind = pages.shape[2], table.stride(0), KINDS[some.dtype]
+    args.kept, args.key.rows = kept, spec.page_bytes
+    args.value.rows = spec.page_bytes + rows_bytes(kept, spec.head_dim) // 2
+    args.page_tokens, args.capacity, args.heads = spec.page_tokens, table.shape[1] * spec.page_tokens, pages.shape[1]
+    for group, (kernel, shared) in _launches(text, tuple(x), kept > 0, some.device).items():
+        encoder = spec.encoder(group[0])
+        assert encoder is not None
+        blocks = max(_blocks(spec, role, x[role]) for role in group)
+        kernel.launch((blocks, some.shape[0], len(group)), _threads(spec, encoder), shared, args)
+
+
+class SlotWriter:
+    """Encodes tokens into any slots of a pool of pages that an engine owns, in one launch where both roles allow it.
+
+    What does not change from call to call is prepared once, because every layer of every step has a call.
+
+    Parameters
+    ----------
+    pages, spec, key, value, bad, kept
+        As ``encode_to_pages``; ``key`` and ``value`` are the same for all sequences.
+    """
+
+    def __init__(self, pages: Tensor, spec: str, key: Constants, value: Constants, bad: Tensor, kept: int = 0) -> None:
+        known, args = _SPECS[spec], EncodeArgs()
+        args.pages, args.bad = pages.data_ptr(), bad.data_ptr()
+        args.page_bytes, args.kept = pages.shape[2], kept
+        args.page_tokens, args.heads = known.page_tokens, pages.shape[1]
+        self.args, self.key, self.value, self.mean = args, args.key, args.value, args.mean
+        self.key.constants(key.tables, key.factor, key.matrix, known.key_plane)
+        self.value.constants(value.tables, value.factor, value.matrix, known.value_plane)
+        self.key.rows = known.page_bytes
+        self.value.rows = known.page_bytes + rows_bytes(kept, known.head_dim) // 2
+        there = tuple(role for role in ROLES if known.encoder(role) is not None)
+        self.many, self.few = (
+            [
+                (one, group, _threads(one, encoder), kernel, shared)
+                for group, (kernel, shared) in _launches(text_of(one), there, kept > 0, pages.device, True).items()
+                if (encoder := one.encoder(group[0])) is not None
+            ]
+            for one in (known, known.few)
+        )
+        # while all blocks of both roles run at once
+        self.few_tokens = 2 * MULTIPROCESSORS // (len(ROLES) * args.heads) * TABLE_WARPS
+        self.held = pages, key, value, bad
+
+    def write(self, keys: Tensor, values: Tensor, slots: Tensor, less: Turned | None = None) -> None:
+        """Encode tokens ``[T, H, D]``; nothing synchronises.
+
+        Parameters
+        ----------
+        keys, values : Tensor ``[T, H, D]``
+            Model basis. With groups of tokens T is a multiple of them, and the slot of a group's first token counts.
+        slots : Tensor int64 ``[T]``
+            Slot s is place ``s % P`` of page ``s // P``; below 0: the token is not stored.
+        less : Turned, optional
+            What is subtracted from the keys, of one sequence of T tokens.
+        """
+        if not keys.shape[0]:
+            return
+        if slots.dtype != torch.int64 or slots.shape[0] != keys.shape[0] or slots.stride(0) != 1:
+            raise ShapeError(
+                f"slots are {slots.dtype} {list(slots.shape)}; contiguous int64 [{keys.shape[0]}] is needed, one "
+                f"of each token."
+            )
+        args, kept = self.args, []
+        for side, x in ((self.key, keys), (self.value, values)):
+            token, head, channel = x.stride()
+            if channel != 1 or x.data_ptr() % 16 or token % 4 or head % 4:
+                x = x.clone(memory_format=torch.contiguous_format)
+                token, head, _ = x.stride()
+                kept.append(x)  # until the launch
+            side.x, side.tokens, side.token, side.head = x.data_ptr(), x.shape[0], token, head
+        args.slots, args.kind = slots.data_ptr(), KINDS[keys.dtype]
+        if less is not None:
+            self.mean.fill(*less)
+        for spec, group, threads, kernel, shared in self.few if keys.shape[0] <= self.few_tokens else self.many:
+            blocks = max([_blocks_of(spec, role, keys.shape[1], keys.shape[0]) for role in group])
+            kernel.launch((blocks, 1, len(group)), threads, shared, args)
+
+
+def _blocks(spec: EncodeSpec, role: Role, x: Tensor) -> int:
+    """Blocks of threads along the rows of a sequence: one step each, unless rows are very many."""
+    return _blocks_of(spec, role, x.shape[1], x.shape[2])
+
+
+def _blocks_of(spec: EncodeSpec, role: Role, heads: int, tokens: int) -> int:
+    encoder = spec.encoder(role)
+    assert encoder is not None
+    if encoder.form == "blocks":
+        return max(1, min(heads * (tokens // encoder.block), MOST_BLOCKS))
+    if encoder.form == "table":  # a block serves one head and loads its tables first, which a few steps amortise
+        rows = TABLE_WARPS * (32 // encoder.team) * (2 if encoder.team == 8 else 1)
+        most = encoder.resident * MULTIPROCESSORS or MOST_BLOCKS
+        return heads * max(1, min(-(-tokens // rows), most // heads))
+    rows = ROWS_PER_WARP * _threads(spec, encoder) // 32
+    return max(1, min(-(-heads * tokens // rows), MOST_BLOCKS))
+
+
+# compiled graphs trace the operator, eager calls skip the dispatcher
+_op = torch.library.custom_op("packedkv::cuda_encode_to_pages", _encode, mutates_args=("pages", "bad"))
+
+
+@_op.register_fake
+def _(*_args: Any) -> None:
+    return None
+
+
+def encode_to_pages(
+    keys: Tensor | None,
+    values: Tensor | None,
+    pages: Tensor,
+    table: Tensor,
+    first: Tensor,
+    *,
+    spec: str,
+    key: Constants,
+    value: Constants,
+    bad: Tensor | None = None,
+    less: Turned | None = None,
+    kept: int = 0,
+) -> None:
+    """Encode new tokens into their slots.
+
+    Parameters
+    ----------
+    keys, values : Tensor ``[B, H, N, D]`` or None
+        Model basis, fp16, bf16 or fp32; N a multiple of the encoder's block. None: the role is not written.
+    pages : Tensor uint8 ``[num_pages, H, page_bytes]``
+        Or longer, with room behind the codes.
+    table : Tensor int32 ``[B, max_pages]``
+    first : Tensor int32 ``[B]``
+        Slot of token 0, on the device; a multiple of the block.
+    spec : str
+        ``text_of`` a spec.
+    key, value : Constants
+        The layer's constants, ``constants.constants_for`` the encoders.
+    bad : Tensor int32 ``[1]``, optional
+        Raised to 1 or 2; see the module's text.
+    less : Turned, optional
+        What is subtracted from the keys first, in float32; the spec says whether there is one.
+    kept : int
+        So many first tokens of every page are also written in 16 bit, ``store.kept_rows``.
+
+    Raises
+    ------
+    ShapeError, UnsupportedError
+    """
+    name = "encode_to_pages"
+    if spec not in _SPECS:
+        raise UnsupportedError(f"{name}: spec={spec!r} is unknown; pass text_of(encode_spec(...)).")
+    known = _SPECS[spec]
+    if (
+        pages.dtype != torch.uint8
+        or pages.dim() != 3
+        or pages.shape[2] < known.page_bytes + rows_bytes(kept, known.head_dim)
+        or pages.shape[2] % 16
+        or not pages.is_contiguous()
+    ):
+        raise ShapeError(
+            f"{name}: pages are {pages.dtype} {list(pages.shape)}; a contiguous uint8 [num_pages, H, "
+            f"{known.page_bytes + rows_bytes(kept, known.head_dim)}] or longer is needed."
+        )
+    for what, t in (("table", table), ("first", first)):
+        if t.dtype != torch.int32 or t.stride(-1) != 1:
+            raise ShapeError(f"{name}: {what} is {t.dtype}; contiguous int32 is needed.")
+    for role, x in zip(ROLES, (keys, values), strict=True):
+        if x is None:
+            continue
+        encoder = known.encoder(role)
+        if encoder is None:
+            raise UnsupportedError(f"{name}: no kernel encodes these {role}s; encode them with the codec.")
+        want = [table.shape[0], pages.shape[1], known.head_dim]
+        if x.dim() != 4 or [x.shape[0], x.shape[1], x.shape[3]] != want or x.dtype not in KINDS:
+            raise ShapeError(
+                f"{name}: {role}s are {x.dtype} {list(x.shape)}; fp16, bf16 or fp32 [{want[0]}, {want[1]}, N, "
+                f"{want[2]}] is needed."
+            )
+        if kept and encoder.form == "blocks":
+            raise UnsupportedError(f"{name}: {known.name} encodes groups of tokens, whose pages keep none in 16 bit.")
+        if x.shape[2] % encoder.block or x.shape[0] > MOST_SEQUENCES:
+            raise ShapeError(
+                f"{name}: {x.shape[2]} tokens of {x.shape[0]} sequences; a multiple of {encoder.block} tokens and at "
+                f"most {MOST_SEQUENCES} sequences are needed."
+            )
+    if keys is not None and keys.numel():
+        _check_turned(name, known, less, keys)
+    if keys is not None and values is not None and keys.dtype != values.dtype:
+        raise ShapeError(f"{name}: keys are {keys.dtype}, values {values.dtype}; use one dtype.")
+    encode_checked(keys, values, pages, table, first, spec=spec, key=key, value=value, bad=bad, less=less, kept=kept)
+
+
+def encode_checked(
+    keys: Tensor | None,
+    values: Tensor | None,
+    pages: Tensor,
+    table: Tensor,
+    first: Tensor,
+    *,
+    spec: str,
+    key: Constants,
+    value: Constants,
+    bad: Tensor | None = None,
+    less: Turned | None = None,
+    kept: int = 0,
+) -> None:
+    """As ``encode_to_pages``, of arguments that fit each other, as those of a cache do."""
+    run = _op if torch.compiler.is_compiling() else _encode
+    mean, cosines, sines, interleaved = (None, None, None, False) if less is None else less
+    run(
+        keys, values, pages, table, first, bad, spec, key.tables, key.factor, value.tables, value.factor, key.matrix,
+        value.matrix, mean, cosines, sines, interleaved, kept,
+    )  # fmt: skip
+
+
+def _check_turned(name: str, spec: EncodeSpec, less: Turned | None, keys: Tensor) -> None:
+    if (less is None) == spec.mean:
+        raise UnsupportedError(
+            f"{name}: the spec is made {'with' if spec.mean else 'without'} a mean of the keys, and "
+            f"{'none' if less is None else 'one'} is given; pass mean={not spec.mean} to encode_spec."
+        )
+    if less is None:
+        return
+    batch, heads, tokens, dim = keys.shape
+    mean, cosines, sines, _ = less
+    if mean.dtype != torch.float32 or mean.shape[0] not in (1, batch) or list(mean.shape[1:]) != [heads, dim]:
+        raise ShapeError(
+            f"{name}: mean is {mean.dtype} {list(mean.shape)}; float32 [1 or {batch}, {heads}, {dim}] is needed."
+        )
+    for what, x in (("cosines", cosines), ("sines", sines)):
+        if (
+            x.dtype != torch.float32
+            or x.shape != cosines.shape
+            or x.stride() != cosines.stride()
+            or x.dim() != 3
+            or x.shape[0] not in (1, batch)
+            or x.shape[1] != tokens
+            or 2 * x.shape[2] > dim
+        ):
+            raise ShapeError(
+                f"{name}: {what} are {x.dtype} {list(x.shape)}; float32 [1 or {batch}, {tokens}, R / 2] is needed, R "
+                f"at most {dim}, cosines and sines alike."
+            )
+    if not mean.is_contiguous() or cosines.stride(2) != 1:
+        raise ShapeError(f"{name}: the mean, and the cosines of a token, must be contiguous.")

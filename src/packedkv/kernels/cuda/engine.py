@@ -1,0 +1,306 @@
+"""The engine of NVIDIA GPUs."""
+
+from collections.abc import Hashable, Mapping, Sequence
+from functools import lru_cache
+from typing import Any, NamedTuple, Self
+
+import torch
+from torch import Tensor
+
+from packedkv.attention import Seen
+from packedkv.codec import ROLES, Codec, Params, Role
+from packedkv.errors import UnsupportedError
+from packedkv.kernels.constants import NO_CONSTANTS, joined
+from packedkv.kernels.cuda.basis import out_of_codes
+from packedkv.kernels.cuda.decode import decode_attention, splits_of, workspace_numel
+from packedkv.kernels.cuda.decode import text_of as decode_text
+from packedkv.kernels.cuda.encode import SlotWriter, encode_checked, encode_to_pages
+from packedkv.kernels.cuda.encode import text_of as encode_text
+from packedkv.kernels.cuda.fit import Fitted, Fitter, Rooms, Sample, fitters
+from packedkv.kernels.cuda.history import History, Packed, attend_history, unpack, workspace_bytes
+from packedkv.kernels.cuda.history_groups import attend_groups
+from packedkv.kernels.cuda.prompts import ChunkReader
+from packedkv.kernels.cuda.prompts_groups import GroupChunkReader
+from packedkv.kernels.engine import Engine
+from packedkv.kernels.flash import Flash
+from packedkv.kernels.mean import KeyMean, Turned, key_mean
+from packedkv.kernels.spec import (
+    Encoder,
+    Reader,
+    decode_spec,
+    encode_spec,
+    reader,
+)
+from packedkv.ops.rope import Rotary
+from packedkv.store.pages import PageStore
+from packedkv.store.role import RoleState
+
+
+class _Kernels(NamedTuple):
+    """Names of the specs by which launches know them, and the specs of each role."""
+
+    decode: str
+    encode: str
+    readers: Mapping[Role, Reader]
+    encoders: Mapping[Role, Encoder | None]
+    fitters: Sequence[Fitter]
+
+
+@lru_cache(maxsize=256)  # for every layer of a cache whose means come with its first tokens
+def _kernels(key: Codec, value: Codec, head_dim: int, page_tokens: int, pairs: int) -> _Kernels:
+    written = encode_spec(key, value, head_dim, page_tokens, mean=pairs > 0)
+    return _Kernels(
+        decode_text(decode_spec(key, value, head_dim, page_tokens, pairs)),
+        encode_text(written),
+        {role: reader(codec, head_dim, role) for role, codec in zip(ROLES, (key, value), strict=True)},
+        {role: written.encoder(role) for role in ROLES},
+        fitters(key, value),
+    )
+
+
+class CudaEngine(Engine):
+    """Reads and writes the pages of one layer with CUDA kernels, compiled for its two codecs at their first use.
+
+    Parameters
+    ----------
+    key, value : Codec
+    head_dim, page_tokens : int
+    """
+
+    name = "cuda"
+    refuses_at_once = False
+    by_slot = True
+    caps_groups = False
+    mean: KeyMean | None = None
+
+    def __init__(self, key: Codec, value: Codec, head_dim: int, page_tokens: int) -> None:
+        super().__init__(key, value, head_dim, page_tokens)
+        self.own: dict[Role, Fitted] = {}
+        self.rooms = Rooms()
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Fitters hold functions, and memory for further layers stays behind."""
+        return {name: x for name, x in super().__getstate__().items() if name not in ("rooms", "fitters")}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """A copy has memory for fits of its own."""
+        super().__setstate__(state)
+        self.rooms = Rooms()
+
+    def fresh(self) -> Self:
+        """The same kernels without constants; the layers share the memory of ``rooms``."""
+        other = super().fresh()
+        other.own = {}
+        return other
+
+    def expect_layer(self) -> None:
+        """Count one more layer: ``rooms`` allocates memory for the fits of all layers at once."""
+        self.rooms.layers += 1
+
+    def fits(self, role: Role) -> bool:
+        """Whether the codec has a fitter (``kernels/cuda/fit.py``)."""
+        return any(role in fitter.codecs for fitter in self.fitters)
+
+    def fit(self, samples: Mapping[Role, Sample]) -> dict[Role, Fitted]:
+        """Hand each fitter the roles that it fits; ``own`` keeps what they return for ``take_fitted``."""
+        found: dict[Role, Fitted] = {}
+        for fitter in self.fitters:
+            if own := {role: samples[role] for role in fitter.codecs if role in samples}:
+                found |= fitter.fit(fitter.codecs, self.head_dim, own, self.rooms)
+        self.own |= found
+        return found
+
+    def launch_fits(self) -> None:
+        """Launch the fits that wait in ``rooms``."""
+        self.rooms.launch()
+
+    def take_fitted(self, role: Role, params: Params | None) -> bool:
+        """Use the constants that a fit wrote on the device, if the role's params are those of that fit."""
+        own = self.own.get(role)
+        if own is None or own.params is not params:
+            return False
+        self.reading[role], self.writing[role] = own.reading, own.writing
+        return True
+
+    def _find(self) -> None:
+        """Look up the specs of the codecs and register them with the launches."""
+        key, value = self.codecs["key"], self.codecs["value"]
+        pairs = 0 if self.mean is None else self.mean.pairs
+        found = _kernels(key, value, self.head_dim, self.page_tokens, pairs)
+        self.decode_spec, self.encode_spec, self.readers, self.encoders, self.fitters = found
+
+    def hold_without(self, mean: Tensor, rotary: Rotary, *, look: bool = True) -> None:
+        """As ``Engine.hold_without``; existing tensors keep their addresses if shape and pairs stay the same."""
+        old = self.mean
+        new = key_mean(mean, rotary.radians, scaling=rotary.scaling, interleaved=rotary.interleaved, look=look)
+        if old is not None and old.mean.shape == new.mean.shape and old.table is new.table:
+            old.mean.copy_(new.mean)
+            return
+        self.mean = new
+        self._find()
+
+    def encode(
+        self,
+        new: Mapping[Role, Tensor],
+        store: PageStore,
+        first: Tensor,
+        bad: Tensor,
+        less: Turned | None = None,
+        kept: int = 0,
+    ) -> None:
+        """By ``encode.encode_checked``: a cache checks its tensors itself."""
+        encode_checked(
+            new.get("key"),
+            new.get("value"),
+            store.pages,
+            store.table,
+            first,
+            spec=self.encode_spec,
+            key=self.writing["key"],
+            value=self.writing["value"],
+            bad=bad,
+            less=less,
+            kept=kept,
+        )
+
+    def writer(self, pages: Tensor, bad: Tensor, kept: int = 0) -> SlotWriter:
+        """One launch for all tokens of a step."""
+        return SlotWriter(pages, self.encode_spec, self.writing["key"], self.writing["value"], bad, kept)
+
+    def chunk_reader(self, pages: Tensor, kept: Tensor | None, flash: Flash | None) -> ChunkReader:
+        """Where a codec encodes groups of tokens, one that reads own groups in 16 bit."""
+        kind = GroupChunkReader if any(codec.block_tokens > 1 for codec in self.codecs.values()) else ChunkReader
+        return kind(self.packed(pages, torch.empty(0)), kept, flash)
+
+    @property
+    def alike(self) -> Hashable:
+        """Equal where the programs are the same."""
+        return self.encode_spec, self.decode_spec
+
+    def roundtrip(self, keys: Tensor, engines: Sequence[Engine], store: PageStore) -> Tensor | None:
+        """As ``Engine.roundtrip``, in one launch each way."""
+        if self.encoders["key"] is None or not all(engine.ready for engine in engines):
+            return None
+        heads, count = store.heads, keys.shape[2]
+        write = {role: joined([engine.writing[role] for engine in engines], heads) for role in ROLES}
+        read = {role: joined([engine.reading[role] for engine in engines], heads) for role in ROLES}
+        page = PageStore(store.layout, 1, keys.shape[1], keys.device, count)
+        begin = torch.zeros(1, dtype=torch.int32, device=keys.device)
+        less = mean = None
+        if self.mean is not None:  # the programs of the layers, with a mean of zeros
+            none = keys.new_zeros(1, keys.shape[1], self.head_dim, dtype=torch.float32)
+            angle = none.new_zeros(1, count, self.head_dim // 2)
+            less, mean = Turned(none, angle, angle), KeyMean(none, self.mean.table[:1], self.mean.pairs)
+        # passed as values as well: the program for both roles is compiled already
+        encode_to_pages(
+            keys,
+            None if self.encoders["value"] is None else keys,
+            page.pages,
+            page.table,
+            begin,
+            spec=self.encode_spec,
+            key=write["key"],
+            value=write["value"],
+            less=less,
+        )
+        placed = None if mean is None else begin
+        packed = Packed(page.pages, page.table, self.decode_spec, read["key"], read["value"], mean, placed)
+        found, _ = unpack(packed, 0, count)
+        return out_of_codes(found, read["key"])
+
+    def attend(self, q: Tensor, store: PageStore, seq_lens: Tensor, *, softcap: float, **options: Any) -> Tensor:
+        """As ``Engine.attend``, and any other option of ``decode_attention``."""
+        out, _ = decode_attention(
+            q,
+            store.pages,
+            store.table,
+            seq_lens,
+            spec=self.decode_spec,
+            key=self.reading["key"],
+            value=self.reading["value"],
+            num_kv_heads=store.heads,
+            softcap=softcap,
+            mean=self.mean,
+            **options,
+        )
+        return out
+
+    def workspace_bytes(self, q: Tensor, store: PageStore, dense: bool) -> int:
+        """What the splits of a launch leave to be merged."""
+        splits = splits_of(self.decode_spec, q, store.heads, store.table, dense)
+        return 4 * workspace_numel(q.shape[0], q.shape[1], q.shape[3], splits, dense)
+
+    def attend_many(
+        self,
+        q: Tensor,
+        roles: Mapping[Role, RoleState],
+        store: PageStore,
+        *,
+        scale: float,
+        sinks: Tensor | None,
+        seen: Seen,
+        placed: Tensor | None = None,
+        recurring: bool = False,
+    ) -> Tensor:
+        """By ``history.attend_history``, over the first run of slots."""
+        key, value = roles["key"], roles["value"]
+        first, last = key.runs[0] if key.runs else (0, 0)
+        packed = self.packed(store.pages, store.table, placed)
+        history = History(packed, first, last, (key.sink, value.sink), (key.window, value.window), recurring)
+        return attend_history(q, history, scale, seen=seen, sinks=sinks)
+
+    def attend_pages(
+        self,
+        q: Tensor,
+        store: PageStore,
+        length: int,
+        *,
+        scale: float,
+        sinks: Tensor | None,
+        seen: Seen,
+        placed: Tensor | None = None,
+        sink: tuple[Tensor, Tensor] | None = None,
+    ) -> Tensor:
+        """As ``Engine.attend_pages``: by flash attention, or with a soft cap by scores in PyTorch."""
+        before = 0 if sink is None else sink[0].shape[2]
+        history = History(self.packed(store.pages, store.table, placed), before, length, sink)
+        return attend_history(q, history, scale, seen=seen, sinks=sinks)
+
+    def attend_groups(
+        self,
+        q: Tensor,
+        key: Tensor,
+        value: Tensor,
+        store: PageStore,
+        length: int,
+        group: int,
+        *,
+        scale: float,
+        sinks: Tensor | None,
+        seen: Seen,
+        flash: Flash | None = None,
+    ) -> Tensor:
+        """As ``Engine.attend_groups``, by flash attention.
+
+        Raises
+        ------
+        UnsupportedError
+            With a soft cap or a window.
+        """
+        if not seen.plain:
+            raise UnsupportedError("chunks over groups of tokens take neither a soft cap nor a window")
+        packed = self.packed(store.pages, store.table)
+        return attend_groups(q, key, value, packed, length, group, scale, sinks=sinks, flash=flash)
+
+    def packed(self, pages: Tensor, table: Tensor, placed: Tensor | None = None) -> Packed:
+        """Return pages ``[num_pages, H, page_bytes]`` and a table of them, with what reads them.
+
+        ``placed``: with a mean, the position of slot 0 of each sequence, int32 ``[B]``. Before constants are known
+        there is nothing to read, and the basis of the codes is the model's.
+        """
+        key, value = (self.reading.get(role, NO_CONSTANTS) for role in ROLES)
+        return Packed(pages, table, self.decode_spec, key, value, self.mean, placed)
+
+    def many_workspace_bytes(self, q: Tensor, store: PageStore, packed: int, dense: int, flash: bool) -> int:
+        """What ``history.attend_history`` allocates."""
+        return workspace_bytes(q, store.heads, packed, dense, flash)

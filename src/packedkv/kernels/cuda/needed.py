@@ -1,0 +1,220 @@
+"""Which programs a scheme's kernels are made of, to compile them before a cache asks for them.
+
+What a program depends on is said once, by the modules that launch it: ``decode.program``, ``encode.programs``,
+``history.program``, ``basis.program``, a codec's ``fit_program``, and the launch constants of ``launch.configs_for``.
+"""
+
+import concurrent.futures
+import functools
+import multiprocessing
+import time
+from collections.abc import Iterable, Iterator
+from typing import NamedTuple
+
+import torch
+
+from packedkv.codec import ROLES, Codec
+from packedkv.kernels.cuda import basis, decode, encode, history
+from packedkv.kernels.cuda.build import Program, compile_program, compiled
+from packedkv.kernels.cuda.fit import fitters
+from packedkv.kernels.cuda.launch import Machine, configs_for
+from packedkv.kernels.mean import BLOCK, most_pairs
+from packedkv.kernels.spec import decode_spec, encode_spec
+from packedkv.progress import Progress
+from packedkv.scheme import KVScheme
+
+
+class Steps(NamedTuple):
+    """Decode steps, as far as their programs depend on them; by default any.
+
+    Parameters
+    ----------
+    groups : tuple of int
+        Query heads that share a KV head.
+    dense : tuple of (torch.dtype or None)
+        Of tokens held dense; None: there are none.
+    softcap : bool
+        Whether scores have a soft cap.
+    heads : tuple of int
+        KV heads of all sequences together; empty: any number.
+    capacity : int
+        Tokens of a sequence for which its page table has room; 0: any number.
+    queries : int
+        Most query tokens of a sequence; those of several meet no tokens held dense.
+    """
+
+    groups: tuple[int, ...] = (4, 8)
+    dense: tuple[torch.dtype | None, ...] = (None, torch.bfloat16)
+    softcap: bool = False
+    heads: tuple[int, ...] = ()
+    capacity: int = 0
+    queries: int = 1
+
+
+class Needed(NamedTuple):
+    """A program, and what it does."""
+
+    program: Program
+    label: str
+
+
+def of_scheme(
+    scheme: KVScheme,
+    head_dim: int,
+    machine: Machine,
+    steps: Steps | None = None,
+    *,
+    dtype: torch.dtype = torch.bfloat16,
+    page_tokens: int | None = None,
+    means: bool = False,
+    served: int = 0,
+) -> list[Needed]:
+    """Return every program that caches of a scheme ask for, or an engine that serves it, each once.
+
+    Parameters
+    ----------
+    scheme : KVScheme
+        Or a mixture.
+    head_dim : int
+    machine : Machine
+        ``launch.machine_of`` an architecture will do.
+    steps : Steps, optional
+    dtype : torch.dtype
+        Of the model's keys and values.
+    page_tokens : int, optional
+    means : bool
+        Also those for keys that are held without any mean, as a model with key biases needs them. Codecs
+        that always hold keys so need some of them anyway.
+    served : int
+        Most query tokens of a request in an engine's decode step, 1 and its drafts; 0: caches.
+
+    Raises
+    ------
+    UnsupportedError
+        No kernel reads the scheme, or it does not fit the machine.
+    """
+    found: dict[Program, Needed] = {}
+    for layer in _layers(scheme):
+        key, value = (layer.codec(role).for_dtype(dtype) for role in ROLES)
+        tokens = layer.page_layout(head_dim, page_tokens).page_tokens
+        for pairs in _pairs(layer, head_dim, means):
+            given = key, value, head_dim, tokens, machine, steps or Steps()
+            if served:
+                programs = of_served(*given, pairs=pairs, kept=layer.sink > 0, queries=served)
+            else:
+                programs = of_codecs(*given, pairs=pairs)
+            for one in programs:
+                found.setdefault(one.program, one)
+    return list(found.values())
+
+
+def of_served(
+    key: Codec,
+    value: Codec,
+    head_dim: int,
+    page_tokens: int,
+    machine: Machine,
+    steps: Steps,
+    *,
+    pairs: int = 0,
+    kept: bool = False,
+    queries: int = 1,
+) -> Iterator[Needed]:
+    """As ``of_codecs``, of a layer of an engine that owns the blocks: prompts, and steps of up to ``queries`` tokens.
+
+    Decode steps of several tokens meet no tokens held dense, which ``kept`` ones and unfinished groups are.
+    """
+    grouped = max(key.block_tokens, value.block_tokens) > 1
+    for slots in (True, False) if grouped else (True,):  # of prompts, and of steps
+        for each in (1, queries) if queries > 1 and not (kept or grouped) else (1,):
+            own = steps._replace(queries=each, dense=(None,) if each > 1 else steps.dense)
+            yield from of_codecs(key, value, head_dim, page_tokens, machine, own, pairs=pairs, kept=kept, slots=slots)
+
+
+def of_codecs(
+    key: Codec,
+    value: Codec,
+    head_dim: int,
+    page_tokens: int,
+    machine: Machine,
+    steps: Steps | None = None,
+    *,
+    pairs: int = 0,
+    kept: bool = False,
+    slots: bool = False,
+) -> Iterator[Needed]:
+    """Programs that read and write the pages of two codecs, and fit their constants.
+
+    ``pairs`` as ``DecodeSpec``, ``kept`` and ``slots`` as ``encode.programs``.
+    """
+    steps = steps or Steps()
+    spec = decode_spec(key, value, head_dim, page_tokens, pairs)
+    several, groups = steps.queries > 1, [group * steps.queries for group in steps.groups]
+    for group in dict.fromkeys(map(spec.heads, groups)):
+        units = tuple(heads * spec.tiles(own) for own in groups for heads in steps.heads)
+        for dtype in steps.dense:
+            # held as fp16 where a model computes in float32
+            kind = -1 if dtype is None else decode.KINDS[torch.float16 if dtype == torch.float32 else dtype]
+            apart = kind >= 0 and not spec.joins
+            for config in configs_for(spec, machine, apart, group, units, steps.capacity):
+                shape = f"{config.teams} x {config.warps}" if config.teams > 1 else str(config.warps)
+                held = "" if dtype is None else f", dense {str(dtype).removeprefix('torch.')}"
+                name = f"{spec.name}, {group} heads, tiles of {config.tile}, {shape} warps{held}"
+                yield Needed(decode.program(spec, config, steps.softcap, kind, group, several), name)
+    writing = encode_spec(key, value, head_dim, page_tokens, mean=pairs > 0)
+    for one in dict.fromkeys((writing, writing.few) if slots else (writing,)):
+        for roles, program in encode.programs(one, kept=kept, slots=slots).items():
+            yield Needed(program, f"{one.name}: {' and '.join(f'{role}s' for role in roles)}")
+    for fitter in fitters(key, value):
+        yield Needed(fitter.program(fitter.codecs, head_dim), f"fitting {fitter.name}")
+    yield Needed(history.program(spec, *history.config_for(spec, machine)), f"unpacking {spec.name}")
+    yield Needed(basis.program(head_dim), f"rows of {head_dim} channels")
+
+
+def _layers(scheme: KVScheme) -> Iterable[KVScheme]:
+    """Return the schemes that layers of any model may have."""
+    if scheme.layers:
+        return dict.fromkeys(scheme.layers)
+    count = 2 * max(scheme.dense_key_layers, scheme.dense_value_layers) + 1
+    return dict.fromkeys(scheme.for_layer(i, count) for i in range(count))
+
+
+def _pairs(scheme: KVScheme, head_dim: int, means: bool) -> list[int]:
+    """Numbers of pairs of channels with a mean; 0: keys are held with their mean."""
+    whole = most_pairs(head_dim)
+    if scheme.mean in ("pre", "post") or (means and scheme.mean == "auto"):
+        return [0, *range(BLOCK, whole, BLOCK), whole]
+    return [0, whole] if scheme.mean == "auto" and scheme.key.without_mean else [0]
+
+
+class Compiled(NamedTuple):
+    """The outcome of a compilation: size in bytes, and seconds taken; 0: it had been compiled before."""
+
+    label: str
+    nbytes: int
+    seconds: float
+
+
+def compile_needed(needed: Iterable[Needed], arch: str, workers: int = 1) -> Iterator[Compiled]:
+    """Compile for ``arch``, e.g. ``sm_90``, what is not in the cache folder yet, by so many processes.
+
+    Raises
+    ------
+    UnsupportedError
+        As ``build.compile_program``.
+    """
+    each = functools.partial(_compile, arch=arch)
+    if workers == 1:
+        yield from map(each, needed)
+        return
+    # processes, because NVRTC compiles one program at a time
+    with concurrent.futures.ProcessPoolExecutor(workers, multiprocessing.get_context("spawn")) as pool:
+        yield from pool.map(each, needed)
+
+
+def _compile(one: Needed, arch: str) -> Compiled:
+    if (cubin := compiled(one.program, arch)) is not None:
+        return Compiled(one.label, len(cubin), 0.0)
+    begun = time.monotonic()
+    cubin = compile_program(one.program, arch, one.label, Progress(enabled=False))
+    return Compiled(one.label, len(cubin), time.monotonic() - begun)

@@ -1,0 +1,334 @@
+"""A step's prompt chunks over pages of token groups: one launch per stage for all requests, as ``prompts``.
+
+Each query reads its own group of G tokens, up to itself, in 16 bit, and every group before it from the pages. A query
+at place r of a group sees, in two parts that are joined by their log-sum-exps::
+
+    packed, at least G tokens before it     causal attention with the keys moved by G places
+    the G tokens up to itself               places r + 1 .. G - 1 of the group before, packed, and places 0 .. r of its
+                                            own, in 16 bit: a window of G over the two groups beside each other
+
+In the second part every group is a sequence of its own. The stages::
+
+    new tokens behind the pending ones of their groups   kv_basis    not where every chunk begins and ends with a group
+    complete groups into the pages                       kv_encode   once or twice
+    16-bit tokens beside the groups before them, those   kv_basis
+    of unfinished groups into their slots
+    pages unpacked, the last groups beside the 16-bit    kv_unpack
+    tokens as well
+    attention                                            flash       twice
+    both parts joined                                    kv_basis
+
+A sliding window of W tokens is one of W - G in the first part and of at most W in the second.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple, Self
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from packedkv.codec import ROLES, Role
+from packedkv.kernels.constants import NO_CONSTANTS
+from packedkv.kernels.cuda.basis import COPY, MULTIPLY, Joined, Part, change_basis
+from packedkv.kernels.cuda.encode import SlotWriter
+from packedkv.kernels.cuda.prompts import Chunk, ChunkReader, Room, Sight, dtype_of, shifted
+from packedkv.kernels.flash import Ragged
+
+
+class GroupChunks(NamedTuple):
+    """Newest tokens of several requests, whose own tokens are those from the beginning of their first group on.
+
+    Own tokens lie group by group, those of all requests behind each other; ``straight``: they are the new ones as they
+    came.
+
+    Parameters
+    ----------
+    first, last : int
+        Queries of the step.
+    table : Tensor int32 ``[B, M]``
+        Block ids.
+    straight : bool
+    slots : Tensor int64 ``[own]``
+        Of the pages, for each own token; below 0: its group is not complete.
+    beside : Tensor int32 ``[own]``
+        Row of each own token beside its group before; below 0: there is no such token.
+    placed : Tensor int32 ``[n]``
+        Own token of each new one.
+    old, old_to : Tensor int32
+        Pending tokens of the first groups, row of the slots and own token.
+    kept, kept_to : Tensor int32
+        Own tokens of unfinished groups, and their rows of the slots.
+    distant : Ragged
+        Queries, and their requests' tokens that are at least a group before the newest one, as far as they are read.
+    local : Ragged
+        Queries, and the tokens of their group and the one before.
+    near : Tensor int32 ``[B, 3]``
+        ``kv::UnpackArgs::near``.
+    most : int
+        Packed tokens of the longest request.
+    keys, beside_keys : int
+        Rows of ``distant`` and ``local``.
+    unit : int
+    room : Room
+    """
+
+    first: int
+    last: int
+    table: Tensor
+    straight: bool
+    slots: Tensor
+    beside: Tensor
+    placed: Tensor
+    old: Tensor
+    old_to: Tensor
+    kept: Tensor
+    kept_to: Tensor
+    distant: Ragged
+    local: Ragged
+    near: Tensor
+    most: int
+    keys: int
+    beside_keys: int
+    unit: int
+    room: Room
+
+    @classmethod
+    def of(
+        cls,
+        requests: Sequence[Chunk],
+        table: Tensor,
+        slot: Tensor,
+        unit: int,
+        page_tokens: int,
+        room: Room,
+        halves: int = 1,
+        window: int = 0,
+    ) -> Self:
+        """Return the chunks of neighbouring requests; one asynchronous transfer to the device.
+
+        Parameters
+        ----------
+        requests, table, room
+            As ``Chunks.of``.
+        slot : Tensor int64 ``[R]``
+            Of pending tokens, for each row of ``table``.
+        unit : int
+            Tokens of a group.
+        page_tokens : int
+        halves : int
+            Of a slot, of which groups take one after the other.
+        window : int
+            As ``Sight``.
+        """
+        row, first, *_ = requests[0]
+        numbers = _host_numbers(requests, unit, Sight(window, page_tokens), halves)
+        parts = [np.ascontiguousarray(x, dtype=np.int32).ravel() for x in numbers.arrays.values()]
+        flat = torch.from_numpy(np.concatenate(parts))
+        if table.is_cuda:
+            flat = flat.pin_memory().to(table.device, non_blocking=True)
+        held = dict(zip(numbers.arrays, flat.split([len(x) for x in parts]), strict=True))
+        table = table[row : row + len(requests)]
+        if numbers.columns:
+            table = shifted(table, held["skipped"], numbers.columns)
+        pages = table[held["row"], held["column"]].long()
+        slots = torch.where(held["place"] < 0, -1, pages * page_tokens + held["place"])
+        rows = slot[row : row + len(requests)].int() * (halves * unit)
+        old = rows.index_select(0, held["old_row"]) + held["old_place"]
+        kept_to = rows.index_select(0, held["kept_row"]) + held["kept_place"]
+        return cls(
+            first,
+            requests[-1][2],
+            table,
+            numbers.straight,
+            slots,
+            held["beside"],
+            held["placed"],
+            old,
+            held["old_to"],
+            held["kept"],
+            kept_to,
+            Ragged(held["queries"], held["keys"], numbers.most_queries, numbers.most_keys, max(0, window - unit)),
+            Ragged(held["group_queries"], held["group_keys"], unit, 2 * unit, min(unit, window or unit)),
+            held["near"],
+            numbers.most,
+            int(numbers.arrays["keys"][-1]),
+            int(numbers.arrays["group_keys"][-1]),
+            unit,
+            room,
+        )
+
+
+class _Numbers(NamedTuple):
+    arrays: dict[str, Any]
+    straight: bool
+    most: int
+    most_queries: int
+    most_keys: int
+    columns: int
+
+
+def _starts(counts: Any) -> Any:
+    return np.concatenate([[0], np.cumsum(counts)])
+
+
+def _host_numbers(requests: Sequence[Chunk], unit: int, sight: Sight, halves: int) -> _Numbers:
+    """Numbers of ``GroupChunks`` that are known on the host; ``columns`` of the tables that are read, 0: all.
+
+    Slots are counted from the first page that is read. It holds the group before the first own one unless the first
+    query does not see it; then none is read.
+    """
+    page_tokens, window = sight.page_tokens, sight.window
+    _, first, last, length = np.array(requests, dtype=np.int64).T
+    new = last - first
+    origin = np.array([sight.origin(request) for request in requests], dtype=np.int64)
+    origin = np.minimum(origin, (length - new) // unit * unit // page_tokens * page_tokens)
+    length = length - origin
+    before = length - new
+    begin, packed = before // unit * unit, (length - 1) // unit * unit
+    groups = -(-(length - begin) // unit)
+    distant = np.maximum(length - unit, 0) * (not 0 < window <= unit)
+    begun = before - begin  # tokens that are pending
+    straight = not begun.any() and not ((length - begin)[:-1] % unit).any()
+
+    # groups, and the tokens of each
+    request = np.repeat(np.arange(len(new)), groups)
+    base = begin[request] + unit * (np.arange(len(request)) - np.repeat(_starts(groups)[:-1], groups))
+    queries = np.minimum(base + unit, length[request]) - np.maximum(base, before[request])
+    own = np.minimum(base + unit, length[request]) - base
+    keys = own + unit * (base > 0)
+    key_starts = _starts(keys)[:-1]
+
+    # own tokens, whole groups of them but where they are as they came
+    at = (base[:, None] + np.arange(unit)).ravel()
+    group = np.repeat(np.arange(len(base)), unit)
+    place = np.tile(np.arange(unit), len(base))
+    of = request[group]
+    there, complete = at < length[of], base[group] + unit <= length[of]
+    numbers = {
+        "row": of,
+        "column": np.where(there, at // page_tokens, 0),
+        "place": np.where(complete, at % page_tokens, -1),
+        "beside": np.where(there, key_starts[group] + keys[group] - own[group] + place, -1),
+    }
+    if straight:
+        numbers = {name: x[there] for name, x in numbers.items()}
+        unfinished = np.flatnonzero(~complete[there])
+    else:
+        unfinished = np.flatnonzero(there & ~complete)
+    old = np.flatnonzero(at < before[of])
+    lost = np.flatnonzero(there & ~complete)
+    in_slot = (at + origin[of]) % (halves * unit)
+    numbers |= {
+        "placed": np.flatnonzero(there & (at >= before[of])),
+        "old_row": of[old],
+        "old_place": in_slot[old],
+        "old_to": old,
+        "kept": unfinished,
+        "kept_row": of[lost],
+        "kept_place": in_slot[lost],
+        "queries": _starts(new),
+        "keys": _starts(distant),
+        "skipped": origin // page_tokens,
+        "group_queries": _starts(queries),
+        "group_keys": _starts(keys),
+    }
+    # group n of a request goes before the own group n + 1, which the first own group's keys say the place of
+    first_group = _starts(groups)[:-1]
+    offset = key_starts[first_group] - unit * (begin == 0) - 2 * (begin - unit)
+    numbers["near"] = np.stack([np.maximum(begin - unit, 0), packed, offset], 1)
+    columns = -(-int(length.max()) // page_tokens) if origin.any() else 0
+    return _Numbers(numbers, bool(straight), int(packed.max()), int(new.max()), int(distant.max()), columns)
+
+
+class GroupChunkReader(ChunkReader):
+    """Prompt chunks over one pool of pages of token groups; ``ChunkReader``'s arguments."""
+
+    def take(
+        self, keys: Tensor, values: Tensor, chunks: GroupChunks, slots: Mapping[Role, Tensor], writer: SlotWriter
+    ) -> tuple[Tensor, Tensor]:
+        """Encode the groups that new tokens complete; returns all own tokens, ``[own, H, D]``.
+
+        Parameters
+        ----------
+        keys, values : Tensor ``[n, H, D]``
+            New ones.
+        chunks : GroupChunks
+        slots : mapping of role to Tensor ``[rows, H, D]``
+            Pending tokens.
+        writer : SlotWriter
+        """
+        own, held = (keys, values), slots["key"].dtype
+        if not chunks.straight or keys.dtype != held:
+            shape, room = torch.Size((chunks.slots.shape[0], *keys.shape[1:])), chunks.room
+            own = (
+                room.get("own key", shape, keys.device, held),
+                room.get("own value", shape, keys.device, held),
+            )
+            parts = []
+            for role, x, to in zip(ROLES, (keys, values), own, strict=True):
+                parts.append(Part(x, to, NO_CONSTANTS, COPY, target=chunks.placed))
+                parts.append(_copied(slots[role], to, chunks.old, chunks.old_to))
+            change_basis(parts)
+        writer.write(*own, chunks.slots)
+        return own
+
+    def attend_groups(
+        self,
+        q: Tensor,
+        own: tuple[Tensor, Tensor],
+        chunks: GroupChunks,
+        slots: Mapping[Role, Tensor],
+        scale: float,
+        out: Tensor,
+        sinks: Tensor | None = None,
+        softcap: float = 0.0,
+    ) -> None:
+        """Attention of the chunks' queries, and own tokens of unfinished groups into their slots.
+
+        Parameters
+        ----------
+        q, out, scale, sinks, softcap
+            As ``ChunkReader.attend``.
+        own : (Tensor ``[own, H, D]``, Tensor ``[own, H, D]``)
+            As ``take`` returned them.
+        chunks : GroupChunks
+        slots : mapping of role to Tensor ``[rows, H, D]``
+        """
+        room, args, device, dtype = chunks.room, self.args, q.device, dtype_of(q)
+        heads, dim = own[0].shape[1:]
+        shape = torch.Size((chunks.beside_keys, heads, dim))
+        beside_k, beside_v = (room.get(f"beside {role}", shape, device, dtype) for role in ROLES)
+        given, parts = q, []
+        if q.dtype != dtype:
+            given = room.get("query", q.shape, device, dtype)
+            parts.append(Part(q, given, NO_CONSTANTS, MULTIPLY))
+        for x, to in zip(own, (beside_k, beside_v), strict=True):
+            parts.append(Part(x, to, NO_CONSTANTS, COPY, target=chunks.beside))
+        if len(chunks.kept):
+            for role, x in zip(ROLES, own, strict=True):
+                parts.append(_copied(x, slots[role], chunks.kept, chunks.kept_to))
+        change_basis(parts)
+
+        shape = torch.Size((chunks.keys, heads, dim))
+        k, v = (room.get(role, shape, device, dtype) for role in ROLES)
+        if chunks.most:
+            args.near, args.near_group = chunks.near.data_ptr(), chunks.unit
+            args.near_keys, args.near_values = beside_k.data_ptr(), beside_v.data_ptr()
+            self.unpack(chunks.table, chunks.distant.keys, chunks.most, k, v, None)
+        direct = not chunks.keys and out.dtype == dtype and sinks is None
+        found = out if direct else room.get("output", q.shape, device, dtype)
+        lse = self.flash(given, beside_k, beside_v, chunks.local, scale, softcap, found)
+        if direct:
+            return
+        other = distant = None
+        if chunks.keys:
+            other = room.get("distant output", q.shape, device, dtype)
+            distant = self.flash(given, k, v, chunks.distant, scale, softcap, other)
+        joined = Joined(lse, other, distant, None if sinks is None else sinks.float())
+        change_basis([Part(found, out, NO_CONSTANTS, COPY, joined=joined)])
+
+
+def _copied(x: Tensor, out: Tensor, source: Tensor, target: Tensor) -> Part:
+    """Some rows of ``x [t, H, D]`` to rows of ``out [T, H, D]``."""
+    return Part(x, out, NO_CONSTANTS, COPY, tokens=len(source), source=source, target=target)

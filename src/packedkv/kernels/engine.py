@@ -1,0 +1,278 @@
+"""What a cache asks of the kernels of one layer; there are two engines, ``cuda/engine.py`` and ``cpu/engine.py``.
+
+An engine holds only names and tensors, no module or compiled kernel, so that caches can be copied and saved.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Hashable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Self
+
+from torch import Tensor
+
+from packedkv.attention import Seen
+from packedkv.codec import ROLES, Codec, Params, Role
+from packedkv.errors import UnsupportedError
+from packedkv.kernels.constants import NO_CONSTANTS, Constants, constants
+from packedkv.kernels.cuda.encode import SlotWriter
+from packedkv.kernels.cuda.prompts import ChunkReader
+from packedkv.kernels.flash import Flash
+from packedkv.kernels.mean import Turned
+from packedkv.ops.rope import Rotary
+from packedkv.store.pages import PageStore
+from packedkv.store.role import RoleState
+from packedkv.store.site import RoleSite
+
+if TYPE_CHECKING:
+    from packedkv.kernels.cpu.mean import CpuMean
+    from packedkv.kernels.cpu.spec import CpuEncoder, CpuReader
+    from packedkv.kernels.cuda.fit import Fitted, Sample
+    from packedkv.kernels.mean import KeyMean
+    from packedkv.kernels.spec import Encoder, Reader
+
+
+class Engine(ABC):
+    """Reads and writes the pages of one layer with kernels for its two codecs.
+
+    Parameters
+    ----------
+    key, value : Codec
+    head_dim, page_tokens : int
+    """
+
+    name: str
+    """What reports call the kernels."""
+    refuses_at_once: bool
+    """Whether a cache refuses a bad single token when it comes; else ``check`` does, which reads the device's flag."""
+    by_slot = False
+    """Whether ``writer`` and ``chunk_reader`` serve the tokens of several requests in one launch."""
+    caps_groups = True
+    """Whether ``attend_groups`` takes soft caps and windows."""
+    ready = False
+    """Whether the constants of both roles are on the device."""
+    readers: "Mapping[Role, Reader | CpuReader]"
+    encoders: "Mapping[Role, Encoder | CpuEncoder | None]"
+    """None: PyTorch encodes the role."""
+    mean: "KeyMean | CpuMean | None" = None
+    """The mean that keys are held without; see ``hold_without``."""
+
+    def __init__(self, key: Codec, value: Codec, head_dim: int, page_tokens: int) -> None:
+        self.codecs: dict[Role, Codec] = {"key": key, "value": value}
+        self.head_dim, self.page_tokens = head_dim, page_tokens
+        self.reading: dict[Role, Constants] = {}
+        self.writing: dict[Role, Constants] = {}
+        self._find()
+
+    @abstractmethod
+    def _find(self) -> None:
+        """Look up readers and encoders of the codecs."""
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Leave out readers and encoders, which hold functions."""
+        return {name: x for name, x in self.__dict__.items() if name not in ("readers", "encoders")}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Restore in a process that may not have looked them up yet."""
+        self.__dict__.update(state)
+        self._find()
+
+    def fresh(self) -> Self:
+        """The same kernels without constants, for another layer."""
+        other = object.__new__(type(self))
+        other.__dict__.update(self.__dict__, reading={}, writing={}, ready=False)
+        return other
+
+    def expect_layer(self) -> None:
+        """Note that one more layer will come that has these kernels; memory for all of them is allocated at once."""
+        return  # nothing is shared
+
+    def prepare(self, roles: Mapping[Role, RoleSite]) -> None:
+        """Set the constants of the roles; existing tensors keep their addresses if shapes allow."""
+        for role in ROLES:
+            if self.take_fitted(role, roles[role].params):
+                continue
+            for found, kept in ((self.readers[role], self.reading), (self.encoders[role], self.writing)):
+                if found is None:  # PyTorch encodes it
+                    kept[role] = NO_CONSTANTS
+                    continue
+                state = roles[role]
+                assert state.params is not None
+                kept[role] = constants(
+                    found, self.codecs[role], state.site, state.params, kept.get(role), drawn=state.drawn
+                )
+        self.ready = True
+
+    def take_fitted(self, role: Role, params: Params | None) -> bool:
+        """Set the constants of a role that the engine fitted itself; False: these are not."""
+        return False
+
+    def fits(self, role: Role) -> bool:
+        """Whether a kernel fits a role's constants, to the reference's numbers."""
+        return False
+
+    def fit(self, samples: "Mapping[Role, Sample]") -> "dict[Role, Fitted]":
+        """Fit the constants of roles for which it ``fits``; they are there after ``launch_fits``."""
+        return {}
+
+    def launch_fits(self) -> None:
+        """Launch the fits of this layer, and of those with it, that wait to be launched together."""
+        return  # without kernels that fit there are none
+
+    @abstractmethod
+    def hold_without(self, mean: Tensor, rotary: Rotary, *, look: bool = True) -> None:
+        """Hold keys without this mean: before any key is written, or the same for other sequences of the batch.
+
+        Parameters
+        ----------
+        mean : Tensor float32 ``[1 or B, H, D]``
+        rotary : Rotary
+            How it turns with the positions.
+        look : bool
+            Whether some pairs of channels may have no mean, so that it is worth the look, which synchronises.
+        """
+
+    @property
+    def flags_all(self) -> bool:
+        """Whether kernels encode both roles: they flag every number that codecs cannot hold."""
+        return None not in self.encoders.values()  # other encoders where keys have no mean
+
+    def written_by(self, role: Role) -> str:
+        """Return what encodes a role: the engine's name, or ``torch``."""
+        return self.name if self.encoders[role] is not None else "torch"
+
+    def tensors(self) -> list[Tensor]:
+        """Constants on the device, those of the mean included."""
+        held = [*self.reading.values(), *self.writing.values()]
+        own = [x for side in held for x in (side.tables, side.factor, side.matrix) if x is not None]
+        return [*own, *(x for x in self.mean or () if isinstance(x, Tensor))]
+
+    @abstractmethod
+    def encode(
+        self,
+        new: Mapping[Role, Tensor],
+        store: PageStore,
+        first: Tensor,
+        bad: Tensor,
+        less: Turned | None = None,
+        kept: int = 0,
+    ) -> None:
+        """Write new tokens ``[B, H, n, D]`` into the slots from ``first`` (int32 ``[B]``, on the device) on.
+
+        Only roles that a kernel encodes (``written_by``). ``bad``, int32 ``[1]``, is raised to 1 by numbers that codecs
+        cannot hold, and to 2 by tokens behind the pages. ``less``: what is subtracted from the keys, if they are held
+        without a mean. ``kept``: so many first tokens of every page are also written in 16 bit, ``store.kept_rows``.
+        """
+
+    def writer(self, pages: Tensor, bad: Tensor, kept: int = 0) -> SlotWriter:
+        """Return what encodes tokens into slots of these pages; ``bad`` and ``kept`` as in ``encode``."""
+        raise UnsupportedError(f"{self.name} kernels encode sequence by sequence, not by slots")
+
+    def chunk_reader(self, pages: Tensor, kept: Tensor | None, flash: Flash | None) -> ChunkReader:
+        """Return what attends with prompt chunks to these pages; arguments as ``ChunkReader``."""
+        raise UnsupportedError(f"{self.name} kernels attend with one prompt chunk at a time")
+
+    @property
+    def alike(self) -> Hashable:
+        """Equal for engines of layers whose keys ``roundtrip`` takes together."""
+        return None
+
+    def roundtrip(self, keys: Tensor, engines: "Sequence[Engine]", store: PageStore) -> Tensor | None:
+        """Encode and decode keys of several layers, heads concatenated: ``[1, L H, n, D]``; None: PyTorch has to.
+
+        Nothing is stored. ``engines`` are those of the layers, alike but for their constants; ``store`` is a layer's.
+        Keys are without their mean already, if they have one.
+        """
+        return None
+
+    @abstractmethod
+    def attend(
+        self,
+        q: Tensor,
+        store: PageStore,
+        seq_lens: Tensor,
+        *,
+        scale: float,
+        softcap: float,
+        sinks: Tensor | None = None,
+        start: Tensor | None = None,
+        dense_k: Tensor | None = None,
+        dense_v: Tensor | None = None,
+        dense_lens: Tensor | None = None,
+        dense_start: Tensor | None = None,
+        dense_at: Tensor | None = None,
+        workspace: Tensor | None = None,
+        placed: Tensor | None = None,
+    ) -> Tensor:
+        """Attention of one query token per sequence, ``[B, HQ, 1, D]``; arguments as ``decode.decode_attention``.
+
+        ``workspace``: memory for an engine that must not allocate. ``placed``: with a mean, the position of slot 0 of
+        each sequence, int32 ``[B]``.
+        """
+
+    @abstractmethod
+    def attend_many(
+        self,
+        q: Tensor,
+        roles: Mapping[Role, RoleState],
+        store: PageStore,
+        *,
+        scale: float,
+        sinks: Tensor | None,
+        seen: Seen,
+        placed: Tensor | None = None,
+        recurring: bool = False,
+    ) -> Tensor:
+        """Attention of the newest ``q [B, HQ, n, D]`` over the host's sink, run of slots and window.
+
+        ``placed``: as in ``attend``. ``recurring``: so many tokens will be attended again and again.
+        """
+
+    @abstractmethod
+    def attend_pages(
+        self,
+        q: Tensor,
+        store: PageStore,
+        length: int,
+        *,
+        scale: float,
+        sinks: Tensor | None,
+        seen: Seen,
+        placed: Tensor | None = None,
+        sink: tuple[Tensor, Tensor] | None = None,
+    ) -> Tensor:
+        """Attention of the newest ``q [1, HQ, n, D]`` over the ``length`` tokens of a sequence that is all in pages.
+
+        ``placed``: as in ``attend``. ``sink``: keys and values ``[1, H, t, D]`` that are read instead of the first t
+        slots.
+        """
+
+    @abstractmethod
+    def attend_groups(
+        self,
+        q: Tensor,
+        key: Tensor,
+        value: Tensor,
+        store: PageStore,
+        length: int,
+        group: int,
+        *,
+        scale: float,
+        sinks: Tensor | None,
+        seen: Seen,
+        flash: Flash | None = None,
+    ) -> Tensor:
+        """Attention of the newest ``q [1, HQ, n, D]`` of ``length`` tokens; arguments as ``attend_pages``.
+
+        A query reads its own group of tokens, up to itself, from ``key, value [1, H, t, D]``, and every group before it
+        from pages.
+        """
+
+    @abstractmethod
+    def workspace_bytes(self, q: Tensor, store: PageStore, dense: bool) -> int:
+        """Upper bound of what ``attend`` needs beside the cache."""
+
+    @abstractmethod
+    def many_workspace_bytes(self, q: Tensor, store: PageStore, packed: int, dense: int, flash: bool) -> int:
+        """Upper bound of what ``attend_many`` needs beside a cache of ``packed`` packed and ``dense`` dense tokens.
+
+        ``flash``: as ``flash.by_flash``.
+        """

@@ -1,0 +1,489 @@
+"""How the CUDA kernels read and write a codec: a ``Reader`` and an ``Encoder`` for each role, found by its module.
+
+``packedkv/kernels/codecs/<stem>.py`` serves the codecs of ``packedkv/codecs/<stem>.py``. It defines ``reader``, and
+``encoder`` if kernels write the bytes as well: functions of (codec, head_dim, role) that return a ``Reader`` or an
+``Encoder``, or raise ``UnsupportedError`` with the reason. A codec of another package registers such functions by
+``add_reader`` and ``add_encoder``.
+
+Between model basis and code basis kernels apply two linear maps, in this order for queries and new tokens: times a
+factor per head and channel (``[B or 1, H, D]``, a constant of the site), then a block-diagonal Hadamard. Outputs go
+back in reverse order. Or one map takes their place, a [D, D] matrix of the head (``matrix``).
+"""
+
+import importlib
+import importlib.util
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from functools import lru_cache
+from pathlib import Path
+from types import ModuleType
+from typing import Any, ClassVar, Literal, NamedTuple, TypeVar
+
+from torch import Tensor
+
+from packedkv.codec import ROLES, Codec, Params, Role
+from packedkv.errors import SpecError, UnsupportedError
+from packedkv.layout import PageLayout
+from packedkv.scheme import KVScheme
+
+CSRC = Path(__file__).parent / "csrc"
+"""Folder of the CUDA sources."""
+HEAD_DIMS = (64, 80, 96, 128, 192, 256, 512)
+"""A lane of a warp holds every 32nd channel of a row; 80, no multiple of 32, is only for what is ``uneven``."""
+
+
+@dataclass(frozen=True)
+class Reader:
+    """How the decode kernels read one role.
+
+    Parameters
+    ----------
+    type, header, folder : str
+        The C++ struct with its template arguments, the file that defines it, and where that file is.
+    block : int
+        Tokens per block.
+    shared : int
+        Bytes of look-up tables in shared memory, the struct's ``TABLE``.
+    fewer : tuple of int
+        ``shared`` with half of the room for copies of the tables, with a quarter and so on (``KV_HALVINGS``).
+    tables : callable, optional
+        Params -> uint8 ``[H or 1, bytes]`` on their device: what the struct's ``fill`` reads. ``[B or 1, H, bytes]`` of
+        an ORDERED struct (tile.cuh).
+    computes : bool
+        Whether ``fill`` computes the look-up tables and reads nothing.
+    factor : str or callable
+        Name of the constant ``[B or 1, H, D]`` that multiplies queries (keys) or outputs (values), or a function of the
+        constants that returns it; empty: none.
+    order : int
+        Hadamard order; 1 for none.
+    matrix : callable, optional
+        Params -> uint8 ``[n, H, bytes]``, lines of mixed.cuh: what mixes the channels of a head, in place of a factor
+        and a rotation, of queries into the basis of the codes (keys, n = 2), and of outputs (values, n = 1) or, as the
+        last of n, unpacked tokens out of it. The struct is ``Mixed``.
+    lends, borrower : str
+        Name of the tables' contents, and the struct that reads the tables of keys which lend the same: values then
+        need none of their own.
+    by_head : int
+        Bytes of shared memory, beside ``shared``, for what of the tables belongs to a sequence and head: the struct's
+        ``OWN``. What is in ``shared`` is then the same for all.
+    both : str
+        The struct when one codec holds keys and values; empty: ``type``.
+    also : tuple of str
+        Further files that the struct needs.
+    queries : int
+        Vectors that the kernel makes of a query; 2 for sketches.
+    scratch : int
+        Bytes of shared memory that each warp needs for itself, the struct's ``SCRATCH``.
+    reach : int
+        Least bytes of shared memory that ``both`` takes, its ``REACH``.
+    tile : int
+        The longest tile for many sequences; look-ups with bank conflicts need more warps instead.
+    warps : int
+        Warps of a CTA where two share a multiprocessor; of keys.
+    team_warps : int
+        Warps of all teams of a CTA, at most; of keys. 0 of either role: no teams, as tables differ by sequence.
+    alike : bool
+        Whether the tables are the same in all layers, unless their constants come from a sample.
+    tables_of : Codec, optional
+        Whose constants the tables follow from, if not the codec's itself.
+    uneven : bool
+        Whether the struct takes a head_dim that is no multiple of 32: 80.
+
+    Raises
+    ------
+    SpecError
+        ``shared`` without ``tables``, and ``fill`` does not compute them.
+    """
+
+    type: str
+    header: str
+    folder: str = str(CSRC)
+    block: int = 1
+    shared: int = 0
+    fewer: tuple[int, ...] = ()
+    tables: Callable[[Params], Tensor] | None = field(default=None, repr=False, compare=False)
+    computes: bool = False
+    factor: str | Callable[[Params], Tensor] = ""
+    order: int = 1
+    matrix: Callable[[Params], Tensor] | None = field(default=None, repr=False, compare=False)
+    lends: str = ""
+    borrower: str = ""
+    by_head: int = 0
+    both: str = ""
+    also: tuple[str, ...] = ()
+    queries: int = 1
+    scratch: int = 0
+    reach: int = 0
+    tile: int = 64
+    warps: int = 4
+    team_warps: int = 8
+    alike: bool = False
+    tables_of: Codec | None = None
+    uneven: bool = False
+    own: ClassVar[str] = ""
+    divide: ClassVar[bool] = False
+
+    def __post_init__(self) -> None:
+        """Refuse look-up tables without contents: ``fill`` would read address 0."""
+        if (self.shared or self.by_head) and self.tables is None and not self.computes:
+            raise SpecError(
+                f"{self.type}: shared={self.shared} needs tables, a function that returns what fill reads; "
+                f"give tables=..., or computes=True where fill computes them."
+            )
+
+    @property
+    def multiplies(self) -> bool:
+        """Whether it has a factor."""
+        return bool(self.factor)
+
+
+Form = Literal["rows", "blocks", "table"]
+
+
+@dataclass(frozen=True)
+class Encoder:
+    """How the encode kernels write one role; as ``Reader``.
+
+    Parameters
+    ----------
+    type, header, folder, tables, order, block, alike, tables_of, uneven
+        As ``Reader``; ``tables`` is what the struct gets.
+    factor : str or callable
+        Name of the constant ``[B or 1, H, D]`` that new tokens are multiplied with, or divided by, or a function of the
+        constants that returns it.
+    divide : bool
+    matrix : callable, optional
+        As of ``Reader`` with n = 1, of new tokens into the basis of the codes, before the factor; of form "table".
+    form : {"rows", "blocks", "table"}
+        Kernel around the struct: ``encode_side`` of encode.cuh (a row at a time), ``encode_blocks`` of
+        encode_blocks.cuh (a block of tokens), ``encode_with_table`` of encode_table.cuh.
+    own : str
+        Name of a constant ``[B or 1, H]`` that the struct takes instead of a factor; empty: none.
+    resident : int
+        Blocks of threads that share a multiprocessor, if each makes tables of its own: no more are launched than run
+        at once on 132 of them. 0: as many as there are rows for.
+    team : int
+        Lanes that share a row, of form "table".
+    few : Encoder, optional
+        The same bytes by a struct that shares rows among more lanes: sooner where there are few rows.
+    """
+
+    type: str
+    header: str
+    folder: str = str(CSRC)
+    tables: Callable[[Params], Tensor] | None = field(default=None, repr=False, compare=False)
+    factor: str | Callable[[Params], Tensor] = ""
+    divide: bool = False
+    matrix: Callable[[Params], Tensor] | None = field(default=None, repr=False, compare=False)
+    order: int = 1
+    block: int = 1
+    form: Form = "rows"
+    own: str = ""
+    resident: int = 0
+    alike: bool = False
+    tables_of: Codec | None = None
+    uneven: bool = False
+    team: int = 8
+    few: "Encoder | None" = None
+
+    @property
+    def multiplies(self) -> bool:
+        """Whether it has a factor, or an ``own`` constant instead."""
+        return bool(self.factor or self.own)
+
+
+def includes(*roles: Reader | Encoder) -> list[str]:
+    """Lines that include what the structs of these roles need."""
+    names = {name for x in roles for name in (x.header, *(x.also if isinstance(x, Reader) else ()))}
+    return [f'#include "{name}"' for name in sorted(names)]
+
+
+def flag(x: bool) -> str:
+    """Return a bool as a C++ literal."""
+    return "true" if x else "false"
+
+
+# -- finding them ------------------------------------------------------------------------------------------------------
+
+ReaderFor = Callable[[Codec, int, Role], Reader]
+EncoderFor = Callable[[Codec, int, Role], Encoder]
+_READERS: dict[type, ReaderFor] = {}
+_ENCODERS: dict[type, EncoderFor] = {}
+
+
+def add_reader(codec: type, find: ReaderFor) -> None:
+    """Register the reader of a codec class of another package; subclasses need an entry of their own."""
+    _READERS[codec] = find
+
+
+def add_encoder(codec: type, find: EncoderFor) -> None:
+    """Register the encoder of a codec class of another package; subclasses need an entry of their own."""
+    _ENCODERS[codec] = find
+
+
+def reader(codec: Codec, head_dim: int, role: Role) -> Reader:
+    """Return how keys or values of this codec are read.
+
+    Raises
+    ------
+    UnsupportedError
+        The kernels do not read them; the text says why.
+    """
+    found: ReaderFor | None = _READERS.get(type(codec)) or of_module(type(codec).__module__, "reader")
+    if found is None:
+        raise UnsupportedError(f"no CUDA kernel reads {codec}")
+    return _asked(found, codec, head_dim, role)
+
+
+def encoder(codec: Codec, head_dim: int, role: Role) -> Encoder:
+    """Return how keys or values of this codec are written.
+
+    Raises
+    ------
+    UnsupportedError
+        The PyTorch reference must do it; the text says why.
+    """
+    refuse_search(codec)
+    found: EncoderFor | None = _ENCODERS.get(type(codec)) or of_module(type(codec).__module__, "encoder")
+    if found is None:
+        raise UnsupportedError(f"no CUDA kernel encodes {codec}")
+    return _asked(found, codec, head_dim, role)
+
+
+def refuse_search(codec: Codec) -> None:
+    """Raise UnsupportedError if the codec tries scales, which no kernel does."""
+    if codec.searches:
+        raise UnsupportedError(f"no kernel tries scales (scale=search), as {codec} does")
+
+
+def of_module(module: str, name: str) -> Any:
+    """Return the function of that name for the codecs of a module; None: there is none."""
+    kernels = _kernels(module)
+    return None if kernels is None else getattr(kernels, name, None)
+
+
+@lru_cache
+def _kernels(module: str) -> ModuleType | None:
+    package, _, stem = ("packedkv.codecs.dense" if module == "packedkv.codec" else module).rpartition(".")
+    path = f"packedkv.kernels.codecs.{stem}"
+    if package != "packedkv.codecs" or importlib.util.find_spec(path) is None:
+        return None
+    return importlib.import_module(path)
+
+
+_Kind = TypeVar("_Kind", Reader, Encoder)
+
+
+@lru_cache(maxsize=1024)  # called for every layer of every cache
+def _asked(find: Callable[[Codec, int, Role], _Kind], codec: Codec, head_dim: int, role: Role) -> _Kind:
+    if head_dim not in HEAD_DIMS:
+        dims = ", ".join(map(str, HEAD_DIMS))
+        raise UnsupportedError(f"the CUDA kernels take head_dim {dims}, not {head_dim} ({codec})")
+    found = find(codec, head_dim, role)
+    if head_dim % 32 and not found.uneven:
+        raise UnsupportedError(
+            f"the CUDA kernels take {codec} by 32 channels, and head_dim {head_dim} is no multiple of 32"
+        )
+    return found
+
+
+# -- keys and values together ------------------------------------------------------------------------------------------
+
+
+def align(n: int, to: int = 16) -> int:
+    """Round up to a multiple."""
+    return -(-n // to) * to
+
+
+class DecodeSpec(NamedTuple):
+    """What a decode program is compiled for.
+
+    Parameters
+    ----------
+    key, value : Reader
+    head_dim, page_tokens : int
+    key_planes, value_planes : tuple of (bytes, tokens)
+        In the order of the page: what one token has in a plane of rows of tokens, and a whole block in another one.
+    pairs : int
+        Of channels that have a mean before RoPE which keys are held without, ``mean.KeyMean.pairs``; 0: keys are held
+        with their mean.
+    """
+
+    key: Reader
+    value: Reader
+    head_dim: int
+    page_tokens: int
+    key_planes: tuple[tuple[int, int], ...]
+    value_planes: tuple[tuple[int, int], ...]
+    pairs: int = 0
+
+    @property
+    def name(self) -> str:
+        """Short text for messages."""
+        return f"decode attention of {self.key.type} and {self.value.type}, pages of {self.page_tokens}"
+
+    @property
+    def joins(self) -> bool:
+        """Whether dense tokens can join the sums of the codes: values are in the model's basis but for factors."""
+        return self.value.order == 1 and self.value.matrix is None
+
+    @property
+    def blocked(self) -> bool:
+        """Whether a role has blocks of several tokens."""
+        return max(self.key.block, self.value.block) > 1
+
+    def heads(self, group: int) -> int:
+        """Query heads of a CTA, 4 or 8, the columns of its products, where ``group`` heads share a KV head.
+
+        Four heads have two columns each, which halves the work per column; outliers are added for eight heads only.
+        """
+        few = group <= 4 or self.head_dim > 256  # the sums of eight heads would not fit the registers
+        return 4 if few and not max(self.key.scratch, self.value.scratch) else 8
+
+    def tiles(self, group: int) -> int:
+        """CTAs of a KV head, for each run of tokens."""
+        return -(-group // self.heads(group))
+
+    @property
+    def halvings(self) -> int:
+        """How often the room of the look-up tables can be halved."""
+        return max(len(self.key.fewer), len(self.value.fewer))
+
+    def halved(self, times: int) -> "DecodeSpec":
+        """The same codecs with fewer copies of their look-up tables; programs begin with ``definitions(times)``."""
+        return self if not times else self._replace(key=_halved(self.key, times), value=_halved(self.value, times))
+
+    def tile_bytes(self, tokens: int) -> int:
+        """Bytes of the planes of ``tokens`` tokens of a page, each plane padded to 16 bytes."""
+        return sum(align(size * -(-tokens // per)) for size, per in (*self.key_planes, *self.value_planes))
+
+
+def _halved(reader: Reader, times: int) -> Reader:
+    if not reader.fewer:
+        return reader
+    shared = reader.fewer[:times][-1]
+    # tables with fewer copies are not interleaved: addresses stay inside them
+    return replace(reader, shared=shared, fewer=(), reach=reader.reach if shared == reader.shared else 0)
+
+
+def definitions(halvings: int) -> list[str]:
+    """First lines of a program whose look-up tables have so many times half of their room."""
+    return [f"#define KV_HALVINGS {halvings}"] if halvings else []
+
+
+def decode_spec(key: Codec, value: Codec, head_dim: int, page_tokens: int, pairs: int = 0) -> DecodeSpec:
+    """Return how the pages of two codecs are read; ``pairs`` as in ``DecodeSpec``.
+
+    Raises
+    ------
+    UnsupportedError
+        The kernels do not read them; the text says why.
+    """
+    readers = reader(key, head_dim, "key"), reader(value, head_dim, "value")
+    return _decode_spec(*readers, key, value, head_dim, page_tokens, pairs)
+
+
+@lru_cache(maxsize=256)  # called for every layer of every cache
+def _decode_spec(
+    k: Reader, v: Reader, key: Codec, value: Codec, head_dim: int, page_tokens: int, pairs: int
+) -> DecodeSpec:
+    if key == value:
+        k, v = replace(k, type=k.both or k.type), replace(v, type=v.both or v.type)
+    else:
+        k, v = replace(k, reach=0), replace(v, reach=0)
+    if v.lends and k.lends == v.lends:
+        v = _borrowing(v)
+    step = math.lcm(16, k.block, v.block)
+    if page_tokens % step:
+        more = page_tokens + -page_tokens % step
+        raise UnsupportedError(f"page_tokens={page_tokens} is not a multiple of {step}; use e.g. {more}")
+    page = PageLayout(key.layout(head_dim), value.layout(head_dim), page_tokens)
+    planes: dict[str, list[tuple[int, int]]] = {"key": [], "value": []}
+    for plane in page.planes:
+        rows = page.side(plane.role).rows(plane.field)
+        planes[plane.role].append((plane.field.nbytes // rows, page_tokens // plane.blocks // rows))
+    return DecodeSpec(k, v, head_dim, page_tokens, tuple(planes["key"]), tuple(planes["value"]), pairs)
+
+
+def _borrowing(x: Reader) -> Reader:
+    return replace(x, type=x.borrower, shared=0, fewer=(), tables=x.tables if x.by_head else None)
+
+
+class EncodeSpec(NamedTuple):
+    """Where both roles are written, and how; a role that no kernel encodes is None.
+
+    Parameters
+    ----------
+    key, value : Encoder or None
+    head_dim, page_tokens, page_bytes : int
+    key_plane, value_plane : int
+        Byte of a page at which the role's first plane begins.
+    mean : bool
+        Whether a mean is subtracted from keys before they are encoded.
+    """
+
+    key: Encoder | None
+    value: Encoder | None
+    head_dim: int
+    page_tokens: int
+    page_bytes: int
+    key_plane: int
+    value_plane: int
+    mean: bool = False
+
+    def encoder(self, role: Role) -> Encoder | None:
+        """Return what writes a role."""
+        return self.key if role == "key" else self.value
+
+    @property
+    def few(self) -> "EncodeSpec":
+        """The same for few rows, where a role has structs for them."""
+        key, value = ((one and one.few) or one for one in (self.key, self.value))
+        return self._replace(key=key, value=value)
+
+    @property
+    def name(self) -> str:
+        """Short text for messages."""
+        return "encoding with " + " and ".join(dict.fromkeys(s.type for s in (self.key, self.value) if s is not None))
+
+
+def encode_spec(key: Codec, value: Codec, head_dim: int, page_tokens: int, mean: bool = False) -> EncodeSpec:
+    """Return how two codecs write their pages; a role without a kernel is None there (the reference encodes it).
+
+    ``mean`` as in ``EncodeSpec``; blocks of tokens have no kernel that subtracts one.
+    """
+    k, v = _encoder_or_none(key, head_dim, "key"), _encoder_or_none(value, head_dim, "value")
+    if mean and k is not None and k.form == "blocks":
+        k = None
+    return _encode_spec(k, v, key, value, head_dim, page_tokens, mean and k is not None)
+
+
+def _encoder_or_none(codec: Codec, head_dim: int, role: Role) -> Encoder | None:
+    try:
+        return encoder(codec, head_dim, role)
+    except UnsupportedError:
+        return None
+
+
+@lru_cache(maxsize=256)  # called for every layer of every cache
+def _encode_spec(
+    k: Encoder | None, v: Encoder | None, key: Codec, value: Codec, head_dim: int, page_tokens: int, mean: bool
+) -> EncodeSpec:
+    page = PageLayout(key.layout(head_dim), value.layout(head_dim), page_tokens)
+    at = {role: next(p.offset for p in page.planes if p.role == role) for role in ROLES}
+    return EncodeSpec(k, v, head_dim, page_tokens, page.page_bytes, at["key"], at["value"], mean)
+
+
+def kernels_for(scheme: KVScheme, head_dim: int = 128) -> dict[str, str]:
+    """As ``packedkv.description.kernels_for``; no kernel is compiled or loaded."""
+    step = math.lcm(16, scheme.key.block_tokens, scheme.value.block_tokens)
+    try:
+        decode_spec(scheme.key, scheme.value, head_dim, step)
+    except UnsupportedError:
+        return {"encode": "none", "decode": "none"}
+    found = encode_spec(scheme.key, scheme.value, head_dim, step)
+    written = {role: "none" if found.encoder(role) is None else "cuda" for role in ROLES}
+    same = written["key"] == written["value"]
+    encode = written["key"] if same else ", ".join(f"{role} {by}" for role, by in written.items())
+    return {"encode": encode, "decode": "cuda"}

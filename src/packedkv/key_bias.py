@@ -1,0 +1,297 @@
+"""Key biases: does a preset survive the bias that a model adds to every key?
+
+Qwen2 and Qwen2.5, GPT-2, Phi, Pythia, StarCoder2 and others add a bias to every key. It can be a hundred times as large
+as the differences between tokens. A codec that encodes each token alone then spends most of its levels on the bias, and
+attention becomes noise. The bias is part of the weights, so it is known before the first token.
+
+What is measured, per layer: states h ~ N(0, I) go through the model's own norm and projections and through RoPE at
+consecutive positions, which gives keys k and queries q with the model's biases, and k^ by the codec itself. The error
+of the scores, centred over the tokens because softmax does not see a constant::
+
+    e = scale * q . (k^ - k),     error = sqrt(mean over heads, queries and tokens of (e - mean over tokens of e)^2)
+
+in nats: a key's weight in attention is wrong by a factor of about exp(error). The same error without the biases is the
+codec's baseline. A preset breaks where the error is at least ``LIMIT`` and at least twice the one without biases.
+On Qwen2.5-Coder-1.5B this error is within a factor of 2.3 of that on the keys and queries of a text, and orders
+presets as their perplexity does.
+
+Layers whose biases are smaller than the differences between tokens are skipped; of the others, those with the largest
+product of bias and query are measured. A model without biases costs one walk over its modules. ``key_layer.py`` makes
+the keys and queries.
+
+``mean=auto`` compares this error with the error of keys without their mean, and takes the mean where it divides the
+error by ``GAIN`` or more. A smaller gain is not worth the time that attention takes to add the mean again.
+"""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple, get_args
+
+from packedkv.codec import Codec, Dense, Params
+from packedkv.errors import ShapeError, SpecError, nearest
+from packedkv.key_layer import KeyLayer
+from packedkv.registry import get, with_option
+from packedkv.scheme import KVScheme, Mean
+
+Probe = Literal["refuse", "warn", "off"]
+"""What to do about a preset that breaks on a model's keys: ``refuse`` it, ``warn``, or skip the check (``off``)."""
+LIMIT = 3.0
+"""Error in nats from which a preset breaks. Measured on Qwen2.5-Coder-1.5B: octopus-3, the worst that holds (perplexity
+14.1; uncompressed 13.1), has 2.8; fp8 (16.7) has 3.5; all that lose more have 4.8 or above."""
+GAIN = 2.0
+"""``mean=auto``: keys are encoded without their mean where this divides the error of the scores by so much or more. On
+Qwen2.5-Coder-1.5B codecs that encode each token alone gain a factor of 5 or more, groups along tokens 1.3."""
+ALTERNATIVES = ("kivi-tq-4", "kivi-4", "octopus-4", "int-8")
+"""Presets tried, in this order, where one breaks; octopus-4 keeps the outer layers' keys dense."""
+LAYERS = 4
+"""How many of the layers that share a codec are measured: those where bias times query is largest."""
+
+
+def probe_option(given: bool | str) -> Probe:
+    """Read the option ``probe``: True is ``refuse``, False is ``off``.
+
+    Raises
+    ------
+    SpecError
+
+    Examples
+    --------
+    >>> probe_option(True), probe_option("warn"), probe_option(False)
+    ('refuse', 'warn', 'off')
+    """
+    if isinstance(given, bool):
+        return "refuse" if given else "off"
+    if given not in get_args(Probe):
+        allowed = ", ".join(get_args(Probe))
+        raise SpecError(f"probe={given!r}: expected one of {allowed}.{nearest(str(given), get_args(Probe))}")
+    return given  # type: ignore[return-value]
+
+
+@dataclass(frozen=True)
+class BiasError:
+    """Errors of one layer's attention scores under a codec, in nats, with the key biases and without."""
+
+    layer: int
+    error: float
+    plain: float
+
+    @property
+    def broken(self) -> bool:
+        """Whether the codec fails because of the biases."""
+        return not self.error < LIMIT and not self.error < 2 * self.plain  # NaN counts as broken
+
+
+class KeyBiases:
+    """The biased layers of one model.
+
+    Parameters
+    ----------
+    name : str
+        The model's.
+    layers : iterable of KeyLayer
+        Layers that add a bias to their keys.
+    order : sequence of int
+        All layers that cache keys: a scheme may treat outer layers differently.
+    """
+
+    removable: Callable[[KVScheme], Mean]
+    """Which mean the keys of a layer with this scheme can be encoded without: ``pre``, ``post``, or ``none``."""
+
+    def __init__(self, name: str, layers: Iterable[KeyLayer], order: Sequence[int]) -> None:
+        self.name, self.order, found = name, list(order), list(layers)
+        self.removable = lambda scheme: "pre"
+        self.known: dict[int, KeyLayer] = {}
+        self.unread: dict[int, str] = {}
+        """Layers that have a bias whose values cannot be read, and why: their projections cannot be called alone."""
+        for layer in found:
+            try:
+                layer.size  # noqa: B018
+            except Exception as error:  # modules of any form, sharding and quantization are called
+                self.unread[layer.index] = str(error)
+            else:
+                self.known[layer.index] = layer
+        self.layers = {index: layer for index, layer in self.known.items() if layer.size > 0}
+        self._parameters = [b for layer in found for b in layer.biases]
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "KeyBiases":
+        """Return these biases: the copy of a cache is of the same model."""
+        return self
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Pickle None: a cache is pickled without its model."""
+        return type(None), ()
+
+    def versions(self) -> tuple[Any, ...]:
+        """Return a key that changes when the biases are written to or moved."""
+        return tuple((b.data_ptr(), 0 if b.is_inference() else b._version) for b in self._parameters)
+
+    def __bool__(self) -> bool:
+        """Whether any bias is larger than the differences between tokens."""
+        return bool(self.layers)
+
+    def at(self, layer: int, codec: Codec, params: Params | None = None, *, mean: Mean = "none") -> BiasError | None:
+        """Errors of one layer, whose keys are encoded without this mean; None: small biases or dense keys."""
+        if layer not in self.layers or isinstance(codec, Dense):
+            return None
+        own = self.layers[layer]
+        error = own.error(codec, params, mean=mean)
+        # the error without biases is measured only where it decides
+        return BiasError(layer, error, own.error(codec, params, mean="pre") if not error < LIMIT else 0.0)
+
+    def holds(self, layer: int, codec: Codec, mean: Mean = "none") -> bool:
+        """Whether the scores of one layer are known to be nearly right; False: they are not, or it is unknown."""
+        found = self.at(layer, codec, mean=mean)
+        return found is not None and found.error < LIMIT
+
+    def worst(self, scheme: KVScheme, params: Mapping[int, Mapping[Any, Params]] | None = None) -> BiasError | None:
+        """Return the largest error of a scheme, a broken layer before others; None: no layer has one.
+
+        ``mean=auto`` is decided as ``means`` does.
+        """
+        found = [
+            max(errors, key=_badness)
+            for group, members in self._groups(scheme).items()
+            if (errors := self._errors(group.codec, self._decided(group, members, params), members, params))
+        ]
+        return max(found, key=_badness, default=None)
+
+    def means(self, scheme: KVScheme, params: Mapping[int, Mapping[Any, Params]] | None = None) -> list[Mean]:
+        """``mean`` of every layer's scheme, in order; ``auto`` is decided.
+
+        By codec: where the mean divides the error by ``GAIN``, layers whose biases are large encode keys without it.
+        So do layers whose biases cannot be read. Everywhere else keys keep it.
+        """
+        own = [scheme.for_layer(place, len(self.order)) for place in range(len(self.order))]
+        decided: dict[int, Mean] = {}
+        for group, members in self._groups(scheme).items():
+            found = self._decided(group, members, params)
+            for index in members:  # with age tiers a layer has two codecs: one that gains decides
+                decided[index] = decided.get(index, found) if found == "none" else found
+        for index, of in zip(self.order, own, strict=True):
+            if index in self.unread and of.mean == "auto" and not isinstance(of.key, Dense):
+                decided[index] = self.removable(of)
+        kept: list[Mean] = ["none" if of.mean == "auto" else of.mean for of in own]
+        return [decided.get(index, mean) for index, mean in zip(self.order, kept, strict=True)]
+
+    def _groups(self, scheme: KVScheme) -> dict["_Group", list[int]]:
+        """Layers with large biases whose keys are encoded alike; with age tiers by each of two codecs."""
+        groups: dict[_Group, list[int]] = {}
+        for place, index in enumerate(self.order):
+            own = scheme.for_layer(place, len(self.order))
+            for codec in (own.key,) if own.recent is None else (own.key, own.recent.key):
+                if index in self.layers and not isinstance(codec, Dense):
+                    groups.setdefault(_Group(codec, own.mean, self.removable(own)), []).append(index)
+        return groups
+
+    def _decided(
+        self, group: "_Group", members: Sequence[int], params: Mapping[int, Mapping[Any, Params]] | None
+    ) -> Mean:
+        if group.mean != "auto":
+            return group.mean
+        if group.removable == "none" or group.codec.without_mean:
+            return group.removable
+        kept, without = (
+            max((e.error for e in self._errors(group.codec, mean, members, params)), default=0.0)
+            for mean in ("none", group.removable)
+        )
+        return "none" if kept < GAIN * without else group.removable  # NaN counts as a gain
+
+    def _errors(
+        self, codec: Codec, mean: Mean, members: Sequence[int], params: Mapping[int, Mapping[Any, Params]] | None
+    ) -> list[BiasError]:
+        """Errors of those of the layers where bias times query is largest."""
+        measured = sorted(members, key=lambda i: -self.layers[i].size)[:LAYERS]
+        fitted = params if params and codec.needs else {}
+        given = [(fitted.get(index) or {}).get("key") for index in measured]
+        found = [self.at(index, codec, own, mean=mean) for index, own in zip(measured, given, strict=True)]
+        return [error for error in found if error is not None]
+
+    def refusal(
+        self,
+        scheme: KVScheme,
+        *,
+        params: Mapping[int, Mapping[Any, Params]] | None = None,
+        alternatives: Sequence[str] = ALTERNATIVES,
+        starts: Callable[[str], bool] = lambda spec: True,
+        further: str = "pass probe='warn' to go on",
+    ) -> str:
+        """Say how a scheme breaks on the biases and which specs do not; ``""`` if it does not break.
+
+        Parameters
+        ----------
+        scheme : KVScheme
+        params : mapping, optional
+            Fitted constants by layer and role.
+        alternatives : sequence of str
+            Specs to try behind the scheme's own with another mean.
+        starts : callable
+            Whether a spec is accepted where this scheme was given; others are not named.
+        further : str
+            How to use the scheme anyway.
+        """
+        if not self or (worst := self.worst(scheme, params)) is None or not worst.broken:
+            return ""
+        head, channel, bias, share = self.layers[worst.layer].where()
+        text = (
+            f"{scheme} breaks on the key biases of {self.name}: in layer {worst.layer}, KV head {head}, channel "
+            f"{channel}, {bias:.0f} is added to every key, {share:.0f} times what differs between tokens, and encoding "
+            f"moves attention scores by {worst.error:.1f} nats (without biases by {worst.plain:.1f}; up to {LIMIT:g} "
+            f"does little harm)."
+        )
+        tried = (*_without_mean(scheme, self.removable(scheme)), *alternatives)
+        holding = [f"{spec!r} ({e})" for spec in tried if (e := self._holds(spec)) is not None and starts(spec)]
+        if not holding:
+            return f"{text} Every preset tried does; use 'dense', or {further}."
+        return f"{text} Use {' or '.join(holding)}, or {further}."
+
+    def summary(self, scheme: KVScheme, means: Sequence[Mean]) -> str:
+        """Return a line for a log: the biases, which mean the keys are encoded without, and the error of the scores.
+
+        Parameters
+        ----------
+        scheme : KVScheme
+        means : sequence of {"none", "pre", "post"}
+            Of the model's layers in order, as ``means`` decided.
+        """
+        count, taken = len(self.layers), "+".join(sorted(set(means) - {"none"})) or "none"
+        if not count:
+            why = next(iter(self.unread.values()))
+            return f"{self.name} adds biases to keys whose values cannot be read ({why}): mean={taken}"
+        *_, bias, share = max((layer.where() for layer in self.layers.values()), key=lambda at: at[3])
+        worst, kept = self.worst(scheme), self.worst(scheme.with_means(["none"] * len(scheme.layer_schemes)))
+        moved = "" if worst is None else f"; {scheme} moves attention scores by {worst.error:.2g} nats"
+        moved += "" if taken == "none" or kept is None else f", with mean=none by {kept.error:.2g}"
+        return (
+            f"{self.name} adds large biases to the keys of {count} of {len(self.order)} layers (up to {abs(bias):.0f}, "
+            f"{share:.0f} times what differs between tokens): mean={taken}{moved}"
+        )
+
+    def _holds(self, spec: str) -> str | None:
+        scheme = get(spec)
+        try:
+            worst = self.worst(scheme)
+        except ShapeError:
+            return None
+        if worst is None or worst.broken:
+            return None if worst else "outer layers dense"
+        dense = "outer layers dense, " if scheme.dense_key_layers else ""
+        return f"{dense}{worst.error:.1f} nats"
+
+
+class _Group(NamedTuple):
+    """Layers whose keys are encoded alike: their codec, ``mean`` as given, and the mean that they can do without."""
+
+    codec: Codec
+    mean: Mean
+    removable: Mean
+
+
+def _badness(error: BiasError) -> tuple[bool, float]:
+    return error.broken, error.error
+
+
+def _without_mean(scheme: KVScheme, mean: Mean) -> tuple[str, ...]:
+    """Spec of the same scheme that encodes keys without their mean; empty for a recipe and where it does so already."""
+    if not scheme.spec or scheme.layers or scheme.mean != "none" or mean == "none":
+        return ()
+    return (with_option(scheme.spec, "mean", mean),)

@@ -1,0 +1,267 @@
+"""Keys and queries of one layer of a model, made from its weights alone: its norm, projections and RoPE.
+
+Modules are called instead of their weights read, so quantized and offloaded weights work as well. A norm of the keys
+after the projection (QK-norm) is applied as in the model.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from packedkv.codec import Codec, Params, Sample, Site, roundtrip, storage_dtype
+from packedkv.scheme import Mean
+
+TOKENS, QUERIES, RANKED = 256, 64, 8
+_FUSED = ("qkv_proj", "query_key_value", "c_attn", "Wqkv", "qkv")
+"""Projections that give queries, keys and values at once, as models name them."""
+
+Project = Callable[[Tensor], tuple[Tensor, Tensor]]
+"""States ``[n, hidden]`` to queries ``[n, HQ, D]`` and keys ``[n, H, D]``, before RoPE."""
+
+
+@dataclass(eq=False)
+class KeyLayer:
+    """Where one layer's keys and queries come from.
+
+    Parameters
+    ----------
+    index : int
+        Layer of the model.
+    project : callable
+        The layer's input norm, its projections, and norms of queries and keys where it has them.
+    hidden : int
+        Width of the states.
+    scale : float
+        Of the scores.
+    frequencies : Tensor or None
+        Of RoPE, ``[R / 2]`` for the first R channels; None: no RoPE.
+    dtype, device
+        Of the states that ``project`` takes.
+    biases : list of Tensor
+        The parameters that it adds.
+    attention : Module
+        The layer's attention.
+    """
+
+    index: int
+    project: Project
+    hidden: int
+    scale: float
+    frequencies: Tensor | None
+    dtype: torch.dtype
+    device: torch.device
+    biases: list[Tensor]
+    attention: nn.Module
+    _ranked: tuple[Tensor, Tensor, float] | None = field(default=None, init=False)
+    _drawn: tuple[Tensor, Tensor] | None = field(default=None, init=False)
+    _errors: dict[tuple[Codec, Mean], float] = field(default_factory=dict, init=False)
+
+    def _project(self, tokens: int, seed: int, *, mirrored: bool = False) -> tuple[Tensor, Tensor]:
+        h = torch.randn(tokens, self.hidden, generator=torch.Generator().manual_seed(seed))
+        if mirrored:  # each state with its negative: averaging over both leaves the bias
+            h = torch.cat([h, -h])
+        with torch.no_grad():
+            q, k = self.project(h.to(self.device, self.dtype))
+        return q.float().cpu(), k.float().cpu()
+
+    def _rank(self) -> tuple[Tensor, Tensor, float]:
+        """Mean key ``[H, D]``, standard deviation of the keys ``[H]``, and size of bias times query."""
+        if self._ranked is None:
+            q, k = self._project(RANKED, 0, mirrored=True)
+            mean = k.mean(0)
+            spread = (k - mean).pow(2).sum(-1).mean(0).sqrt()
+            size = mean.norm(dim=-1) * q.unflatten(1, (mean.shape[0], -1)).pow(2).sum(-1).mean((0, 2)).sqrt()
+            self._ranked = mean, spread, float(size.max()) * self.scale
+        return self._ranked
+
+    @property
+    def mean(self) -> Tensor:
+        """Mean key of each head before RoPE, float32 ``[H, D]`` on the CPU: the bias, where nothing follows it."""
+        return self._rank()[0]
+
+    @property
+    def size(self) -> float:
+        """Largest norm of a head's bias times that of its queries, in nats; 0: below the spread of the keys."""
+        mean, spread, size = self._rank()
+        return size if bool((mean.norm(dim=-1) > spread).any()) else 0.0
+
+    def where(self) -> tuple[int, int, float, float]:
+        """KV head and channel with the largest ratio of bias to the head's spread; the bias and that ratio."""
+        mean, spread, _ = self._rank()
+        share = mean.abs() / (spread / mean.shape[1] ** 0.5).clamp_min(1e-12)[:, None]
+        head, channel = divmod(int(share.argmax()), mean.shape[1])
+        return head, channel, float(mean[head, channel]), float(share[head, channel])
+
+    def error(self, codec: Codec, params: Params | None = None, *, mean: Mean = "none") -> float:
+        """Root mean square error of the scores in nats.
+
+        ``mean``: what the codec does not see of the keys; with ``pre``, as if there were no bias.
+        """
+        known = (codec, mean)
+        if params is None and known in self._errors:
+            return self._errors[known]
+        if self._drawn is None:
+            (_, k), (q, _) = self._project(TOKENS, 1), self._project(QUERIES, 2)
+            self._drawn = q, k
+        q, k = self._drawn
+        tokens = max(TOKENS // codec.block_tokens, 1) * codec.block_tokens
+        k = k.repeat(-(-tokens // TOKENS), 1, 1)[:tokens]
+        k = self._rotate(k - self._rank()[0] if mean == "pre" else k, 0)
+        k = k - k.mean(1, keepdim=True) if mean == "post" else k
+        q = self._rotate(q, tokens)
+        keys = k.to(storage_dtype(self.dtype)).float()[None]
+        queries = q[None]
+        site = Site(self.index, "key", keys.shape[1], keys.shape[3])
+        if params is None:
+            params = codec.fit(site, Sample(keys, queries if "queries" in codec.needs else None))
+        else:
+            params = {name: x.cpu() for name, x in params.items()}
+        lost = roundtrip(codec, keys, params) - keys
+        e = queries.unflatten(1, (keys.shape[1], -1)).flatten(2, 3) @ lost.transpose(2, 3) * self.scale
+        found = float((e - e.mean(-1, keepdim=True)).pow(2).mean().sqrt())
+        self._errors[known] = found
+        return found
+
+    def _rotate(self, x: Tensor, first: int) -> Tensor:
+        """``[n, H, D]`` to ``[H, n, D]`` with RoPE from position ``first`` on.
+
+        Pairs are (i, i + R/2). Where a model pairs neighbouring channels, the biases rotate as far, in other pairs.
+        """
+        if self.frequencies is not None:
+            half = self.frequencies.shape[0]
+            angle = torch.arange(first, first + x.shape[0])[:, None, None] * self.frequencies
+            a, b, rest = x[..., :half], x[..., half : 2 * half], x[..., 2 * half :]
+            x = torch.cat([a * angle.cos() - b * angle.sin(), b * angle.cos() + a * angle.sin(), rest], -1)
+        return x.transpose(0, 1)
+
+
+def key_layer(
+    attention: nn.Module,
+    parent: nn.Module | None,
+    index: int,
+    config: Any,
+    *,
+    query_heads: int,
+    head_dim: int,
+    scale: float,
+) -> KeyLayer | None:
+    """Find the key bias of one layer.
+
+    Parameters
+    ----------
+    attention : Module
+        Holds the projections: ``q_proj`` and ``k_proj``, or one for queries, keys and values.
+    parent : Module or None
+        Holds ``attention`` and the norm before it.
+    index : int
+    config
+        The text model's config.
+    query_heads, head_dim : int
+        Of this process.
+    scale : float
+        Of the scores.
+
+    Returns
+    -------
+    KeyLayer or None
+        None where no bias is added, or the projections have an unknown form.
+    """
+    children = dict(attention.named_children())
+    fused = next((name for name in _FUSED if name in children), None)
+    if {"q_proj", "k_proj"} <= children.keys():
+        adding = [children["k_proj"]]
+    elif fused is not None:
+        adding = [children[fused]]
+    else:
+        return None
+    before = next((m for m in parent.children() if _is_norm(m)), None) if parent is not None else None
+    biases = [b for m in (*adding, before) if isinstance(b := getattr(m, "bias", None), Tensor)]
+    if not biases:
+        return None
+    # there the rows of a KV head's queries, key and value are adjacent, unless vLLM has reordered them
+    interleaved = fused == "query_key_value" and type(children[fused]).__name__ != "QKVParallelLinear"
+    norms = {side: _qk_norm(children, side) for side in "qk"}
+    held = [p for m in (before, *adding) if m is not None for p in m.parameters() if p.is_floating_point()]
+    if not held:
+        return None
+    # weights on meta are brought by hooks of their modules when these are called (accelerate's offload), states as well
+    device = next((p.device for p in held if not p.is_meta), torch.device("cpu"))
+
+    def project(h: Tensor) -> tuple[Tensor, Tensor]:
+        x = h if before is None else _called(before, h)
+        if fused is None:
+            q, k = _called(children["q_proj"], x), _called(children["k_proj"], x)
+        else:
+            y = _called(children[fused], x)
+            kv_heads = (y.shape[-1] // head_dim - query_heads) // 2
+            if interleaved:
+                y = y.unflatten(-1, (kv_heads, -1, head_dim))
+                q, k = y[:, :, :-2].flatten(1), y[:, :, -2].flatten(1)
+            else:
+                q, k = y[:, : query_heads * head_dim], y[:, query_heads * head_dim :][:, : kv_heads * head_dim]
+        q, k = q.unflatten(-1, (-1, head_dim)), k.unflatten(-1, (-1, head_dim))
+        return _normed(norms["q"], q), _normed(norms["k"], k)
+
+    return KeyLayer(
+        index,
+        project,
+        int(config.hidden_size),
+        scale,
+        frequencies_of(config, head_dim),
+        held[0].dtype if held[0].dtype.itemsize > 1 else torch.float32,
+        device,
+        biases,
+        attention,
+    )
+
+
+def _is_norm(module: nn.Module) -> bool:
+    return "norm" in type(module).__name__.lower()
+
+
+def _qk_norm(children: Mapping[str, nn.Module], side: str) -> nn.Module | None:
+    return next((m for name, m in children.items() if name.startswith(side) and _is_norm(m)), None)
+
+
+def _normed(norm: nn.Module | None, x: Tensor) -> Tensor:
+    """Apply a norm of queries or keys ``[n, H, D]``: over each head, or over all of them."""
+    if norm is None:
+        return x
+    weight = getattr(norm, "weight", None)
+    over_all = isinstance(weight, Tensor) and weight.numel() == x.shape[1] * x.shape[2] != x.shape[2]
+    return _called(norm, x.flatten(1)).view_as(x) if over_all else _called(norm, x)
+
+
+def _called(module: nn.Module, x: Tensor) -> Tensor:
+    """Call a module; vLLM's linear layers return a pair."""
+    y = module(x)
+    return y[0] if isinstance(y, tuple) else y
+
+
+def frequencies_of(config: Any, head_dim: int) -> Tensor | None:
+    """Frequencies of RoPE by pair of channels, without scaling for long contexts; None: no RoPE."""
+    rope = getattr(config, "rope_parameters", None) or {}
+    rope = next((r for r in rope.values() if isinstance(r, dict)), rope)  # by type of layer
+    if not (theta := rope.get("rope_theta")):
+        return None
+    rotary = int(head_dim * (rope.get("partial_rotary_factor") or 1.0)) // 2 * 2
+    return float(theta) ** (-torch.arange(0, rotary, 2).float() / rotary)
+
+
+CHANGING = ("dynamic", "longrope")
+"""Kinds of RoPE whose frequencies depend on the length: an earlier key was turned by others than a later one."""
+
+
+def changing_rope(config: Any) -> str:
+    """Why a model's keys are not turned by fixed frequencies and one position per token; ``""``: they are."""
+    text = config.get_text_config(decoder=True) if hasattr(config, "get_text_config") else config
+    rope = getattr(text, "rope_parameters", None) or {}
+    for own in [rope, *(r for r in rope.values() if isinstance(r, dict))]:
+        if (kind := own.get("rope_type", "default")) in CHANGING:
+            return f"those of rope_type {kind!r} change with the length"
+        if "mrope_section" in own:
+            return "a token has positions on several axes here (M-RoPE)"
+    return ""

@@ -1,0 +1,141 @@
+"""Search of a scale: of several encodings of a token or group, the one of least squared error (``scale=search``).
+
+A method's own rule takes the scale from the norm or the range of what it encodes. Codes for a few multiples of it cost
+no byte, and any reader decodes them: a row with one loud channel wants a larger scale than a normal one, a coarse code
+wants a range that its outermost numbers leave::
+
+    for each factor f in FACTORS:  codes and scale by the method's rule, its norm or range times f
+    keep those of least sum of (x - x^)^2, x^ as decoded; the first of equals, so the method's own unless one is better
+
+Codes are made anew for each multiple; a scale of least squares for the codes found would leave them as they are. Not
+for ``fp8``, whose steps follow each number, nor for ``hqmq``, whose vectors have radii of their own.
+"""
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Literal, get_args
+
+import torch
+from torch import Tensor
+
+from packedkv.errors import SpecError
+from packedkv.ops.groups import spread_channels
+from packedkv.ops.sums import sum_by_halves, token_chunks
+
+Scale = Literal["own", "search"]
+FACTORS = (1.0, 0.95, 0.9, 0.85, 0.8, 0.75, 0.7, 0.65, 0.6, 1.05, 1.1, 1.15, 1.2)
+"""Multiples of the method's own norm or range, its own first."""
+Quantized = tuple[Tensor, ...]
+"""Codes ``[..., n]`` and scales ``[..., groups]`` of the same rows, in the codec's order."""
+
+
+class ScaleOption:
+    """Base of a codec with the option ``scale``, listed before ``Codec``."""
+
+    scale: str
+
+    @property
+    def searches(self) -> bool:
+        """Whether ``scale=search``: PyTorch alone writes it, kernels read it as ever."""
+        return self.scale == "search"
+
+
+def check_scale(name: str, scale: str) -> None:
+    """Raise SpecError if the option does not exist."""
+    if scale not in get_args(Scale):
+        raise SpecError(f"{name}: scale={scale!r} is not allowed; use own or search.")
+
+
+def quantized(
+    x: Tensor,
+    quantize: Callable[[Tensor, float], Quantized],
+    value: Callable[..., Tensor],
+    scale: str,
+    group: int = 0,
+    factors: Sequence[float] = FACTORS,
+) -> Quantized:
+    """Quantize by the codec's own rule, or search.
+
+    Parameters
+    ----------
+    x : Tensor ``[B, H, N, ...]``
+    quantize : callable
+        Rows and a factor -> codes and scales.
+    value : callable
+        Codes and scales -> the rows, as the codec decodes them.
+    scale : str
+        Anything but "search": the codec's own rule.
+    group, factors
+        As ``least_error``.
+    """
+    if scale != "search":
+        return quantize(x, factors[0])
+    parts = []
+    for piece in token_chunks(x):
+        parts.append(least_error(piece, partial(quantize, piece), value, group, factors))
+    return tuple(torch.cat(field, 2) for field in zip(*parts, strict=True))
+
+
+def least_error(
+    x: Tensor,
+    quantize: Callable[[float], Quantized],
+    value: Callable[..., Tensor],
+    group: int = 0,
+    factors: Sequence[float] = FACTORS,
+) -> Quantized:
+    """Keep what has the least squared error, group by group; sums by halves in float64, the same on every machine.
+
+    Parameters
+    ----------
+    x : Tensor ``[..., D]``
+    quantize, value : callable
+        As ``quantized``, for these rows.
+    group : int
+        Neighbouring channels that share a scale; 0: all of them.
+    factors : sequence of float
+        Tried in this order; 1, the codec's own, first.
+
+    Returns
+    -------
+    tuple of Tensor
+        As ``quantize`` returns them.
+
+    Examples
+    --------
+    >>> x = torch.tensor([[0.4, 0.4, 0.4, -1.0]])
+    >>> least_error(x, lambda f: ((x / f).round(), torch.full((1, 1), f)), lambda codes, scale: codes * scale)
+    (tensor([[ 1.,  1.,  1., -2.]]), tensor([[0.6000]]))
+    """
+    best = quantize(factors[0])
+    least = _errors(x, value(*best), group)
+    for factor in factors[1:]:
+        found = quantize(factor)
+        error = _errors(x, value(*found), group)
+        better = error < least  # False for what is not finite: a norm beyond fp16
+        least = torch.where(better, error, least)
+        best = tuple(
+            torch.where(better if field.shape[-1] == better.shape[-1] else _spread(better, group, field), field, held)
+            for field, held in zip(found, best, strict=True)
+        )
+    return best
+
+
+def around_middle(low: Tensor, high: Tensor, factor: float) -> tuple[Tensor, Tensor]:
+    """Ends of a range ``factor`` times as long about the same middle; at 1 they keep their bits, a zero's sign too."""
+    if factor == 1:
+        return low, high
+    cut = (high - low) * ((1 - factor) / 2)
+    return low + cut, high - cut
+
+
+def _errors(x: Tensor, decoded: Tensor, group: int) -> Tensor:
+    """Sum of the squared errors of each group: float64 ``[..., groups]``."""
+    squares = (x.double() - decoded).square()
+    if not group:
+        return sum_by_halves(squares)
+    squares = torch.nn.functional.pad(squares, (0, -squares.shape[-1] % group))
+    return sum_by_halves(squares.unflatten(-1, (-1, group))).squeeze(-1)
+
+
+def _spread(better: Tensor, group: int, field: Tensor) -> Tensor:
+    return spread_channels(better, group, field.shape[-1]) if group else better

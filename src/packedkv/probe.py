@@ -1,0 +1,334 @@
+"""Outlier probe: does the chosen codec survive the outlier channels of this model's keys?
+
+Two numbers per layer, measured once, on the newest tokens of the first sequence of the first prefill:
+
+- ``outlier_ratio``: largest norm of four neighbouring channels of a key over the median norm. A few channels with a
+  large constant offset (the K bias of Qwen2-like models) give hundreds.
+- ``channel_error``: the codec's error on these keys. With E the error of the keys, and both centred over the
+  tokens (softmax does not see a constant),  ``|E - mean E|^2 / |K - mean K|^2``  per channel; the median channel of the
+  worst head. 0: lossless; 1: the differences between keys are lost there. The median, because the outlier channels
+  themselves survive, and after RoPE their variance exceeds that of all the others together.
+
+A codec that puts one scale over outlier and ordinary channels rounds the ordinary ones away: its error is near 1.
+The probe warns from ``LIMIT`` on and names a preset that it has measured on the same keys. With ``refuse`` it raises
+where outlier channels are the reason (``OUTLIERS``) and warns where the codec is merely coarse. For layers with key
+biases the error of the scores is known (``key_bias``); where that is small the probe is silent, because it does not
+know which channels the queries use.
+
+On a GPU only the sample is kept while a layer is filled. ``settle`` then measures all layers at once, with their heads
+concatenated as if they were one layer's: some hundred launches and one synchronisation, whatever the model's depth.
+Where kernels serve the layers they encode and unpack the sample.
+"""
+
+import copy
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from packedkv.cache.device import DeviceCache
+from packedkv.cache.host import LayerCache
+from packedkv.codec import FP16_MAX, Codec, Dense, Params, Sample, Site, roundtrip, storage_dtype
+from packedkv.errors import BrokenPresetError, KVError, PackedKVWarning, ShapeError
+from packedkv.kernels.engine import Engine
+from packedkv.key_bias import KeyBiases, Probe
+from packedkv.ops.precision import without_modes
+from packedkv.registry import get, presets
+from packedkv.scheme import KVScheme
+from packedkv.store.site import Removed
+
+LIMIT = 0.5
+"""channel_error from which a codec counts as broken: half of the channels keep less than two thirds of their signal."""
+OUTLIERS = 10.0
+"""outlier_ratio from which a broken codec is refused: keys without outlier channels have up to 6, others hundreds."""
+SAMPLE_TOKENS = 256
+FEWEST_TOKENS = 16
+VIEW = 4
+"""A sample is kept as a view if the memory behind it is at most this many times its size; otherwise as a copy."""
+CANDIDATES = ("saw-int4", "kivi-tq-4", "kivi-4", "octopus-4", "int-8", "fp8")
+"""Presets tried, in order of size, when the chosen one breaks."""
+
+
+@dataclass(frozen=True)
+class KeyProbe:
+    """What the probe found in one layer.
+
+    Parameters
+    ----------
+    layer : int
+    outlier_ratio : float
+        K_max / K_median of the norms of four-channel chunks.
+    channel_error : float
+        Relative error of the median channel, worst head; see the module's text.
+    """
+
+    layer: int
+    outlier_ratio: float
+    channel_error: float
+
+    @property
+    def broken(self) -> bool:
+        """Whether the codec fails on these keys."""
+        return self.channel_error >= LIMIT
+
+
+def waits(x: Tensor) -> bool:
+    """Whether reading a number of ``x`` synchronises with a GPU."""
+    return x.is_cuda
+
+
+def outlier_ratio(keys: Tensor) -> float:
+    """K_max / K_median of four-channel chunk norms of ``keys [B, H, N, D]``."""
+    return float(_outlier_ratios(keys, 1))
+
+
+def channel_error(keys: Tensor, decoded: Tensor) -> float:
+    """Relative error of the median channel, worst head; see the module's text. Both ``[B, H, N, D]``."""
+    return float(_channel_errors(keys, decoded, 1))
+
+
+def _outlier_ratios(keys: Tensor, layers: int) -> Tensor:
+    """``outlier_ratio`` of layers whose heads are concatenated, ``[layers]``."""
+    norms = keys.float().unflatten(-1, (-1, 4)).norm(dim=-1)
+    norms = norms.unflatten(1, (layers, -1)).transpose(0, 1).flatten(1)
+    return norms.amax(1) / norms.median(1).values.clamp_min(1e-12)
+
+
+def _channel_errors(keys: Tensor, decoded: Tensor, layers: int) -> Tensor:
+    """``channel_error`` of layers whose heads are concatenated, ``[layers]``."""
+    keys, decoded = keys.float(), decoded.float()
+    signal = keys - keys.mean(2, keepdim=True)
+    error = decoded - keys
+    error = error - error.mean(2, keepdim=True)
+    ratio = error.pow(2).sum((0, 2)) / signal.pow(2).sum((0, 2)).clamp_min(1e-12)
+    return ratio.median(-1).values.view(layers, -1).amax(1)
+
+
+class _Noted(NamedTuple):
+    """A layer and the newest keys that filled it, ``[1, H, n, D]``; their mean, if they are held without it."""
+
+    layer: int
+    cache: LayerCache
+    sample: Tensor
+    removed: Removed | None
+
+    def keys(self) -> Tensor:
+        """Return what is encoded of them."""
+        return self.sample if self.removed is None else self.removed.from_keys(self.sample)
+
+
+class OutlierProbe:
+    """Watches the first prefill of a cache; warns once, or refuses.
+
+    Parameters
+    ----------
+    scheme : KVScheme
+        The scheme the user chose, for the text of the warning.
+    action : {"refuse", "warn"}
+        What to do where it breaks on outlier channels.
+    biases : KeyBiases, optional
+        What is known from the weights.
+    starts : callable
+        Whether another spec is accepted where this scheme was given; others are not named.
+    """
+
+    def __init__(
+        self,
+        scheme: KVScheme,
+        action: Probe = "warn",
+        biases: KeyBiases | None = None,
+        starts: Callable[[str], bool] = lambda spec: True,
+    ) -> None:
+        self.scheme, self.action, self.biases, self.starts = scheme, action, biases, starts
+        self.undo: Callable[[], None] = lambda: None
+        """Called before a refusal, to drop the prefill."""
+        self.found: dict[int, KeyProbe] = {}
+        self.noted: dict[int, _Noted] = {}
+        self.measured: dict[int, Tensor] = {}
+        self.warned = False
+
+    def __getstate__(self) -> dict[str, Any]:
+        """What is pickled: without the biases, which call the model."""
+        return {**self.__dict__, "biases": None}
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "OutlierProbe":
+        """Copy the probe; the copy shares the biases of the model."""
+        copied = memo[id(self)] = OutlierProbe(self.scheme, self.action, self.biases)
+        copied.__dict__ |= {name: copy.deepcopy(x, memo) for name, x in self.__getstate__().items() if name != "biases"}
+        return copied
+
+    @without_modes
+    def __call__(self, layer: int, cache: LayerCache, keys: Tensor) -> None:
+        """Probe one layer's new keys ``[B, H, n, D]``; a second call for the layer does nothing.
+
+        On a GPU the result comes with ``settle``.
+        """
+        if layer in self.found or layer in self.noted:
+            return
+        codec, (batch, _, fresh, dim) = cache.roles["key"].codec, keys.shape
+        if isinstance(codec, Dense) or dim % 4 or not cache.is_fitted:
+            return
+        unit = cache.unit if isinstance(cache, DeviceCache) else codec.block_tokens
+        known_at = fresh if cache.site.mean is None else len(cache)  # a sliding layer forgets positions
+        tokens = min(fresh, known_at, max(SAMPLE_TOKENS, unit)) // unit * unit
+        if tokens < FEWEST_TOKENS:
+            return
+        sample = (keys if batch == 1 else keys[:1]).narrow(2, fresh - tokens, tokens)
+        if sample.dtype != (dtype := storage_dtype(keys.dtype)):
+            sample = sample.to(dtype)
+        if sample.untyped_storage().nbytes() > VIEW * sample.nbytes:
+            sample = sample.clone()
+        removed = cache.removed_from_newest(tokens)
+        self.noted[layer] = _Noted(layer, cache, sample, removed and removed.first())
+        if not waits(keys):
+            self.settle()
+
+    def forget(self, layer: int) -> None:
+        """Drop what was noted of a layer."""
+        self.noted.pop(layer, None)
+        self.measured.pop(layer, None)
+
+    @without_modes
+    def measure(self) -> None:
+        """Start the measurements on the GPU whose results ``settle`` reads."""
+        fresh = [one for one in self.noted.values() if one.layer not in self.measured]
+        groups: dict[Any, list[_Noted]] = {}
+        for one in fresh:
+            engine = _engine(one.cache)
+            kernels = None if engine is None else engine.alike
+            turned = one.removed and (one.removed.turning, *map(id, one.removed.angles))
+            alike = one.cache.roles["key"].codec, kernels, one.sample.shape, one.sample.device, turned
+            groups.setdefault(alike, []).append(one)
+        for group in groups.values():
+            for part in _foldable(group):
+                self.measured |= zip((one.layer for one in part), _measured(part).unbind(1), strict=True)
+
+    @without_modes
+    def settle(self) -> None:
+        """Report on the layers that were noted: one synchronisation per device."""
+        self.measure()
+        noted, self.noted = list(self.noted.values()), {}
+        measured, self.measured = self.measured, {}
+        for device in {one.sample.device for one in noted}:
+            here = [one for one in noted if one.sample.device == device]
+            figures = torch.stack([measured[one.layer] for one in here]).tolist()
+            for one, (ratio, error) in zip(here, figures, strict=True):
+                self.found[one.layer] = KeyProbe(one.layer, ratio, error)
+        for one in noted:
+            found, codec, mean = self.found[one.layer], one.cache.roles["key"].codec, one.cache.scheme.mean
+            if found.broken and not (self.biases and self.biases.holds(one.layer, codec, mean)):
+                self._warn_or_refuse(found, one)
+
+    def _warn_or_refuse(self, found: KeyProbe, noted: _Noted) -> None:
+        if self.action == "refuse" and found.outlier_ratio >= OUTLIERS:
+            self.found.clear()  # so that the next prefill is probed and refused as well
+            self.undo()
+            raise BrokenPresetError(self._text(found, noted, "pass probe='warn' to go on"))
+        if not self.warned:
+            self.warned = True
+            warnings.warn(self._text(found, noted, "pass probe='off'"), PackedKVWarning, stacklevel=3)
+
+    def _text(self, found: KeyProbe, noted: _Noted, further: str) -> str:
+        sample = noted.keys().float()
+        text = (
+            f"{self.scheme} breaks on this model's keys: in layer {found.layer} the largest key chunk is "
+            f"{found.outlier_ratio:.0f} times the median one, and encoding loses {min(found.channel_error, 1):.0%} of "
+            f"what tells keys apart in the median channel."
+        )
+        for name in CANDIDATES:
+            if (error := self._error_of(name, sample)) is not None and error < LIMIT and self.starts(name):
+                return f"{text} Use {name!r} instead ({error:.0%} there), or {further}."
+        return f"{text} Every preset tried does; use 'dense' or dense_keys where the codec has it, or {further}."
+
+    def _error_of(self, name: str, sample: Tensor) -> float | None:
+        if name not in presets() or name == str(self.scheme):
+            return None
+        codec: Codec = get(name).key
+        tokens = sample.shape[2] // codec.block_tokens * codec.block_tokens
+        try:
+            codec.layout(sample.shape[3])
+        except ShapeError:
+            return None
+        if tokens == 0:
+            return None
+        keys = sample[:, :, :tokens]
+        site = Site(0, "key", keys.shape[1], keys.shape[3], device=keys.device)
+        params = codec.fit(site, Sample(keys))
+        return channel_error(keys, roundtrip(codec, keys, params))
+
+
+def _measured(layers: Sequence[_Noted]) -> Tensor:
+    """Outlier ratios and channel errors, ``[2, layers]``, of layers that one call can encode and decode."""
+    caches, keys = [one.cache for one in layers], torch.cat([one.sample for one in layers], 1)
+    if (removed := layers[0].removed) is not None:
+        means = torch.cat([one.removed.mean for one in layers if one.removed is not None], 1)
+        keys = removed._replace(mean=means).from_keys(keys)
+    states = [cache.roles["key"] for cache in caches]
+    engines = [engine for c in caches if (engine := _engine(c)) is not None]
+    decoded, store = None, caches[0].store
+    if len(engines) == len(caches) and store is not None:
+        decoded = engines[0].roundtrip(keys, engines, store)
+    if decoded is None:
+        codec, constants = states[0].codec, [{n: x[:1] for n, x in (s.params or {}).items()} for s in states]
+        params = _side_by_side(codec, constants, keys.shape[3])
+        # NaN and Inf may not have been checked yet
+        decoded = roundtrip(codec, keys.float().nan_to_num_(0.0, 0.0, 0.0).clamp_(-FP16_MAX, FP16_MAX), params)
+    return torch.stack([_outlier_ratios(keys, len(layers)), _channel_errors(keys, decoded, len(layers))])
+
+
+def _engine(cache: LayerCache) -> Engine | None:
+    """The kernels that serve a cache, if any do."""
+    return cache.engine if isinstance(cache, DeviceCache) else None
+
+
+def _foldable(layers: list[_Noted]) -> list[list[_Noted]]:
+    """All layers together, or each alone where their constants cannot be concatenated."""
+    first = layers[0]
+    together = len(layers) == 1 or _by_head(first.cache.roles["key"].codec, first.sample.shape[3]) is not None
+    return [layers] if together else [[one] for one in layers]
+
+
+def _side_by_side(codec: Codec, constants: Sequence[Params], head_dim: int) -> Params:
+    """Constants of all layers, concatenated along the heads."""
+    if len(constants) == 1:
+        return constants[0]
+    own = {name: torch.cat([c[name] for c in constants], 1) for name in _by_head(codec, head_dim) or ()}
+    return {**constants[0], **own}
+
+
+@lru_cache(maxsize=64)
+def _by_head(codec: Codec, head_dim: int) -> tuple[str, ...] | None:
+    """Names of a codec's constants that differ by KV head, along axis 1; all layers share the others.
+
+    Found by fitting two layers, of two and of three heads. None: a constant differs between layers in another way, so
+    they cannot be concatenated.
+    """
+    made = []
+    for layer, heads in enumerate((2, 3)):
+        tokens = codec.block_tokens * max(1, FEWEST_TOKENS // codec.block_tokens)
+        draw = torch.Generator().manual_seed(layer)
+        sample = torch.randn(1, heads, tokens, head_dim, generator=draw)
+        try:
+            made.append(codec.fit(Site(layer, "key", heads, head_dim), Sample(sample)))
+        except KVError:  # constants that need the model's queries, or come from a file only
+            return None
+    own = []
+    for name, two in made[0].items():
+        three = made[1][name]
+        if two.ndim > 1 and three.shape == (two.shape[0], 3, *two.shape[2:]) and two.shape[1] == 2:
+            own.append(name)
+        elif not torch.equal(two, three):
+            return None
+    return tuple(own)
+
+
+def report(probe: OutlierProbe) -> dict[int, dict[str, float]]:
+    """Return what a probe found, as plain values by layer."""
+    return {
+        layer: {"outlier_ratio": round(found.outlier_ratio, 2), "channel_error": round(found.channel_error, 4)}
+        for layer, found in probe.found.items()
+    }

@@ -1,0 +1,105 @@
+"""Recipe files: a key codec and a value codec for each layer of a model, as readable JSON.
+
+::
+
+    {"format": "packedkv-recipe", "version": 1,
+     "layers": [{"key": "int-8", "value": "hqmq-s96_r4"},
+                {"key": "kivi-4", "value": "dense", "window": 64}]}
+
+One entry per layer that caches K and V, in the model's order. ``key`` takes the key codec of a spec, ``value`` the
+value codec of another; their rules for outer layers are ignored, because the recipe names every layer.
+A layer has one sink and one window: by default the larger of the two presets', ``dense`` not counted. Keys and values
+are held in the window as their own spec holds them: in 16 bit, or by its ``recent``. ``about`` may hold anything;
+``packedkv advise`` writes its measurements there.
+
+The path of such a file is a spec: ``cache_for(model, "recipe.json")``, ``--specs recipe.json,saw-int4``. This module
+reads and writes the file; ``registry.read_recipe`` turns its lines into schemes.
+"""
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from packedkv.atomic import whole_file
+from packedkv.codec import ROLES
+from packedkv.errors import FormatError, KVError, SpecError
+
+FORMAT, VERSION = "packedkv-recipe", 1
+
+
+@dataclass(frozen=True)
+class LayerChoice:
+    """One line of a recipe.
+
+    Parameters
+    ----------
+    key, value : str
+        Specs whose key (value) codec the layer takes.
+    sink, window : int or None
+        None: the larger of the two specs' own, ``dense`` not counted.
+    """
+
+    key: str
+    value: str
+    sink: int | None = None
+    window: int | None = None
+
+
+def read_choices(path: str | Path) -> tuple[list[LayerChoice], dict[str, Any]]:
+    """Lines of a recipe file and its ``about``; raises ``FormatError``."""
+    try:
+        if Path(path).exists() and not Path(path).is_file():  # reading a FIFO would not end
+            raise FormatError(f"the recipe {str(path)!r} cannot be read: it is not a regular file.")
+        data = json.loads(Path(path).read_text(encoding="utf-8"))
+    except OSError as error:
+        raise FormatError(f"the recipe {str(path)!r} cannot be read: {error.strerror or error}.") from error
+    except (ValueError, RecursionError) as error:
+        if isinstance(error, FormatError):
+            raise
+        raise FormatError(f"{path} is no recipe: it is not JSON ({error}).") from error
+    if not isinstance(data, dict) or data.get("format") != FORMAT:
+        raise FormatError(f'{path} is no recipe; one begins with {{"format": "{FORMAT}", "version": {VERSION}, ...}}.')
+    if data.get("version") != VERSION:
+        raise FormatError(f"{path} is a recipe of version {data.get('version')!r}, this packedkv reads {VERSION}.")
+    lines = data.get("layers")
+    if not isinstance(lines, list) or not lines:
+        raise FormatError(f"{path}: layers must be a list with one object per KV layer.")
+    if not isinstance(about := data.get("about", {}), dict):
+        raise FormatError(f"{path}: about is {type(about).__name__}; expected an object, or nothing.")
+    return [_choice(path, i, line) for i, line in enumerate(lines)], about
+
+
+def _choice(path: str | Path, i: int, line: Any) -> LayerChoice:
+    wanted = "expected key and value (specs), and at most sink and window (whole numbers)"
+    if not isinstance(line, dict) or not {"key", "value"} <= line.keys() <= {"key", "value", "sink", "window"}:
+        raise FormatError(f"{path}, layer {i}: got {line!r}; {wanted}.")
+    counts = [line.get("sink"), line.get("window")]
+    if not all(isinstance(line[r], str) for r in ROLES) or not all(c is None or type(c) is int for c in counts):
+        raise FormatError(f"{path}, layer {i}: got {line!r}; {wanted}.")
+    return LayerChoice(**line)
+
+
+def write_choices(path: str | Path, choices: Sequence[LayerChoice], about: Mapping[str, Any] | None = None) -> None:
+    """Write a recipe file atomically.
+
+    Raises
+    ------
+    SpecError
+        A path that does not end in ``.json``.
+    KVError
+        If the file cannot be written.
+    """
+    path = Path(path)
+    if path.suffix != ".json":
+        raise SpecError(f"{path}: name a recipe NAME.json, so that its path is known as one.")
+    rows = [{k: v for k, v in asdict(choice).items() if v is not None} for choice in choices]
+    lines = ",\n  ".join(json.dumps(row) for row in rows)
+    head = f'"format": "{FORMAT}",\n "version": {VERSION}'
+    text = f'{{{head},\n "layers": [\n  {lines}\n ],\n "about": {json.dumps(dict(about or {}), indent=2)}}}\n'
+    try:
+        with whole_file(path) as part:
+            part.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise KVError(f"the recipe {path} cannot be written: {error.strerror or error}.") from error

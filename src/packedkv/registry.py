@@ -1,0 +1,537 @@
+"""From names to schemes: ``@register``, ``get("octopus-4")``, ``presets()``, and codecs loaded from files.
+
+A spec is ``name[-bits][:key=value,...]``: ``octopus-4``, ``saw-int4:block=64,rotate=kv``, ``kivi-2:window=64``. A
+*recipe* is a function that makes a scheme; its parameters are the options, and every method has those of ``COMMON``
+besides. Modules of ``packedkv.codecs`` are imported once, then entry points of the group ``packedkv.codecs``, then files
+named by ``load_file``.
+"""
+
+import importlib
+import importlib.metadata
+import importlib.util
+import inspect
+import json
+import pkgutil
+import re
+import sys
+import threading
+import types
+import typing
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Literal
+
+from packedkv.codec import Codec, Dense
+from packedkv.errors import FormatError, SpecError, nearest
+from packedkv.recipe import LayerChoice, read_choices, write_choices
+from packedkv.scheme import KVScheme, Mean, mix_of, recent_of
+
+Recipe = Callable[..., KVScheme]
+Mark = Literal["recommended", "paper", "baseline"]
+"""Status of a preset: recommended for use, a method as its paper has it, or a baseline to compare with."""
+
+
+@dataclass(frozen=True)
+class Option:
+    """One option of a recipe, read from its signature and docstring."""
+
+    name: str
+    type: Any
+    default: Any
+    doc: str
+
+    @property
+    def choices(self) -> tuple[Any, ...]:
+        """Allowed values, or an empty tuple."""
+        return typing.get_args(self.type) if typing.get_origin(self.type) is Literal else ()
+
+    @property
+    def type_name(self) -> str:
+        """Short text of the type, e.g. ``int`` or ``k|kv|none``."""
+        if self.choices:
+            return "|".join(str(c) for c in self.choices)
+        if isinstance(self.type, types.UnionType):
+            return "|".join("none" if t is type(None) else t.__name__ for t in self.type.__args__)
+        return str(getattr(self.type, "__name__", self.type))
+
+    def parse(self, text: str, spec: str) -> Any:
+        """Turn the text of a spec into a value of the option's type."""
+        wanted = self.type.__args__ if isinstance(self.type, types.UnionType) else (self.type,)
+        if type(None) in wanted and text == "none":
+            return None
+        for kind in wanted:
+            if kind is bool and text in ("true", "false"):
+                return text == "true"
+            if typing.get_origin(kind) is Literal:
+                for choice in typing.get_args(kind):
+                    if text == str(choice):
+                        return choice
+            if kind in (int, float, str):
+                try:
+                    return kind(text)
+                except ValueError:
+                    continue
+        allowed = "true|false" if bool in wanted else self.type_name
+        raise SpecError(f"{spec!r}: option {self.name}={text!r} is not allowed; expected {allowed}.")
+
+
+COMMON = {
+    "sink": Option("sink", int, 0, "First tokens that stay in 16 bit for ever."),
+    "window": Option("window", int, 0, "Newest tokens that stay in 16 bit, or in the codecs of recent."),
+    "recent": Option(
+        "recent",
+        str | None,
+        None,
+        "Age tiers: preset whose codecs hold the newest window tokens, e.g. int-8; older ones are decoded from it "
+        "and encoded anew.",
+    ),
+    "mean": Option(
+        "mean",
+        Mean,
+        "auto",
+        "Encode keys without their mean before RoPE (pre) or after it (post); auto: pre where it halves the "
+        "error that the model's key biases cause.",
+    ),
+}
+"""Options of every method: fields of the scheme. A recipe with a default of its own has it among its parameters."""
+
+
+@dataclass(frozen=True)
+class Method:
+    """A registered recipe with its presets."""
+
+    name: str
+    recipe: Recipe
+    source: str
+    presets: Mapping[str, Mapping[str, Any]]
+    marks: Mapping[str, Mark]
+
+    @cached_property
+    def parameters(self) -> Mapping[str, inspect.Parameter]:
+        """The recipe's own parameters."""
+        return inspect.signature(self.recipe).parameters
+
+    @cached_property
+    def options(self) -> dict[str, Option]:
+        """Options by name: the recipe's parameters in their order, and those of every method."""
+        hints = typing.get_type_hints(self.recipe)
+        docs = _parameter_docs(self.recipe)
+        own = {p.name: Option(p.name, hints[p.name], p.default, docs.get(p.name, "")) for p in self.parameters.values()}
+        return own | {name: option for name, option in COMMON.items() if name not in own}
+
+    def scheme(self, options: Mapping[str, Any]) -> KVScheme:
+        """Return the recipe's scheme with a value for each of ``options``."""
+        scheme = self.recipe(**{name: value for name, value in options.items() if name in self.parameters})
+        if not isinstance(scheme, KVScheme):
+            raise SpecError(f"the recipe of {self.name!r} returned {type(scheme).__name__}; return a KVScheme.")
+        common = {name: options[name] for name in COMMON if name not in self.parameters}
+        if common.get("recent") is not None:
+            common["recent"] = _recent(common["recent"])
+        return replace(scheme, **common)
+
+
+_METHODS: dict[str, Method] = {}
+_LOADED: dict[str, list[str]] = {}
+"""Presets of the files that ``load_file`` loaded, by path: their own, and those of modules that they import."""
+_search: Literal["before", "running", "done"] = "before"
+"""State of the search for codecs."""
+_DISCOVERY = threading.RLock()  # re-entrant: a codec's file may look up a spec while it is imported
+
+
+def register(
+    name: str,
+    *,
+    source: str,
+    presets: tuple[str, ...] | Mapping[str, Mapping[str, Any]] = (),
+    mark: Mark = "paper",
+    recommended: tuple[str, ...] = (),
+) -> Callable[[Recipe], Recipe]:
+    """Register a recipe under ``name``.
+
+    Parameters
+    ----------
+    name : str
+        The method; also the spec without options.
+    source : str
+        The paper or system: title or arXiv id and section.
+    presets : tuple of str, or mapping of str to options
+        Spec strings that tables, tests and docs cover. ``("x-4", "x-2")`` means ``bits=4`` and ``bits=2``.
+    mark : {"paper", "recommended", "baseline"}
+        Of the presets.
+    recommended : tuple of str
+        Presets with that mark instead.
+
+    Raises
+    ------
+    SpecError
+        Another file has registered the name, or this file has, imported as another module; or a parameter of the recipe
+        has no type or no default.
+    """
+
+    def add(recipe: Recipe) -> Recipe:
+        expanded = presets if isinstance(presets, Mapping) else {p: _suffix(name, p) for p in presets}
+        expanded = expanded or {name: {}}
+        marks: dict[str, Mark] = {p: "recommended" if p in recommended else mark for p in expanded}
+        for p in inspect.signature(recipe).parameters.values():
+            if inspect.Parameter.empty in (p.annotation, p.default):
+                raise SpecError(
+                    f"the recipe of {name!r}: parameter {p.name!r} is an option and needs a type and a default; write "
+                    f"e.g. {p.name}: int = 4."
+                )
+        old = _METHODS.get(name)
+        if old is not None and _origin(old.recipe) != _origin(recipe):
+            raise SpecError(f"codec name {name!r} is taken by {old.recipe.__module__}; choose another name.")
+        if old is not None and old.recipe.__module__ != recipe.__module__:  # codecs of two classes, one without kernels
+            raise SpecError(
+                f"codec {name!r} is registered already, by {inspect.getfile(recipe)}; load or import that file once. "
+                f"A file that imports it is given alone."
+            )
+        _METHODS[name] = Method(name, recipe, source, expanded, marks)
+        return recipe
+
+    return add
+
+
+def get(spec: "str | KVScheme") -> KVScheme:
+    """Build the scheme that ``spec`` names; the path of a ``.json`` file is a recipe (``recipe.py``).
+
+    Raises
+    ------
+    SpecError
+        Unknown name or option (with the nearest known ones), or a value that is not allowed.
+    FormatError
+        A recipe file that cannot be read.
+
+    Examples
+    --------
+    >>> str(get("saw-int4:rotate=kv,block=64"))
+    'saw-int4:block=64,rotate=kv'
+    """
+    if isinstance(spec, KVScheme):
+        return spec
+    if not isinstance(spec, str):
+        raise SpecError(f"got {type(spec).__name__}; expected a spec such as 'saw-int4' or a KVScheme.")
+    if spec.endswith(".json"):
+        return read_recipe(spec)
+    method, base, given = _parse(spec)
+    base_options = method.presets.get(base, _suffix(method.name, base))
+    defaults = {o.name: o.default for o in method.options.values()} | dict(base_options)
+    changed = {k: v for k, v in given.items() if v != defaults[k]}
+    text = ",".join(f"{k}={_text(changed[k])}" for k in method.options if k in changed)
+    return replace(method.scheme(defaults | given), spec=f"{base}:{text}" if text else base)
+
+
+def scheme_of(choice: LayerChoice) -> KVScheme:
+    """Scheme of the layer that a line of a recipe describes.
+
+    Raises
+    ------
+    SpecError
+        A spec that does not exist, or is a recipe itself.
+    """
+    for spec in (choice.key, choice.value):
+        if spec.endswith(".json"):
+            raise SpecError(f"{spec!r}: a recipe's layer takes a preset, not another recipe.")
+    key, value = get(choice.key), get(choice.value)
+    held = [s for s, c in ((key, key.key), (value, value.value)) if not isinstance(c, Dense)]
+    sink, window = (max((getattr(s, name) for s in held), default=0) for name in ("sink", "window"))
+    window = window if choice.window is None else choice.window
+    return KVScheme(
+        key.key,
+        value.value,
+        sink if choice.sink is None else choice.sink,
+        window,
+        mean="none" if isinstance(key.key, Dense) else key.mean,
+        recent=recent_of(key.key, value.value, key.recent, value.recent) if window else None,
+        spec=f"{key}/{value}",
+    )
+
+
+def read_recipe(path: str | Path) -> KVScheme:
+    """Read a recipe file; its path is the mixture's spec.
+
+    Raises
+    ------
+    FormatError
+        The file is missing, not JSON, of a newer version, or has invalid layers (see ``recipe.py``).
+    SpecError
+        A spec in it that does not exist; the text names the layer.
+    """
+    choices, _ = read_choices(path)
+    layers = []
+    for i, choice in enumerate(choices):
+        try:
+            layers.append(scheme_of(choice))
+        except SpecError as error:
+            raise SpecError(f"{path}, layer {i}: {error}") from error
+    return mix_of(layers, str(path))
+
+
+def write_recipe(path: str | Path, choices: Sequence[LayerChoice], about: Mapping[str, Any] | None = None) -> KVScheme:
+    """Write a recipe file atomically and return its mixture.
+
+    Raises
+    ------
+    SpecError
+        An invalid choice.
+    KVError
+        If the file cannot be written.
+    """
+    mix = mix_of([scheme_of(choice) for choice in choices], str(path))
+    write_choices(path, choices, about)
+    return mix
+
+
+def split_specs(text: str) -> list[str]:
+    """Specs of a comma-separated list; an item with ``=`` and no ``:`` belongs to the spec before it.
+
+    Examples
+    --------
+    >>> split_specs("int-4, kivi-2:window=64,sink=4,fp8")
+    ['int-4', 'kivi-2:window=64,sink=4', 'fp8']
+    """
+
+    specs: list[str] = []
+    for item in filter(None, (part.strip() for part in text.split(","))):
+        if specs and "=" in item and ":" not in item:
+            specs[-1] += f",{item}"
+        else:
+            specs.append(item)
+    return specs
+
+
+def method_of(spec: str) -> Method:
+    """Return the method that a spec names."""
+    return _parse(spec)[0]
+
+
+def options_of(spec: str) -> dict[str, Any]:
+    """Return every option of a spec with the value it has there."""
+    method, base, given = _parse(spec)
+    defaults = {o.name: o.default for o in method.options.values()}
+    return defaults | dict(method.presets.get(base, _suffix(method.name, base))) | given
+
+
+def with_option(spec: str, name: str, value: Any) -> str:
+    """Return a spec with one option changed, in its canonical form.
+
+    >>> with_option("saw-int4:mean=none,sink=4", "mean", "pre")
+    'saw-int4:sink=4,mean=pre'
+    """
+    base, _, tail = spec.partition(":")
+    kept = [item for item in filter(None, tail.split(",")) if item.partition("=")[0].strip() != name]
+    return str(get(f"{base}:{','.join([*kept, f'{name}={_text(value)}'])}"))
+
+
+def names() -> list[str]:
+    """Registered methods, sorted."""
+    return sorted(_methods())
+
+
+def presets(mark: Mark | None = None) -> list[str]:
+    """All preset specs, or those with one mark: ``dense`` first, then by method.
+
+    >>> presets("recommended")
+    ['ghost-4', 'ghost-3', 'ghost-2', 'kivi-4', 'kivi-tq-4', 'saw-int4']
+    """
+    if mark is not None and mark not in typing.get_args(Mark):
+        raise SpecError(f"mark={mark!r} is not allowed; use {', '.join(typing.get_args(Mark))}, or None for all.")
+    methods = _methods()
+    order = sorted(methods, key=lambda n: (n != "dense", n))
+    return [p for name in order for p, own in methods[name].marks.items() if mark in (None, own)]
+
+
+def from_json(text: str) -> KVScheme:
+    """Rebuild a scheme from ``KVScheme.to_json``; only registered codec classes are accepted.
+
+    Raises
+    ------
+    FormatError
+        If the text is not a scheme, or names a codec class that is not registered here.
+    """
+    try:
+        data = json.loads(text)
+        if "layers" in data:
+            kinds = [from_json(json.dumps(kind)) for kind in data["schemes"]]
+            return mix_of([kinds[i] for i in data["layers"]], data["spec"])
+        key, value, recent = _codec(data.pop("key")), _codec(data.pop("value")), data.pop("recent", None)
+        return KVScheme(key=key, value=value, recent=recent and from_json(json.dumps(recent)), **data)
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
+        if isinstance(error, (FormatError, SpecError)):
+            raise
+        raise FormatError(f"not a packedkv scheme: {error}; expected the JSON of KVScheme.to_json().") from error
+
+
+def load_file(path: str | Path) -> list[str]:
+    """Import one codec file from outside the package; return the presets it added.
+
+    The file may import others of its folder. Loaded again, it is read anew; what it imports is not.
+
+    Raises
+    ------
+    SpecError
+        If the file does not exist, is no .py file or not Python, imports a module that is not found, registers
+        nothing, or registers what another file has registered.
+    """
+    path = Path(path)
+    before = set(presets())
+    module_spec = importlib.util.spec_from_file_location(f"packedkv_file_{path.stem}", path)
+    if not path.is_file():
+        raise SpecError(f"codec file {str(path)!r} was not found; pass the path of a .py file.")
+    if module_spec is None or module_spec.loader is None:
+        raise SpecError(f"codec file {str(path)!r} is no .py file; pass the path of one.")
+    module = importlib.util.module_from_spec(module_spec)
+    former = sys.modules.get(module_spec.name)
+    sys.modules[module_spec.name] = module  # dataclasses look their module up
+    folder = str(path.absolute().parent)
+    sys.path.append(folder)  # last: a file there hides no installed module
+    done = False
+    try:
+        module_spec.loader.exec_module(module)
+        done = True
+    except SyntaxError as error:
+        raise SpecError(f"codec file {path} is not Python: {error}.") from error
+    except ModuleNotFoundError as error:
+        raise SpecError(
+            f"codec file {path} imports {error.name}, which is not found; install it or put its folder on PYTHONPATH."
+        ) from error
+    finally:
+        sys.path.remove(folder)
+        if not done:
+            del sys.modules[module_spec.name]
+            if former is not None:
+                sys.modules[module_spec.name] = former
+    # a file that is loaded again after an edit registers known names, or imports what does
+    origin = str(module_spec.origin)
+    again = _LOADED.get(origin, [])
+    added = [p for p in presets() if p not in before or p in again or inspect.getfile(method_of(p).recipe) == origin]
+    if not added:
+        raise SpecError(
+            f"{path} registers no new preset; decorate its recipe with @packedkv.register. If it imports a file that "
+            f"was loaded or imported before, load this one alone."
+        )
+    _LOADED[origin] = added
+    return added
+
+
+def codec_classes() -> dict[str, type[Codec]]:
+    """Every codec class that is loaded, by name."""
+    _methods()
+    found: dict[str, type[Codec]] = {}
+    todo: list[Any] = [Codec]
+    while todo:
+        for cls in todo.pop().__subclasses__():
+            # a class of the package is never replaced by one of the same name from elsewhere, nor any by a class of a
+            # file that was refused
+            old = found.get(cls.__name__)
+            if old is None or (not old.__module__.startswith("packedkv.") and cls.__module__ in sys.modules):
+                found[cls.__name__] = cls
+            todo.append(cls)
+    return found
+
+
+def _codec(config: dict[str, Any]) -> Codec:
+    config = dict(config)
+    name = config.pop("codec")
+    classes = codec_classes()
+    if name not in classes:
+        raise FormatError(
+            f"unknown codec class {name!r}; this installation knows {', '.join(sorted(classes))}. "
+            f"Install or load the file that defines it, or update packedkv."
+        )
+    built = {k: _codec(v) if isinstance(v, dict) and "codec" in v else v for k, v in config.items()}
+    return classes[name](**built)
+
+
+def _methods() -> dict[str, Method]:
+    global _search
+    if _search == "done":
+        return _METHODS
+    with _DISCOVERY:
+        if _search == "before":
+            _search = "running"
+            try:
+                package = importlib.import_module("packedkv.codecs")
+                for info in pkgutil.iter_modules(package.__path__):
+                    importlib.import_module(f"packedkv.codecs.{info.name}")
+                for entry in importlib.metadata.entry_points(group="packedkv.codecs"):
+                    entry.load()
+            except BaseException:
+                _search = "before"
+                raise
+            _search = "done"
+    return _METHODS
+
+
+def _parse(spec: str) -> tuple[Method, str, dict[str, Any]]:
+    methods = _methods()
+    base, _, tail = spec.strip().partition(":")
+    by_preset = {p: m for m in methods.values() for p in m.presets}
+    method = by_preset.get(base) or methods.get(base)
+    if method is None:
+        match = re.fullmatch(r"(.+)-(\d+)", base)
+        method = methods.get(match[1]) if match else None
+        if method is None or "bits" not in method.options:
+            raise SpecError(
+                f"unknown codec {base!r}.{nearest(base, [*by_preset, *methods])} "
+                f"`packedkv list`, in Python `packedkv.presets()`, names all {len(by_preset)} presets."
+            )
+        method.options["bits"].parse(match[2], spec)  # type: ignore[index]  # refuses int-7 by name
+    given: dict[str, Any] = {}
+    for item in filter(None, tail.split(",")):
+        key, equals, text = item.partition("=")
+        key = key.strip()
+        if key not in method.options:
+            raise SpecError(
+                f"{spec!r}: {method.name} has no option {key!r}.{nearest(key, method.options)} "
+                f"Its options: {', '.join(method.options) or 'none'}."
+            )
+        if not equals:
+            raise SpecError(f"{spec!r}: option {key!r} has no value; write {key}=VALUE.")
+        if key in given:
+            raise SpecError(f"{spec!r}: option {key!r} is given twice; give it once.")
+        given[key] = method.options[key].parse(text.strip(), spec)
+    return method, base, given
+
+
+def _recent(text: str) -> KVScheme | None:
+    """Return the scheme of ``recent=text``, without its own sink, window and dense layers."""
+    wanted = f"recent={text!r} is not allowed; expected none or a preset, e.g. int-8 or fp8"
+    try:
+        held = get(text)
+    except SpecError as error:
+        raise SpecError(f"{wanted}: {error}") from error
+    if held.layers:
+        raise SpecError(f"{wanted}, not a recipe; a recipe's layers may each have a preset with its own recent=.")
+    return recent_of(held.key, held.value, held, held)
+
+
+def _suffix(name: str, base: str) -> dict[str, Any]:
+    match = re.fullmatch(re.escape(name) + r"-(\d+)", base)
+    return {"bits": int(match[1])} if match else {}
+
+
+def _text(value: Any) -> str:
+    return str(value).lower() if value is None or isinstance(value, bool) else str(value)
+
+
+def _origin(recipe: Recipe) -> tuple[str, str]:
+    return inspect.getfile(recipe), recipe.__qualname__
+
+
+def _parameter_docs(recipe: Recipe) -> dict[str, str]:
+    """Read the ``Parameters`` section of a numpy docstring: name -> text."""
+    doc = inspect.getdoc(recipe) or ""
+    match = re.search(r"Parameters\n-+\n(.*?)(?:\n\n[A-Z]\w+\n-+\n|\Z)", doc, re.S)
+    docs: dict[str, str] = {}
+    current: list[str] = []
+    for line in match[1].splitlines() if match else []:
+        if line and not line[0].isspace():
+            current = [n.strip() for n in line.split(":")[0].split(",")]
+            docs.update(dict.fromkeys(current, ""))
+        else:
+            for name in current:
+                docs[name] = f"{docs[name]} {line.strip()}".strip()
+    return docs

@@ -1,0 +1,301 @@
+"""KVScheme: a key codec, a value codec, and which tokens and layers stay dense.
+
+The first ``sink`` tokens (by absolute position, permanently) and the newest ``window`` tokens are held in 16 bit; the
+tokens between are encoded, oldest first, in units of the codec's ``block_tokens``, each exactly once::
+
+    encoded_end = sink + unit * max(0, (N - sink - window) // unit)
+
+so encoded data never changes, whatever the split into prefill and decode. With ``recent`` the newest tokens are packed
+as well, by other codecs, and encoded from what those decode to when they age: by tokens' age, 16 bit for ever, few
+bits, 8 bits. A ``KVScheme`` applies to every layer of a
+model, or to a mixture of one scheme per layer (``layers``); ``for_layer`` returns the scheme of one layer.
+"""
+
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field, replace
+from functools import cached_property, lru_cache
+from typing import Any, Literal, get_args
+
+from packedkv.codec import ROLES, Codec, Dense, Role
+from packedkv.errors import SpecError
+from packedkv.layout import PageLayout, page_tokens_for
+
+Mean = Literal["auto", "pre", "post", "none"]
+"""What is subtracted from keys before they are encoded; see ``KVScheme``."""
+MEANS = get_args(Mean)
+
+
+@dataclass(frozen=True)
+class KVScheme:
+    """Key codec + value codec + sink, window and dense layers.
+
+    Parameters
+    ----------
+    key, value : Codec
+    sink : int
+        First tokens, which always stay dense.
+    window : int
+        Newest tokens that stay dense, or are held by ``recent``; so does the unfinished block.
+    dense_key_layers, dense_value_layers : int
+        How many of the first AND of the last layers hold keys (values) dense.
+    mean : {"none", "pre", "post", "auto"}
+        ``pre``: the mean of a head's keys before RoPE is subtracted from them before they are encoded and added again
+        when they are decoded, turned as RoPE turns it at the token's position. ``post``: the same with the mean after
+        RoPE, which is one key for all positions. Neither costs bytes of a token. ``auto``: ``pre`` where it halves the
+        error of attention scores on a model's key biases (``packedkv.key_bias``), or the codec asks for it
+        (``Codec.without_mean``), elsewhere ``none``; decided when a cache is made for a model, ``none`` without one.
+        Keys held dense keep their mean.
+    recent : KVScheme or None
+        Age tiers: its codecs hold the newest ``window`` tokens, which are decoded and encoded by ``key`` and ``value``
+        when they age, in blocks of both. Codecs that encode each token alone, with constants that need no data.
+    spec : str
+        The canonical spec this scheme came from; empty for one built by hand. Not part of equality.
+    layers : tuple of KVScheme
+        Of a mixture (``mix_of``): the scheme of each KV layer, in order. The other fields are the first layer's; bits
+        are means over the layers, and questions about one codec are refused where layers differ.
+    """
+
+    key: Codec
+    value: Codec
+    sink: int = 0
+    window: int = 0
+    dense_key_layers: int = 0
+    dense_value_layers: int = 0
+    mean: Mean = "none"
+    recent: "KVScheme | None" = None
+    spec: str = field(default="", compare=False)
+    layers: "tuple[KVScheme, ...]" = field(default=(), repr=False)
+
+    def __post_init__(self) -> None:
+        """Validate the counts and the age tiers."""
+        for name in ("sink", "window", "dense_key_layers", "dense_value_layers"):
+            value = getattr(self, name)
+            if not isinstance(value, int) or value < 0:
+                raise SpecError(f"{name}={value!r}: expected an integer >= 0.")
+        if self.mean not in MEANS:
+            raise SpecError(f"mean={self.mean!r}: expected one of {', '.join(MEANS)}.")
+        if self.recent is not None:
+            _check_recent(self, self.recent)
+
+    def __str__(self) -> str:
+        """Return the spec; for a scheme built by hand its repr, for a mixture its layers' schemes."""
+        if self.spec or not self.layers:
+            return self.spec or repr(self)
+        return f"mix of {len(self.layers)} layers: {', '.join(dict.fromkeys(map(str, self.layers)))}"
+
+    def codec(self, role: Role) -> Codec:
+        """Codec of one role.
+
+        Raises
+        ------
+        SpecError
+            Layers of a mixture have different ones.
+        """
+        if self.layers and len({layer.codec(role) for layer in self.layers}) > 1:
+            raise SpecError(
+                f"{self}: its layers have different codecs; ask for one layer with for_layer(i, {len(self.layers)})."
+            )
+        return self.key if role == "key" else self.value
+
+    @property
+    def query_error(self) -> float:
+        """Largest ``Codec.query_error`` of the keys' codecs; above 0 attention rounds queries as well."""
+        return max(scheme.key.query_error for scheme in self.layer_schemes)
+
+    @property
+    def is_fitted(self) -> bool:
+        """Whether a codec has constants that are fitted on data, or the keys' mean is one."""
+        return any(own.key.needs or own.value.needs or own.mean in ("pre", "post") for own in self.layer_schemes)
+
+    @cached_property
+    def fit_tokens(self) -> int:
+        """Largest ``Codec.fit_tokens`` of the codecs whose constants are fitted; 0: there are none."""
+        return max(codec.fit_tokens if "tensor" in codec.needs else 0 for codec in (self.key, self.value))
+
+    def layout_versions(self, head_dim: int) -> dict[str, Any]:
+        """``Layout.version`` of each role, one or one per layer: saved constants are valid only for these."""
+        found = {role: [own.codec(role).layout(head_dim).version for own in self.layer_schemes] for role in ROLES}
+        return {role: versions[0] if len(set(versions)) == 1 else versions for role, versions in found.items()}
+
+    def for_layer(self, layer: int, num_layers: int) -> "KVScheme":
+        """Scheme of one layer: boundary layers get ``Dense`` for the roles that stay dense there.
+
+        Raises
+        ------
+        SpecError
+            No such layer, or a mixture for another number of layers.
+        """
+        if self.layers and num_layers != len(self.layers):
+            raise SpecError(
+                f"{self} is a recipe for {len(self.layers)} KV layers, not for {num_layers}; "
+                f"make one for this model with `packedkv advise`."
+            )
+        if not 0 <= layer < num_layers:
+            raise SpecError(f"layer={layer}: expected 0 <= layer < num_layers={num_layers}.")
+        if self.layers:
+            return self.layers[layer]
+        edge = min(layer, num_layers - 1 - layer)
+        dense = edge < self.dense_key_layers, edge < self.dense_value_layers
+        if (found := self._of_layers.get(dense)) is None:
+            key, value = (Dense() if of else codec for of, codec in zip(dense, (self.key, self.value), strict=True))
+            mean: Mean = "none" if isinstance(key, Dense) else self.mean
+            recent = recent_of(key, value, self.recent, self.recent)
+            found = self
+            if self.dense_key_layers or self.dense_value_layers or mean != self.mean:
+                found = replace(
+                    self, key=key, value=value, dense_key_layers=0, dense_value_layers=0, mean=mean, recent=recent
+                )
+            self._of_layers[dense] = found
+        return found
+
+    @cached_property
+    def _of_layers(self) -> "dict[tuple[bool, bool], KVScheme]":
+        """Schemes of layers by what stays dense there: keys, values."""
+        return {}
+
+    def with_means(self, means: "Sequence[Mean]") -> "KVScheme":
+        """Return the scheme with ``mean`` decided; ``means`` are those of a model's layers, in order.
+
+        Without ``layers`` a scheme has one mean: ``none`` where all layers have none, else what the others have.
+        """
+        if self.layers:
+            return mix_of([replace(own, mean=m) for own, m in zip(self.layers, means, strict=True)], self.spec)
+        kinds = sorted(set(means) - {"none"})
+        return replace(self, mean=kinds[0] if kinds else "none")
+
+    def allows(self, other: "KVScheme") -> bool:
+        """Whether ``other`` is this scheme, with ``mean=auto`` decided in any way."""
+        if self.layers:
+            same = len(other.layers) == len(self.layers)
+            return same and all(own.allows(theirs) for own, theirs in zip(self.layers, other.layers, strict=True))
+        return (replace(other, mean="auto") if self.mean == "auto" else other) == self
+
+    @property
+    def layer_schemes(self) -> "tuple[KVScheme, ...]":
+        """Every scheme that a layer may have by the recipe alone: this one, or those of a mixture, in order."""
+        return self.layers or (self,)
+
+    def without_windows(self) -> "KVScheme":
+        """Return the same codecs with sink = window = 0, as ``fake_quant`` uses them."""
+        layers = tuple(layer.without_windows() for layer in self.layers)
+        return replace(self, sink=0, window=0, recent=None, layers=layers)
+
+    def key_bits(self, head_dim: int) -> float:
+        """Effective bits of an encoded key element, from the layout; windows and dense layers not counted."""
+        return self._mean([own.key.layout(head_dim).effective_bits for own in self.layer_schemes])
+
+    def value_bits(self, head_dim: int) -> float:
+        """Effective bits of an encoded value element, from the layout."""
+        return self._mean([own.value.layout(head_dim).effective_bits for own in self.layer_schemes])
+
+    def effective_bits(self, head_dim: int) -> float:
+        """Mean of ``key_bits`` and ``value_bits``."""
+        return (self.key_bits(head_dim) + self.value_bits(head_dim)) / 2
+
+    def nominal_bits(self, head_dim: int) -> float:
+        """Bits of the codes alone, as papers print them."""
+        codecs = [codec for own in self.layer_schemes for codec in (own.key, own.value)]
+        return self._mean([codec.layout(head_dim).nominal_bits for codec in codecs])
+
+    @staticmethod
+    def _mean(bits: Sequence[float]) -> float:
+        return sum(bits) / len(bits)
+
+    def encoded_tokens(self, role: Role, tokens: int) -> int:
+        """How many of ``tokens`` are encoded (the closed form in the module's text).
+
+        Raises
+        ------
+        SpecError
+            Layers of a mixture encode different numbers.
+        """
+        if self.layers:
+            found, *others = {layer.encoded_tokens(role, tokens) for layer in self.layers}
+            if others:
+                raise SpecError(f"{self}: its layers encode different numbers of tokens; ask for one with for_layer.")
+            return found
+        unit = self.unit(role)
+        return unit * max(0, (tokens - self.sink - self.window) // unit)
+
+    def unit(self, role: Role) -> int:
+        """Tokens of a role that leave the window together; with age tiers those of both roles do."""
+        if self.recent is None:
+            return self.codec(role).block_tokens
+        return math.lcm(self.key.block_tokens, self.value.block_tokens)
+
+    def recent_tokens(self, role: Role, tokens: int) -> int:
+        """How many of ``tokens`` the codecs of ``recent`` hold."""
+        return 0 if self.recent is None else max(0, tokens - self.sink - self.encoded_tokens(role, tokens))
+
+    def page_layout(self, head_dim: int, page_tokens: int | None = None, *, value_dim: int | None = None) -> PageLayout:
+        """Byte map of a page; ``page_tokens`` defaults to 64 rounded up to whole blocks."""
+        return page_layout(self.codec("key"), self.codec("value"), head_dim, value_dim or head_dim, page_tokens)
+
+    def to_json(self) -> str:
+        """Return JSON from which ``registry.from_json`` rebuilds an equal scheme; equal layers are written once."""
+        if self.layers:
+            texts = [replace(layer, spec="").to_json() for layer in self.layers]
+            kinds = list(dict.fromkeys(texts))
+            layers = [kinds.index(text) for text in texts]
+            return json.dumps({"schemes": [json.loads(text) for text in kinds], "layers": layers, "spec": self.spec})
+        data: dict[str, Any] = {k: v for k, v in asdict(self).items() if k not in ("key", "value", "recent", "layers")}
+        if self.mean == "none":  # as before there was a choice: older versions read it
+            del data["mean"]
+        if self.recent is not None:
+            data["recent"] = json.loads(self.recent.to_json())
+        return json.dumps({**data, "key": self.key.config(), "value": self.value.config()})
+
+
+def recent_of(key: Codec, value: Codec, of_key: KVScheme | None, of_value: KVScheme | None) -> KVScheme | None:
+    """Return ``recent`` of a layer's two codecs, each role's from another scheme; what is dense stays dense.
+
+    None: no role has one.
+    """
+    own_key = Dense() if of_key is None or isinstance(key, Dense) else of_key.key
+    own_value = Dense() if of_value is None or isinstance(value, Dense) else of_value.value
+    if isinstance(own_key, Dense) and isinstance(own_value, Dense):
+        return None
+    given = dict.fromkeys(str(scheme) for scheme in (of_key, of_value) if scheme is not None)
+    return KVScheme(own_key, own_value, spec="/".join(given))
+
+
+def _check_recent(scheme: KVScheme, recent: KVScheme) -> None:
+    """Raise SpecError if ``recent`` cannot hold the newest tokens of a scheme."""
+    if scheme.window == 0:
+        raise SpecError(
+            f"recent={recent}: it holds the newest tokens, as many as window says, which is 0; give both, e.g. "
+            f"recent={recent},window=1024, or recent=none."
+        )
+    if isinstance(scheme.key, Dense) and isinstance(scheme.value, Dense):
+        raise SpecError(f"recent={recent}: older tokens are dense, more than the newest ones; use recent=none.")
+    for role in ROLES:
+        codec = recent.codec(role)
+        if codec.block_tokens > 1 or codec.needs or codec.query_error:
+            raise SpecError(
+                f"recent={recent}: {type(codec).__name__} encodes tokens in groups, is fitted on data or rounds "
+                f"queries; tokens stay recent one by one, so give a preset that does none of it, e.g. int-8 or fp8."
+            )
+
+
+@lru_cache(maxsize=256)  # called for every layer of every cache
+def page_layout(key: Codec, value: Codec, key_dim: int, value_dim: int, page_tokens: int | None = None) -> PageLayout:
+    """Byte map of a page of two codecs; ``page_tokens`` as in ``KVScheme.page_layout``."""
+    layouts = key.layout(key_dim), value.layout(value_dim)
+    return PageLayout(*layouts, page_tokens or page_tokens_for(*layouts))
+
+
+def mix_of(layers: Sequence[KVScheme], spec: str = "") -> KVScheme:
+    """Make a mixture: one scheme for each KV layer, whose own rules for outer layers are ignored.
+
+    Raises
+    ------
+    SpecError
+        No layer, or a mixture among them.
+    """
+    if not layers or any(layer.layers for layer in layers):
+        raise SpecError("a mixture takes at least one scheme, each of one layer.")
+    first = layers[0]
+    own = tuple(replace(layer, dense_key_layers=0, dense_value_layers=0) for layer in layers)
+    return KVScheme(first.key, first.value, first.sink, first.window, recent=first.recent, spec=spec, layers=own)

@@ -1,0 +1,166 @@
+"""The packed store of one layer: a pool of pages and a block table.
+
+``pages`` is uint8 ``[num_pages, H, page_bytes]``, ``table`` int32 ``[B, M]``: slot ``s`` of sequence ``b`` lies in page
+``table[b, s // P]`` at place ``s % P``. Engines hold the same two tensors, and the kernels read them.
+"""
+
+from collections.abc import Iterator
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+from packedkv.codec import Payload
+from packedkv.layout import PageLayout
+from packedkv.store.pool import zeroed_pool
+
+
+class PageStore:
+    """Pages that grow as slots are written.
+
+    Parameters
+    ----------
+    layout : PageLayout
+    batch, heads : int
+    device : torch.device
+    capacity : int
+        Slots to allocate at once; 0 grows on demand, by 1/32 (at least one page).
+    """
+
+    def __init__(self, layout: PageLayout, batch: int, heads: int, device: torch.device, capacity: int = 0) -> None:
+        self.layout, self.heads, self.in_order = layout, heads, True
+        self.growth_bytes = 0  # largest pool that was copied to grow: both copies existed for a moment
+        columns = -(-capacity // layout.page_tokens)
+        # zeroed, not empty: unused slots must not hold NaN scales that a masked kernel could multiply by 0
+        self.pages = zeroed_pool((batch * columns, heads, layout.page_bytes), device)
+        self.table = _ids(0, batch, columns, device, stream_of(device))
+
+    @classmethod
+    def over(cls, layout: PageLayout, pages: Tensor, table: Tensor) -> "PageStore":
+        """Return a store over pages that the caller owns."""
+        store = cls.__new__(cls)
+        store.layout, store.heads, store.pages, store.table = layout, pages.shape[1], pages, table
+        store.growth_bytes, store.in_order = 0, False
+        return store
+
+    @property
+    def capacity(self) -> int:
+        """Slots per sequence that fit without growing."""
+        return self.table.shape[1] * self.layout.page_tokens
+
+    def ensure(self, slots: int, *, exact: bool = False) -> None:
+        """Grow so that ``slots`` slots per sequence fit; ``exact`` skips the reserve (a prefill)."""
+        missing = -(-(slots - self.capacity) // self.layout.page_tokens)
+        if missing > 0:
+            self._grow(missing if exact else max(missing, self.table.shape[1] // 32))
+
+    def _grow(self, columns: int) -> None:
+        batch, first = self.table.shape[0], self.pages.shape[0]
+        grown = zeroed_pool((first + batch * columns, *self.pages.shape[1:]), self.pages.device)  # as in ``__init__``
+        if first:
+            self.growth_bytes = max(self.growth_bytes, self.pages.nbytes)
+            grown[:first] = self.pages
+        self.pages = grown
+        if batch == 1 and self.in_order:
+            first, columns = 0, self.pages.shape[0]
+        ids = _ids(first, batch, columns, self.table.device, stream_of(self.table.device))
+        self.table = torch.cat([self.table, ids], 1) if first else ids
+
+    def write(self, role: str, first_slot: int, payload: Payload) -> None:
+        """Write the blocks of ``payload`` (fields ``[B, H, M, *shape]``) from ``first_slot`` on."""
+        count = next(iter(payload.values())).shape[2]
+        write_blocks(self.layout, self.pages, role, self._slots(role, first_slot, count), payload)
+
+    def read(self, role: str, first_slot: int, last_slot: int) -> Payload:
+        """Copy out the blocks that cover slots ``[first_slot, last_slot)``; fields ``[B, H, M, *shape]``."""
+        unit = self.layout.side(role).block_tokens
+        count = -(-last_slot // unit) - first_slot // unit
+        return read_blocks(self.layout, self.pages, role, self._slots(role, first_slot, count))
+
+    def _slots(self, role: str, first_slot: int, count: int) -> Tensor:
+        """Slots of the pool ``[B, M]`` at which ``count`` blocks begin, the first one with ``first_slot`` in it."""
+        unit, tokens = self.layout.side(role).block_tokens, self.layout.page_tokens
+        place = (torch.arange(count, device=self.table.device) + first_slot // unit) * unit
+        return self.table[:, place // tokens].long() * tokens + place % tokens
+
+    def select(self, indices: Tensor) -> None:
+        """Keep the sequences ``indices`` (with repeats), each with pages of its own."""
+        batch, columns = len(indices), self.table.shape[1]
+        ids = self.table[indices.to(self.table.device)].long()
+        self.pages = self.pages[ids.flatten()]
+        fresh = torch.arange(batch * columns, device=self.table.device, dtype=torch.int32)
+        self.table, self.in_order = fresh.view(batch, columns), True
+
+    def keep(self, columns: list[int]) -> None:
+        """Keep these columns of pages of every sequence, in this order; free the others."""
+        self.table = self.table[:, columns]
+        self.select(torch.arange(self.table.shape[0]))
+
+    def put_last(self, first: int, last: int) -> None:
+        """Put the columns ``[first, last)`` behind all others, which move up; pages and table keep their addresses."""
+        if self.in_order:  # until now caches may share it
+            with torch.inference_mode(False):
+                self.table, self.in_order = self.table.clone(), False
+        behind = self.table[:, first:]
+        behind.copy_(behind.roll(first - last, 1))
+
+    def trim(self, slots: int) -> None:
+        """Free the pages behind the first ``slots`` slots."""
+        columns = -(-slots // self.layout.page_tokens)
+        if columns < self.table.shape[1]:
+            self.keep(list(range(columns)))
+
+    def tensors(self) -> Iterator[Tensor]:
+        """Every tensor held."""
+        yield self.pages
+        yield self.table
+
+
+@lru_cache(maxsize=16)
+def _ids(first: int, batch: int, columns: int, device: torch.device, stream: int) -> Tensor:
+    """Page ids from ``first`` on, ``[batch, columns]``: shared by the layers of a model, never written to."""
+    with torch.inference_mode(False):
+        ids = torch.arange(first, first + batch * columns, dtype=torch.int32, device=device)
+        return ids.view(batch, columns)
+
+
+def stream_of(device: torch.device) -> int:
+    """Handle of torch's current stream, on which a tensor is made: other streams would not wait for it."""
+    if device.type != "cuda":
+        return 0
+    index = torch.cuda.current_device() if device.index is None else device.index
+    return int(torch._C._cuda_getCurrentRawStream(index))  # that of ``current_stream``, in a tenth of its time
+
+
+def write_blocks(layout: PageLayout, pages: Tensor, role: str, slots: Tensor, payload: Payload) -> None:
+    """Write blocks to any places of a pool.
+
+    Parameters
+    ----------
+    layout : PageLayout
+    pages : Tensor uint8 ``[num_pages, H, page_bytes]``
+    role : str
+    slots : Tensor int64 ``[B, M]``
+        Slot of the pool at which each block begins: slot s is place ``s % P`` of page ``s // P``.
+    payload : Payload
+        Fields ``[B, H, M, *shape]``.
+    """
+    for plane in layout.planes:
+        if plane.role == role:
+            page, block = _where(layout, role, slots)
+            # advanced indices that are not adjacent put their axes first: [B, M, H, *shape]
+            layout.view(pages, plane)[page, :, block] = payload[plane.field.name].transpose(1, 2)
+
+
+def read_blocks(layout: PageLayout, pages: Tensor, role: str, slots: Tensor) -> Payload:
+    """Copy blocks out of a pool; arguments as ``write_blocks``, fields ``[B, H, M, *shape]``."""
+    page, block = _where(layout, role, slots)
+    return {
+        plane.field.name: layout.view(pages, plane)[page, :, block].transpose(1, 2)
+        for plane in layout.planes
+        if plane.role == role
+    }
+
+
+def _where(layout: PageLayout, role: str, slots: Tensor) -> tuple[Tensor, Tensor]:
+    return slots // layout.page_tokens, slots % layout.page_tokens // layout.side(role).block_tokens

@@ -1,0 +1,331 @@
+"""Sites: the scheme of one layer, what its constants derive from, and the constants themselves.
+
+A site holds no tokens. Caches have one beside their pages; engines that own the pages (vLLM) have only the site.
+"""
+
+from collections.abc import Hashable, Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+from packedkv.checks import check_constant, check_constants, params_by_role
+from packedkv.codec import LIMIT, ROLES, Codec, Constant, Dense, Params, Payload, Role, Site, saturated
+from packedkv.errors import FitError, UnsupportedError
+from packedkv.ops.rope import NOT_TURNED, Rotary
+from packedkv.ops.sums import sum_by_halves
+from packedkv.scheme import KVScheme
+from packedkv.shared import drawn
+from packedkv.store.pages import PageStore
+
+MEAN = "mean"
+"""Name of the keys' mean among fitted constants: float32 ``[1, H, D]``, beside those of the codec."""
+MEAN_TOKENS = 128
+"""Tokens of which a mean is taken that neither a file nor the weights give."""
+WITHOUT_MODEL = "these keys were saved without their mean; read the file with load_cache(path, model)."
+
+
+@dataclass(frozen=True, eq=False)
+class MeanRemoval:
+    """What a layer subtracts from its keys before they are encoded, and adds when they are decoded.
+
+    Parameters
+    ----------
+    kind : {"pre", "post"}
+        The mean before RoPE, or after it.
+    rotary : Rotary or None
+        How keys are turned; only with ``pre``. None there: the keys are from a file, without their model.
+    given : Tensor float32 ``[1, H, D]`` or None
+        None: the mean of the first ``MEAN_TOKENS`` tokens of each sequence.
+    source : {"params", "weights", "first tokens"}
+    """
+
+    kind: Literal["pre", "post"]
+    rotary: Rotary | None = None
+    given: Tensor | None = None
+    source: Literal["params", "weights", "first tokens"] = "first tokens"
+
+    @cached_property
+    def name(self) -> Hashable:
+        """Equal for given means of equal numbers and rotation; reads the numbers."""
+        given = None if self.given is None else (tuple(self.given.shape), tuple(self.given.flatten().tolist()))
+        return self.kind, given, None if self.rotary is None else self.rotary.name
+
+    def of(self, keys: Tensor, positions: Tensor) -> Tensor:
+        """Mean of ``keys [B, H, n, D]`` (after RoPE) at ``positions [B, n]``: float32 ``[B, H, D]``."""
+        if self.kind == "pre":
+            keys = self._known().turn_back(keys, positions)
+        return (sum_by_halves(keys.double(), 2).squeeze(2) / keys.shape[2]).float()
+
+    def at(self, mean: Tensor | None, positions: Tensor) -> Tensor:
+        """What is subtracted at ``positions [B, n]``: float32 ``[B, H, n, D]``, sizes of 1 stand for all.
+
+        Raises
+        ------
+        UnsupportedError
+            It is not known: the keys are from a file that was read without its model.
+        """
+        if mean is None:
+            raise UnsupportedError(WITHOUT_MODEL)
+        return mean[:, :, None] if self.kind == "post" else self._known().turn(mean[:, :, None], positions)
+
+    @property
+    def turning(self) -> Rotary:
+        """How the mean turns with the positions: after RoPE it does not.
+
+        Raises
+        ------
+        UnsupportedError
+            As ``at``.
+        """
+        return NOT_TURNED if self.kind == "post" else self._known()
+
+    def _known(self) -> Rotary:
+        if self.rotary is None:
+            raise UnsupportedError(WITHOUT_MODEL)
+        return self.rotary
+
+
+class Removed(NamedTuple):
+    """What was subtracted from some keys of a layer: their mean, turned to the positions of these.
+
+    Parameters
+    ----------
+    mean : Tensor float32 ``[1 or B, H, D]``
+    turning : Rotary
+    angles : (Tensor float32 ``[1 or B, n, R / 2]``, Tensor)
+        ``turning.angles`` of the n keys; layers of a pass may share them.
+    """
+
+    mean: Tensor
+    turning: Rotary
+    angles: tuple[Tensor, Tensor]
+
+    def first(self) -> "Removed":
+        """Of the first sequence alone."""
+        if self.mean.shape[0] == 1 and self.angles[0].shape[0] == 1:
+            return self
+        cosines, sines = self.angles
+        return self._replace(mean=self.mean[:1], angles=(cosines[:1], sines[:1]))
+
+    def from_keys(self, keys: Tensor) -> Tensor:
+        """Keys ``[B, H, n, D]`` without it: float32."""
+        return keys.float() - self.turning.turned(self.mean[:, :, None], *self.angles)
+
+
+class RoleSite:
+    """Codec and constants of the keys, or of the values, of one layer.
+
+    Parameters
+    ----------
+    role : {"key", "value"}
+    codec : Codec
+        The codec for the model's dtype (``for_dtype``).
+    site : Site
+    params : Params, optional
+        None: they are fitted on the first prefill.
+    drawn : bool
+        Whether constants that need no sample follow from codec and site alone; constants from a file do not.
+    """
+
+    def __init__(self, role: Role, codec: Codec, site: Site, params: Params | None = None, drawn: bool = False) -> None:
+        self.role, self.codec, self.site, self.params, self.drawn = role, codec, site, params, drawn
+
+    def check_batch(self, batch: int) -> None:
+        """Validate that constants serve so many sequences.
+
+        Raises
+        ------
+        FitError
+        """
+        sizes = {len(x) for x in (self.params or {}).values() if x.ndim} - {1, batch}
+        if sizes:
+            raise FitError(
+                f"the {self.role} constants of layer {self.site.layer} are of {sizes.pop()} sequences, the cache has "
+                f"{batch}; pass constants of one, or of the batch."
+            )
+
+    def encode(self, x: Tensor) -> Payload:
+        """Encode whole blocks of tokens ``[B, H, n, D]``, model basis."""
+        assert self.params is not None
+        return self.codec.encode(self.codec.to_code(x.float(), self.params), self.params)
+
+    def decode(self, payload: Payload, dtype: torch.dtype) -> Tensor:
+        """Decode blocks to ``[B, H, n, D]`` of ``dtype``, model basis."""
+        return saturated(self._decoded(payload), dtype)
+
+    def _decoded(self, payload: Payload) -> Tensor:
+        assert self.params is not None
+        return self.codec.from_code(self.codec.decode(payload, self.params), self.params)
+
+    def read(self, store: PageStore, first: int, last: int, dtype: torch.dtype, mean: Tensor | None = None) -> Tensor:
+        """Decode the slots ``[first, last)`` of every sequence: ``[B, H, last - first, D]`` of ``dtype``.
+
+        ``mean``, which broadcasts to that shape, is what was subtracted before they were encoded.
+        """
+        skip = first % self.codec.block_tokens
+        x = self._decoded(store.read(self.role, first, last))[:, :, skip : skip + last - first]
+        return saturated(x if mean is None else x + mean, dtype)
+
+
+class LayerSite:
+    """Scheme and place of one layer.
+
+    Parameters
+    ----------
+    scheme : KVScheme
+        Scheme of this layer (``scheme.for_layer``).
+    layer : int
+        Layer index; with ``seed`` it determines the random constants.
+    seed : int
+    fitted : mapping of role to Params, optional
+        Fitted constants by role (``{"key": ..., "value": ...}``); the keys' mean is among them as ``mean``.
+    first_head : int
+        The model's number of KV head 0 here, ``Site.first_head``.
+    mean : MeanRemoval, optional
+        Of the layer's keys, for a scheme with ``mean=pre`` or ``post``. ``post`` needs no model: by default the mean is
+        the fitted one or that of the first tokens. A scheme with ``mean=auto`` has none here.
+    most : int, optional
+        Tokens that the layer ever holds at once (a sliding window); constants are fitted on no more.
+    energy : Tensor, optional
+        Mean squares of the queries of each KV head, ``[1, H, D]``, where they are known: as in ``Sample``.
+
+    Raises
+    ------
+    FitError
+        The scheme needs the mean before RoPE, and there is none.
+    SpecError
+        ``fitted`` has another form.
+    """
+
+    def __init__(
+        self,
+        scheme: KVScheme,
+        layer: int = 0,
+        seed: int = 0,
+        fitted: Mapping[Role, Params] | None = None,
+        first_head: int = 0,
+        mean: MeanRemoval | None = None,
+        most: int | None = None,
+        energy: Tensor | None = None,
+    ) -> None:
+        self.fitted = params_by_role(fitted)
+        if scheme.mean == "auto":
+            scheme = replace(scheme, mean="none")
+        if scheme.mean == "pre" and mean is None:
+            raise FitError(
+                f"{scheme}: mean=pre encodes keys without their mean before RoPE, which only a model knows; "
+                f"make the cache with cache_for(model, ...), or use mean=post or mean=none."
+            )
+        if scheme.mean == "post" and mean is None:
+            given = self.fitted.get("key", {}).get(MEAN)
+            mean = MeanRemoval("post", given=given, source="first tokens" if given is None else "params")
+        self.scheme, self.layer, self.seed, self.first_head, self.mean = scheme, layer, seed, first_head, mean
+        self.most, self.energy = most, energy
+
+    def roles(
+        self, heads: int, head_dims: tuple[int, int], dtype: torch.dtype, device: torch.device
+    ) -> dict[Role, RoleSite]:
+        """Constants of both roles for tensors ``[B, heads, n, head_dim]`` of this dtype on this device.
+
+        Raises
+        ------
+        FitError
+            Those given are not what the codec declares.
+        """
+        made: dict[Role, RoleSite] = {}
+        for role, head_dim in zip(ROLES, head_dims, strict=True):
+            codec = self.scheme.codec(role).for_dtype(dtype)
+            site = Site(self.layer, role, heads, head_dim, self.seed, device, self.first_head)
+            own = codec_params(self.fitted, role)
+            params: Params | None = None
+            check_role(codec, site, self.fitted)
+            self.check_energy(site)
+            if own is not None:
+                params = {k: v.to(device) for k, v in own.items()}
+            elif "tensor" not in codec.needs:
+                params = drawn(codec, site)
+            made[role] = RoleSite(role, codec, site, params, own is None)
+        return made
+
+    def check_energy(self, site: Site) -> None:
+        """Validate that the energies of queries are those of this site's heads.
+
+        Raises
+        ------
+        FitError
+        """
+        if self.energy is not None and self.energy.shape != (1, site.num_heads, site.head_dim):
+            raise FitError(
+                f"the energies of the queries of layer {self.layer} are {list(self.energy.shape)}; expected "
+                f"{[1, site.num_heads, site.head_dim]}: make the cache with the model that fills it."
+            )
+
+    @property
+    def fit_tokens(self) -> int:
+        """Tokens on which missing constants are fitted; 1: on those of the first call, 0: none is missing.
+
+        Above 1 a cache holds tokens dense until it has so many of each sequence.
+        """
+        tokens = self._codecs_fit_tokens
+        if self.mean is not None and self.mean.given is None:
+            tokens = max(tokens, MEAN_TOKENS)
+        return tokens if self.most is None else min(tokens, max(self.most, 2))
+
+    @cached_property
+    def _codecs_fit_tokens(self) -> int:
+        if not self.fitted:
+            return self.scheme.fit_tokens
+        missing = [
+            codec.fit_tokens for role in ROLES if is_missing(codec := self.scheme.codec(role), self.fitted, role)
+        ]
+        return max(missing, default=0)
+
+    @cached_property
+    def recent(self) -> "LayerSite | None":
+        """Site of the newest tokens, with age tiers: other codecs, the same place and mean."""
+        if (of := self.scheme.recent) is None:
+            return None
+        mean = None if isinstance(of.key, Dense) else self.mean
+        scheme = replace(of, mean="none" if mean is None else mean.kind)
+        return LayerSite(scheme, self.layer, self.seed, first_head=self.first_head, mean=mean)
+
+    @property
+    def is_drawn(self) -> bool:
+        """Whether every constant follows from the scheme, layer and seed alone: equal sites share them."""
+        return not self.fitted and "tensor" not in self.scheme.key.needs | self.scheme.value.needs
+
+
+def check_role(codec: Codec, site: Site, fitted: Mapping[Role, Params]) -> None:
+    """Validate the constants given for a role: those of its codec, and the keys' mean.
+
+    Raises
+    ------
+    FitError
+    """
+    mean = fitted.get("key", {}).get(MEAN) if site.role == "key" else None
+    if mean is not None:
+        cure = "; pass what `packedkv fit` made, or leave it out."
+        check_constant(f"the mean of the keys of layer {site.layer}", mean_constant(site), mean, 1, cure)
+    if (own := codec_params(fitted, site.role)) is not None:
+        check_constants(codec, site, own)
+
+
+def mean_constant(site: Site) -> Constant:
+    """Declare the keys' mean."""
+    return Constant((site.num_heads, site.head_dim), low=-LIMIT, high=LIMIT, each=True)
+
+
+def is_missing(codec: Codec, fitted: Mapping[Role, Params], role: Role) -> bool:
+    """Whether a role's constants are to be fitted on first tokens."""
+    return "tensor" in codec.needs and codec_params(fitted, role) is None
+
+
+def codec_params(fitted: Mapping[Role, Params], role: Role) -> Params | None:
+    """Constants of a role's codec, without the keys' mean; None where only that is given, or nothing."""
+    if (given := fitted.get(role)) is None:
+        return None
+    own = {name: x for name, x in given.items() if role == "value" or name != MEAN}
+    return own if own or MEAN not in given else None
