@@ -19,7 +19,8 @@ ROOMS = (
     "errors", "version", "atomic", "paths", "progress", "layout", "codec", "ops", "attention",
     "checks", "shared", "scheme", "recipe", "registry", "codecs", "compressed", "store",
     "kernels", "description", "cache", "files", "key_layer", "key_bias", "probe",
-    "integrations.transformers", "models", "fitting", "integrations.vllm", "integrations", "packedkv", "cli", "__main__",
+    "integrations.transformers", "models", "fitting", "integrations.vllm", "integrations", "packedkv", "cli",
+    "__main__",
 )  # fmt: skip
 """Folders and files of the library, lowest first: each imports from itself and from those before it."""
 

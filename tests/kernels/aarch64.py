@@ -1,6 +1,6 @@
 """The CPU kernels for AArch64 on this machine: a cross compiler makes them, QEMU's user mode runs them.
 
-``Emulated`` stands for the library that ``packedkv.kernels.cpu.library`` loads. Each call goes to a process of the other
+``Emulated`` stands for the library that ``packedkv.kernels.cpu.library`` loads. Each call goes to a process of another
 architecture with the memory that its pointers lead to, and what that process wrote comes back. Nothing tells how many
 bytes lie behind an address, so ``Tensor.data_ptr`` is watched, from which every address comes but that of ``pieces``.
 """

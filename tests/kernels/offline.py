@@ -1,6 +1,6 @@
 """CUDA sources compiled for GPUs that need not be there, and their machine code read: registers, spills, instructions.
 
-NVRTC compiles, as it does for users (packedkv.kernels.cuda.build), or nvcc where NVRTC's packages are not installed. The
+NVRTC compiles, as for users (packedkv.kernels.cuda.build), or nvcc where NVRTC's packages are not installed. The
 disassembler is the one in triton's wheel, which the extra "test" pins; budgets are written against that and NVRTC 13.0.
 """
 

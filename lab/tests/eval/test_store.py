@@ -210,7 +210,7 @@ def test_what_is_no_run_is_refused(tmp_path):
         ('{"format": "x"}', "is not that of a packedkv eval run"),
         (
             '{"format": "packedkv-eval", "version": 99}',
-            "has version 99, this packedkv reads version 1; update packedkv",
+            "version 99, this packedkv reads version 1; update packedkv",
         ),
     ):
         (tmp_path / RUN).write_text(text)

@@ -25,9 +25,7 @@ def refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
 
 
 def test_a_folder_that_is_not_there_or_holds_no_run(capsys, folder: Path, tmp_path: Path) -> None:
-    assert "does not exist; name the folder that `packedkv eval --output` wrote" in refused(
-        capsys, str(tmp_path / "no")
-    )
+    assert "not exist; name the folder that `packedkv eval --output` wrote" in refused(capsys, str(tmp_path / "no"))
     (tmp_path / "empty").mkdir()
     told = refused(capsys, str(tmp_path / "empty"))
     assert "holds no run.json (No such file or directory): pass the folder that `packedkv eval --output` wrote." in told

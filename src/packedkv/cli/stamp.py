@@ -14,7 +14,7 @@ import packedkv
 
 
 def versions(packages: Iterable[str] = ("transformers",)) -> dict[str, str]:
-    """Versions that a result depends on: packedkv, torch, Python, CUDA, and those of ``packages`` that are installed."""
+    """Versions that a result depends on: packedkv, torch, Python, CUDA, and the installed ones of ``packages``."""
     found = {"packedkv": packedkv.__version__, "torch": torch.__version__, "python": platform.python_version()}
     if torch.version.cuda:
         found["cuda"] = torch.version.cuda

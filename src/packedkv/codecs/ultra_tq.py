@@ -13,8 +13,8 @@ In the paper's scale, y / |y| over n channels, a level is c_j / sqrt(n). The dis
 
     gaussian     N(0, 1), whatever n; largest level 2.7326 = 0.34157 sqrt(64), the paper's 0.342
     sphere       one coordinate of a uniform vector of length sqrt(n); n = 64: 2.6464 = 0.33080 sqrt(64)
-    calibrated   Lloyd's iteration on the keys of a sample, mirrored about 0; one table per layer. ``packedkv fit`` keeps
-                 it in the ceil(refit n) of n layers that the Gaussian table serves worst; the others keep it
+    calibrated   Lloyd's iteration on the keys of a sample, mirrored about 0; one table per layer. ``packedkv fit``
+                 keeps it in the ceil(refit n) of n layers that the Gaussian table serves worst; the others keep it
 
 Blocks (one token of one head; g = ceil(D / 32), the last group shorter when 32 does not divide D)::
 
@@ -33,9 +33,9 @@ Deviations from the paper
 1. Norm per token is Secs. 4.1, 5.3 and B.1, norm per block is Alg. 2; the default is the former. It is held as a root
    mean square in fp16 (the paper prints no bits).
 2. The text names the sphere's distribution, but its 0.342 is the Gaussian's: that table is the default.
-3. ``calibrated`` fits on the prefill unless constants are given, and then refits every layer that is not dense: a cache
-   layer does not see the others. The paper's 10 % (``refit``) is chosen by ``packedkv fit``, on a text of the user's, by
-   the mean of (y / s - c_code)^2 over the keys of a layer; the paper fits on some 20 vectors.
+3. ``calibrated`` fits on the prefill unless constants are given, and then refits every layer that is not dense: a
+   cache layer does not see the others. The paper's 10 % (``refit``) is chosen by ``packedkv fit``, on a
+   text of the user's, by the mean of (y / s - c_code)^2 over the keys of a layer; the paper fits on some 20 vectors.
 4. D that is no power of two: block-diagonal Hadamard of the largest power of two that divides D. With norm=block, the
    sphere's table is that of 32 channels for a shorter last group as well.
 

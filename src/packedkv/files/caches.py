@@ -97,8 +97,8 @@ def load_layers(path: str | Path, *, device: torch.device | str = "cpu") -> tupl
         raise FormatError(f"{path}: {error}") from error
     except (KVError, RuntimeError, MemoryError, OSError, *BROKEN_JSON) as error:
         raise FormatError(
-            f"{path} was written by packedkv {header.get('packedkv')} and its state does not fit this version: {error}; "
-            f"load it with that version, or save the cache again."
+            f"{path} was written by packedkv {header.get('packedkv')} and its state does not fit this version: {error}"
+            f"; load it with that version, or save the cache again."
         ) from error
 
 

@@ -1,7 +1,7 @@
 """The container of all saved files: safetensors with a version and a sha256, written atomically.
 
-The one metadata entry (its name is the *mark*, e.g. ``packedkv-cache``) is JSON: ``version``, ``packedkv``, what the kind
-of file states about itself, and ``sha256`` over the rest of this JSON and every tensor's name, dtype, shape and bytes.
+The one metadata entry (its name is the *mark*, e.g. ``packedkv-cache``) is JSON: ``version``, ``packedkv``, the fields
+of this kind of file, and ``sha256`` over the rest of this JSON and every tensor's name, dtype, shape and bytes.
 The checksum detects damage and accidental edits; it is not a signature.
 """
 
@@ -206,8 +206,8 @@ def _read_header(path: Path, file: BinaryIO, kind: Kind) -> dict[str, Any]:
         raise FormatError(f"{path} was altered: its header names no version; {kind.again}.")
     if version > kind.version:
         raise FormatError(
-            f"{path} has format version {version}, written by packedkv {header.get('packedkv', 'unknown')}; this packedkv "
-            f"reads up to version {kind.version}. Update packedkv (pip install --upgrade packedkv)."
+            f"{path} has format version {version}, written by packedkv {header.get('packedkv', 'unknown')}; this "
+            f"packedkv reads up to version {kind.version}. Update packedkv."
         )
     if size != 8 + length + end:
         raise FormatError(

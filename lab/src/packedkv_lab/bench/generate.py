@@ -214,9 +214,7 @@ def generate_rows(
         importlib.import_module("transformers")
         importlib.import_module("packedkv.integrations.transformers.cache")  # registers the attention function
     except ModuleNotFoundError as error:
-        raise UnsupportedError(
-            "bench generate needs transformers; run: pip install 'packedkv[transformers]'"
-        ) from error
+        raise UnsupportedError("bench generate needs transformers: pip install 'packedkv[transformers]'") from error
     for way in ways:
         for batch in batches:
             jobs = _jobs(way, specs, dense, libraries)

@@ -166,9 +166,7 @@ class PackedKVLM(HFLM):  # type: ignore[misc]
         if codec_file is not None:
             load_file(codec_file)
         if spec is None:
-            raise SpecError(
-                "model packedkv: no spec; pass e.g. spec=saw-int4, or spec=dense for an uncompressed cache."
-            )
+            raise SpecError("model packedkv: no spec; pass e.g. spec=saw-int4, or spec=dense for no compression.")
         self.scheme = get(spec)
         _check_options(self.scheme, prefill, batch_size, options)
         self.prefill, self.seed, self.held = prefill, seed, Held()

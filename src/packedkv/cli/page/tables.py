@@ -49,7 +49,7 @@ def markdown(headings: Sequence[str], lines: Sequence[Sequence[str]], *, text: C
     return "\n".join(f"| {' | '.join(line)} |" for line in (headings, rule, *lines))
 
 
-# -- rows of packedkv compare -------------------------------------------------------------------------------------------
+# -- rows of packedkv compare ------------------------------------------------------------------------------------------
 
 
 class Column(NamedTuple):

@@ -7,8 +7,8 @@
     cache.report()
 
 There are three attention modes. ``decoded``: each layer's packed K and V are decoded for the time of its attention;
-works with every attention implementation. ``streamed``: the registered attention function ``packedkv`` reads the pages a
-chunk at a time, so no decoded copy of a layer exists. ``fused``: the same function with fused GPU kernels.
+works with every attention implementation. ``streamed``: the registered attention function ``packedkv`` reads the pages
+a chunk at a time, so no decoded copy of a layer exists. ``fused``: the same function with fused GPU kernels.
 The last two need the attention function, which importing this module registers::
 
     from packedkv.integrations.transformers import cache_for

@@ -71,8 +71,8 @@ class PackedBuilder(AttentionMetadataBuilder[PackedMetadata]):  # type: ignore[m
             compile_ahead(impls, kv_cache_spec.block_size, vllm_config, device, self.most_queries)
         if vllm_config.model_config.is_hybrid:
             logger.info(
-                "packedkv: vLLM makes blocks as large as the other layers' state, here %d tokens, and the fewer bytes a "
-                "token takes, the longer they are; the prefix cache finds whole blocks, so shorter prefixes are "
+                "packedkv: vLLM makes blocks as large as the other layers' state, here %d tokens, and the fewer bytes "
+                "a token takes, the longer they are; the prefix cache finds whole blocks, so shorter prefixes are "
                 "computed again.",
                 vllm_config.cache_config.block_size,
             )

@@ -62,8 +62,8 @@ def before(args: EngineArgs) -> Options | None:
         return None
     if not leaves_bytes_to_us(args.kv_cache_dtype):
         raise UnsupportedError(
-            f"packedkv: --kv-cache-dtype {args.kv_cache_dtype} and the preset {options.scheme} are two KV caches; leave "
-            f"it out."
+            f"packedkv: --kv-cache-dtype {args.kv_cache_dtype} and the preset {options.scheme} are two KV caches; "
+            f"leave it out."
         )
     for own in dict.fromkeys(options.scheme.layer_schemes):
         if why := refusal(own, fitted=options.fitted):
@@ -103,17 +103,15 @@ def after(args: EngineArgs, config: VllmConfig, options: Options | None) -> None
     held = str(model.dtype).removeprefix("torch.")
     if given in SIXTEEN_BIT and given != held and not scheme:
         raise UnsupportedError(
-            f"packedkv: --kv-cache-dtype {given}: the model runs in {held}, and {options.scheme} decides what its pages "
-            f"hold; leave it out, or give --dtype {given}."
+            f"packedkv: --kv-cache-dtype {given}: the model runs in {held}, and {options.scheme} decides what its "
+            f"pages hold; leave it out, or give --dtype {given}."
         )
     check_engine(config, options)
     check_backend(config, options)
     if given == "auto" and scheme:
         # as a dtype that the user gives, this one wins over the checkpoint's
         cache.cache_dtype = "float16" if model.dtype == torch.float16 else "bfloat16"
-        logger.info(
-            "packedkv: the checkpoint asks for another KV cache (%s), which %s replaces", scheme, options.scheme
-        )
+        logger.info("packedkv: %s replaces the KV cache of the checkpoint (%s)", options.scheme, scheme)
     # labels of vLLM's metric cache_config_info
     cache.packedkv_preset, cache.packedkv_seed = str(options.scheme), options.seed
     cache.packedkv_params = "none" if options.params is None else options.params.sha256[:12]
@@ -196,12 +194,12 @@ def check_engine(config: VllmConfig, options: Options) -> None:
             )
     if options.names_draft and (drafts is None or drafts.method in WITHOUT_LAYERS):
         raise UnsupportedError(
-            'packedkv: "draft" is the preset of a draft model\'s layers, and --speculative-config names no draft model; '
-            "leave it out."
+            'packedkv: "draft" is the preset of a draft model\'s layers, and --speculative-config names no draft '
+            "model; leave it out."
         )
     kept = next((own for own in options.scheme.layer_schemes if own.sink), None)
     if kept is not None and model.is_hybrid:
         raise UnsupportedError(
-            f"packedkv: {kept} keeps the first {kept.sink} tokens dense, for which each block has room, and vLLM counts "
-            f'the blocks of a hybrid model in tokens of equal size; give "sink": 0 to serve it without.'
+            f"packedkv: {kept} keeps the first {kept.sink} tokens dense, for which each block has room, and vLLM "
+            f'counts the blocks of a hybrid model in tokens of equal size; give "sink": 0 to serve it without.'
         )

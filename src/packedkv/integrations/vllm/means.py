@@ -241,9 +241,9 @@ def means_of(
             means[index] = MeanRemoval(kind, rotary, given.float(), "params")
         elif not biases:
             raise UnsupportedError(
-                f"packedkv: {scheme}, layer {index}: mean={kind} needs a mean that does not depend on a request, and "
-                f'the weights add no large bias to keys; run packedkv fit MODEL "{scheme}" --text TEXT -o FILE and pass '
-                f'that file, {{"params": FILE}}, or let the server do so at its start, {{"params": "fit"}}, or use '
+                f"packedkv: {scheme}, layer {index}: mean={kind} needs a mean that does not depend on a request, "
+                f'and the weights add no large bias to keys; run packedkv fit MODEL "{scheme}" --text TEXT -o FILE '
+                f'and pass that file, {{"params": FILE}}, or let the server do so at its start, {{"params": "fit"}}, or use '
                 f"mean=none."
             )
         elif index in biases.known and (index not in asked or index in biases.layers):

@@ -4,8 +4,8 @@
 key        meaning
 ========== ===========================================================================================================
 ``preset`` any spec of ``packedkv list``, with options; or the path of a recipe
-``params`` path of a file of ``packedkv fit``, for presets whose constants are fitted; ``fit``: the server makes the file
-           at its first start and keeps it (see ``fitting``)
+``params`` path of a file of ``packedkv fit``, for presets whose constants are fitted; ``fit``: the server makes the
+           file at its first start and keeps it (see ``fitting``)
 ``window`` 0: serve a preset without its dense window of newest tokens
 ``sink``   0: serve a preset without its dense first tokens
 ``seed``   seed of random constants; default 0
@@ -162,9 +162,7 @@ def _probe(given: Any) -> Probe:
 def _without(scheme: KVScheme, given: Mapping[str, Any]) -> KVScheme:
     for name in ("window", "sink"):
         if name in given and (isinstance(given[name], bool) or given[name] != 0):
-            raise SpecError(
-                f"packedkv: {name}={given[name]!r}; only 0 can be served: no dense tokens beside the pages."
-            )
+            raise SpecError(f"packedkv: {name}={given[name]!r}; only 0 is supported: pages hold all tokens.")
 
     def bare(own: KVScheme) -> KVScheme:
         window, sink = (0 if name in given else getattr(own, name) for name in ("window", "sink"))

@@ -243,7 +243,7 @@ class PendingGroups:
         self.told.copy_(self.lost, non_blocking=True)
         if bool(self.told):
             raise UnsupportedError(
-                f"packedkv: a request goes on in a group of {self.unit} tokens whose beginning is not here, because the "
-                f"engine paused or moved it; serve such requests with a preset that encodes each token alone, such as "
-                f"saw-int4."
+                f"packedkv: a request goes on in a group of {self.unit} tokens whose beginning is not here, because "
+                f"the engine paused or moved it; serve such requests with a preset that encodes each token alone, such "
+                f"as saw-int4."
             )

@@ -1,6 +1,6 @@
 """Constants that kernels fit on the first tokens of keys and values, where the reference's fit takes many operations.
 
-``packedkv/kernels/codecs/<stem>.py`` defines ``fit`` and ``fit_program`` for the codecs of ``packedkv/codecs/<stem>.py``
+``packedkv/kernels/codecs/<stem>.py`` defines ``fit`` and ``fit_program`` for codecs of ``packedkv/codecs/<stem>.py``
 whose constants kernels fit. PyTorch fits the constants of all other codecs.
 """
 
