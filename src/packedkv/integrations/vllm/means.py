@@ -241,10 +241,10 @@ def means_of(
             means[index] = MeanRemoval(kind, rotary, given.float(), "params")
         elif not biases:
             raise UnsupportedError(
-                f"packedkv: {scheme}, layer {index}: mean={kind} needs a mean that does not depend on a request, "
+                f"packedkv: {scheme}, layer {index}: mean={kind} needs a mean that is independent of requests, "
                 f'and the weights add no large bias to keys; run packedkv fit MODEL "{scheme}" --text TEXT -o FILE '
-                f'and pass that file, {{"params": FILE}}, or let the server do so at its start, {{"params": "fit"}}, or use '
-                f"mean=none."
+                f'and pass that file, {{"params": FILE}}, or let the server do so at its start, {{"params": "fit"}}, '
+                f"or use mean=none."
             )
         elif index in biases.known and (index not in asked or index in biases.layers):
             mean = biases.known[index].mean[None] if kind == "pre" else rotaries.mean_after(index)
