@@ -1,4 +1,4 @@
-// Reader of hqmq (packedkv/codecs/hqmq.py, packing=ceil), keys and values: four channels are a row of a codebook times a
+// Reader of hqmq (packedkv/codecs/hqmq.py, packing=ceil), keys and values: four channels are a codebook row times a
 // signed radius.
 //
 // One mask leaves the signed radii of two chunks in the halves of a word, fp16 subnormals with a sign, and the codebook
