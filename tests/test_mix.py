@@ -145,6 +145,10 @@ def test_constants_are_fitted_layer_by_layer(tmp_path):
         ("{", "not JSON"),
         ("[]", "no recipe"),
         ('{"format": "other"}', "no recipe"),
+        (
+            '{"format": "kvcodec-recipe", "version": 1, "layers": []}',
+            'by kvcodec, the .* "format" to "packedkv-r',
+        ),
         ('{"format": "packedkv-recipe", "version": 2, "layers": []}', "version 2"),
         ('{"format": "packedkv-recipe", "version": 1, "layers": []}', "one object per KV layer"),
         ('HEAD [{"key": "int-4"}]}', "layer 0"),

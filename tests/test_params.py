@@ -319,6 +319,13 @@ def test_a_foreign_file_is_refused(model, tmp_path):
         read_params(tmp_path / "no")
 
 
+def test_a_file_of_the_former_name_is_refused_by_that_name(tmp_path):
+    path = tmp_path / "params"
+    save_file({"x": torch.zeros(2)}, path, metadata={"kvcodec-params": "{}"})
+    with pytest.raises(FormatError, match="by kvcodec, the former name of packedkv; run packedkv fit again"):
+        read_params(path)
+
+
 @pytest.mark.parametrize(("params", "said"), [(3, "int"), ([], "list"), ({0: [1.0]}, "dict")], ids=["3", "[]", "lists"])
 def test_params_that_are_no_constants_of_layers(params, said, model):
     with pytest.raises(FitError, match=rf"params are {said}: expected the path of a file of `packedkv fit`"):

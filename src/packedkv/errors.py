@@ -17,6 +17,10 @@ Each message says what came, what is allowed, and what to do.
 
 import difflib
 from collections.abc import Iterable
+from pathlib import Path
+
+FORMER_NAME = "kvcodec"
+"""Name of the project in files and options that were written before it became packedkv."""
 
 
 class KVError(Exception):
@@ -53,6 +57,12 @@ class BrokenPresetError(UnsupportedError):
 
 class PackedKVWarning(UserWarning):
     """Issued when the chosen codec loses too much on a model's keys; names an alternative."""
+
+
+def check_former_name(path: str | Path, marks: Iterable[object], mark: str, remedy: str) -> None:
+    """Raise FormatError if a file has the mark of the project's former name instead of ``mark``."""
+    if mark.replace("packedkv", FORMER_NAME) in marks:
+        raise FormatError(f"{path} was written by {FORMER_NAME}, the former name of packedkv; {remedy}.")
 
 
 def nearest(word: str, known: Iterable[str], n: int = 3) -> str:

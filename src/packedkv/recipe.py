@@ -24,7 +24,7 @@ from typing import Any
 
 from packedkv.atomic import whole_file
 from packedkv.codec import ROLES
-from packedkv.errors import FormatError, KVError, SpecError
+from packedkv.errors import FormatError, KVError, SpecError, check_former_name
 
 FORMAT, VERSION = "packedkv-recipe", 1
 
@@ -59,7 +59,9 @@ def read_choices(path: str | Path) -> tuple[list[LayerChoice], dict[str, Any]]:
         if isinstance(error, FormatError):
             raise
         raise FormatError(f"{path} is no recipe: it is not JSON ({error}).") from error
-    if not isinstance(data, dict) or data.get("format") != FORMAT:
+    mark = data.get("format") if isinstance(data, dict) else None
+    check_former_name(path, (mark,), FORMAT, f'set its "format" to "{FORMAT}"')
+    if mark != FORMAT:
         raise FormatError(f'{path} is no recipe; one begins with {{"format": "{FORMAT}", "version": {VERSION}, ...}}.')
     if data.get("version") != VERSION:
         raise FormatError(f"{path} is a recipe of version {data.get('version')!r}, this packedkv reads {VERSION}.")

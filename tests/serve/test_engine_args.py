@@ -149,7 +149,7 @@ def test_a_model_without_attention(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "additional",
     [
-        *({key: SAW} for key in ("packedkvs", "PackedKV", "kv_codec", "kv-codec", "kvcdec", "PACKEDKV ", "codec")),
+        *({key: SAW} for key in ("packedkvs", "PackedKV", "packed_kv", "packed-kv", "pakedkv", "PACKEDKV ", "kvcodec")),
         {"vllm_packedkv": {}},
         {"kv": SAW},
         {"preset": "saw-int4"},

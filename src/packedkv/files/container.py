@@ -19,7 +19,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from packedkv.atomic import whole_file
-from packedkv.errors import FormatError
+from packedkv.errors import FormatError, check_former_name
 from packedkv.version import __version__
 
 BROKEN_JSON = ValueError, KeyError, TypeError, AttributeError, IndexError, OverflowError, RecursionError
@@ -198,6 +198,7 @@ def _read_header(path: Path, file: BinaryIO, kind: Kind) -> dict[str, Any]:
         header = json.loads(metadata[kind.mark]) if kind.mark in metadata else None
     except BROKEN_JSON as error:
         raise FormatError(f"{foreign}: its header is not safetensors JSON, or was altered; {kind.again}.") from error
+    check_former_name(path, metadata, kind.mark, kind.again)
     if header is None:
         raise FormatError(
             f"{foreign}: a safetensors file without the mark {kind.mark!r}; pass a file written by {kind.writer}."

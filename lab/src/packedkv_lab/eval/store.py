@@ -15,7 +15,7 @@ from types import TracebackType
 from typing import Any
 
 from packedkv.cli.measure.rows import Row, check_writable, plain, write_json
-from packedkv.errors import FormatError, KVError
+from packedkv.errors import FormatError, KVError, check_former_name
 
 FORMAT, VERSION = "packedkv-eval", 1
 RUN, ITEMS, RESULTS, AGAINST = "run.json", "items.jsonl", "results.json", "against.json"
@@ -55,7 +55,9 @@ def read_run(folder: str | Path) -> Run:
         ) from error
     except ValueError as error:
         raise FormatError(f"{path / RUN} is not JSON ({error}); it was altered. Begin another folder.") from error
-    if not isinstance(about, dict) or about.get("format") != FORMAT:
+    mark = about.get("format") if isinstance(about, dict) else None
+    check_former_name(path / RUN, (mark,), FORMAT, f'set its "format" to "{FORMAT}"')
+    if mark != FORMAT:
         raise FormatError(f"{path / RUN} is not that of a packedkv eval run; pass the folder that --output named.")
     if about.get("version") != VERSION:
         raise FormatError(

@@ -16,7 +16,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
 
-from packedkv.errors import FormatError
+from packedkv.errors import FormatError, check_former_name
 
 Json = dict[str, Any]
 
@@ -282,7 +282,9 @@ def read_folder(folder: str | Path) -> Results:
     if not path.is_dir():
         raise FormatError(f"{path} is no folder; pass the one that `packedkv eval --output` wrote.")
     about = _read_json(path / RUN, "pass the folder that `packedkv eval --output` wrote")
-    if not isinstance(about, dict) or about.get("format") != FORMAT:
+    mark = about.get("format") if isinstance(about, dict) else None
+    check_former_name(path / RUN, (mark,), FORMAT, f'set its "format" to "{FORMAT}"')
+    if mark != FORMAT:
         raise FormatError(f"{path / RUN} is not that of a packedkv eval run; pass the folder that --output named.")
     if about.get("version") != VERSION:
         raise FormatError(

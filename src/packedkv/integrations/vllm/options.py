@@ -23,7 +23,7 @@ from difflib import SequenceMatcher
 from pathlib import Path
 from typing import Any
 
-from packedkv.errors import SpecError, nearest
+from packedkv.errors import FORMER_NAME, SpecError, nearest
 from packedkv.files.params import FittedParams, read_params
 from packedkv.key_bias import Probe, probe_option
 from packedkv.registry import get, presets
@@ -144,7 +144,8 @@ def _check_keys(additional: Mapping[str, Any]) -> None:
     for key, value in additional.items():
         if key == KEY:
             continue
-        if SequenceMatcher(None, letters(key), KEY).ratio() >= ALIKE or is_ours(value):
+        alike = SequenceMatcher(None, letters(key), KEY).ratio() >= ALIKE
+        if alike or letters(key) == FORMER_NAME or is_ours(value):
             raise SpecError(f"packedkv: --additional-config has {key!r}. Did you mean {KEY!r}? E.g. {EXAMPLE}.")
         if key == "preset" or (KEY in additional and key in NAMES):
             raise SpecError(

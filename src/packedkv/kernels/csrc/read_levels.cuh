@@ -207,7 +207,7 @@ template <int D, int BITS, bool NORM32 = false, bool BORROWS = false> struct Rea
   template <class P> KV_DEV static float v_scale(const P& planes, int token) { return norm(planes, token); }
 };
 
-// packedkv/codecs/ultra_tq.py, keys: key = level * norm, one norm per token; BLOCK_NORM: one per 32 channels, times 2^r.
+// packedkv/codecs/ultra_tq.py, keys: key = level * norm, one norm per token; BLOCK_NORM: per 32 channels, times 2^r.
 template <int D, bool BLOCK_NORM = false> struct ReadUltraTQ {
   using Rows = LevelRows<D, 4>;
   using Table = LevelTable<4>;
