@@ -41,7 +41,10 @@ import time
 from pathlib import Path
 from typing import NamedTuple
 
-sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).resolve().parents[1] / "src")]
+sys.path[:0] = [
+    str(Path(__file__).parent),
+    *(str(Path(__file__).resolve().parents[1] / part) for part in ("src", "lab/src")),
+]
 
 from checkout import ROOT, environment  # noqa: E402
 
