@@ -14,6 +14,7 @@ from packedkv.cache.host import LayerCache, attend
 from packedkv.cache.static import StaticCache
 from packedkv.errors import KVError, ShapeError, UnsupportedError
 from packedkv.kernels import flash
+from packedkv.kernels.tokens import ChunkTokens, Rules
 from packedkv.ops.rope import Rotary
 from packedkv.scheme import KVScheme
 from packedkv.store.site import LayerSite, MeanRemoval
@@ -244,13 +245,13 @@ def test_a_full_cache_says_that_its_length_recurs(monkeypatch: pytest.MonkeyPatc
     video, said = rolled(GrowingCache, scheme_of("saw-int4"), FRAMES), list[bool]()
     assert video.cache.engine is not None  # type: ignore[attr-defined]
     kind = type(video.cache.engine)  # type: ignore[attr-defined]
-    own = kind.attend_many
+    own = kind.attend_chunk
 
-    def heard(self: Any, *given: Any, recurring: bool, **options: Any) -> Tensor:
-        said.append(recurring)
-        return own(self, *given, recurring=recurring, **options)
+    def heard(self: Any, q: Tensor, tokens: ChunkTokens, rules: Rules) -> Tensor:
+        said.append(tokens.recurring)
+        return own(self, q, tokens, rules)
 
-    monkeypatch.setattr(kind, "attend_many", heard)
+    monkeypatch.setattr(kind, "attend_chunk", heard)
     q = torch.randn(1, HEADS, TOKENS, DIM)
     video.attend(q)
     video.append(q, q)

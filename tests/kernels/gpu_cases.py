@@ -36,6 +36,7 @@ import torch
 from torch import Tensor
 
 import packedkv
+from packedkv.attention import Seen
 from packedkv.codec import ROLES, Codec, Params, Payload, Sample, Site
 from packedkv.codecs.ghost import Ghost
 from packedkv.errors import ShapeError
@@ -45,6 +46,7 @@ from packedkv.kernels.cuda import build, encode, launch
 from packedkv.kernels.cuda import decode as attention
 from packedkv.kernels.cuda import history as prefill
 from packedkv.kernels.mean import BLOCK, MOST_POSITIONS, KeyMean, key_mean, most_pairs, pairs_of
+from packedkv.kernels.tokens import Rules, StepTokens
 from packedkv.layout import PageLayout
 from packedkv.ops.rope import Rotary
 from packedkv.store.pages import PageStore
@@ -391,11 +393,14 @@ def decode_case(c: Combination, seed: int, device: str, longest: bool = False) -
         shared = all(x.team_warps or x.by_head for x in (pair.key, pair.value))
         if not apart and rng.random() > 0.7 and shared and launch.shared_bytes(pair, teams) <= machine.shared_block:
             config = teams
+    tokens_read = StepTokens(
+        layer.store.pages, layer.store.table, torch.tensor(lens, dtype=torch.int32, device=device),
+        torch.tensor(begins, dtype=torch.int32, device=device) if any(begins) else None, layer.term.get("placed"),
+        dense[0], dense[1],
+    )  # fmt: skip
     o, lse = attention.decode_attention(
-        q, layer.store.pages, layer.store.table, torch.tensor(lens, dtype=torch.int32, device=device), spec=layer.spec,
-        key=layer.key, value=layer.value, scale=scale, num_kv_heads=heads, dense_k=dense[0], dense_v=dense[1],
-        sinks=sinks, softcap=cap, config=config,
-        start=torch.tensor(begins, dtype=torch.int32, device=device) if any(begins) else None, **layer.term,
+        q, tokens_read, Rules(scale, Seen(softcap=cap), sinks), spec=layer.spec, key=layer.key, value=layer.value,
+        mean=layer.term.get("mean"), config=config,
     )  # fmt: skip
     worst = {"error": 0.0, "bf16": 0.0, "ratio": 0.0}
     for b in range(batch):

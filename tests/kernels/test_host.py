@@ -21,6 +21,7 @@ from packedkv.kernels.constants import Constants, constants_for
 from packedkv.kernels.cuda import arguments, build, encode, launch
 from packedkv.kernels.cuda import decode as attention
 from packedkv.kernels.cuda.build import Program
+from packedkv.kernels.tokens import Rules, StepTokens
 from tests.kernels import harness
 
 CPU = torch.device("cpu")
@@ -241,18 +242,14 @@ def test_what_is_missing_is_said(monkeypatch: pytest.MonkeyPatch, tmp_path: path
 def _q(**changes: Any) -> dict[str, Any]:
     pair = specs.decode_spec(SAW.key, SAW.value, 64, 64)
     side = Constants(None, None, 64)
-    given = {
-        "q": torch.zeros(2, 4, 1, 64),
-        "pages": torch.zeros(3, 2, pair.tile_bytes(64), dtype=torch.uint8),
-        "table": torch.zeros(2, 1, dtype=torch.int32),
-        "seq_lens": torch.zeros(2, dtype=torch.int32),
-        "spec": attention.text_of(pair),
-        "key": side,
-        "value": side,
-        "scale": 1.0,
-        "num_kv_heads": 2,
+    pages, table = torch.zeros(3, 2, pair.tile_bytes(64), dtype=torch.uint8), torch.zeros(2, 1, dtype=torch.int32)
+    tokens = StepTokens(pages, table, torch.zeros(2, dtype=torch.int32))
+    given = {"q": torch.zeros(2, 4, 1, 64), "spec": attention.text_of(pair), "key": side, "value": side}
+    return {
+        **(given | {name: x for name, x in changes.items() if name in given}),
+        "tokens": tokens._replace(**{name: x for name, x in changes.items() if name in tokens._fields}),
+        "rules": Rules(1.0, sinks=changes.get("sinks")),
     }
-    return given | changes
 
 
 @pytest.mark.parametrize(
@@ -264,7 +261,7 @@ def _q(**changes: Any) -> dict[str, Any]:
         ({"q": torch.zeros(2, 4, 1, 128)}, ShapeError, "does not fit head_dim=64"),
         ({"q": torch.zeros(2, 3, 1, 64)}, ShapeError, "must divide the query heads"),
         ({"spec": "int-5"}, UnsupportedError, "is unknown"),
-        ({"pages": torch.zeros(3, 2, 64, dtype=torch.uint8)}, ShapeError, r"uint8 \[num_pages, 2, 4608\] or longer is"),
+        ({"pages": torch.zeros(3, 2, 64, dtype=torch.uint8)}, ShapeError, r"uint8 \[num_pages, H, 4608\] or longer is"),
         ({"table": torch.zeros(2, 1, dtype=torch.int64)}, ShapeError, "table is torch.int64"),
         ({"seq_lens": torch.zeros(3, dtype=torch.int32)}, ShapeError, "seq_lens 3; they must agree"),
         ({"dense_k": torch.zeros(2, 2, 1, 64)}, ShapeError, "come together"),

@@ -22,6 +22,7 @@ from packedkv.kernels.cuda import decode as attention
 from packedkv.kernels.cuda import history as prefill
 from packedkv.kernels.cuda.engine import CudaEngine
 from packedkv.kernels.mean import MOST_POSITIONS, KeyMean, key_mean
+from packedkv.kernels.tokens import Rules, StepTokens
 from packedkv.ops.rope import Rotary
 from packedkv.store.pages import PageStore
 from packedkv.store.site import LayerSite
@@ -103,8 +104,8 @@ class Layer(NamedTuple):
         device = self.store.pages.device
         lens = torch.as_tensor(lens, dtype=torch.int32, device=device)
         o, lse = attention.decode_attention(
-            q.to(device), self.store.pages, self.store.table, lens, spec=self.spec, key=self.key, value=self.value,
-            scale=q.shape[3] ** -0.5, num_kv_heads=self.store.heads, mean=self.held, placed=self.placed, **options,
+            q.to(device), StepTokens(self.store.pages, self.store.table, lens, placed=self.placed),
+            Rules(q.shape[3] ** -0.5), spec=self.spec, key=self.key, value=self.value, mean=self.held, **options,
         )  # fmt: skip
         return o.cpu(), lse.cpu()
 
@@ -385,8 +386,9 @@ def test_a_mean_that_does_not_fit_is_refused(machine: dict[str, Any]) -> None:
         pair = specs.decode_spec(scheme.key, scheme.value, 64, 64, pairs)
         side = constants_for(pair.key, params["key"], 2, 64)
         attention.decode_attention(
-            torch.zeros(1, 4, 1, 64), store.pages, store.table, torch.tensor([9], dtype=torch.int32), key=side,
-            spec=attention.text_of(pair), value=side, scale=1.0, num_kv_heads=2, mean=mean, placed=placed,
+            torch.zeros(1, 4, 1, 64),
+            StepTokens(store.pages, store.table, torch.tensor([9], dtype=torch.int32), placed=placed), Rules(1.0),
+            key=side, spec=attention.text_of(pair), value=side, mean=mean,
         )  # fmt: skip
 
     for pairs, given in ((0, held), (16, held), (32, None)):

@@ -11,12 +11,14 @@ import torch
 from torch import Tensor
 
 import packedkv
+from packedkv.attention import Seen
 from packedkv.codec import ROLES, Codec, Sample, Site
 from packedkv.errors import UnsupportedError
 from packedkv.kernels import spec as specs
 from packedkv.kernels.constants import Constants, constants_for
 from packedkv.kernels.cuda import decode as attention
 from packedkv.kernels.cuda import encode, launch
+from packedkv.kernels.tokens import Rules, StepTokens
 from packedkv.layout import PageLayout
 from packedkv.store.pages import PageStore
 from tests.kernels.decode_cases import each_in_turn
@@ -76,7 +78,8 @@ def test_decode_attention_complete(case: str, machine: dict[str, Any]) -> None:
     rng = torch.Generator().manual_seed(2)
     q = torch.randn(3, 1, heads * group, dim, generator=rng).transpose(1, 2)  # as a model's projection leaves it
     options: dict[str, Any] = {}
-    dense = sinks = None
+    more: dict[str, Any] = {}
+    dense, sinks, softcap = None, None, 0.0
     if case == "split":
         options["config"] = launch.Config(32, 2, 2, 1, 3)
     if case == "override":
@@ -84,27 +87,19 @@ def test_decode_attention_complete(case: str, machine: dict[str, Any]) -> None:
     if case == "everything":
         dense = tuple(torch.randn(3, heads, 7, dim, generator=rng).bfloat16() for _ in ROLES)
         sinks = torch.randn(heads * group, generator=rng).bfloat16()
-        options = {
-            "dense_k": dense[0],
-            "dense_v": dense[1],
-            "sinks": sinks,
-            "start": torch.tensor(start, dtype=torch.int32),
-            "softcap": 20.0,
-            "config": launch.Config(32, 2, 3, 1, 2),
-        }
+        options["config"] = launch.Config(32, 2, 3, 1, 2)
+        more = {"dense_k": dense[0], "dense_v": dense[1], "start": torch.tensor(start, dtype=torch.int32)}
+        softcap = 20.0
     got, lse = attention.decode_attention(
         q,
-        store.pages,
-        store.table,
-        torch.tensor(lens, dtype=torch.int32),
+        StepTokens(store.pages, store.table, torch.tensor(lens, dtype=torch.int32), **more),
+        Rules(dim**-0.5, Seen(softcap=softcap), sinks),
         spec=attention.text_of(pair),
         key=constants_for(pair.key, params["key"], heads, dim),
         value=constants_for(pair.value, params["value"], heads, dim),
-        scale=dim**-0.5,
-        num_kv_heads=heads,
         **options,
     )
-    want, want_lse = reference(q, k, v, dense, lens, start, sinks, options.get("softcap", 0.0))
+    want, want_lse = reference(q, k, v, dense, lens, start, sinks, softcap)
     torch.testing.assert_close(got.double(), want, rtol=0, atol=3e-3)
     torch.testing.assert_close(lse.double(), want_lse, rtol=0, atol=3e-3)
     chosen = options.get("config") or launch.config_for(pair, 6, store.table.shape[1] * page, launch.H200)
@@ -126,8 +121,8 @@ def test_teams_that_share_tables(stages: int, machine: dict[str, Any]) -> None:
     config = launch.Config(16, 2, stages, 1, 1, 2)
     key, value = (constants_for(s, params[r], heads, dim) for s, r in zip((pair.key, pair.value), ROLES, strict=True))
     got, lse = attention.decode_attention(
-        q, store.pages, store.table, torch.tensor(lens, dtype=torch.int32), spec=attention.text_of(pair), key=key,
-        value=value, scale=dim**-0.5, num_kv_heads=heads, config=config,
+        q, StepTokens(store.pages, store.table, torch.tensor(lens, dtype=torch.int32)), Rules(dim**-0.5),
+        spec=attention.text_of(pair), key=key, value=value, config=config,
     )  # fmt: skip
     want, want_lse = reference(q, k, v, None, lens, [0] * len(lens), None, 0.0)
     torch.testing.assert_close(got.double(), want, rtol=0, atol=3e-3)
@@ -150,8 +145,8 @@ def test_launch_constants_without_room_are_refused(spec: str, teams: int, machin
     text = rf"Config\(tile=64, .* needs {need} bytes of shared memory in a block; this GPU has 232448\. Give fewer"
     with pytest.raises(UnsupportedError, match=text):
         attention.decode_attention(
-            torch.zeros(1, heads, 1, dim), store.pages, store.table, torch.tensor([64], dtype=torch.int32),
-            spec=attention.text_of(pair), key=key, value=value, scale=1.0, num_kv_heads=heads, config=config,
+            torch.zeros(1, heads, 1, dim), StepTokens(store.pages, store.table, torch.tensor([64], dtype=torch.int32)),
+            Rules(1.0), spec=attention.text_of(pair), key=key, value=value, config=config,
         )  # fmt: skip
     assert "kv_decode" not in machine
 
@@ -162,8 +157,8 @@ def test_more_than_eight_query_heads_take_two_tiles(machine: dict[str, Any]) -> 
     q = torch.randn(1, 11, 1, 64, generator=torch.Generator().manual_seed(3)).half()
     tensors = constants_for(pair.key, params["key"], 1, 64)
     got, _ = attention.decode_attention(
-        q, store.pages, store.table, torch.tensor([50], dtype=torch.int32), spec=attention.text_of(pair), key=tensors,
-        value=tensors, scale=64**-0.5, num_kv_heads=1,
+        q, StepTokens(store.pages, store.table, torch.tensor([50], dtype=torch.int32)), Rules(64**-0.5),
+        spec=attention.text_of(pair), key=tensors, value=tensors,
     )  # fmt: skip
     assert machine["kv_decode"].launches[0][0][1:] == (2, 1)
     assert got.dtype == torch.float16
@@ -249,9 +244,8 @@ def test_every_way_to_read_complete(spec: str, dim: int, machine: dict[str, Any]
         constants_for(side, params[role], heads, dim) for side, role in zip((pair.key, pair.value), ROLES, strict=True)
     ]
     got, _ = attention.decode_attention(
-        q, store.pages, store.table, torch.tensor([75, 33], dtype=torch.int32), spec=attention.text_of(pair),
-        key=given[0], value=given[1], scale=dim**-0.5, num_kv_heads=heads,
-        config=launch.Config(32, 2, 2, 1, 1),
+        q, StepTokens(store.pages, store.table, torch.tensor([75, 33], dtype=torch.int32)), Rules(dim**-0.5),
+        spec=attention.text_of(pair), key=given[0], value=given[1], config=launch.Config(32, 2, 2, 1, 1),
     )  # fmt: skip
     want, _ = reference(q, k, v, None, [75, 33], [0, 0], None, 0.0)
     torch.testing.assert_close(got.double(), want, rtol=0, atol=4e-3)

@@ -64,20 +64,19 @@ class Engine(CudaEngine):
     def prepare(self, roles):
         self.ready = True
 
-    def packed(self, pages, table, placed):
+    def attend_chunk(self, q, tokens, rules):
         assert self.ready
-        return pages, table
+        return q, tokens, rules
 
 
-def test_the_operator_sees_the_history_and_the_fresh_tokens(monkeypatch):
-    monkeypatch.setattr(prefill, "attend_history", lambda q, history, scale: (q, history, scale))
+def test_the_operator_sees_the_history_and_the_fresh_tokens():
     packed = packed_operator("kivi-2", Shape("prefill", 1, 4, 2, 64, 300), CPU)
     packed.cache.engine = Engine()
     q, k, v = (torch.randn(1, heads, 5, 64).bfloat16() for heads in (4, 2, 2))
-    asked, (pages, first, last, sink, window, *_), scale = prefill.prefill_operator(packed, q, k, v)()
+    asked, (pages, table, first, last, sink, window, *_), rules = prefill.prefill_operator(packed, q, k, v)()
     assert asked is q
-    assert (scale, first, last) == (64**-0.5, 0, packed.encoded["key"])
-    assert pages == (packed.cache.store.pages, packed.cache.store.table)
+    assert (rules.scale, first, last) == (64**-0.5, 0, packed.encoded["key"])
+    assert (pages, table) == (packed.cache.store.pages, packed.cache.store.table)
     for i, (role, x) in enumerate((("key", k), ("value", v))):
         before = packed.cache.roles[role]
         assert torch.equal(sink[i], before.sink)

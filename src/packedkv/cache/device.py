@@ -22,6 +22,7 @@ from packedkv.codec import ROLES, Params, Role
 from packedkv.errors import ShapeError, UnsupportedError
 from packedkv.kernels.choose import Kernels
 from packedkv.kernels.engine import Engine
+from packedkv.kernels.tokens import ChunkTokens, Rules, StepTokens
 from packedkv.ops.precision import without_modes
 from packedkv.scheme import KVScheme
 from packedkv.shared import SHARED
@@ -265,14 +266,14 @@ class DeviceCache(LayerCache):
             seen = Seen(start=() if start is None else tuple(start.tolist()), softcap=softcap)
             return self.attend_chunk(q, scale=scale, sinks=sinks, seen=seen)
         seq_lens, first = self._device_lengths()
-        dense: dict[str, Tensor | None] = self._dense() if self.holds_dense else {}
+        dense: dict[str, Any] = self._dense() if self.holds_dense else {}
         if start is not None and self.holds_dense:
             first, dense["dense_start"] = self._start_from(start, seq_lens, first)
         elif start is not None:
             first = first + start
         scale = q.shape[-1] ** -0.5 if scale is None else scale
-        more = {**dense, **self._placed()}
-        return engine.attend(q, store, seq_lens, scale=scale, sinks=sinks, start=first, softcap=softcap, **more)
+        tokens = StepTokens(store.pages, store.table, seq_lens, start=first, **dense, **self._placed())
+        return engine.attend_step(q, tokens, Rules(scale, Seen(softcap=softcap), sinks))
 
     @torch.no_grad()
     @without_modes
@@ -310,9 +311,13 @@ class DeviceCache(LayerCache):
             raise ShapeError(f"attend: mask {tuple(seen.mask.shape)} does not fit {n} queries over {held} tokens.")
         scale = q.shape[-1] ** -0.5 if scale is None else scale
         full = self.rolls and self.start > 0  # from the first eviction on the cache is as long at every frame
-        return engine.attend_many(
-            q, self.roles, store, scale=scale, sinks=sinks, seen=seen, recurring=full, **self._placed()
-        )
+        key, value = self.roles["key"], self.roles["value"]
+        first, last = key.runs[0] if key.runs else (0, 0)
+        tokens = ChunkTokens(
+            store.pages, store.table, first, last, (key.sink, value.sink), (key.window, value.window), recurring=full,
+            **self._placed(),
+        )  # fmt: skip
+        return engine.attend_chunk(q, tokens, Rules(scale, seen, sinks))
 
     def host_tokens(self) -> int:
         """Tokens held per sequence, as the host knows them."""
@@ -334,7 +339,7 @@ class DeviceCache(LayerCache):
         raise NotImplementedError
 
     def _dense(self) -> dict[str, Tensor | None]:
-        """Tokens held dense, sink first, as ``Engine.attend`` takes them."""
+        """Tokens held dense, sink first, as ``StepTokens`` takes them."""
         raise NotImplementedError
 
     def _sink_tokens(self) -> int:
@@ -363,7 +368,7 @@ class DeviceCache(LayerCache):
         if self.engine is None or self.store is None:
             return 0
         key = self.roles["key"]
-        return self.engine.many_workspace_bytes(q, self.store, key.encoded, key.dense_tokens, flash)
+        return self.engine.chunk_workspace_bytes(q, self.store.heads, key.encoded, key.dense_tokens, flash)
 
     # -- errors flagged on the device ----------------------------------------------------------------------------------
 

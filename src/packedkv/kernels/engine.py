@@ -9,17 +9,12 @@ from typing import TYPE_CHECKING, Any, Self
 
 from torch import Tensor
 
-from packedkv.attention import Seen
 from packedkv.codec import ROLES, Codec, Params, Role
-from packedkv.errors import UnsupportedError
 from packedkv.kernels.constants import NO_CONSTANTS, Constants, constants
-from packedkv.kernels.cuda.encode import SlotWriter
-from packedkv.kernels.cuda.prompts import ChunkReader
-from packedkv.kernels.flash import Flash
 from packedkv.kernels.mean import Turned
+from packedkv.kernels.tokens import ChunkTokens, GroupTokens, Rules, StepTokens
 from packedkv.ops.rope import Rotary
 from packedkv.store.pages import PageStore
-from packedkv.store.role import RoleState
 from packedkv.store.site import RoleSite
 
 if TYPE_CHECKING:
@@ -43,10 +38,6 @@ class Engine(ABC):
     """What reports call the kernels."""
     refuses_at_once: bool
     """Whether a cache refuses a bad single token when it comes; else ``check`` does, which reads the device's flag."""
-    by_slot = False
-    """Whether ``writer`` and ``chunk_reader`` serve the tokens of several requests in one launch."""
-    caps_groups = True
-    """Whether ``attend_groups`` takes soft caps and windows."""
     ready = False
     """Whether the constants of both roles are on the device."""
     readers: "Mapping[Role, Reader | CpuReader]"
@@ -162,14 +153,6 @@ class Engine(ABC):
         without a mean. ``kept``: so many first tokens of every page are also written in 16 bit, ``store.kept_rows``.
         """
 
-    def writer(self, pages: Tensor, bad: Tensor, kept: int = 0) -> SlotWriter:
-        """Return what encodes tokens into slots of these pages; ``bad`` and ``kept`` as in ``encode``."""
-        raise UnsupportedError(f"{self.name} kernels encode sequence by sequence, not by slots")
-
-    def chunk_reader(self, pages: Tensor, kept: Tensor | None, flash: Flash | None) -> ChunkReader:
-        """Return what attends with prompt chunks to these pages; arguments as ``ChunkReader``."""
-        raise UnsupportedError(f"{self.name} kernels attend with one prompt chunk at a time")
-
     @property
     def alike(self) -> Hashable:
         """Equal for engines of layers whose keys ``roundtrip`` takes together."""
@@ -184,95 +167,27 @@ class Engine(ABC):
         return None
 
     @abstractmethod
-    def attend(
-        self,
-        q: Tensor,
-        store: PageStore,
-        seq_lens: Tensor,
-        *,
-        scale: float,
-        softcap: float,
-        sinks: Tensor | None = None,
-        start: Tensor | None = None,
-        dense_k: Tensor | None = None,
-        dense_v: Tensor | None = None,
-        dense_lens: Tensor | None = None,
-        dense_start: Tensor | None = None,
-        dense_at: Tensor | None = None,
-        workspace: Tensor | None = None,
-        placed: Tensor | None = None,
-    ) -> Tensor:
-        """Attention of one query token per sequence, ``[B, HQ, 1, D]``; arguments as ``decode.decode_attention``.
+    def attend_step(self, q: Tensor, tokens: StepTokens, rules: Rules) -> Tensor:
+        """Attention of one query token per sequence, ``[B, HQ, 1, D]``; nothing synchronises on a GPU.
 
-        ``workspace``: memory for an engine that must not allocate. ``placed``: with a mean, the position of slot 0 of
-        each sequence, int32 ``[B]``.
+        Of ``rules.seen`` the soft cap alone.
         """
 
     @abstractmethod
-    def attend_many(
-        self,
-        q: Tensor,
-        roles: Mapping[Role, RoleState],
-        store: PageStore,
-        *,
-        scale: float,
-        sinks: Tensor | None,
-        seen: Seen,
-        placed: Tensor | None = None,
-        recurring: bool = False,
-    ) -> Tensor:
-        """Attention of the newest ``q [B, HQ, n, D]`` over the host's sink, run of slots and window.
-
-        ``placed``: as in ``attend``. ``recurring``: so many tokens will be attended again and again.
-        """
+    def attend_chunk(self, q: Tensor, tokens: ChunkTokens, rules: Rules) -> Tensor:
+        """Attention of the newest ``q [B, HQ, n, D]``, which ``tokens`` include."""
 
     @abstractmethod
-    def attend_pages(
-        self,
-        q: Tensor,
-        store: PageStore,
-        length: int,
-        *,
-        scale: float,
-        sinks: Tensor | None,
-        seen: Seen,
-        placed: Tensor | None = None,
-        sink: tuple[Tensor, Tensor] | None = None,
-    ) -> Tensor:
-        """Attention of the newest ``q [1, HQ, n, D]`` over the ``length`` tokens of a sequence that is all in pages.
-
-        ``placed``: as in ``attend``. ``sink``: keys and values ``[1, H, t, D]`` that are read instead of the first t
-        slots.
-        """
-
-    @abstractmethod
-    def attend_groups(
-        self,
-        q: Tensor,
-        key: Tensor,
-        value: Tensor,
-        store: PageStore,
-        length: int,
-        group: int,
-        *,
-        scale: float,
-        sinks: Tensor | None,
-        seen: Seen,
-        flash: Flash | None = None,
-    ) -> Tensor:
-        """Attention of the newest ``q [1, HQ, n, D]`` of ``length`` tokens; arguments as ``attend_pages``.
-
-        A query reads its own group of tokens, up to itself, from ``key, value [1, H, t, D]``, and every group before it
-        from pages.
-        """
+    def attend_groups(self, q: Tensor, tokens: GroupTokens, rules: Rules) -> Tensor:
+        """Attention of the newest ``q [1, HQ, n, D]``; CUDA kernels take no window and no soft cap."""
 
     @abstractmethod
     def workspace_bytes(self, q: Tensor, store: PageStore, dense: bool) -> int:
-        """Upper bound of what ``attend`` needs beside the cache."""
+        """Upper bound of what ``attend_step`` needs beside the cache."""
 
     @abstractmethod
-    def many_workspace_bytes(self, q: Tensor, store: PageStore, packed: int, dense: int, flash: bool) -> int:
-        """Upper bound of what ``attend_many`` needs beside a cache of ``packed`` packed and ``dense`` dense tokens.
+    def chunk_workspace_bytes(self, q: Tensor, heads: int, packed: int, dense: int, flash: bool) -> int:
+        """Upper bound of what ``attend_chunk`` needs beside a cache of ``packed`` packed and ``dense`` dense tokens.
 
-        ``flash``: as ``flash.by_flash``.
+        ``heads``: KV heads. ``flash``: as ``flash.by_flash``.
         """

@@ -30,7 +30,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from packedkv.attention import rounded_queries
 from packedkv.errors import KVError, SpecError, UnsupportedError
 from packedkv.kernels.cuda.engine import CudaEngine
-from packedkv.kernels.cuda.history import History, attend_history
+from packedkv.kernels.tokens import ChunkTokens, Rules
 from packedkv_lab.bench.decode import ROOFLINE_BYTES_PER_US, ratio
 from packedkv_lab.bench.packed import SCALES, Gate, Packed, packed_operator, worst
 from packedkv_lab.bench.record import Deadline, DeviceLostError, Recorder, Row, device_lost
@@ -201,9 +201,9 @@ def prefill_operator(packed: Packed, q: Tensor, k: Tensor, v: Tensor) -> Callabl
     sink = packed.dense["key"][0], packed.dense["value"][0]
     # as a cache whose window holds the fresh tokens
     fresh = torch.cat([packed.dense["key"][1], k], 2), torch.cat([packed.dense["value"][1], v], 2)
-    pages = cache.engine.packed(cache.store.pages, cache.store.table, packed.placed)
-    history = History(pages, 0, packed.encoded["key"], sink, fresh)
-    return partial(attend_history, q, history, packed.shape.head_dim**-0.5)
+    pages, table = cache.store.pages, cache.store.table
+    tokens = ChunkTokens(pages, table, 0, packed.encoded["key"], sink, fresh, packed.placed)
+    return partial(cache.engine.attend_chunk, q, tokens, Rules(packed.shape.head_dim**-0.5))
 
 
 def prefill_error(packed: Packed, q: Tensor, k: Tensor, v: Tensor, found: Tensor) -> Gate:

@@ -27,12 +27,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from packedkv.attention import Seen
 from packedkv.codec import ROLES, Role, storage_dtype
 from packedkv.integrations.vllm.layer import CHUNK_TOKENS, EngineLayer, Rules
 from packedkv.integrations.vllm.pending import PendingGroups
 from packedkv.integrations.vllm.servable import group_tokens
 from packedkv.kernels.cuda.prompts_groups import GroupChunkReader, GroupChunks
+from packedkv.kernels.tokens import GroupTokens, StepTokens
 from packedkv.scheme import KVScheme
 
 
@@ -149,22 +149,11 @@ class GroupedLayer(EngineLayer):
         self, q: Tensor, cache: Tensor, row: Tensor, length: int, rules: Rules, own: dict[Role, Tensor]
     ) -> Tensor:
         """As ``attend_own``, by kernels; on a GPU soft caps and sliding windows use the reference."""
-        engine, seen = self.engine(cache.shape[2]), Seen(window=rules.window, softcap=rules.softcap)
-        if not (seen.plain or engine.caps_groups):
+        engine, pages = self.engine(cache.shape[2]), self.pages(cache)[1]
+        if self.batched and not rules.kernels.seen.plain:
             return self.attend_own(q, cache, row, length, rules, own)
-        out = engine.attend_groups(
-            q.transpose(0, 1)[None],
-            own["key"],
-            own["value"],
-            self._store(cache, row[None]),
-            length,
-            self.unit,
-            scale=rules.scale,
-            sinks=rules.sinks,
-            seen=seen,
-            flash=self.flash,
-        )
-        return out[0].transpose(0, 1)
+        read = GroupTokens(pages, row[None], length, self.unit, (own["key"], own["value"]), self.flash)
+        return engine.attend_groups(q.transpose(0, 1)[None], read, rules.kernels)[0].transpose(0, 1)
 
     # -- prompts of several requests -----------------------------------------------------------------------------------
 
@@ -210,7 +199,7 @@ class GroupedLayer(EngineLayer):
         """
         reader = self.pool(cache).reader
         assert isinstance(reader, GroupChunkReader)
-        reader.attend_groups(q, own, chunks, self.flat_rows, rules.scale, out, rules.sinks, rules.softcap)
+        reader.attend_groups(q, own, chunks, self.flat_rows, rules.kernels, out)
 
     # -- decode steps --------------------------------------------------------------------------------------------------
 
@@ -280,18 +269,8 @@ class GroupedLayer(EngineLayer):
         if rules.window:
             oldest = (seq_lens - rules.window).clamp_(min=0)
             start, dense_start = torch.minimum(oldest, packed), (oldest - packed).clamp_(min=0)
-        out = self.engine(cache.shape[2]).attend(
-            q[:, :, None],
-            self._store(cache, table),
-            packed,
-            scale=rules.scale,
-            softcap=rules.softcap,
-            sinks=rules.sinks,
-            start=start,
-            dense_k=dense["key"],
-            dense_v=dense["value"],
-            dense_lens=pending.dense_len[:n],
-            dense_start=dense_start,
-            workspace=workspace,
-        )
-        return out[:, :, 0]
+        read = StepTokens(
+            self.pages(cache)[1], table, packed, start, dense_k=dense["key"], dense_v=dense["value"],
+            dense_lens=pending.dense_len[:n], dense_start=dense_start, workspace=workspace,
+        )  # fmt: skip
+        return self.engine(cache.shape[2]).attend_step(q[:, :, None], read, rules.kernels)[:, :, 0]

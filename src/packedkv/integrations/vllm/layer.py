@@ -6,11 +6,11 @@ of the keys, then of the values. Nothing is converted: the engine holds the byte
 =========  ========================================  ================================================================
 by         tokens in                                 attention
 =========  ========================================  ================================================================
-GPU        ``SlotWriter``: all tokens of a step      one token per request: ``Engine.attend`` for all requests at once;
+GPU        ``SlotWriter``: all tokens of a step      one token per request: ``attend_step`` for all requests at once;
                                                      chunks of prompts: ``ChunkReader``, for all requests at once; too
                                                      long ones, and those that flash attention does not take,
-                                                     ``Engine.attend_pages``, request by request
-CPU        ``Engine.encode``: decode steps, a        the same, chunks of prompts always ``Engine.attend_pages``
+                                                     ``attend_chunk``, request by request
+CPU        ``Engine.encode``: decode steps, a        the same, chunks of prompts always ``Engine.attend_chunk``
            sequence per token; a chunk of a prompt,
            one sequence
 reference  the codec itself, ``pages.write_blocks``  ``attention.attend_parts``, request by request
@@ -43,11 +43,14 @@ from packedkv.integrations.vllm.servable import page_step
 from packedkv.kernels.choose import choose
 from packedkv.kernels.cuda.decode import MOST_SEQUENCES
 from packedkv.kernels.cuda.encode import SlotWriter
+from packedkv.kernels.cuda.engine import CudaEngine
 from packedkv.kernels.cuda.history import STAGING_BYTES, workspace_bytes
 from packedkv.kernels.cuda.prompts import ChunkReader, Chunks
 from packedkv.kernels.engine import Engine
 from packedkv.kernels.flash import WIDEST, Flash
 from packedkv.kernels.mean import Turned
+from packedkv.kernels.tokens import ChunkTokens, StepTokens
+from packedkv.kernels.tokens import Rules as KernelRules
 from packedkv.layout import PageLayout
 from packedkv.scheme import KVScheme
 from packedkv.store.kept_rows import keep_rows, kept_rows, rows_bytes
@@ -105,6 +108,11 @@ class Rules(NamedTuple):
     window: int = 0
     softcap: float = 0.0
     sinks: Tensor | None = None
+
+    @property
+    def kernels(self) -> KernelRules:
+        """The same for kernels."""
+        return KernelRules(self.scale, Seen(window=self.window, softcap=self.softcap), self.sinks)
 
 
 class Several(NamedTuple):
@@ -422,7 +430,7 @@ class EngineLayer:
                 found.hold_without(self.mean, self.turning)
             found.prepare(self.roles)
             self.engines[page_tokens] = found
-            self.batched = found.by_slot
+            self.batched = isinstance(found, CudaEngine)
         return self.engines[page_tokens]
 
     def _store(self, cache: Tensor, table: Tensor) -> PageStore:
@@ -433,6 +441,7 @@ class EngineLayer:
         """What writes and reads these blocks on a GPU; cached, as are the addresses in it."""
         if (found := self.pools.get((cache.data_ptr(), cache.shape))) is None:
             engine, (_, pages) = self.engine(cache.shape[2]), self.pages(cache)
+            assert isinstance(engine, CudaEngine)
             kept = self._rows(cache) if self.sink else None
             found = Pool(engine.writer(pages, self.bad, self.sink), engine.chunk_reader(pages, kept, self.flash))
             self.pools[cache.data_ptr(), cache.shape] = found
@@ -453,7 +462,7 @@ class EngineLayer:
             In their requests, for keys that are held without their mean.
         """
         less = None if self.mean is None else self._turned(self._needed(positions))
-        if self.engine(cache.shape[2]).by_slot:
+        if isinstance(self.engine(cache.shape[2]), CudaEngine):
             if keys.dtype == torch.float32:
                 keys, values = self._rounded(keys, values)
             self.pool(cache).writer.write(keys, values, slots, less)
@@ -558,27 +567,14 @@ class EngineLayer:
         -------
         Tensor ``[B, HQ, D]`` of q's dtype.
         """
-        engine = self.engine(cache.shape[2])
-        more = {} if several is None else several._asdict()
-        dense: dict[str, Tensor | None] = {}
+        more: dict[str, Any] = {} if several is None else several._asdict()
         if self.sink:
             keys, values = self._rows(cache).unbind(2)
-            dense = {"dense_k": keys, "dense_v": values, "dense_at": table[:, 0]}
-            dense |= {"dense_lens": live.sunk, "dense_start": live.sunk_from}
-        out = engine.attend(
-            q[:, :, None],
-            self._store(cache, table),
-            seq_lens,
-            scale=rules.scale,
-            softcap=rules.softcap,
-            sinks=rules.sinks,
-            start=live.start,
-            workspace=workspace,
-            **dense,
-            **self._placed(table.shape[0]),
-            **more,
-        )
-        return out[:, :, 0]
+            more |= {"dense_k": keys, "dense_v": values, "dense_at": table[:, 0]}
+            more |= {"dense_lens": live.sunk, "dense_start": live.sunk_from}
+        more |= self._placed(table.shape[0])
+        read = StepTokens(self.pages(cache)[1], table, seq_lens, live.start, workspace=workspace, **more)
+        return self.engine(cache.shape[2]).attend_step(q[:, :, None], read, rules.kernels)[:, :, 0]
 
     def takes_several(self, rules: Rules) -> bool:
         """Whether ``decode`` takes several query tokens of a request."""
@@ -611,16 +607,10 @@ class EngineLayer:
 
     def prefill(self, q: Tensor, cache: Tensor, row: Tensor, length: int, rules: Rules) -> Tensor:
         """As ``attend``, by kernels; on a GPU where ``attend_chunks`` cannot."""
-        out = self.engine(cache.shape[2]).attend_pages(
-            q.transpose(0, 1)[None],
-            self._store(cache, row[None]),
-            length,
-            scale=rules.scale,
-            sinks=rules.sinks,
-            seen=Seen(window=rules.window, softcap=rules.softcap),
-            sink=self._sink(cache, row, length),
-            **self._placed(1),
-        )
+        sink, pages = self._sink(cache, row, length), self.pages(cache)[1]
+        first = 0 if sink is None else sink[0].shape[2]
+        read = ChunkTokens(pages, row[None], first, length, sink, **self._placed(1))
+        out = self.engine(cache.shape[2]).attend_chunk(q.transpose(0, 1)[None], read, rules.kernels)
         return out[0].transpose(0, 1)
 
     def attend_chunks(self, q: Tensor, cache: Tensor, chunks: Chunks, rules: Rules, out: Tensor) -> None:
@@ -636,4 +626,4 @@ class EngineLayer:
         rules : Rules
             Where ``takes_chunks``.
         """
-        self.pool(cache).reader.attend(q, chunks, rules.scale, out, rules.sinks, rules.softcap)
+        self.pool(cache).reader.attend(q, chunks, rules.kernels, out)

@@ -134,7 +134,7 @@ def attend_held(
         q, store.pages, store.table, placed, spec=spec, key=key, value=value, scale=scale,
         dense_k=_dense(roles["key"]), dense_v=_dense(roles["value"]), softcap=seen.softcap, sinks=sinks,
         seen=_of_part(ranges(seen, batch, q.shape[2], total), first, held),
-        mask=None if seen.mask is None else _additive(seen.mask[..., first : first + held]), mean=mean,
+        mask=None if seen.mask is None else additive(seen.mask[..., first : first + held]), mean=mean,
     )  # fmt: skip
     return Partial(*found)
 
@@ -224,7 +224,7 @@ def _of_part(seen: tuple[Tensor, Tensor] | None, first: int, held: int) -> tuple
     return low, high
 
 
-def _additive(mask: Tensor | None) -> Tensor | None:
+def additive(mask: Tensor | None) -> Tensor | None:
     """A mask as a float32 number that is added to scores."""
     if mask is None or mask.dtype != torch.bool:
         return mask

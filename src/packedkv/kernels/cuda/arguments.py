@@ -9,6 +9,9 @@ import ctypes
 
 from torch import Tensor
 
+from packedkv.kernels.constants import Constants
+from packedkv.kernels.mean import KeyMean
+
 
 class RoleArgs(ctypes.Structure):
     """``kv::Side``: what keys or values need besides their bytes."""
@@ -18,9 +21,9 @@ class RoleArgs(ctypes.Structure):
         *((name, ctypes.c_int64) for name in ("table_head", "table_bytes", "factor_batch", "block")),
     )
 
-    def fill(self, tables: Tensor | None, factor: Tensor | None, order: int, matrix: Tensor | None) -> None:
-        """Set the fields from the parts of a ``constants.Constants``."""
-        self.block = order
+    def fill(self, constants: Constants) -> None:
+        """Set all fields."""
+        tables, factor, self.block, matrix = constants
         if matrix is not None:
             self.matrix = matrix.data_ptr()
         if tables is not None:
@@ -38,17 +41,16 @@ class MeanArgs(ctypes.Structure):
         *((name, ctypes.c_int64) for name in ("batch", "table_head")),
     )
 
-    def fill(self, mean: Tensor | None, table: Tensor | None, placed: Tensor | None) -> None:
-        """Set the fields from the parts of a ``mean.KeyMean`` and the positions of slot 0."""
-        if mean is not None and table is not None and placed is not None:
-            self.placed = placed.data_ptr()
-            self.held(mean, table)
-
-    def held(self, mean: Tensor, table: Tensor) -> None:
-        """Set all but the positions."""
+    def fill(self, key_mean: KeyMean | None, placed: Tensor | None = None) -> None:
+        """Set the fields of a mean, if there is one, and of the positions of slot 0."""
+        if key_mean is None:
+            return
+        mean, table, _ = key_mean
         self.mean, self.table = mean.data_ptr(), table.data_ptr()
         self.batch = 0 if mean.shape[0] == 1 else mean.stride(0)
         self.table_head = 0 if table.shape[0] == 1 else table.stride(0)
+        if placed is not None:
+            self.placed = placed.data_ptr()
 
 
 class DecodeArgs(ctypes.Structure):

@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from packedkv.attention import Seen
 from packedkv.errors import ShapeError, UnsupportedError
 from packedkv.kernels.constants import Constants
 from packedkv.kernels.cuda.arguments import DecodeArgs
@@ -25,6 +26,7 @@ from packedkv.kernels.cuda.build import Kernel, Program, load
 from packedkv.kernels.cuda.launch import Config, asked_bytes, config_for, machine, shared_bytes, shares_tables
 from packedkv.kernels.mean import KeyMean, checked
 from packedkv.kernels.spec import DecodeSpec, align, definitions, includes
+from packedkv.kernels.tokens import Rules, StepTokens
 
 LOG2E = 1.4426950408889634
 COMBINE_WARPS = 8
@@ -168,39 +170,35 @@ def splits_of(text: str, q: Tensor, num_kv_heads: int, table: Tensor, dense: boo
 
 
 def _attend(
-    q: Tensor, pages: Tensor, table: Tensor, seq_lens: Tensor, scale: float, text: str, num_kv_heads: int,
-    key_tables: Tensor | None, key_factor: Tensor | None, key_order: int, key_matrix: Tensor | None,
-    value_tables: Tensor | None, value_factor: Tensor | None, value_order: int, value_matrix: Tensor | None,
-    dense_k: Tensor | None, dense_v: Tensor | None, dense_lens: Tensor | None, dense_start: Tensor | None,
-    dense_at: Tensor | None, sinks: Tensor | None, start: Tensor | None, softcap: float, workspace: Tensor | None,
+    q: Tensor, tokens: StepTokens, rules: Rules, text: str, key: Constants, value: Constants, mean: KeyMean | None,
     config: Sequence[int],
-    mean: Tensor | None, mean_table: Tensor | None, placed: Tensor | None, starts: Tensor | None, queries: int,
-    longest: int,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    spec = _SPECS[text]
+    spec, (pages, table) = _SPECS[text], tokens[:2]
     count, num_q_heads, _, dim = q.shape
-    batch, each = table.shape[0], num_q_heads // num_kv_heads
-    group = each * queries
+    batch, num_kv_heads = table.shape[0], pages.shape[1]
+    each = num_q_heads // num_kv_heads
+    group = each * tokens.queries
     tiles = spec.tiles(group)
     rows = batch * num_kv_heads * group
     if q.stride(3) != 1:
         q = q.contiguous()
+    sinks, softcap = rules.sinks, rules.seen.softcap
     if sinks is not None and (sinks.dtype != torch.float32 or not sinks.is_contiguous()):
         sinks = sinks.float().contiguous()
     args = DecodeArgs()
-    dense_kind = -1
+    dense_kind, dense_k, dense_v = -1, tokens.dense_k, tokens.dense_v
     if dense_k is not None and dense_v is not None and dense_k.shape[2]:
         dense_k, dense_v = _rows(dense_k), _rows(dense_v)
         dense_kind, args.dense_width = KINDS[dense_k.dtype], dense_k.shape[2]
         args.dense_k, args.dense_v = dense_k.data_ptr(), dense_v.data_ptr()
         args.dense_k_batch, args.dense_k_head, args.dense_k_token, _ = dense_k.stride()
         args.dense_v_batch, args.dense_v_head, args.dense_v_token, _ = dense_v.stride()
-        if dense_lens is not None:
-            args.dense_lens = dense_lens.data_ptr()
-        if dense_start is not None:
-            args.dense_start = dense_start.data_ptr()
-        if dense_at is not None:
-            args.dense_at, args.dense_step = dense_at.data_ptr(), dense_at.stride(0)
+        if tokens.dense_lens is not None:
+            args.dense_lens = tokens.dense_lens.data_ptr()
+        if tokens.dense_start is not None:
+            args.dense_start = tokens.dense_start.data_ptr()
+        if tokens.dense_at is not None:
+            args.dense_at, args.dense_step = tokens.dense_at.data_ptr(), tokens.dense_at.stride(0)
     else:
         dense_k = dense_v = None
     capacity = table.shape[1] * spec.page_tokens
@@ -209,20 +207,22 @@ def _attend(
     if rows * count == 0:
         return o, lse
     units = batch * num_kv_heads * tiles
-    several = starts is not None
+    several = tokens.starts is not None
     plan = _plan(text, units, capacity, tuple(config), softcap > 0.0, dense_kind, spec.heads(group), several, q.device)
     runs = splits = plan.config.splits
     if dense_k is not None and spec.joins and splits > 1 and units * (splits + 1) <= machine(q.device).sms:
         splits += 1  # idle multiprocessors: dense tokens get a CTA of their own
     slots = splits + (dense_k is not None and not spec.joins)
     if slots > 1:
+        workspace = tokens.workspace
         if workspace is None:
             workspace = torch.empty(rows * slots * (dim + 2), dtype=torch.float32, device=q.device)
         part, size = workspace.data_ptr(), rows * slots * 4
         args.part_o, args.part_m, args.part_l = part, part + size * dim, part + size * (dim + 1)
     # teams of warps share tables: one for all heads, or one per head, each on multiprocessors of its own; what belongs
     # to a sequence as well, [B or 1, H, bytes], they have apart
-    own = any(x is not None and x.dim() == 2 and x.shape[0] > 1 for x in (key_tables, value_tables, mean_table))
+    shared_by_all = key.tables, value.tables, None if mean is None else mean.table
+    own = any(x is not None and x.dim() == 2 and x.shape[0] > 1 for x in shared_by_all)
     alike = 1 if own else num_kv_heads
     pieces = batch * alike * tiles * splits
     if plan.config.teams > 1:
@@ -231,24 +231,25 @@ def _attend(
     else:
         grid = slots, num_kv_heads * tiles, batch
     args.q, args.pages, args.page_table = q.data_ptr(), pages.data_ptr(), table.data_ptr()
-    args.seq_lens, args.out, args.lse = seq_lens.data_ptr(), o.data_ptr(), lse.data_ptr()
-    if start is not None:
-        args.start = start.data_ptr()
+    args.seq_lens, args.out, args.lse = tokens.seq_lens.data_ptr(), o.data_ptr(), lse.data_ptr()
+    if tokens.start is not None:
+        args.start = tokens.start.data_ptr()
     if sinks is not None:
         args.sinks = sinks.data_ptr()
-    args.key.fill(key_tables, key_factor, key_order, key_matrix)
-    args.value.fill(value_tables, value_factor, value_order, value_matrix)
-    args.mean.fill(mean, mean_table, placed)
+    args.key.fill(key)
+    args.value.fill(value)
+    args.mean.fill(mean, tokens.placed)
     args.q_batch, args.q_head, _, _ = q.stride()
     args.table_row, args.page_bytes = table.stride(0), pages.shape[2]
     args.out_batch, args.out_head = num_q_heads * dim, dim
     args.runs, args.alike, args.pieces = runs, alike, pieces
     args.q_kind = args.out_kind = KINDS[q.dtype]
     args.dense_kind, args.heads, args.group, args.tiles = dense_kind, num_kv_heads, group, tiles
-    args.splits, args.slots, args.capacity = splits, slots, min(capacity, longest) if longest else capacity
-    if starts is not None:
-        args.starts, args.each = starts.data_ptr(), each
-    args.scale2, args.softcap = scale * LOG2E, softcap
+    args.splits, args.slots = splits, slots
+    args.capacity = min(capacity, tokens.longest) if tokens.longest else capacity
+    if tokens.starts is not None:
+        args.starts, args.each = tokens.starts.data_ptr(), each
+    args.scale2, args.softcap = rules.scale * LOG2E, softcap
     # one CTA fills a multiprocessor: the next launch may wait there while the kernel ahead ends elsewhere
     threads = plan.config.teams * plan.config.warps * 32
     plan.decode.launch(grid, threads, plan.shared, args, early=plan.early)
@@ -259,8 +260,43 @@ def _attend(
     return o, lse
 
 
-# compiled graphs trace the operator, eager calls skip the dispatcher
-_op = torch.library.custom_op("packedkv::cuda_decode_attention", _attend, mutates_args=("workspace",))
+# compiled graphs trace the operator, which takes tensors, numbers and texts only; eager calls skip the dispatcher
+@torch.library.custom_op("packedkv::cuda_decode_attention", mutates_args=("workspace",))
+def _op(
+    q: Tensor, tokens: Sequence[Tensor | None], workspace: Tensor | None, constants: Sequence[Tensor | None],
+    text: str, scale: float, softcap: float, numbers: Sequence[int],
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    pages, table, seq_lens, start, placed, dense_k, dense_v, dense_lens, dense_start, dense_at, sinks, starts = tokens
+    assert pages is not None
+    assert table is not None
+    assert seq_lens is not None
+    key_tables, key_factor, key_matrix, value_tables, value_factor, value_matrix, mean, mean_table = constants
+    queries, longest, key_order, value_order, pairs, *config = numbers
+    return _attend(
+        q,
+        StepTokens(
+            pages,
+            table,
+            seq_lens,
+            start,
+            placed,
+            dense_k,
+            dense_v,
+            dense_lens,
+            dense_start,
+            dense_at,
+            workspace,
+            starts,
+            queries,
+            longest,
+        ),
+        Rules(scale, Seen(softcap=softcap), sinks),
+        text,
+        Constants(key_tables, key_factor, key_order, key_matrix),
+        Constants(value_tables, value_factor, value_order, value_matrix),
+        None if mean is None or mean_table is None else KeyMean(mean, mean_table, pairs),
+        config,
+    )
 
 
 @_op.register_fake
@@ -270,81 +306,32 @@ def _(q: Tensor, *_rest: Any) -> tuple[Tensor, Tensor]:
 
 def decode_attention(
     q: Tensor,
-    pages: Tensor,
-    table: Tensor,
-    seq_lens: Tensor,
+    tokens: StepTokens,
+    rules: Rules,
     *,
     spec: str,
     key: Constants,
     value: Constants,
-    scale: float,
-    num_kv_heads: int,
-    dense_k: Tensor | None = None,
-    dense_v: Tensor | None = None,
-    dense_lens: Tensor | None = None,
-    dense_start: Tensor | None = None,
-    dense_at: Tensor | None = None,
-    sinks: Tensor | None = None,
-    start: Tensor | None = None,
-    softcap: float = 0.0,
-    workspace: Tensor | None = None,
-    config: Config | None = None,
     mean: KeyMean | None = None,
-    placed: Tensor | None = None,
-    starts: Tensor | None = None,
-    queries: int = 1,
-    longest: int = 0,
+    config: Config | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Attend with one query token per sequence to packed pages, dense tokens and learned sinks.
-
-    With ``starts`` a sequence b has several query tokens ``[starts[b], starts[b + 1])`` of ``q``: its newest ones,
-    which are encoded already, and each sees the tokens up to itself. Their pages are read once.
+    """Attend with one query token per sequence, or several, to packed pages, dense tokens and learned sinks.
 
     Parameters
     ----------
     q : Tensor ``[B, HQ, 1, D]``
         Model basis (not rotated), fp16, bf16 or fp32; last axis contiguous or copied.
-    pages : Tensor uint8 ``[num_pages, H, page_bytes]``
-        Or longer, with room behind the codes.
-    table : Tensor int32 ``[B, max_pages]``
-        Page ids; token t of sequence b lies in page ``table[b, t // P]``, slot ``t % P``.
-    seq_lens : Tensor int32 ``[B]``
-        Encoded tokens per sequence, on the device.
+    tokens : StepTokens
+    rules : Rules
+        Of ``seen`` the soft cap alone: a query sees all live tokens.
     spec : str
         ``text_of`` a spec: codecs, head_dim, page size.
     key, value : Constants
         The layer's constants, ``constants.constants_for``.
-    scale : float
-        Multiplies the scores, usually D ** -0.5.
-    num_kv_heads : int
-    dense_k, dense_v : Tensor ``[B, H, W, D]``, optional
-        Tokens kept dense (sinks, window), model basis; fp32 is rounded to fp16, as caches hold it.
-    dense_lens, dense_start : Tensor int32 ``[B]``, optional
-        Live dense tokens are ``[dense_start, dense_lens)``; default all W.
-    dense_at : Tensor int32 ``[B]``, optional
-        Which of ``dense_k, dense_v [N, H, W, D]`` are those of each sequence; default: the first, the second, ...
-    sinks : Tensor ``[HQ]``, optional
-        One learned logit per query head that only joins the softmax's denominator.
-    start : Tensor int32 ``[B]``, optional
-        First live encoded token: tokens before it were evicted or are padding.
-    softcap : float
-        Scores become ``softcap * tanh(score / softcap)``; 0: they stay.
-    workspace : Tensor float32, optional
-        At least ``workspace_numel`` numbers; allocated per call if absent.
+    mean : KeyMean, optional
+        The mean before RoPE that encoded keys are stored without (not the dense ones); the spec is of its ``pairs``.
     config : Config, optional
         Launch constants instead of the table's.
-    mean : KeyMean, optional
-        The mean before RoPE that the encoded keys are held without (not the dense ones); the spec is of its ``pairs``.
-    placed : Tensor int32 ``[B]``, optional
-        With ``mean``: position of slot 0 of each sequence, on the device. Slot t has position ``placed + t``, below
-        ``MOST_POSITIONS``; slots before ``start`` may have negative ones.
-    starts : Tensor int32 ``[B + 1]``, optional
-        First query token of each sequence, on the device; q is then ``[tokens, HQ, 1, D]``, and there are neither
-        dense tokens nor a ``start``.
-    queries : int
-        Most query tokens of a sequence.
-    longest : int
-        Tokens beyond it are not read, whatever ``seq_lens`` says; 0: as many as the table has room for.
 
     Returns
     -------
@@ -356,79 +343,63 @@ def decode_attention(
     ------
     ShapeError, UnsupportedError
     """
-    several = starts is not None
-    _check(q, pages, table, seq_lens, spec, num_kv_heads, dense_k, dense_v, sinks, key, value, several)
-    checked("decode_attention", decode_spec_of(spec).pairs, mean, placed, table.shape[0], num_kv_heads)
-    if starts is not None:
-        _check_starts(starts, table, queries, dense_k, start)
-    run = _op if torch.compiler.is_compiling() else _attend
-    out: tuple[Tensor, Tensor] = run(
-        q, pages, table, seq_lens, float(scale), spec, num_kv_heads, key.tables, key.factor, key.order, key.matrix,
-        value.tables, value.factor, value.order, value.matrix, dense_k, dense_v, dense_lens, dense_start, dense_at,
-        sinks, start, float(softcap), workspace, list(config or ()), None if mean is None else mean.mean,
-        None if mean is None else mean.table, placed, starts, queries, longest,
+    _check(q, tokens, rules, spec, key, value)
+    checked(
+        "decode_attention", decode_spec_of(spec).pairs, mean, tokens.placed, tokens.table.shape[0],
+        tokens.pages.shape[1],
     )  # fmt: skip
+    if not torch.compiler.is_compiling():
+        return _attend(q, tokens, rules, spec, key, value, mean, config or ())
+    out: tuple[Tensor, Tensor] = _op(
+        q,
+        [*tokens[:10], rules.sinks, tokens.starts],
+        tokens.workspace,
+        [x for side in (key, value) for x in (side.tables, side.factor, side.matrix)] + [*(mean or (None, None))[:2]],
+        spec,
+        float(rules.scale),
+        float(rules.seen.softcap),
+        [tokens.queries, tokens.longest, key.order, value.order, 0 if mean is None else mean.pairs, *(config or ())],
+    )
     return out
 
 
-def _check_starts(starts: Tensor, table: Tensor, queries: int, dense_k: Tensor | None, start: Tensor | None) -> None:
-    name, rows = "decode_attention", table.shape[0]
-    if starts.dtype != torch.int32 or starts.shape != (rows + 1,) or starts.stride(0) != 1 or queries < 1:
-        raise ShapeError(
-            f"{name}: starts is {starts.dtype} {list(starts.shape)} for {queries} queries; contiguous int32 "
-            f"[{rows + 1}] is needed, and at least one query."
-        )
-    if dense_k is not None or start is not None:
-        raise UnsupportedError(
-            f"{name}: several query tokens of a sequence are served without dense tokens and start; pass each of them "
-            f"as a sequence of its own."
-        )
-
-
-def _check(
-    q: Tensor, pages: Tensor, table: Tensor, seq_lens: Tensor, text: str, heads: int,
-    dense_k: Tensor | None, dense_v: Tensor | None, sinks: Tensor | None, key: Constants, value: Constants,
-    several: bool,
-) -> None:  # fmt: skip
-    name = "decode_attention"
+def _check(q: Tensor, tokens: StepTokens, rules: Rules, text: str, key: Constants, value: Constants) -> None:
+    name, (pages, table, seq_lens) = "decode_attention", tokens[:3]
     if q.dim() != 4 or q.shape[2] != 1 or q.dtype not in KINDS:
         raise ShapeError(
             f"{name}: q is {q.dtype} {list(q.shape)}; it takes fp16, bf16 or fp32 [B, HQ, 1, D], one query token per "
             f"sequence."
         )
     spec = decode_spec_of(text)
-    batch, num_q_heads, _, dim = q.shape
+    num_q_heads, dim = q.shape[1], q.shape[3]
+    least, paged = spec.tile_bytes(spec.page_tokens), pages.dim() == 3 and pages.is_contiguous()
+    if pages.dtype != torch.uint8 or not paged or pages.shape[2] < least or pages.shape[2] % 16:
+        raise ShapeError(
+            f"{name}: pages are {pages.dtype} {list(pages.shape)}; a contiguous uint8 [num_pages, H, {least}] or "
+            f"longer is needed."
+        )
+    heads = pages.shape[1]
     if dim != spec.head_dim or num_q_heads % heads:
         raise ShapeError(
-            f"{name}: q {list(q.shape)} does not fit head_dim={spec.head_dim} and num_kv_heads={heads}, which must "
-            f"divide the query heads."
-        )
-    want = [heads, spec.tile_bytes(spec.page_tokens)]
-    fits = pages.dim() == 3 and pages.shape[1] == heads and pages.shape[2] >= want[1] and pages.shape[2] % 16 == 0
-    if pages.dtype != torch.uint8 or not fits or not pages.is_contiguous():
-        raise ShapeError(
-            f"{name}: pages are {pages.dtype} {list(pages.shape)}; a contiguous uint8 [num_pages, {want[0]}, "
-            f"{want[1]}] or longer is needed."
+            f"{name}: q {list(q.shape)} does not fit head_dim={spec.head_dim} and {heads} KV heads, which must divide "
+            f"the query heads."
         )
     for what, x in (("table", table), ("seq_lens", seq_lens)):
         if x.dtype != torch.int32 or x.stride(-1) != 1:
             raise ShapeError(f"{name}: {what} is {x.dtype}; contiguous int32 is needed.")
-    batch = table.shape[0] if several else batch
+    batch = q.shape[0] if tokens.starts is None else table.shape[0]
     if not table.shape[0] == seq_lens.shape[0] == batch or batch > MOST_SEQUENCES:
         raise ShapeError(
             f"{name}: q has {batch} sequences, table {table.shape[0]}, seq_lens {seq_lens.shape[0]}; they must agree, "
             f"and be {MOST_SEQUENCES} at most."
         )
-    if (dense_k is None) != (dense_v is None):
+    k, v, sinks, starts = tokens.dense_k, tokens.dense_v, rules.sinks, tokens.starts
+    if (k is None) != (v is None):
         raise ShapeError(f"{name}: dense_k and dense_v come together or not at all.")
-    if (
-        dense_k is not None
-        and dense_v is not None
-        and (dense_k.dtype != dense_v.dtype or dense_k.dtype not in KINDS or dense_k.shape != dense_v.shape)
-    ):
+    if k is not None and v is not None and (k.dtype != v.dtype or k.dtype not in KINDS or k.shape != v.shape):
         raise ShapeError(
-            f"{name}: dense_k is {dense_k.dtype} {list(dense_k.shape)}, dense_v {dense_v.dtype} "
-            f"{list(dense_v.shape)}; use one floating dtype and one shape."
+            f"{name}: dense_k is {k.dtype} {list(k.shape)}, dense_v {v.dtype} {list(v.shape)}; use one floating dtype "
+            f"and one shape."
         )
     if sinks is not None and sinks.numel() != num_q_heads:
         raise ShapeError(f"{name}: sinks has {sinks.numel()} logits; one per query head, {num_q_heads}, is needed.")
@@ -437,3 +408,15 @@ def _check(
         for held in (part.shape[0] for part in own if part is not None):
             if held not in (1, batch):
                 raise ShapeError(f"{name}: the {what} constants are of {held} sequences, q has {batch}.")
+    if starts is None:
+        return
+    if starts.dtype != torch.int32 or starts.shape != (batch + 1,) or starts.stride(0) != 1 or tokens.queries < 1:
+        raise ShapeError(
+            f"{name}: starts is {starts.dtype} {list(starts.shape)} for {tokens.queries} queries; contiguous int32 "
+            f"[{batch + 1}] is needed, and at least one query."
+        )
+    if k is not None or tokens.start is not None:
+        raise UnsupportedError(
+            f"{name}: several query tokens of a sequence are served without dense tokens and start; pass each of them "
+            f"as a sequence of its own."
+        )

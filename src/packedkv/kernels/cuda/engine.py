@@ -7,7 +7,6 @@ from typing import Any, NamedTuple, Self
 import torch
 from torch import Tensor
 
-from packedkv.attention import Seen
 from packedkv.codec import ROLES, Codec, Params, Role
 from packedkv.errors import UnsupportedError
 from packedkv.kernels.constants import NO_CONSTANTS, joined
@@ -17,23 +16,17 @@ from packedkv.kernels.cuda.decode import text_of as decode_text
 from packedkv.kernels.cuda.encode import SlotWriter, encode_checked, encode_to_pages
 from packedkv.kernels.cuda.encode import text_of as encode_text
 from packedkv.kernels.cuda.fit import Fitted, Fitter, Rooms, Sample, fitters
-from packedkv.kernels.cuda.history import History, Packed, attend_history, unpack, workspace_bytes
+from packedkv.kernels.cuda.history import Packed, attend_chunk, unpack, workspace_bytes
 from packedkv.kernels.cuda.history_groups import attend_groups
 from packedkv.kernels.cuda.prompts import ChunkReader
 from packedkv.kernels.cuda.prompts_groups import GroupChunkReader
 from packedkv.kernels.engine import Engine
 from packedkv.kernels.flash import Flash
 from packedkv.kernels.mean import KeyMean, Turned, key_mean
-from packedkv.kernels.spec import (
-    Encoder,
-    Reader,
-    decode_spec,
-    encode_spec,
-    reader,
-)
+from packedkv.kernels.spec import Encoder, Reader, decode_spec, encode_spec, reader
+from packedkv.kernels.tokens import ChunkTokens, GroupTokens, Rules, StepTokens
 from packedkv.ops.rope import Rotary
 from packedkv.store.pages import PageStore
-from packedkv.store.role import RoleState
 
 
 class _Kernels(NamedTuple):
@@ -69,8 +62,6 @@ class CudaEngine(Engine):
 
     name = "cuda"
     refuses_at_once = False
-    by_slot = True
-    caps_groups = False
     mean: KeyMean | None = None
 
     def __init__(self, key: Codec, value: Codec, head_dim: int, page_tokens: int) -> None:
@@ -164,11 +155,11 @@ class CudaEngine(Engine):
         )
 
     def writer(self, pages: Tensor, bad: Tensor, kept: int = 0) -> SlotWriter:
-        """One launch for all tokens of a step."""
+        """Return what encodes all tokens of a step, of any requests, in one launch."""
         return SlotWriter(pages, self.encode_spec, self.writing["key"], self.writing["value"], bad, kept)
 
     def chunk_reader(self, pages: Tensor, kept: Tensor | None, flash: Flash | None) -> ChunkReader:
-        """Where a codec encodes groups of tokens, one that reads own groups in 16 bit."""
+        """Return what attends to prompt chunks of several requests; codecs of token groups have one of their own."""
         kind = GroupChunkReader if any(codec.block_tokens > 1 for codec in self.codecs.values()) else ChunkReader
         return kind(self.packed(pages, torch.empty(0)), kept, flash)
 
@@ -208,99 +199,40 @@ class CudaEngine(Engine):
         found, _ = unpack(packed, 0, count)
         return out_of_codes(found, read["key"])
 
-    def attend(self, q: Tensor, store: PageStore, seq_lens: Tensor, *, softcap: float, **options: Any) -> Tensor:
-        """As ``Engine.attend``, and any other option of ``decode_attention``."""
-        out, _ = decode_attention(
-            q,
-            store.pages,
-            store.table,
-            seq_lens,
-            spec=self.decode_spec,
-            key=self.reading["key"],
-            value=self.reading["value"],
-            num_kv_heads=store.heads,
-            softcap=softcap,
-            mean=self.mean,
-            **options,
-        )
-        return out
+    def attend_step(self, q: Tensor, tokens: StepTokens, rules: Rules) -> Tensor:
+        """By ``decode.decode_attention``."""
+        key, value = self.reading["key"], self.reading["value"]
+        return decode_attention(q, tokens, rules, spec=self.decode_spec, key=key, value=value, mean=self.mean)[0]
 
     def workspace_bytes(self, q: Tensor, store: PageStore, dense: bool) -> int:
         """What the splits of a launch leave to be merged."""
         splits = splits_of(self.decode_spec, q, store.heads, store.table, dense)
         return 4 * workspace_numel(q.shape[0], q.shape[1], q.shape[3], splits, dense)
 
-    def attend_many(
-        self,
-        q: Tensor,
-        roles: Mapping[Role, RoleState],
-        store: PageStore,
-        *,
-        scale: float,
-        sinks: Tensor | None,
-        seen: Seen,
-        placed: Tensor | None = None,
-        recurring: bool = False,
-    ) -> Tensor:
-        """By ``history.attend_history``, over the first run of slots."""
-        key, value = roles["key"], roles["value"]
-        first, last = key.runs[0] if key.runs else (0, 0)
-        packed = self.packed(store.pages, store.table, placed)
-        history = History(packed, first, last, (key.sink, value.sink), (key.window, value.window), recurring)
-        return attend_history(q, history, scale, seen=seen, sinks=sinks)
+    def attend_chunk(self, q: Tensor, tokens: ChunkTokens, rules: Rules) -> Tensor:
+        """By flash attention, or by scores in PyTorch (soft caps, masks)."""
+        return attend_chunk(q, self.packed(tokens.pages, tokens.table, tokens.placed), tokens, rules)
 
-    def attend_pages(
-        self,
-        q: Tensor,
-        store: PageStore,
-        length: int,
-        *,
-        scale: float,
-        sinks: Tensor | None,
-        seen: Seen,
-        placed: Tensor | None = None,
-        sink: tuple[Tensor, Tensor] | None = None,
-    ) -> Tensor:
-        """As ``Engine.attend_pages``: by flash attention, or with a soft cap by scores in PyTorch."""
-        before = 0 if sink is None else sink[0].shape[2]
-        history = History(self.packed(store.pages, store.table, placed), before, length, sink)
-        return attend_history(q, history, scale, seen=seen, sinks=sinks)
-
-    def attend_groups(
-        self,
-        q: Tensor,
-        key: Tensor,
-        value: Tensor,
-        store: PageStore,
-        length: int,
-        group: int,
-        *,
-        scale: float,
-        sinks: Tensor | None,
-        seen: Seen,
-        flash: Flash | None = None,
-    ) -> Tensor:
-        """As ``Engine.attend_groups``, by flash attention.
+    def attend_groups(self, q: Tensor, tokens: GroupTokens, rules: Rules) -> Tensor:
+        """By flash attention.
 
         Raises
         ------
         UnsupportedError
             With a soft cap or a window.
         """
-        if not seen.plain:
+        if not rules.seen.plain:
             raise UnsupportedError("chunks over groups of tokens take neither a soft cap nor a window")
-        packed = self.packed(store.pages, store.table)
-        return attend_groups(q, key, value, packed, length, group, scale, sinks=sinks, flash=flash)
+        return attend_groups(q, self.packed(tokens.pages, tokens.table), tokens, rules)
+
+    def chunk_workspace_bytes(self, q: Tensor, heads: int, packed: int, dense: int, flash: bool) -> int:
+        """What ``attend_chunk`` allocates."""
+        return workspace_bytes(q, heads, packed, dense, flash)
 
     def packed(self, pages: Tensor, table: Tensor, placed: Tensor | None = None) -> Packed:
-        """Return pages ``[num_pages, H, page_bytes]`` and a table of them, with what reads them.
+        """Return pages and a table of them, with what reads them.
 
-        ``placed``: with a mean, the position of slot 0 of each sequence, int32 ``[B]``. Before constants are known
-        there is nothing to read, and the basis of the codes is the model's.
+        Before constants are known there is nothing to read, and the basis of the codes is the model's.
         """
         key, value = (self.reading.get(role, NO_CONSTANTS) for role in ROLES)
         return Packed(pages, table, self.decode_spec, key, value, self.mean, placed)
-
-    def many_workspace_bytes(self, q: Tensor, store: PageStore, packed: int, dense: int, flash: bool) -> int:
-        """What ``history.attend_history`` allocates."""
-        return workspace_bytes(q, store.heads, packed, dense, flash)

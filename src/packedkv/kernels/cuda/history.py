@@ -21,7 +21,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from packedkv.attention import BEFORE_IT, Partial, Seen, merge, with_sinks
+from packedkv.attention import Partial, Seen, merge, with_sinks
 from packedkv.codec import saturated
 from packedkv.errors import ShapeError, UnsupportedError
 from packedkv.kernels.constants import Constants
@@ -33,6 +33,7 @@ from packedkv.kernels.cuda.launch import Machine, machine
 from packedkv.kernels.flash import REFERENCE_ROWS, SCORE_BYTES, by_flash, score
 from packedkv.kernels.mean import KeyMean, checked
 from packedkv.kernels.spec import DecodeSpec, align, definitions, includes
+from packedkv.kernels.tokens import ChunkTokens, Rules
 
 STAGING_BYTES = 1 << 30
 """Most bytes of unpacked keys and values at a time."""
@@ -184,8 +185,6 @@ def _unpack_into(packed: Packed, first: int, count: int, k: Tensor, v: Tensor, r
     args = filled_args(packed, plan)
     args.page_table, args.table_row = packed.table.data_ptr(), packed.table.stride(0)
     checked("unpack", plan.spec.pairs, packed.mean, packed.placed, batch, heads)
-    if packed.placed is not None:
-        args.mean.placed = packed.placed.data_ptr()
     args.out_batch, args.out_head, args.out_token, _ = k.stride()
     skip = 2 * row * k.stride(2)
     args.keys, args.values = k.data_ptr() + skip, v.data_ptr() + skip
@@ -194,7 +193,7 @@ def _unpack_into(packed: Packed, first: int, count: int, k: Tensor, v: Tensor, r
 
 
 def filled_args(packed: Packed, plan: Plan) -> UnpackArgs:
-    """Return the arguments that do not depend on the sequences; tensors of ``packed`` must outlive them."""
+    """Return the arguments that do not depend on a call; tensors of ``packed`` must outlive them."""
     args = UnpackArgs()
     args.pages, args.page_bytes, args.heads = packed.pages.data_ptr(), packed.pages.shape[2], packed.pages.shape[1]
     if (tables := packed.key.tables) is not None:
@@ -206,7 +205,7 @@ def filled_args(packed: Packed, plan: Plan) -> UnpackArgs:
     if packed.value.matrix is not None:
         args.v_matrix = packed.value.matrix[-1].data_ptr()
     if (mean := packed.mean) is not None:
-        args.mean.held(mean.mean, mean.table)
+        args.mean.fill(mean, packed.placed)
         args.block = packed.key.order
         if (factor := packed.key.factor) is not None:
             args.factor, args.factor_batch = factor.data_ptr(), 0 if factor.shape[0] == 1 else factor.stride(0)
@@ -236,96 +235,45 @@ def _pitch(rows: int) -> int:
 
 # -- attention ---------------------------------------------------------------------------------------------------------
 
-Dense = tuple[Tensor, Tensor]
-"""Keys and values ``[B, H, t, D]`` of tokens held dense, model basis."""
 
+def staged(
+    packed: Packed, tokens: ChunkTokens, low: int, high: int, beside: Sequence[Part] = ()
+) -> tuple[Tensor, Tensor]:
+    """Keys and values ``[B, H, high - low, D]`` of the tokens ``[low, high)`` in the basis of the codes, fp16.
 
-class History(NamedTuple):
-    """All tokens of a call, oldest first: held dense, packed in the slots ``[first, last)``, held dense.
-
-    Parameters
-    ----------
-    packed : Packed
-    first, last : int
-        Slots of the packed tokens.
-    sink, window : (Tensor ``[B, H, t, D]``, Tensor ``[B, H, t, D]``), optional
-        Keys and values held dense before and behind the packed ones, model basis.
-    recurring : bool
-        Whether histories of this length will be attended again and again; as ``flash.score``.
+    ``beside`` is changed in the same launch as the dense tokens.
     """
-
-    packed: Packed
-    first: int
-    last: int
-    sink: Dense | None = None
-    window: Dense | None = None
-    recurring: bool = False
-
-    @property
-    def before(self) -> int:
-        """Tokens in front of the packed ones."""
-        return 0 if self.sink is None else self.sink[0].shape[2]
-
-    @property
-    def tokens(self) -> int:
-        """Number of tokens."""
-        behind = 0 if self.window is None else self.window[0].shape[2]
-        return self.before + self.last - self.first + behind
-
-    def staged(self, low: int, high: int, beside: Sequence[Part] = ()) -> tuple[Tensor, Tensor]:
-        """Keys and values ``[B, H, high - low, D]`` of the tokens ``[low, high)`` in the basis of the codes, fp16.
-
-        ``beside`` is changed in the same launch as the tokens held dense.
-        """
-        packed, before, count = self.packed, self.before, self.last - self.first
-        spec = decode_spec_of(packed.spec)
-        batch, heads, dim = packed.table.shape[0], packed.pages.shape[1], spec.head_dim
-        first, last = (self.first + min(max(at - before, 0), count) for at in (low, high))
-        skip = first % tile_tokens(spec) if first < last else 0  # kernels begin at a tile boundary
-        k, v = _room(batch, skip + high - low, heads, dim, packed.pages.device)
-        if first < last:  # first, because skipped tokens are written to rows that the sink overwrites
-            _unpack_into(packed, first - skip, last - first + skip, k, v, max(before - low, 0))
-        if skip:
-            k, v = k[:, :, skip:], v[:, :, skip:]
-        parts = [*beside]
-        for dense, begin in ((self.sink, 0), (self.window, before + count)):
-            if dense is None or not (held := dense[0].shape[2]) or low >= begin + held or high <= begin:
-                continue
-            part, to = max(low - begin, 0), max(begin - low, 0)
-            tokens = min(high - begin, held) - part
-            parts.append(Part(dense[0], k, packed.key, DIVIDE, part, tokens, to))
-            parts.append(Part(dense[1], v, packed.value, DIVIDE, part, tokens, to))
-        change_basis(parts)
-        return k, v
+    before, count = tokens.sink_tokens, tokens.last - tokens.first
+    spec = decode_spec_of(packed.spec)
+    batch, heads, dim = packed.table.shape[0], packed.pages.shape[1], spec.head_dim
+    first, last = (tokens.first + min(max(at - before, 0), count) for at in (low, high))
+    skip = first % tile_tokens(spec) if first < last else 0  # kernels begin at a tile boundary
+    k, v = _room(batch, skip + high - low, heads, dim, packed.pages.device)
+    if first < last:  # first, because skipped tokens are written to rows that the sink overwrites
+        _unpack_into(packed, first - skip, last - first + skip, k, v, max(before - low, 0))
+    if skip:
+        k, v = k[:, :, skip:], v[:, :, skip:]
+    parts = [*beside]
+    for dense, begin in ((tokens.sink, 0), (tokens.window, before + count)):
+        if dense is None or not (held := dense[0].shape[2]) or low >= begin + held or high <= begin:
+            continue
+        part, to = max(low - begin, 0), max(begin - low, 0)
+        rows = min(high - begin, held) - part
+        parts.append(Part(dense[0], k, packed.key, DIVIDE, part, rows, to))
+        parts.append(Part(dense[1], v, packed.value, DIVIDE, part, rows, to))
+    change_basis(parts)
+    return k, v
 
 
-def attend_history(
-    q: Tensor, history: History, scale: float, *, seen: Seen = BEFORE_IT, sinks: Tensor | None = None
-) -> Tensor:
-    """Attention of the newest n tokens, which the history includes, over the tokens that they see.
-
-    Parameters
-    ----------
-    q : Tensor ``[B, HQ, n, D]``
-        Model basis; query i belongs to token N - n + i of N.
-    history : History
-    scale : float
-    seen : Seen
-        Which tokens a query sees; default: all up to its own.
-    sinks : Tensor ``[HQ]``, optional
-        One learned logit per query head that only joins the softmax's denominator.
-
-    Returns
-    -------
-    Tensor ``[B, HQ, n, D]`` of q's dtype.
-    """
-    n, total, packed = q.shape[2], history.tokens, history.packed
+def attend_chunk(q: Tensor, packed: Packed, tokens: ChunkTokens, rules: Rules) -> Tensor:
+    """Attention of the newest ``q [B, HQ, n, D]``, which ``tokens`` include; as ``Engine.attend_chunk``."""
+    n, total, seen = q.shape[2], tokens.total, rules.seen
     outs = []
     for row, end, low in _runs(q, total, packed.pages.shape[1], seen):
         high = total - n + end if seen.causal and seen.mask is None else total
         rows = q if end - row == n else q[:, :, row:end]
-        found = _attend_range(rows, history, low, high, scale, seen.of_rows(row, end))
-        outs.append(out_of_codes(with_sinks(found, sinks), packed.value, q.dtype))
+        found = _attend_range(rows, packed, tokens, low, high, rules.scale, seen.of_rows(row, end))
+        outs.append(out_of_codes(with_sinks(found, rules.sinks), packed.value, q.dtype))
     return outs[0] if len(outs) == 1 else torch.cat(outs, 2)
 
 
@@ -348,8 +296,8 @@ def attend_pages(q: Tensor, packed: Packed, first: int, last: int, scale: float,
     Partial
         Model basis.
     """
-    history = History(packed, first, last)
-    found = _attend_range(q, history, 0, last - first, scale, Seen(causal=causal))
+    tokens = ChunkTokens(packed.pages, packed.table, first, last)
+    found = _attend_range(q, packed, tokens, 0, last - first, scale, Seen(causal=causal))
     return Partial(out_of_codes(found.out, packed.value), found.lse)
 
 
@@ -367,19 +315,21 @@ def _runs(q: Tensor, total: int, heads: int, seen: Seen) -> Iterator[tuple[int, 
             yield row, end, min(max(oldest, seen.first(row, n, total)), total - n + row)
 
 
-def _attend_range(q: Tensor, history: History, low: int, high: int, scale: float, seen: Seen) -> Partial:
+def _attend_range(
+    q: Tensor, packed: Packed, tokens: ChunkTokens, low: int, high: int, scale: float, seen: Seen
+) -> Partial:
     """Attention of ``q [B, HQ, n, D]`` over the tokens ``[low, high)``, unpacked part by part; the result in the
     basis of the values' codes.
 
     The last query belongs to the last token. With a causal mask no part has fewer tokens than there are queries, so
     only the last part needs the causal mask.
     """
-    count = -(-(high - low) // _tokens_at_once(q, history.packed.pages.shape[1], seen))
+    count = -(-(high - low) // _tokens_at_once(q, packed.pages.shape[1], seen))
     total: Partial | None = None
-    q, parts = queries_to_change(q, history.packed.key)
+    q, parts = queries_to_change(q, packed.key)
     for i in range(count):
         begin, end = (low + (high - low) * x // count for x in (i, i + 1))
-        k, v = history.staged(begin, end, () if i else parts)
+        k, v = staged(packed, tokens, begin, end, () if i else parts)
         if seen.mask is not None:
             part = Seen(causal=False, softcap=seen.softcap, mask=seen.mask[..., begin:end])
         else:
@@ -387,7 +337,7 @@ def _attend_range(q: Tensor, history: History, low: int, high: int, scale: float
             window = seen.window - (high - end) if seen.window and high - seen.window > begin else 0
             start = tuple(min(max(s - begin, 0), end - begin) for s in seen.start)
             part = Seen(seen.causal and end == high, window, start=start if any(start) else (), softcap=seen.softcap)
-        found = score(q, k, v, scale, part, recurring=history.recurring)
+        found = score(q, k, v, scale, part, recurring=tokens.recurring)
         del k, v  # one part at a time
         total = found if total is None else merge(total, found)
     assert total is not None
@@ -409,7 +359,7 @@ def _tokens_at_once(q: Tensor, heads: int, seen: Seen) -> int:
 
 
 def workspace_bytes(q: Tensor, heads: int, packed: int, dense: int, flash: bool = True) -> int:
-    """Bound of what ``attend_history`` needs beside its arguments, for ``heads`` KV heads and so many tokens.
+    """Bound of what ``attend_chunk`` needs beside its arguments, for ``heads`` KV heads and so many tokens.
 
     ``flash``: whether flash attention can compute it (``flash.by_flash``).
     """

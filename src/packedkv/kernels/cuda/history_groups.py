@@ -16,35 +16,12 @@ from packedkv.attention import Partial, merge, with_sinks
 from packedkv.kernels.cuda.basis import into_codes, out_of_codes
 from packedkv.kernels.cuda.history import STAGING_BYTES, Packed, attend_pages, rows_at_once, staged_bytes, unpack
 from packedkv.kernels.flash import Flash, lone, score
+from packedkv.kernels.tokens import GroupTokens, Rules
 
 
-def attend_groups(
-    q: Tensor, k: Tensor, v: Tensor, packed: Packed, length: int, unit: int, scale: float, *,
-    sinks: Tensor | None = None, flash: Flash | None = None,
-) -> Tensor:  # fmt: skip
-    """Causal attention of a sequence's newest n tokens, each over its own group in 16 bit and packed ones before it.
-
-    Parameters
-    ----------
-    q : Tensor ``[1, HQ, n, D]``
-        Model basis; query i belongs to token length - n + i.
-    k, v : Tensor ``[1, H, t, D]``
-        16 bit, model basis: the tokens from the beginning of the first query's group on.
-    packed : Packed
-        Whole groups of the ``length`` tokens lie there already.
-    length : int
-    unit : int
-        Tokens of a group; blocks of both codecs and tiles of 32 divide it.
-    scale : float
-    sinks : Tensor ``[HQ]``, optional
-        One learned logit per query head that only joins the softmax's denominator.
-    flash : function, optional
-        Used for the packed tokens where they are unpacked at once.
-
-    Returns
-    -------
-    Tensor ``[1, HQ, n, D]`` of q's dtype.
-    """
+def attend_groups(q: Tensor, packed: Packed, tokens: GroupTokens, rules: Rules) -> Tensor:
+    """Causal attention of the newest ``q [1, HQ, n, D]``; as ``Engine.attend_groups``."""
+    (k, v), length, unit, scale = tokens.own, tokens.length, tokens.group, rules.scale
     n, begin, out = q.shape[2], length - k.shape[2], torch.empty_like(q)
     step, row = max(unit, rows_at_once(q) // unit * unit), 0
     while row < n:
@@ -57,12 +34,12 @@ def attend_groups(
         blind = max(0, unit - at)  # queries of the first group
         if at + blind < last:
             seeing = part[:, :, blind:]
-            before = _distant(seeing, packed, at + blind, unit, scale, flash)
+            before = _distant(seeing, packed, at + blind, unit, scale, tokens.flash)
             before = merge(before, _near(seeing, packed, at + blind, unit, scale))
             own_group = Partial(total.out[:, :, blind:], total.lse[:, :, blind:])
             seen = merge(own_group, before)
             total = Partial(*(torch.cat([a[:, :, :blind], b], 2) for a, b in zip(total, seen, strict=True)))
-        out[:, :, row : row + last - at] = with_sinks(total, sinks)
+        out[:, :, row : row + last - at] = with_sinks(total, rules.sinks)
         row += last - at
     return out
 

@@ -29,6 +29,7 @@ from packedkv.kernels.cuda.arguments import UnpackArgs
 from packedkv.kernels.cuda.basis import COPY, MULTIPLY, Joined, Part, change_basis
 from packedkv.kernels.cuda.history import Packed, filled_args, plan_of
 from packedkv.kernels.flash import Flash, Ragged, ragged_attention
+from packedkv.kernels.tokens import Rules
 
 Chunk = tuple[int, int, int, int]
 """Newest tokens of a request: row of a block table, first query, last query (exclusive), tokens of the request."""
@@ -196,9 +197,7 @@ class ChunkReader:
         if self.packed.value.order != 1 or self.packed.value.factor is not None:
             self.args.v_order, self.args.v_factor = packed.value.order, _address_of(packed.value.factor)
 
-    def attend(
-        self, q: Tensor, chunks: Chunks, scale: float, out: Tensor, sinks: Tensor | None = None, softcap: float = 0.0
-    ) -> None:
+    def attend(self, q: Tensor, chunks: Chunks, rules: Rules, out: Tensor) -> None:
         """Causal attention of the chunks' queries over their requests' tokens.
 
         Parameters
@@ -206,14 +205,12 @@ class ChunkReader:
         q : Tensor ``[n, HQ, D]``
             Model basis; the chunks' queries.
         chunks : Chunks
-        scale : float
+            Their window takes the place of that of ``rules``.
+        rules : Rules
         out : Tensor ``[n, HQ, D]``
             Of q's dtype; written.
-        sinks : Tensor ``[HQ]``, optional
-            One learned logit per query head that only joins the softmax's denominator.
-        softcap : float
-            As ``flash.Flash``.
         """
+        sinks = rules.sinks
         room, device, dtype = chunks.room, q.device, dtype_of(q)
         shape = torch.Size((chunks.tokens, self.packed.pages.shape[1], q.shape[2]))
         k, v = (room.get(role, shape, device, dtype) for role in ROLES)
@@ -226,7 +223,7 @@ class ChunkReader:
             self._put_kept(chunks, k, v)
         direct = out.dtype == dtype and sinks is None
         found = out if direct else room.get("output", q.shape, device, dtype)
-        lse = self.flash(given, k, v, chunks.ragged, scale, softcap, found)
+        lse = self.flash(given, k, v, chunks.ragged, rules.scale, rules.seen.softcap, found)
         if not direct:
             joined = None if sinks is None else Joined(lse, sinks=sinks.float())
             change_basis([Part(found, out, NO_CONSTANTS, COPY, joined=joined)])

@@ -34,6 +34,7 @@ from packedkv.kernels.cuda.basis import COPY, MULTIPLY, Joined, Part, change_bas
 from packedkv.kernels.cuda.encode import SlotWriter
 from packedkv.kernels.cuda.prompts import Chunk, ChunkReader, Room, Sight, dtype_of, shifted
 from packedkv.kernels.flash import Ragged
+from packedkv.kernels.tokens import Rules
 
 
 class GroupChunks(NamedTuple):
@@ -279,16 +280,14 @@ class GroupChunkReader(ChunkReader):
         own: tuple[Tensor, Tensor],
         chunks: GroupChunks,
         slots: Mapping[Role, Tensor],
-        scale: float,
+        rules: Rules,
         out: Tensor,
-        sinks: Tensor | None = None,
-        softcap: float = 0.0,
     ) -> None:
         """Attention of the chunks' queries, and own tokens of unfinished groups into their slots.
 
         Parameters
         ----------
-        q, out, scale, sinks, softcap
+        q, rules, out
             As ``ChunkReader.attend``.
         own : (Tensor ``[own, H, D]``, Tensor ``[own, H, D]``)
             As ``take`` returned them.
@@ -296,6 +295,7 @@ class GroupChunkReader(ChunkReader):
         slots : mapping of role to Tensor ``[rows, H, D]``
         """
         room, args, device, dtype = chunks.room, self.args, q.device, dtype_of(q)
+        sinks, softcap = rules.sinks, rules.seen.softcap
         heads, dim = own[0].shape[1:]
         shape = torch.Size((chunks.beside_keys, heads, dim))
         beside_k, beside_v = (room.get(f"beside {role}", shape, device, dtype) for role in ROLES)
@@ -318,13 +318,13 @@ class GroupChunkReader(ChunkReader):
             self.unpack(chunks.table, chunks.distant.keys, chunks.most, k, v, None)
         direct = not chunks.keys and out.dtype == dtype and sinks is None
         found = out if direct else room.get("output", q.shape, device, dtype)
-        lse = self.flash(given, beside_k, beside_v, chunks.local, scale, softcap, found)
+        lse = self.flash(given, beside_k, beside_v, chunks.local, rules.scale, softcap, found)
         if direct:
             return
         other = distant = None
         if chunks.keys:
             other = room.get("distant output", q.shape, device, dtype)
-            distant = self.flash(given, k, v, chunks.distant, scale, softcap, other)
+            distant = self.flash(given, k, v, chunks.distant, rules.scale, softcap, other)
         joined = Joined(lse, other, distant, None if sinks is None else sinks.float())
         change_basis([Part(found, out, NO_CONSTANTS, COPY, joined=joined)])
 
