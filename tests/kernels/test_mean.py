@@ -99,13 +99,15 @@ class Layer(NamedTuple):
     """Decoded keys ``[B, H, t, D]`` with their mean, float64."""
     values: Tensor
 
-    def attend(self, q: Tensor, lens: Any, **options: Any) -> tuple[Tensor, Tensor]:
-        """Decode attention of ``q [B, HQ, 1, D]``, back on the CPU."""
+    def attend(
+        self, q: Tensor, lens: Any, config: launch.Config | None = None, **read: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """Decode attention of ``q [B, HQ, 1, D]``, back on the CPU; ``read``: of ``StepTokens``."""
         device = self.store.pages.device
         lens = torch.as_tensor(lens, dtype=torch.int32, device=device)
         o, lse = attention.decode_attention(
-            q.to(device), StepTokens(self.store.pages, self.store.table, lens, placed=self.placed),
-            Rules(q.shape[3] ** -0.5), spec=self.spec, key=self.key, value=self.value, mean=self.held, **options,
+            q.to(device), StepTokens(self.store.pages, self.store.table, lens, placed=self.placed, **read),
+            Rules(q.shape[3] ** -0.5), spec=self.spec, key=self.key, value=self.value, mean=self.held, config=config,
         )  # fmt: skip
         return o.cpu(), lse.cpu()
 
@@ -348,7 +350,9 @@ def check_engine(dim: int, last: int, device: torch.device) -> None:
         scale = 0.02  # of scores that differ by a few
         seen = torch.arange(tokens) <= torch.arange(tokens - 5, tokens)[:, None]
         want, _ = attended(q, keys, values, scale, seen)
-        one = engine.attend(q[:, :, 4:].to(device), store, zeros + tokens, softcap=0.0, scale=scale, placed=placed)
+        one = engine.attend_step(
+            q[:, :, 4:].to(device), StepTokens(store.pages, store.table, zeros + tokens, placed=placed), Rules(scale)
+        )
         torch.testing.assert_close(one.double().cpu(), want[:, :, 4:], rtol=0, atol=2e-2)
         packed = engine.packed(store.pages, store.table, placed)
         many = prefill.attend_pages(q.to(device), packed, 0, tokens, scale, causal=True)
