@@ -1,4 +1,4 @@
-"""One layer's keys and values, no model: what each method stores, what it loses, and a cache that streams.
+"""Compress one layer's keys and values without a model: bytes and error of each method, and a streaming cache.
 
 Run: python examples/01_one_tensor.py
 """
@@ -18,7 +18,7 @@ for spec in packedkv.presets():
     error = (keys_hat - keys).norm() / keys.norm()
     print(f"{spec:14}{sum(packed.nbytes.values()):9}{packed.effective_bits:7.2f}{error:11.4f}")
 
-# a cache outside any model library: each token is encoded once, and old ones can leave
+# a cache outside any model library: each token is encoded once, and old tokens are evicted
 cache = packedkv.LayerCache(packedkv.get("saw-int4"))
 for step in range(0, 512, 64):
     cache.append(keys[:, :, step : step + 64], values[:, :, step : step + 64])

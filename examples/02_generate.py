@@ -1,6 +1,6 @@
-"""Generate with a packed cache: the same text model, the same call, a fraction of the bytes.
+"""Generate with a packed cache: the same model and call, a fraction of the bytes.
 
-Run: python examples/02_generate.py [SPEC ...]      (fetches a model of 98 MB once)
+Run: python examples/02_generate.py [SPEC ...]      (downloads a model of 98 MB once)
 """
 
 import sys
@@ -13,7 +13,7 @@ text = (files("packedkv") / "data/wikitext2_test_head.txt").read_text(encoding="
 lm = load("smollm2-135m")
 prompt = text[:1500].rpartition(" . ")[0] + " ."  # whole sentences
 inputs = lm.tokenizer(prompt, return_tensors="pt")
-print(f"{inputs['input_ids'].shape[1]} tokens of a text, and how it goes on:")
+print(f"{inputs['input_ids'].shape[1]} tokens of a text, and its continuation:")
 for spec in sys.argv[1:] or ["dense", "int-4", "saw-int4", "octopus-4"]:
     cache = packedkv.cache_for(lm.model, spec)
     # from transformers 5.24 on the argument is named `cache`; `past_key_values` works and warns

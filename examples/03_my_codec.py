@@ -1,6 +1,6 @@
 """A codec of your own in 30 lines: one bit per element (the sign) and one fp16 scale per token.
 
-Run: python examples/03_my_codec.py. The whole story, with options, random constants and proofs: docs/add-a-codec.md.
+Run: python examples/03_my_codec.py. docs/add-a-codec.md has a codec with options, random constants and tests.
 """
 
 from dataclasses import dataclass
@@ -13,10 +13,10 @@ from packedkv.ops.bitpack import pack, unpack
 
 @dataclass(frozen=True)
 class Sign(packedkv.Codec):
-    """``y^ = mean|y| * sign(y)``: what one bit can keep of a value."""
+    """Quantize a value to one bit: ``y^ = mean|y| * sign(y)``."""
 
     def layout(self, head_dim):
-        """Bytes of one token of one head; the bits are computed from them."""
+        """Return the fields of one token of one head; the bits are computed from their bytes."""
         if head_dim % 8:
             raise packedkv.ShapeError(f"sign: head_dim={head_dim} is not a multiple of 8; use 64, 96 or 128.")
         fields = (
@@ -26,18 +26,18 @@ class Sign(packedkv.Codec):
         return packedkv.Layout(head_dim, 1, fields, nominal_bits=1)
 
     def encode(self, x, params):
-        """Pack ``x [B, H, N, D]`` into exactly those fields."""
+        """Pack ``x [B, H, N, D]`` into exactly the fields of ``layout``."""
         return {"codes": pack(x > 0, 1), "scale": x.abs().double().mean(-1, keepdim=True).half()}
 
     def decode(self, payload, params):
-        """Back to float32 ``[B, H, N, D]``."""
+        """Dequantize to float32 ``[B, H, N, D]``."""
         signs = unpack(payload["codes"], 1, payload["codes"].shape[-1] * 8).float() * 2 - 1
         return signs * payload["scale"].float()
 
 
 @packedkv.register("sign", source="examples/03_my_codec.py")
 def sign(window: int = 16) -> packedkv.KVScheme:
-    """One bit per element, the newest tokens dense."""
+    """Make the scheme: one bit per element, the newest tokens dense."""
     return packedkv.KVScheme(key=Sign(), value=Sign(), window=window)
 
 

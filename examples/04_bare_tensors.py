@@ -1,14 +1,14 @@
-"""A packed cache without any model library: chunk-causal attention of a streaming encoder, head_dim 64, MHA.
+"""Attend with a packed cache and no model library: chunk-causal attention of a streaming encoder, head_dim 64, MHA.
 
-Tokens arrive in chunks and see every token of their own chunk and of the chunks before it, up to a limit; the oldest
-tokens are evicted. Each stream has a cache of its own.
+A token sees every token of its own chunk and of earlier chunks, up to a limit; the oldest tokens are evicted. Each
+stream has a cache of its own.
 """
 
 import torch
 
 import packedkv
 
-CHUNK, KEEP = 16, 48  # tokens per chunk; tokens remembered
+CHUNK, KEEP = 16, 48  # tokens per chunk; tokens in the cache
 
 
 class ChunkCausalAttention(torch.nn.Module):
@@ -22,7 +22,7 @@ class ChunkCausalAttention(torch.nn.Module):
         q, k, v = self.qkv(x).unflatten(-1, (3, self.heads, 64)).permute(2, 0, 3, 1, 4)  # each [B, H, n, 64]
         cache.append(k, v)
         cache.evict(max(len(cache) - KEEP, 0))
-        o = cache.attend(q, causal=False)  # no mask: all that is held belongs to this chunk or an earlier one
+        o = cache.attend(q, causal=False)  # no mask: all tokens in the cache belong to this chunk or an earlier one
         return self.out(o.transpose(1, 2).flatten(2))
 
 

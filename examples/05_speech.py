@@ -1,9 +1,9 @@
-"""Speech with packed caches: a Whisper model writes what it hears, and both of its caches are compressed.
+"""Transcribe speech with packed caches: both caches of a Whisper model are compressed.
 
-The decoder's own cache grows with the text. The cross-attention's holds the encoder's output, 1,500 frames for 30 s of
-sound, is written once, and is read for every word: of many streams it is nearly all of the memory.
+The cache of the decoder grows with the text. The cache of cross-attention stores the encoder's output, 1,500 frames for
+30 s of sound. It is written once and read for every token; with many streams it takes nearly all of the memory.
 
-Run: python examples/05_speech.py                        (tiny random weights: no download, and no sense in the text)
+Run: python examples/05_speech.py                        (tiny random weights: no download, meaningless text)
      python examples/05_speech.py openai/whisper-base speech.wav     (16 kHz, mono, 16 bit)
 """
 
@@ -21,7 +21,7 @@ RATE = 16_000
 
 
 def tiny() -> WhisperForConditionalGeneration:
-    """A Whisper of two layers with random weights."""
+    """Make a Whisper of two layers with random weights."""
     config = WhisperConfig(
         vocab_size=64, d_model=128, encoder_layers=1, decoder_layers=2, encoder_attention_heads=2,
         decoder_attention_heads=2, encoder_ffn_dim=64, decoder_ffn_dim=64, init_std=0.3, pad_token_id=0, bos_token_id=1,
@@ -31,7 +31,7 @@ def tiny() -> WhisperForConditionalGeneration:
 
 
 def sound(path: str | None) -> Any:
-    """Samples at 16 kHz: a file's, or a second of a tone that rises."""
+    """Return samples at 16 kHz: of a file, or of a second of a rising tone."""
     if path is None:
         return np.sin(np.cumsum(np.linspace(0.05, 0.5, RATE))).astype(np.float32)
     with wave.open(path) as file:
@@ -45,11 +45,11 @@ def main(name: str | None = None, path: str | None = None) -> None:
     torch.manual_seed(0)
     model = tiny() if name is None else WhisperForConditionalGeneration.from_pretrained(name).eval()
     tokenizer = None if name is None else AutoTokenizer.from_pretrained(name)
-    model.set_attn_implementation("packedkv")  # attention reads the packed caches: kernels, on a CPU too
+    model.set_attn_implementation("packedkv")  # attention reads the packed caches, with kernels on a CPU too
     listen = WhisperFeatureExtractor(feature_size=model.config.num_mel_bins)
     heard = listen(sound(path), sampling_rate=RATE, return_tensors="pt").input_features
     for spec in ("dense", "saw-int4", "kivi-4", "octopus-3"):
-        cache = cache_for(model, spec)  # of one input: reset() it before the next
+        cache = cache_for(model, spec)  # for one input: reset() it before the next
         # from transformers 5.24 on the argument is named `cache`; `past_key_values` works and warns
         tokens = model.generate(heard, past_key_values=cache, max_new_tokens=60 if name else 12, do_sample=False)
         text = str(tokens[0].tolist()) if tokenizer is None else tokenizer.decode(tokens[0], skip_special_tokens=True)

@@ -1,7 +1,7 @@
-"""A video rolls on with packed caches: a frame-causal transformer from bare tensors to pictures.
+"""Roll out a video with packed caches: a frame-causal transformer from bare tensors to pictures.
 
-Tokens of a frame see each other and the frames held; the oldest frames are evicted, the first one stays. The newest
-frame is held in 16 bit. The weights are random, so the pictures are no film; the caches are those of a real one.
+Tokens of a frame see each other and the frames in the cache. The oldest frames are evicted, the first frame stays, and
+the newest frame is in 16 bit. The weights are random and the pictures meaningless; a real model uses the same caches.
 
 Run: python examples/06_video.py [FOLDER]       (writes one picture per preset, frames side by side)
 """
@@ -16,7 +16,7 @@ from torch import Tensor, nn
 import packedkv
 
 SIDE, PATCH, WIDTH, HEADS = 16, 4, 128, 2
-TOKENS = (SIDE // PATCH) ** 2  # of a frame
+TOKENS = (SIDE // PATCH) ** 2  # tokens of a frame
 HELD, FRAMES = 6, 24  # frames a cache holds; frames of the rollout
 
 
@@ -29,16 +29,16 @@ class Layer(nn.Module):
         self.feed = nn.Sequential(nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WIDTH), nn.GELU(), nn.Linear(WIDTH, WIDTH))
 
     def forward(self, x: Tensor, cache: packedkv.FrameCache) -> Tensor:
-        """States ``[B, TOKENS, WIDTH]`` of the next frame, which the cache takes."""
+        """Append a frame ``[B, TOKENS, WIDTH]`` to the cache and return its next states."""
         normed = torch.nn.functional.layer_norm(x, (WIDTH,))
         q, k, v = self.qkv(normed).unflatten(-1, (3, HEADS, -1)).permute(2, 0, 3, 1, 4)
-        cache.append(k, v)  # a real model turns q and k by RoPE first, at positions of its own (cache.seen)
+        cache.append(k, v)  # a real model first rotates q and k by RoPE, at its own positions (cache.seen)
         x = x + self.out(cache.attend(q).transpose(1, 2).flatten(2))
         return x + self.feed(x)
 
 
 class Video(nn.Module):
-    """Pixels of a frame to those of the next."""
+    """Predict the pixels of the next frame."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -46,7 +46,7 @@ class Video(nn.Module):
         self.layers, self.head = nn.ModuleList(Layer() for _ in range(2)), nn.Linear(WIDTH, PATCH**2)
 
     def forward(self, frame: Tensor, caches: list[packedkv.FrameCache]) -> Tensor:
-        """Pixels ``[B, SIDE, SIDE]`` in 0..1 of the frame behind ``frame``."""
+        """Return the pixels ``[B, SIDE, SIDE]`` in 0..1 of the frame after ``frame``."""
         n = SIDE // PATCH
         parts = frame.unflatten(1, (n, PATCH)).unflatten(3, (n, PATCH)).transpose(2, 3).flatten(3).flatten(1, 2)
         x = self.into(parts) + self.place
@@ -58,7 +58,7 @@ class Video(nn.Module):
 
 @torch.no_grad()
 def rollout(model: Video, spec: str) -> tuple[Tensor, list[packedkv.FrameCache]]:
-    """Frames ``[FRAMES, SIDE, SIDE]`` from one noisy frame on, and the caches at the end."""
+    """Return frames ``[FRAMES, SIDE, SIDE]`` that follow a noisy frame, and the final caches."""
     scheme = replace(packedkv.get(spec), dense_key_layers=0, dense_value_layers=0, window=TOKENS, sink=TOKENS)
     caches = [
         packedkv.FrameCache(packedkv.LayerCache(scheme, layer=i), tokens=TOKENS, frames=HELD, sinks=1)
@@ -71,7 +71,7 @@ def rollout(model: Video, spec: str) -> tuple[Tensor, list[packedkv.FrameCache]]
 
 
 def main(folder: str = "") -> None:
-    """Roll on with each preset and compare with 16 bit."""
+    """Roll out with each preset and compare with 16 bit."""
     torch.manual_seed(0)
     model = Video().eval()
     wanted, _ = rollout(model, "dense")

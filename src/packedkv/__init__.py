@@ -1,7 +1,7 @@
 """packedkv: compressed KV caches, 3-5x smaller with every byte counted, behind one codec interface.
 
-Importing this package imports nothing else: a public name is imported from its module on first use. So the command
-line prints its help without loading torch, and neither CUDA nor transformers is touched before it is needed.
+This package imports a public name from its module on first use. The command line therefore prints its help without
+loading torch, and CUDA and transformers are loaded only if they are needed.
 """
 
 from importlib import import_module as _import_module

@@ -76,7 +76,7 @@ def describe(spec: str, head_dim: int = 128) -> dict[str, Any]:
 
 
 def _describe_mix(mix: KVScheme, head_dim: int) -> dict[str, Any]:
-    """As ``describe``: bits are means over layers, ``layers`` describes each, and there is no common page size."""
+    """Describe a mixture: bits are means over layers, ``layers`` describes each layer, page sizes are the largest."""
     kinds: dict[str, list[int]] = {}
     for i, layer in enumerate(mix.layers):
         kinds.setdefault(str(layer), []).append(i)
@@ -108,10 +108,10 @@ def _describe_mix(mix: KVScheme, head_dim: int) -> dict[str, Any]:
 
 
 def kernels_for(scheme: KVScheme, head_dim: int = 128) -> dict[str, str]:
-    """What serves a scheme on a GPU: ``{"encode": ..., "decode": ...}``, each ``cuda`` or ``none``.
+    """Return the kernels of a scheme on a GPU: ``{"encode": ..., "decode": ...}``, each ``cuda`` or ``none``.
 
-    ``encode`` may name both roles, ``key cuda, value none``: what has no kernel is encoded by PyTorch. Of a mixture
-    one name where all layers are served by it, else all of them. cuda-core is not imported.
+    ``encode`` may name both roles (``key cuda, value none``); PyTorch encodes a role without a kernel. A mixture has
+    one name if it applies to all layers, else all names. cuda-core is not imported.
     """
     found = [kernels.kernels_for(layer, head_dim) for layer in dict.fromkeys(scheme.layer_schemes)]
     return {way: " and ".join(dict.fromkeys(one[way] for one in found)) for way in ("encode", "decode")}

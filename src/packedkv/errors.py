@@ -1,10 +1,10 @@
-"""Every exception that packedkv raises on purpose.
+"""Exceptions of packedkv.
 
 ::
 
     KVError
     ├── SpecError (ValueError)                  a spec, preset, option or option value that does not exist
-    ├── ShapeError (ValueError)                 a tensor or head_dim that a codec cannot take
+    ├── ShapeError (ValueError)                 a tensor or head_dim that a codec does not support
     ├── FitError (RuntimeError)                 constants could not be fitted from the sample given
     ├── FormatError (ValueError)                a saved file is cut, altered, foreign or too new
     ├── ModelError (RuntimeError)               a model or text could not be found or loaded
@@ -12,7 +12,7 @@
         └── BrokenPresetError                   a preset that breaks on this model's keys (probe="refuse")
     PackedKVWarning (UserWarning)                a codec that breaks on this model's keys
 
-Each message says what came, what is allowed, and what to do.
+Each message says what was passed, what is allowed, and what to do.
 """
 
 import difflib
@@ -24,7 +24,7 @@ FORMER_NAME = "kvcodec"
 
 
 class KVError(Exception):
-    """Base of every error below."""
+    """Base class of every error below."""
 
 
 class SpecError(KVError, ValueError):
@@ -32,7 +32,7 @@ class SpecError(KVError, ValueError):
 
 
 class ShapeError(KVError, ValueError):
-    """Raised for a tensor shape or head_dim that a codec cannot take."""
+    """Raised for a tensor shape or head_dim that a codec does not support."""
 
 
 class FitError(KVError, RuntimeError):

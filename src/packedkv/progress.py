@@ -1,4 +1,4 @@
-"""Progress messages on standard error: one rewritten line on a terminal, occasional plain lines elsewhere."""
+"""Show progress on standard error: one rewritten line on a terminal, occasional plain lines elsewhere."""
 
 import sys
 import threading
@@ -16,11 +16,11 @@ class Progress:
     Parameters
     ----------
     enabled : bool
-        False: stay silent.
+        False: print nothing.
     stream : text file, optional
         Default: ``sys.stderr`` when this object is made.
     interval : float
-        Seconds between two temporary messages where the stream is not a terminal.
+        Seconds between two temporary messages if the stream is not a terminal.
     """
 
     def __init__(self, enabled: bool = True, stream: TextIO | None = None, interval: float = 5.0) -> None:
@@ -41,7 +41,7 @@ class Progress:
             self._last = time.monotonic()
 
     def update(self, text: str) -> None:
-        """Print a temporary message; most are dropped where the stream is not a terminal."""
+        """Print a temporary message; most are dropped if the stream is not a terminal."""
         with self._lock:
             if time.monotonic() - self._last < self.interval:
                 return
