@@ -1,7 +1,6 @@
-"""Inputs, sites and a plain-tensor model of a cache, shared by the conformance tests."""
+"""Inputs and sites of the conformance tests."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
 
 import torch
 from hypothesis import settings
@@ -9,7 +8,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import packedkv
-from packedkv.codec import ROLES, Codec, Params, Payload, Role, Sample, Site, roundtrip, storage_dtype
+from packedkv.codec import ROLES, Codec, Params, Payload, Role, Sample, Site
 from packedkv.scheme import KVScheme
 
 HEAD_DIMS = (64, 80, 96, 128, 192, 256)
@@ -148,76 +147,3 @@ def mixtures(draw, batch: int, heads: int, tokens: int, dim: int) -> Tensor:
         parts.append(x)
         left -= n
     return torch.cat(parts, 2) if parts else torch.zeros(batch, heads, 0, dim)
-
-
-@dataclass
-class ModelRole:
-    """One role of the oracle: plain lists of decoded tokens ``[B, H, D]``; encoded ones are frozen."""
-
-    codec: Codec
-    params: Params
-    sink: list[Tensor] = field(default_factory=list)
-    encoded: list[Tensor] = field(default_factory=list)
-    window: list[Tensor] = field(default_factory=list)
-
-    def tokens(self) -> list[Tensor]:
-        return self.sink + self.encoded + self.window
-
-
-class ModelCache:
-    """What a LayerCache should answer, kept as decoded tokens: the schedule written down a second time.
-
-    A token is dense until a whole block leaves the window, then it becomes what encode and decode make of it, for
-    ever. Written from the closed form in ``scheme.py``, not from ``cache.py``.
-    """
-
-    def __init__(self, scheme: KVScheme, dtype: torch.dtype, heads: int, dim: int) -> None:
-        self.scheme, self.dtype, self.position = scheme, dtype, 0
-        self.roles: dict[Role, ModelRole] = {}
-        for role, codec in sides(scheme):
-            used = codec.resolved(dtype) if hasattr(codec, "resolved") else codec
-            self.roles[role] = ModelRole(used, fit(used, Site(0, role, heads, dim, 0)))
-
-    def __len__(self) -> int:
-        return len(self.roles["key"].tokens())
-
-    def append(self, keys: Tensor, values: Tensor) -> None:
-        held = storage_dtype(self.dtype)
-        for x, role in zip((keys, values), self.roles.values(), strict=True):
-            position = self.position
-            for token in x.to(held).to(self.dtype).unbind(2):
-                (role.sink if position < self.scheme.sink else role.window).append(token)
-                position += 1
-            unit = role.codec.block_tokens
-            while len(role.window) - self.scheme.window >= unit:
-                block = torch.stack(role.window[:unit], 2)
-                decoded = roundtrip(role.codec, block, role.params)
-                if self.dtype == torch.float16:  # saturates, as a cast to Inf would poison attention
-                    decoded = decoded.clamp(-65504, 65504)
-                role.encoded += decoded.to(self.dtype).unbind(2)
-                del role.window[:unit]
-        self.position += keys.shape[2]
-
-    def remove(self, first: int, last: int) -> None:
-        for role in self.roles.values():
-            at = 0
-            for part in (role.sink, role.encoded, role.window):
-                size = len(part)
-                del part[max(first - at, 0) : max(last - at, 0)]
-                at += size
-
-    def crop(self, length: int) -> None:
-        self.position -= len(self) - length
-        self.remove(length, len(self))
-
-    def evict(self, n: int, keep: int) -> None:
-        self.remove(keep, keep + n)
-
-    def select(self, index: Tensor) -> None:
-        for role in self.roles.values():
-            for part in (role.sink, role.encoded, role.window):
-                part[:] = [x[index] for x in part]
-
-    def decode(self) -> tuple[Tensor, Tensor]:
-        k, v = (torch.stack(role.tokens(), 2) for role in self.roles.values())
-        return k, v

@@ -28,11 +28,6 @@ def dense_attention(q, k, v, bias=None, scale=None, sinks=None):
     return (weights[..., : k.shape[2]] @ v).float()
 
 
-def causal_bias(n: int, total: int):
-    rows = torch.arange(total - n, total)[:, None]
-    return torch.zeros(n, total, dtype=torch.float64).masked_fill(torch.arange(total)[None] > rows, -torch.inf)
-
-
 @pytest.fixture(scope="module")
 def filled(spec):
     """``filled(tokens)``: a float32 cache of two sequences and two KV heads."""
@@ -87,19 +82,6 @@ def test_outputs_saturate_in_fp16(spec):
         for out in (attend(q, cache), cache.attend(q)):
             assert out.dtype == torch.float16
             assert bool(out.isfinite().all())
-
-
-def test_causal_queries_and_chunk_sizes(spec, filled):
-    scheme = packedkv.get(spec)
-    tokens = scheme.sink + scheme.window + block_of(scheme) + 9
-    cache = filled(tokens)
-    k, v = cache.decode()
-    for n in (3, tokens):
-        q = gaussian(2, 4, n, k.shape[-1], seed=n).float()
-        causal, every = dense_attention(q, k, v, causal_bias(n, tokens)), dense_attention(q, k, v)
-        for chunk in (7, 64, 1024):
-            torch.testing.assert_close(cache.attend(q, chunk=chunk), causal, **CLOSE)
-            torch.testing.assert_close(cache.attend(q, chunk=chunk, causal=False), every, **CLOSE)
 
 
 def test_masks_scale_and_learned_sinks(spec, filled):

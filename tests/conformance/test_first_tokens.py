@@ -2,7 +2,6 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import pytest
 import torch
@@ -10,10 +9,9 @@ from torch import Tensor
 
 import packedkv
 from packedkv.cache.host import LayerCache
-from packedkv.codec import Codec, Sample, Site, roundtrip
+from packedkv.codec import Codec, roundtrip
 from packedkv.codecs.rope_pairs import RopePairs
-from packedkv.errors import FitError, UnsupportedError
-from packedkv.files.caches import load_layers, save_layers
+from packedkv.errors import FitError
 from packedkv.ops.rope import Rotary
 from packedkv.scheme import KVScheme
 from packedkv.shared import drawn
@@ -123,44 +121,6 @@ def test_the_split_of_the_calls_does_not_show(mean: str, key: Codec | None, part
     assert torch.equal(whole.decode()[0], split.decode()[0])
 
 
-def test_until_then_tokens_are_held_as_they_are() -> None:
-    kv, cache = tokens(200), cache_of(scheme())
-    fill(cache, kv, (MEAN_TOKENS - 1,))
-    assert not cache.is_fitted
-    assert cache.roles["key"].encoded == cache.roles["value"].encoded == 0
-    for got, own in zip(cache.decode(), kv, strict=True):
-        assert torch.equal(got, own[:, :, : MEAN_TOKENS - 1])
-    q = torch.randn(1, 4, 1, DIM)
-    assert cache.attend(q).isfinite().all()
-    cache.append(*(x[:, :, MEAN_TOKENS - 1 : MEAN_TOKENS] for x in kv))
-    assert cache.is_fitted
-    assert cache.roles["key"].encoded == MEAN_TOKENS
-    assert cache.roles["key"].dense_tokens == 0
-
-
-def test_constants_are_fitted_on_exactly_so_many_tokens_without_their_mean(monkeypatch: pytest.MonkeyPatch) -> None:
-    seen: list[Tensor] = []
-    real = RopePairs.fit
-
-    def fit(self: RopePairs, site: Site, sample: Sample) -> Any:
-        assert sample.tensor is not None
-        seen.append(sample.tensor)
-        return real(self, site, sample)
-
-    monkeypatch.setattr(RopePairs, "fit", fit)
-    kv = tokens(200)
-    cache = cache_of(scheme("none", key=Patient(3)))
-    fill(cache, kv, (200,))
-    assert torch.equal(seen[-1].float(), kv[0][:, :, :40:3])
-    cache = cache_of(scheme("pre", sink=3, key=Patient(3)))
-    fill(cache, kv, (200,))
-    assert cache.mean is not None
-    at = torch.arange(3, 3 + MEAN_TOKENS, 3)[None]
-    removed = turned64(cache.mean[:, :, None], at)
-    torch.testing.assert_close(seen[-1].double(), kv[0][:, :, 3 : 3 + MEAN_TOKENS : 3] - removed, atol=1e-4, rtol=0)
-    assert seen[-1].abs().amax() < 8
-
-
 # -- operations --------------------------------------------------------------------------------------------------------
 
 
@@ -182,53 +142,6 @@ def test_padding_is_left_out_and_a_row_is_what_it_is_alone() -> None:
     assert torch.equal(cache.mean, alone.mean.expand(2, -1, -1))
     assert torch.equal(cache.decode()[0][0, :, pad:], alone.decode()[0][0, :, : n - pad])
     assert torch.equal(cache.decode()[0][1], alone.decode()[0][0])
-
-
-@pytest.mark.parametrize("mean", ["pre", "post"])
-def test_crop_evict_select_repeat_and_reset(mean: str) -> None:
-    kv = tokens(200, batch=2)
-    cache = cache_of(scheme(mean))
-    fill(cache, kv, (100,))
-    cache.crop(50)  # while it waits
-    cache.append(*(x[:, :, 50:200] for x in kv))
-    whole = cache_of(scheme(mean))
-    fill(whole, kv, (200,))
-    keys = whole.decode()[0]
-    assert torch.equal(cache.decode()[0], keys)
-    cache.crop(90)  # below what the mean was taken of: it stays
-    cache.append(*(x[:, :, 90:200] for x in kv))
-    assert torch.equal(cache.decode()[0], keys)
-    cache.evict(10, keep=3)
-    kept = torch.cat([keys[:, :, :3], keys[:, :, 13:]], 2)
-    assert torch.equal(cache.decode()[0], kept)
-    cache.select(torch.tensor([1, 0, 1]))
-    assert torch.equal(cache.decode()[0], kept[[1, 0, 1]])
-    cache.repeat(2)
-    assert torch.equal(cache.decode()[0], kept[[1, 1, 0, 0, 1, 1]])
-    cache.append(*(x[[1, 1, 0, 0, 1, 1], :, :1] for x in kv), torch.tensor([[200]]))
-    cache.reset()
-    assert not cache.is_fitted
-    fill(cache, kv, (200,))
-    assert torch.equal(cache.decode()[0], keys)
-
-
-@pytest.mark.parametrize("filled", [90, 170], ids=["waiting", "fitted"])
-@pytest.mark.parametrize("mean", ["pre", "post", "none"])
-def test_saved_and_loaded(tmp_path: Any, mean: str, filled: int) -> None:
-    kv, cache = tokens(200), cache_of(scheme(mean, key=Patient(3)))
-    fill(cache, kv, (30,) if mean == "none" and filled == 90 else (filled,))
-    held = len(cache)
-    save_layers(tmp_path / "file", [cache], {})
-    (again,), _ = load_layers(tmp_path / "file")
-    if mean == "pre":
-        if filled == 170:
-            with pytest.raises(UnsupportedError, match=r"saved without their mean; read the file with load_cache"):
-                again.decode()
-        again.site.mean = cache.site.mean
-    assert again.is_fitted == cache.is_fitted
-    for one in (cache, again):
-        one.append(*(x[:, :, held:200] for x in kv))
-    assert torch.equal(cache.decode()[0], again.decode()[0])
 
 
 def test_a_sliding_layer_fits_on_what_it_ever_holds() -> None:

@@ -14,7 +14,6 @@ from packedkv.cache.host import LayerCache, attend
 from packedkv.cache.static import StaticCache
 from packedkv.errors import KVError, ShapeError, UnsupportedError
 from packedkv.kernels import flash
-from packedkv.kernels.tokens import ChunkTokens, Rules
 from packedkv.ops.rope import Rotary
 from packedkv.scheme import KVScheme
 from packedkv.store.site import LayerSite, MeanRemoval
@@ -241,24 +240,6 @@ def test_captured_frames_roll_as_eager_ones(spec: str) -> None:
     assert not flag.item()
 
 
-def test_a_full_cache_says_that_its_length_recurs(monkeypatch: pytest.MonkeyPatch) -> None:
-    video, said = rolled(GrowingCache, scheme_of("saw-int4"), FRAMES), list[bool]()
-    assert video.cache.engine is not None  # type: ignore[attr-defined]
-    kind = type(video.cache.engine)  # type: ignore[attr-defined]
-    own = kind.attend_chunk
-
-    def heard(self: Any, q: Tensor, tokens: ChunkTokens, rules: Rules) -> Tensor:
-        said.append(tokens.recurring)
-        return own(self, q, tokens, rules)
-
-    monkeypatch.setattr(kind, "attend_chunk", heard)
-    q = torch.randn(1, HEADS, TOKENS, DIM)
-    video.attend(q)
-    video.append(q, q)
-    video.attend(q)
-    assert said == [False, True]
-
-
 @pytest.mark.gpu
 @pytest.mark.parametrize("heads", [4, 8])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
@@ -301,21 +282,6 @@ def test_with_a_flag_kernels_tell_what_codecs_cannot_hold() -> None:
         rolled(LayerCache, scheme_of("saw-int4"), 2).append(x, x, flag=flag)
 
 
-def test_only_whole_turns_of_a_full_cache_count_as_replayed() -> None:
-    video = FrameCache(GrowingCache(scheme_of("saw-int4"), page_tokens=16), tokens=TOKENS, frames=FRAMES, sinks=SINKS)
-    with pytest.raises(ShapeError, match="append a frame first"):
-        _ = video.phases
-    for k, v in zip(*frames(3), strict=True):
-        video.append(k, v)
-    with pytest.raises(ShapeError, match=r"replayed\(4\): 3 of 5 frames are held"):
-        video.replayed(4)
-    for k, v in zip(*frames(3), strict=True):
-        video.append(k, v)
-    assert video.phases == 4
-    with pytest.raises(ShapeError, match=r"replayed\(3\): 5 of 5 frames are held, and graphs of 4 phases"):
-        video.replayed(3)
-
-
 def test_the_newest_frame_is_put_anew_while_it_is_denoised() -> None:
     scheme = scheme_of("saw-int4")
     once, often = rolled(LayerCache, scheme, 8), rolled(LayerCache, scheme, 7)
@@ -327,16 +293,6 @@ def test_the_newest_frame_is_put_anew_while_it_is_denoised() -> None:
     for mine, theirs in zip(often.cache.decode(), once.cache.decode(), strict=True):
         assert torch.equal(mine, theirs)
     assert often.cache.nbytes() == once.cache.nbytes()
-
-
-def test_several_frames_may_come_at_once_as_chunks_do() -> None:
-    scheme = scheme_of("saw-int4")
-    one, chunks = rolled(LayerCache, scheme, 9), FrameCache(LayerCache(scheme), tokens=TOKENS, frames=FRAMES, sinks=1)
-    for part in zip(*(x.split(3) for x in frames(9)), strict=True):
-        chunks.append(*(torch.cat(list(x), 2) for x in part))
-    assert chunks.held == one.held
-    for mine, theirs in zip(chunks.cache.decode(), one.cache.decode(), strict=True):
-        assert torch.equal(mine, theirs)
 
 
 def test_positions_may_count_within_what_is_held() -> None:
@@ -417,19 +373,6 @@ def test_a_cache_that_cannot_roll_is_refused() -> None:
     plain.append(*torch.zeros(2, 1, 1, 4, 64))
     with pytest.raises(ShapeError, match="holds 4 tokens already"):
         FrameCache(plain, tokens=4, frames=2)
-
-
-def test_a_frame_that_cannot_replace_another_leaves_it() -> None:
-    video = rolled(LayerCache, scheme_of("saw-int4"), 8)
-    before, kept, x = video.held, video.cache.decode(), torch.zeros(1, HEADS, TOKENS, DIM)
-    x[:, :, 0, 0] = torch.nan
-    with pytest.raises(ValueError, match="nan is not finite"):
-        video.replace(x, x)
-    with pytest.raises(ShapeError, match="do not fit the cache"):
-        video.replace(*torch.zeros(2, 1, HEADS + 1, TOKENS, DIM))
-    assert video.held == before
-    for mine, theirs in zip(video.cache.decode(), kept, strict=True):
-        assert torch.equal(mine, theirs)
 
 
 def test_a_mean_before_rope_is_refused() -> None:

@@ -150,53 +150,35 @@ def roles(folder: Path):
         yield role, codec, params, payload, tensors, config
 
 
-def test_golden_bytes_decode_to_the_same_values(golden):
+def test_golden_bytes_are_read_and_written_as_ever(golden):
+    """Decoded values, the bytes of the same input, and the digests of many tokens, on every machine."""
     for role, codec, params, payload, tensors, config in roles(golden):
         assert codec.layout(config["head_dim"]).version == config[role]["version"], "keep the old golden, add a new one"
         decoded = codec.from_code(codec.decode(payload, params), params)
         expected = tensors[f"{role}.decoded"]
         # held as fp16 to stay small: the last bit may round either way on another machine
         torch.testing.assert_close(decoded, expected.float(), rtol=2**-10, atol=1e-6)
-
-
-def test_golden_input_encodes_to_the_same_bytes(golden):
-    for role, codec, params, payload, tensors, _ in roles(golden):
-        x = tensors[f"{role}.input"]
-        again = codec.encode(codec.to_code(x.float(), params), params)
+        again = codec.encode(codec.to_code(tensors[f"{role}.input"].float(), params), params)
         for name, field in again.items():
             assert same_bits(field.contiguous(), payload[name]), f"{role}.{name}: other bytes than the golden's"
         assert payload_equal(again, payload)
-
-
-def test_bytes_of_many_tokens_are_the_same_on_every_machine(golden):
-    for role, codec, params, _, _, config in roles(golden):
         assert digests(codec, role, config["head_dim"], params) == config[role]["digests"], f"{role}: other bytes"
 
 
-def test_golden_input_is_what_golden_input_draws(golden):
-    """Up to its last bit: ``torch.randn`` takes another logarithm and cosine where it has other instructions."""
-    for role, codec, _, _, tensors, config in roles(golden):
-        drawn = golden_input(role, tokens_of(codec), config["head_dim"])
-        torch.testing.assert_close(tensors[f"{role}.input"], drawn, rtol=2**-10, atol=1e-6)
-
-
 def test_golden_describes_the_layout_and_the_preset(golden, spec):
+    """Its values resemble the input, which ``golden_input`` draws: a broken codec's golden would pass for ever."""
     config = json.loads((golden / "config.json").read_text())
     assert config["spec"] == spec
     stored = packedkv.from_json(json.dumps(config["scheme"]))
     assert packedkv.get(spec).allows(stored), "the preset means something else now"
-    for role, codec, *_ in roles(golden):
-        fields = [
-            {"name": f.name, "dtype": f.dtype, "shape": list(f.shape)} for f in codec.layout(config["head_dim"]).fields
-        ]
-        assert fields == config[role]["fields"], role
-
-
-def test_golden_values_resemble_the_input(golden):
-    """A golden written by a broken codec would pass for ever."""
-    for role, *_, tensors, _ in roles(golden):
-        x, y = tensors[f"{role}.input"].float(), tensors[f"{role}.decoded"].float()
-        assert relative_mse(x, y) < 0.5, role
+    for role, codec, _, _, tensors, _ in roles(golden):
+        fields = codec.layout(config["head_dim"]).fields
+        described = [{"name": f.name, "dtype": f.dtype, "shape": list(f.shape)} for f in fields]
+        assert described == config[role]["fields"], role
+        x, drawn = tensors[f"{role}.input"], golden_input(role, tokens_of(codec), config["head_dim"])
+        # up to the last bit: torch.randn takes another logarithm where a machine has other instructions
+        torch.testing.assert_close(x, drawn, rtol=2**-10, atol=1e-6)
+        assert relative_mse(x.float(), tensors[f"{role}.decoded"].float()) < 0.5, role
 
 
 def test_no_golden_is_lost_or_too_large(golden_root):
