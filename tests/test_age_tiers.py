@@ -14,7 +14,6 @@ from packedkv import LayerCache, SpecError, UnsupportedError
 from packedkv.cache.fused import FusedLayerCache, fused_refusal
 from packedkv.cache.host import attend
 from packedkv.codec import ROLES, roundtrip
-from packedkv.files.caches import load_layers, save_layers
 from packedkv.integrations.transformers import cache_for, load_cache
 from packedkv.integrations.transformers.argument import passing
 from packedkv.integrations.vllm.servable import refusal
@@ -56,31 +55,6 @@ def equal(a: LayerCache, b: LayerCache) -> bool:
     return all(torch.equal(x, y) for x, y in zip(a.decode(), b.decode(), strict=True))
 
 
-@pytest.mark.parametrize("spec", SPECS)
-def test_split_of_calls_does_not_show(spec: str) -> None:
-    a, b, (k, v) = filled(spec), filled(spec, 140), tokens()
-    b.append(k[:, :, 140:175], v[:, :, 140:175])
-    for t in range(175, LENGTH):
-        b.append(k[:, :, t : t + 1], v[:, :, t : t + 1])
-    assert equal(a, b)
-    assert a.recent is not None
-    assert b.recent is not None
-    aged = {role: scheme(spec).encoded_tokens(role, LENGTH) for role in ROLES}
-    assert {role: state.encoded for role, state in b.roles.items()} == aged
-    assert len(b.recent) == len(a.recent) == scheme(spec).recent_tokens("key", LENGTH) >= 17
-    assert sum(aged.values()) > 0
-
-
-@pytest.mark.parametrize("mean", ["none", "post"])
-def test_calls_that_bring_the_newer_tier_nothing(mean: str) -> None:
-    """No tokens, or some that all stay in the sink."""
-    spec = f"turboquant-3:sink=4,window=24,recent=int-8,mean={mean}"
-    cache, (k, v) = LayerCache(scheme(spec)), tokens()
-    for part in (slice(0, 0), slice(0, 3), slice(3, 3), slice(3, LENGTH)):
-        cache.append(k[:, :, part], v[:, :, part])
-    assert equal(cache, filled(spec, LENGTH, LENGTH))
-
-
 @pytest.mark.parametrize("spec", [spec for spec in SPECS if "mean" not in spec])
 def test_aged_tokens_are_encoded_from_what_the_newer_tier_decodes_to(spec: str) -> None:
     own, cache = scheme(spec), filled(spec)
@@ -113,109 +87,6 @@ def test_bytes_are_counted(spec: str) -> None:
     for role in ROLES:
         per_token = own.recent.codec(role).layout(64).token_bytes
         assert parts[f"{role}.recent"] == 2 * 2 * own.recent_tokens(role, LENGTH) * per_token
-
-
-@pytest.mark.parametrize("spec", SPECS)
-def test_crop_drops_and_moves_nothing_back(spec: str) -> None:
-    cache, (k, v) = filled(spec), tokens()
-    before = cache.decode()
-    for keep in (190, 165, 100):  # within the newest tokens, at their end, within the aged ones
-        cache.crop(keep)
-        assert len(cache) == keep
-        assert all(torch.equal(x[:, :, :keep], y) for x, y in zip(before, cache.decode(), strict=True))
-    assert cache.recent is not None
-    assert len(cache.recent) == 0
-    cache.append(k[:, :, 100:], v[:, :, 100:])
-    assert len(cache) == LENGTH
-    unit = scheme(spec).unit("key")
-    assert scheme(spec).window <= len(cache.recent) < scheme(spec).window + unit
-    if unit == 1:  # no block was cut
-        assert all(torch.equal(x, y) for x, y in zip(before, cache.decode(), strict=True))
-    cache.crop(0)
-    assert cache.nbytes()["key.recent"] == 0
-
-
-def test_rejected_tokens_leave_what_a_run_without_them_holds() -> None:
-    """Speculation: four drafts come, three are rejected; at most so many tokens have aged early."""
-    spec, (k, v) = SPECS[0], tokens()
-    plain, drafted = filled(spec, 150), filled(spec, 150)
-    for t in range(150, 170):
-        plain.append(k[:, :, t : t + 1], v[:, :, t : t + 1])
-        drafted.append(k[:, :, t : t + 4], v[:, :, t : t + 4])
-        drafted.crop(t + 1)
-    assert len(plain) == len(drafted) == 170
-    early = drafted.roles["key"].encoded - plain.roles["key"].encoded
-    assert early == 3
-    for x, y in zip(plain.decode(), drafted.decode(), strict=True):
-        same = (x == y).all(-1).all(0).all(0)
-        assert same[: plain.roles["key"].encoded].all()
-        assert same[drafted.roles["key"].encoded :].all()
-
-
-@pytest.mark.parametrize("spec", [SPECS[0], SPECS[4], SPECS[5]])
-def test_eviction_selection_and_reset(spec: str) -> None:
-    cache = filled(spec)
-    k, v = cache.decode()
-    cache.evict(90, keep=scheme(spec).sink)
-    cache.select(torch.tensor([1, 1, 0]))
-    at = [*range(scheme(spec).sink), *range(scheme(spec).sink + 90, LENGTH)]
-    for x, y in zip((k, v), cache.decode(), strict=True):
-        assert torch.equal(x[[1, 1, 0]][:, :, at], y)
-    cache.evict(len(cache) - 10)  # all aged tokens, and some of the newest
-    assert torch.equal(cache.decode()[0], k[[1, 1, 0]][:, :, -10:])
-    cache.reset()
-    assert len(cache) == 0
-    assert not cache.nbytes()
-
-
-@pytest.mark.parametrize("spec", SPECS)
-@pytest.mark.parametrize("n", [1, 50])
-def test_attention_joins_both_tiers(spec: str, n: int) -> None:
-    cache = filled(spec)
-    q, sinks = torch.randn(2, 4, n, 64, generator=torch.Generator().manual_seed(1)), torch.tensor([0.0, 1, 2, -1])
-    for options in ({}, {"sinks": sinks}, {"causal": False}, {"mask": torch.arange(LENGTH)[None, None, None] % 3 > 0}):
-        close = attend(q, cache, chunk=64, **options)
-        torch.testing.assert_close(cache.attend(q, **options), close, rtol=2e-2, atol=2e-3)
-    cache.crop(100)  # none is left in the newer tier
-    torch.testing.assert_close(cache.attend(q), attend(q, cache), rtol=2e-2, atol=2e-3)
-
-
-def test_kernels_read_both_tiers() -> None:
-    cache = filled(SPECS[1])
-    assert cache.recent is not None
-    plain = LayerCache(scheme("kivi-2"))
-    plain.append(*tokens())
-    assert cache.unfused() == plain.unfused()  # empty where the kernels are compiled
-
-
-@pytest.mark.parametrize("spec", [SPECS[1], SPECS[4], SPECS[5]])
-def test_saved_caches_go_on(spec: str, tmp_path: Path) -> None:
-    cache, (k, v) = filled(spec, 170), tokens()
-    save_layers(tmp_path / "cache.safetensors", [cache], {})
-    (loaded,), _ = load_layers(tmp_path / "cache.safetensors")
-    assert equal(cache, loaded)
-    assert loaded.nbytes()["key.recent"] == cache.nbytes()["key.recent"] > 0
-    for one in (cache, loaded):
-        one.append(k[:, :, 170:], v[:, :, 170:])
-    assert equal(cache, loaded)
-
-
-def test_refused_tokens_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    cache, (k, v) = filled(SPECS[0], 140), tokens()
-    before = cache.decode()
-
-    def full(*_: object) -> None:
-        raise MemoryError
-
-    with monkeypatch.context() as patch:
-        patch.setattr(cache, "_write_role", full)  # the newer tier has the tokens by then
-        with pytest.raises(MemoryError):
-            cache.append(k[:, :, 140:], v[:, :, 140:])
-    with pytest.raises(ValueError, match="keys"):
-        cache.append(torch.full_like(k, torch.nan), v)
-    assert all(torch.equal(x, y) for x, y in zip(before, cache.decode(), strict=True))
-    cache.append(k[:, :, 140:], v[:, :, 140:])
-    assert equal(cache, filled(SPECS[0]))
 
 
 @pytest.mark.parametrize(
@@ -318,19 +189,3 @@ def test_either_tier_may_ask_for_keys_without_their_mean(tmp_path: Path) -> None
     tiers = loaded.layer_caches[0]
     q = torch.randn(1, 2, 1, 64)
     torch.testing.assert_close(tiers.attend(q), attend(q, tiers), rtol=1e-4, atol=1e-4)
-
-
-def test_fused_attention_is_refused_and_never_taken_for_it(tiny: Any) -> None:
-    model, spec, ids = tiny("llama-gqa"), "saw-int4:window=8,recent=int-8", torch.arange(1, 31)[None]
-    with torch.no_grad():
-        decoded = model(ids, **passing(model, cache_for(model, spec, attention="decoded", prefill="decoded"))).logits
-        model.set_attn_implementation("packedkv")
-        with pytest.raises(UnsupportedError, match=r"age tiers.* Use attention='decoded' or 'streamed'"):
-            cache_for(model, spec, attention="fused")
-        left_open = cache_for(model, spec)
-        streamed = cache_for(model, spec, attention="streamed", prefill="decoded")
-        logits = model(ids, **passing(model, streamed)).logits
-    assert left_open.options["attention"] == "decoded"
-    assert "age tiers" in left_open.report()["unfused"]
-    assert streamed.report()["paths"] == {"streamed": 2}
-    torch.testing.assert_close(logits, decoded, rtol=1e-3, atol=1e-4)

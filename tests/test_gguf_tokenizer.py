@@ -2,17 +2,14 @@
 
 import io
 import re
-from pathlib import Path
 
 import gguf
 import numpy as np
 import pytest
 import sentencepiece
 from tokenizers.normalizers import Replace
-from transformers import AutoTokenizer
 
 from packedkv.errors import ModelError
-from packedkv.models import gguf_tokenizer
 from packedkv.models.gguf_tokenizer import check_tokenizer
 from packedkv.models.loading import load, load_text
 
@@ -127,12 +124,3 @@ def test_a_tokenizer_that_loses_characters_is_refused(write):
     tokenizer.backend_tokenizer.normalizer = Replace("é", "")
     with pytest.raises(ModelError, match=r"caf is \(ever\).*is decoded to|is decoded to .*caf is"):
         check_tokenizer(tokenizer, path)
-
-
-def test_few_words_say_nothing(write, monkeypatch):
-    path = Path(write("gemma3"))
-    tokenizer = AutoTokenizer.from_pretrained(str(path.parent), gguf_file=path.name)
-    with pytest.raises(ModelError, match="one piece of its vocabulary"):
-        check_tokenizer(tokenizer, str(path))
-    monkeypatch.setattr(gguf_tokenizer, "FEWEST", 10_000)
-    check_tokenizer(tokenizer, str(path))

@@ -1,12 +1,9 @@
 """Key biases in the weights: what breaks on them is refused in every place, and nothing else is."""
 
-import argparse
-import json
 import re
 import warnings
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,23 +12,17 @@ import transformers
 from torch import nn
 
 import packedkv
-from packedkv.cli import main as cli
 from packedkv.cli.advise.run import advise
 from packedkv.cli.advise.steps import Request
-from packedkv.cli.demo import SPECS, run_demo, show
 from packedkv.cli.measure.compare import Settings, about, compare
-from packedkv.errors import BrokenPresetError, KVError, PackedKVWarning, SpecError, UnsupportedError
+from packedkv.errors import BrokenPresetError, PackedKVWarning, UnsupportedError
 from packedkv.integrations.transformers.argument import passing
 from packedkv.integrations.transformers.biases import biases_of
 from packedkv.integrations.transformers.plan import plan_for
-from packedkv.integrations.vllm.biases import Around, check_biases, complete, find_biases
-from packedkv.integrations.vllm.means import Rotaries, keys_at
-from packedkv.integrations.vllm.options import Options, read_options
-from packedkv.key_bias import GAIN, LIMIT, KeyBiases, probe_option
-from packedkv.models.loading import LoadedModel, SampleText
-from packedkv.progress import Progress
+from packedkv.key_bias import GAIN
+from packedkv.models.loading import LoadedModel
 from packedkv.scheme import mix_of
-from tests.cli.tiny import TEXT, tiny_llama, tiny_tokenizer
+from tests.cli.tiny import TEXT, tiny_tokenizer
 from tests.conftest import tiny_config, tiny_model
 from tests.integrations.test_generate import prompt
 
@@ -182,14 +173,6 @@ def test_a_norm_of_the_keys_takes_the_size_of_a_bias() -> None:
     assert biases.refusal(packedkv.get("saw-int4")) == ""
 
 
-def test_a_coarse_codec_is_not_refused_for_what_it_loses_without_biases(model: Any) -> None:
-    biases = biases_of(model, plan_for(model, "decoded"))
-    worst = biases.worst(packedkv.get(RAW))
-    assert worst.error > LIMIT
-    assert worst.broken
-    assert not replace(worst, plain=0.6 * worst.error).broken
-
-
 def test_weights_that_cannot_be_called_give_way_to_the_first_tokens(caplog: pytest.LogCaptureFixture) -> None:
     class Sharded(nn.Module):
         bias = nn.Parameter(torch.ones(64))
@@ -301,33 +284,6 @@ def test_auto_is_the_better_of_both_for_every_preset(size: float) -> None:
         assert {"saw-int4", "int-8", "fp8", "turboquant-4", "q4_0"} <= kinds["pre"]
 
 
-def test_a_gain_shows_in_the_logits() -> None:
-    """Biases in all channels, the largest in one that turns slowly."""
-    model, ids = biased(), prompt(2, 60)
-    with torch.no_grad():
-        for i, layer in enumerate(model.model.layers):
-            bias = layer.self_attn.k_proj.bias
-            bias += 20 * torch.randn(bias.shape, generator=torch.Generator().manual_seed(i))
-        wanted = model(ids).logits
-        for spec in ("int-8", "fp8"):
-            lost = []
-            for asked_for in (spec, f"{spec}:mean=pre", f"{spec}:mean=none"):
-                cache = packedkv.cache_for(model, asked_for, prefill="decoded", probe="off")
-                lost.append(float((model(ids, **passing(model, cache)).logits - wanted).norm()))
-            assert lost[0] == lost[1] < 0.4 * lost[2], (spec, lost)
-
-
-def test_a_log_line_says_what_was_found(model: Any, caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level("INFO", "packedkv"):
-        packedkv.cache_for(model, "int-8")
-        packedkv.cache_for(model, "kivi-4")
-        packedkv.cache_for(tiny_model("llama-gqa"), "int-8")
-    first, second = caplog.messages
-    found = r"Qwen2ForCausalLM adds large biases to the keys of 2 of 2 layers \(up to 400, \d+ times .*\): mean="
-    assert re.search(found + r"pre; int-8 moves attention scores by 0\.0\d+ nats, with mean=none by \d", first)
-    assert re.search(found + r"none; kivi-4 moves attention scores by 0\.\d+ nats$", second)
-
-
 # -- advice ------------------------------------------------------------------------------------------------------------
 
 
@@ -394,18 +350,6 @@ def test_a_probe_names_what_is_accepted() -> None:
     assert repr(first) not in str(error.value)
 
 
-def test_the_probe_option_takes_booleans_and_names() -> None:
-    assert [probe_option(given) for given in (True, False, "refuse", "warn", "off")] == [
-        "refuse",
-        "off",
-        "refuse",
-        "warn",
-        "off",
-    ]
-    with pytest.raises(SpecError, match=r"probe='wran': expected one of refuse, warn, off\. Did you mean 'warn'"):
-        packedkv.cache_for(tiny_config("qwen2"), "saw-int4", probe="wran")
-
-
 # -- cache_for ---------------------------------------------------------------------------------------------------------
 
 
@@ -459,14 +403,6 @@ def test_weights_that_change_are_judged_again() -> None:
     packedkv.cache_for(made, RAW)
 
 
-def test_what_was_measured_is_kept(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(BrokenPresetError):
-        packedkv.cache_for(model, RAW)
-    monkeypatch.setattr("packedkv.key_layer.roundtrip", lambda *_: pytest.fail("measured again"))
-    with pytest.raises(BrokenPresetError):
-        packedkv.cache_for(model, RAW)
-
-
 # -- compare, demo, advise ---------------------------------------------------------------------------------------------
 
 SHORT = Settings(windows=1, window_tokens=96, new_tokens=2, prompt_tokens=40)
@@ -492,23 +428,6 @@ def test_compare_leaves_out_what_breaks_and_measures_it_when_told(
         compare(loaded, [RAW], TEXT, SHORT)
 
 
-def test_demo_leaves_out_what_breaks_and_says_so(
-    loaded: LoadedModel, tmp_path: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("packedkv.cli.demo.load", lambda *_, **__: loaded)
-    given = {"text": SampleText(TEXT, "text", ""), "windows": 1, "budget": None, "progress": Progress(False)}
-    rows, meta, paths = run_demo("biased", out=tmp_path, settings=SHORT, **given)
-    assert "left_out" not in meta  # mean=auto
-    assert [row["spec"] for row in rows] == list(SPECS)
-    rows, meta, paths = run_demo("biased", ["dense", RAW], out=tmp_path, settings=SHORT, **given)
-    assert [row["spec"] for row in rows] == ["dense"]
-    assert "left out: saw-int4:mean=none breaks on the key biases" in show(rows, meta, paths)
-    told = replace(SHORT, probe="warn")
-    rows, meta, _ = run_demo("biased", ["dense", RAW], out=tmp_path, settings=told, **given)
-    assert [row["spec"] for row in rows] == ["dense", RAW]
-    assert "left_out" not in meta
-
-
 ASKED = Request(context=4096, max_kl=10.0, windows=1, window_tokens=96, uniform=6)
 
 
@@ -526,234 +445,3 @@ def test_advise_never_names_what_breaks() -> None:
         found = advise(made, TEXT, replace(ASKED, specs=("kivi-4", RAW), probe="warn"))
     assert found["left_out"] == {}
     assert RAW in {row["spec"] for row in found["finalists"]}
-
-
-def test_the_commands_take_the_option(loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
-    monkeypatch.setattr("packedkv.models.loading.load", lambda *_, **__: loaded)
-    text = tmp_path / "text"
-    text.write_text(TEXT)
-    common = ["--text", str(text), "--windows", "1", "--window-tokens", "96", "--json", str(tmp_path / "rows")]
-    for command in (["compare", "m", "--specs", RAW], ["eval", "m", "--spec", RAW]):
-        assert cli.main([*command, *common, "--new-tokens", "0"]) == 2
-        assert cli.main([*command, *common, "--new-tokens", "0", "--probe", "warn"]) == 0
-        assert "key biases" in json.loads((tmp_path / "rows").read_text())[0]["notes"][0]
-    assert cli.main(["eval", "m", "--specs", RAW, "--probe", "warn"]) == 2
-    parsed = cli.parse(["advise", "m", "--context", "9", "--probe", "off"])
-    assert isinstance(parsed, argparse.Namespace)
-    assert parsed.probe == "off"
-    assert cli.parse(["demo"]).probe == "refuse"
-
-
-# -- a server ----------------------------------------------------------------------------------------------------------
-
-
-class Impl:
-    """What vLLM's attention layer calls."""
-
-    num_heads, head_size, scale = 2, 64, 64**-0.5
-
-    def __init__(self) -> None:
-        self.around = Around(self)
-
-
-class Linear(nn.Linear):
-    """A linear layer as vLLM's: it returns a pair."""
-
-    def forward(self, x: torch.Tensor) -> Any:
-        return super().forward(x), None
-
-
-def served(model: Any) -> dict[int, Impl]:
-    """Modules as vLLM builds them, with the weights of a Qwen2 in one projection."""
-    impls = {}
-    for i, layer in enumerate(model.model.layers):
-        attn, attention, block = nn.Module(), nn.Module(), nn.Module()
-        attn.impl = impls[i] = Impl()
-        own = layer.self_attn
-        attention.qkv_proj = Linear(128, 256)
-        with torch.no_grad():
-            attention.qkv_proj.weight.copy_(torch.cat([m.weight for m in (own.q_proj, own.k_proj, own.v_proj)]))
-            attention.qkv_proj.bias.copy_(torch.cat([m.bias for m in (own.q_proj, own.k_proj, own.v_proj)]))
-        attention.attn = attn
-        block.self_attn, block.input_layernorm = attention, layer.input_layernorm
-        impls[i].around.end()
-        nn.ModuleList([block])
-        assert impls[i].around.modules == [attention, block]
-    return impls
-
-
-def asked(preset: str, **more: Any) -> Options:
-    options = read_options({"packedkv": {"preset": preset, **more}})
-    assert options is not None
-    return options
-
-
-def test_a_server_refuses_at_its_start(model: Any) -> None:
-    biases = find_biases("Qwen2", model.config, [0, 1], served(model))
-    sentence = (
-        r"^packedkv: saw-int4:mean=none breaks on the key biases of Qwen2: in layer [01], KV head 0, channel 61, 4"
-    )
-    with pytest.raises(BrokenPresetError, match=sentence) as error:
-        check_biases(asked("saw-int4:mean=none"), biases)
-    assert "'saw-int4:mean=pre' (" in str(error.value)
-    assert "'kivi-4:window=0' (" in str(error.value)
-    assert str(error.value).endswith('or give "probe": "warn" to serve it.')
-    assert "saw-int4:mean=none breaks" in check_biases(asked("saw-int4:mean=none", probe="warn"), biases)[0]
-    assert check_biases(asked("saw-int4:mean=none", probe="off"), biases) == []
-    assert check_biases(asked("kivi-4", window=0), biases) == []
-    assert check_biases(asked("saw-int4"), biases) == []
-    plain = find_biases("Qwen2", model.config, [0, 1], served(biased(0.0)))
-    assert check_biases(asked("saw-int4:mean=none"), plain) == []
-
-
-def test_a_server_judges_as_the_library_does(model: Any) -> None:
-    library = biases_of(model, plan_for(model, "decoded"))
-    given = find_biases(library.name, model.config, [0, 1], served(model))
-    with pytest.raises(BrokenPresetError) as error:
-        check_biases(asked("turboquant-4:mean=none"), given)
-    why = library.refusal(packedkv.get("turboquant-4:mean=none"))
-    assert str(error.value).startswith(f"packedkv: {why.split(' Use ')[0]}")
-
-
-def test_a_server_says_when_nothing_is_known(model: Any) -> None:
-    lone = {0: Impl()}
-    (said,) = check_biases(asked("saw-int4"), find_biases("Qwen2", model.config, [0, 1], lone))
-    lone[0].around.end()
-    assert "key biases are not known" in said
-    assert "layer 0 was not seen" in said
-
-
-class Inner(nn.Module):
-    """vLLM's attention layer."""
-
-    def __init__(self, impl: Any) -> None:
-        super().__init__()
-        self.impl = impl
-
-    def forward(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-        return query
-
-
-class Projecting(nn.Module):
-    """What the attention modules below share: projections and an attention layer; ``impl`` is made beside it."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(3)
-        self.qkv_proj = nn.Linear(128, 384)
-        impl = Impl()
-        self.attn = Inner(impl)
-        impl.around.end()
-
-    def keys(self, x: torch.Tensor) -> torch.Tensor:
-        q, k, v = self.qkv_proj(x).flatten(0, -2).chunk(3, -1)
-        return self.attn(q, k, v)
-
-
-class States(Projecting):
-    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        return self.keys(hidden_states)
-
-
-class PositionsFirst(Projecting):
-    def forward(self, position_ids: torch.Tensor, hidden_states: torch.Tensor) -> torch.Tensor:
-        return self.keys(hidden_states + 0 * position_ids[:, None])
-
-
-class Further(Projecting):
-    def forward(
-        self, x: torch.Tensor, positions: torch.Tensor, scaling: Any, *rest: Any, mask: Any = 1
-    ) -> torch.Tensor:
-        assert scaling is None
-        assert mask == 1
-        return self.keys(x + 0 * positions[:, None])
-
-
-class Batched(Projecting):
-    """As transformers' attention in vLLM: a batch of one, and cosines and sines that the decoder makes."""
-
-    config = SimpleNamespace(_attn_implementation="vllm")
-
-    def forward(self, hidden_states: torch.Tensor, position_embeddings: Any, attention_mask: Any, **more: Any) -> Any:
-        cos, sin = position_embeddings
-        q, k, v = self.qkv_proj(hidden_states).chunk(3, -1)
-        k = k.unflatten(-1, (-1, 64)).transpose(1, 2)
-        k = k * cos[:, None] + torch.cat([-k[..., 32:], k[..., :32]], -1) * sin[:, None]
-        return self.attn(q, k.transpose(1, 2).flatten(2), v)
-
-
-class Angles(nn.Module):
-    """A rotary embedding of transformers."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_buffer("inv_freq", 100.0 ** (-torch.arange(32) / 32))
-
-    def forward(self, x: torch.Tensor, position_ids: torch.Tensor) -> Any:
-        angle = (position_ids[..., None] * self.inv_freq).repeat(1, 1, 2)
-        return angle.cos(), angle.sin()
-
-
-def placed(attention: nn.Module) -> Any:
-    """The implementation of an attention that is in a model of two layers; its module was there before its layer."""
-    block, decoder = nn.Module(), nn.Module()
-    block.norm, block.self_attn = nn.LayerNorm(128), attention
-    decoder.rotary_emb, decoder.layers = Angles(), nn.ModuleList([block])
-    impl = attention.attn.impl
-    impl.model = decoder  # keeps it alive
-    impl.around.modules[:] = [attention]
-    complete([impl.around])
-    assert impl.around.modules == [attention, block, decoder.layers, decoder]
-    return impl
-
-
-@pytest.mark.parametrize("form", [States, PositionsFirst, Further, Batched])
-def test_a_server_calls_any_attention_as_its_model_does(form: Any) -> None:
-    attention = form()
-    impl, states, places = placed(attention), torch.randn(5, 128), torch.tensor([0, 1, 7, 30, 90])
-    own = attention.qkv_proj(states)[:, 128:256].view(5, 2, 64)
-    rotates = form is Batched
-    angle = (places[:, None] * Angles().inv_freq).repeat(1, 2)[:, None]
-    turned = own * angle.cos() + torch.cat([-own[..., 32:], own[..., :32]], -1) * angle.sin()
-    torch.testing.assert_close(keys_at(impl, states, places), turned if rotates else own, rtol=1e-4, atol=1e-4)
-    rotaries = Rotaries({0: impl}, 128, torch.float32, 512, False)
-    assert rotaries.removable([0]) == ("pre" if rotates else "post")
-    if rotates:
-        torch.testing.assert_close(rotaries.of(0).frequencies, Angles().inv_freq)
-    else:
-        mean = attention.qkv_proj.bias[128:256].detach().view(1, 2, 64)
-        torch.testing.assert_close(rotaries.mean_after(0), mean, rtol=0, atol=1e-4)
-    assert "forward" not in vars(attention.attn)
-
-
-def test_a_mean_that_no_call_gives_is_left_alone() -> None:
-    class Odd(Projecting):
-        def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-            return self.keys(tokens)
-
-    rotaries = Rotaries({0: placed(Odd())}, 128, torch.float32, 512, False)
-    assert "Odd takes tokens" in rotaries.mean_after(0)
-    assert rotaries.removable([0]) == "none"
-    made = biased()
-    biases = biases_of(made, plan_for(made, "decoded"))
-    biases.removable = lambda scheme: "none"
-    try:
-        assert set(biases.means(packedkv.get("saw-int4"))) == {"none"}
-        assert "mean=" not in biases.refusal(packedkv.get(RAW)).partition(" Use ")[2]
-    finally:
-        biases.removable = lambda scheme: "pre"
-
-
-def test_a_server_s_option() -> None:
-    assert asked("saw-int4").probe == "refuse"
-    assert asked("saw-int4", probe="warn").probe == "warn"
-    with pytest.raises(KVError, match="packedkv: probe='yes': expected one of refuse, warn, off"):
-        asked("saw-int4", probe="yes")
-
-
-def test_models_without_biases_are_walked_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    made = tiny_llama()
-    packedkv.cache_for(made, "saw-int4")
-    monkeypatch.setattr("packedkv.integrations.transformers.biases._layers_of", lambda *_: pytest.fail("walked again"))
-    packedkv.cache_for(made, "int-2")
-    assert not KeyBiases("none", [], [0])
