@@ -20,8 +20,8 @@ SUFFIX = ".packedkv.part"
 def whole_file(path: Path) -> Iterator[Path]:
     """Yield the path of a file to write, which replaces ``path`` at the end.
 
-    After an error ``path`` is what it was. The next call for the same folder removes what killed processes have left:
-    a folder in use is locked, and the system releases the lock with the process.
+    An error leaves ``path`` unchanged. The next call for the same folder removes the files of killed processes: a
+    folder in use is locked, and the system releases the lock when the process ends.
 
     Parameters
     ----------
@@ -44,7 +44,7 @@ def whole_file(path: Path) -> Iterator[Path]:
 
 
 def _new_folder(parent: Path) -> tuple[Path, int | None]:
-    """A folder that only this user can write to, and what locks it."""
+    """Make a folder that only this user can write to, and its lock."""
     while True:
         own = parent / f".{secrets.token_hex(8)}{SUFFIX}"
         own.mkdir(0o700)

@@ -1,7 +1,7 @@
-"""Reference attention over decoded chunks of keys and values, merged by log-sum-exp.
+"""Reference attention over dequantized chunks of keys and values, merged by log-sum-exp.
 
-Every fused kernel is tested against it. It is float32 throughout: keys and values are what the codec decodes, not
-rounded to the model's dtype. Peak extra memory is one chunk of decoded K and V, never the whole history.
+Every fused kernel is tested against it. It is float32 throughout: dequantized keys and values are not rounded to the
+model's dtype. Peak extra memory is one chunk of dequantized K and V, never the whole history.
 """
 
 from collections.abc import Iterable
@@ -161,7 +161,7 @@ def attend_parts(
     Parameters
     ----------
     q : Tensor ``[B, HQ, n, D]``
-        Model basis, rounded already where the codec rounds queries (``rounded_queries``).
+        Model basis, after ``rounded_queries``.
     parts : iterable of (Tensor ``[B, H, t, D]``, Tensor ``[B, H, t, D]``)
         Keys and values, oldest first; at least one.
     total : int
@@ -184,7 +184,7 @@ def attend_parts(
 
 
 def rounded_queries(q: Tensor, codec: Codec, params: Params, kv_heads: int) -> Tensor:
-    """Queries ``[B, HQ, n, D]`` as attention uses them: rounded in the code basis where the codec rounds queries."""
+    """Round queries ``[B, HQ, n, D]`` in the code basis if the codec rounds queries; else return them."""
     if not codec.query_error:
         return q
     b, hq, n, d = q.shape

@@ -31,7 +31,7 @@ class CompressedRole:
         return torch.cat([self.sink.float(), x, self.window.float()], 2)
 
     def nbytes(self, role: Role, head_dim: int) -> dict[str, int]:
-        """Bytes held by part."""
+        """Bytes by part."""
         parts: dict[str, int] = {}
         for field in self.codec.layout(head_dim).fields:
             name = f"{role}.{field.part}"
@@ -58,18 +58,18 @@ class Compressed:
 
     @property
     def nbytes(self) -> dict[str, int]:
-        """Bytes really held: part -> bytes; the sum is the bytes of ``tensors()``."""
+        """Bytes by part; the sum is the bytes of ``tensors()``."""
         dim = self.shape[3]
         return {**self.key.nbytes("key", dim), **self.value.nbytes("value", dim)}
 
     @property
     def effective_bits(self) -> float:
-        """All bytes held (sinks and windows included) x 8 / elements; 0 for no tokens."""
+        """All bytes (sinks and windows included) x 8 / elements; 0 for no tokens."""
         b, h, n, d = self.shape
         return sum(self.nbytes.values()) * 8 / (2 * b * h * n * d) if n else 0.0
 
     def tensors(self) -> Iterator[Tensor]:
-        """Every packed or dense tensor held."""
+        """Every packed or dense tensor."""
         for role in (self.key, self.value):
             yield from (*role.payload.values(), role.sink, role.window)
 
@@ -97,10 +97,10 @@ def compress(
     spec : str or KVScheme
         E.g. ``"saw-int4"``.
     keys, values : Tensor ``[B, H, N, D]``
-        Any floating dtype; finite, |x| <= 65504. float32 is held as fp16 where the scheme keeps it dense.
+        Any floating dtype; finite, |x| <= 65504. float32 is stored as fp16 where the scheme keeps it dense.
     layer, num_layers : int
-        Decide whether this is a boundary layer that stays dense, and the random constants. With the default
-        ``num_layers=1`` no layer counts as a boundary: the codecs themselves are applied.
+        Determine the random constants, and whether this is a dense boundary layer. With the default ``num_layers=1`` no
+        layer is a boundary layer.
     seed : int
     params : mapping, optional
         Fitted constants by role; default: ``fit`` on the tensors themselves.
@@ -156,7 +156,7 @@ def fake_quant(
     seed: int = 0,
     params: Mapping[Role, Params] | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Encode and decode with sink = window = 0: what ``compress(...).decode()`` gives then.
+    """Quantize and dequantize with sink = window = 0, like ``compress(...).decode()``.
 
     Tokens of an unfinished block (token-grouped codecs) stay dense. Arguments, result and errors as ``compress``.
     """
@@ -165,7 +165,7 @@ def fake_quant(
 
 
 def _bare(scheme: KVScheme) -> KVScheme:
-    """Refuse what bare tensors cannot have; without a model ``mean=auto`` is none."""
+    """Raise for schemes that need a model or a cache; without a model ``mean=auto`` is ``none``."""
     for layer in scheme.layer_schemes:
         if layer.mean in ("pre", "post"):
             raise FitError(

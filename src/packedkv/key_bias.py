@@ -1,26 +1,26 @@
-"""Key biases: does a preset survive the bias that a model adds to every key?
+"""Check whether a preset works on the biases that a model adds to its keys.
 
 Qwen2 and Qwen2.5, GPT-2, Phi, Pythia, StarCoder2 and others add a bias to every key. It can be a hundred times as large
 as the differences between tokens. A codec that encodes each token alone then spends most of its levels on the bias, and
-attention becomes noise. The bias is part of the weights, so it is known before the first token.
+attention becomes noise. The bias is part of the weights, so the check runs before the first token.
 
-What is measured, per layer: states h ~ N(0, I) go through the model's own norm and projections and through RoPE at
-consecutive positions, which gives keys k and queries q with the model's biases, and k^ by the codec itself. The error
-of the scores, centred over the tokens because softmax does not see a constant::
+Per layer, random states h ~ N(0, I) pass through the model's own norm and projections and through RoPE at consecutive
+positions. This gives keys k and queries q with the model's biases, and k^ by the codec. The error of the scores is
+centred over the tokens, because softmax ignores a constant::
 
     e = scale * q . (k^ - k),     error = sqrt(mean over heads, queries and tokens of (e - mean over tokens of e)^2)
 
 in nats: a key's weight in attention is wrong by a factor of about exp(error). The same error without the biases is the
-codec's baseline. A preset breaks where the error is at least ``LIMIT`` and at least twice the one without biases.
-On Qwen2.5-Coder-1.5B this error is within a factor of 2.3 of that on the keys and queries of a text, and orders
-presets as their perplexity does.
+codec's baseline. A preset breaks if the error is at least ``LIMIT`` and at least twice the error without
+biases. On Qwen2.5-Coder-1.5B this error is within a factor of 2.3 of the error on the keys and queries of a text, and
+orders presets as their perplexity does.
 
-Layers whose biases are smaller than the differences between tokens are skipped; of the others, those with the largest
-product of bias and query are measured. A model without biases costs one walk over its modules. ``key_layer.py`` makes
-the keys and queries.
+Layers whose biases are smaller than the differences between tokens are skipped. Of the other layers, the ones with the
+largest product of bias and query are measured. A model without biases costs one pass over its modules. ``key_layer.py``
+makes the keys and queries.
 
-``mean=auto`` compares this error with the error of keys without their mean, and takes the mean where it divides the
-error by ``GAIN`` or more. A smaller gain is not worth the time that attention takes to add the mean again.
+``mean=auto`` compares this error with the error of keys without their mean, and removes the mean if this divides the
+error by ``GAIN`` or more. A smaller gain does not justify the time that attention needs to add the mean.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -130,7 +130,7 @@ class KeyBiases:
         return bool(self.layers)
 
     def at(self, layer: int, codec: Codec, params: Params | None = None, *, mean: Mean = "none") -> BiasError | None:
-        """Errors of one layer, whose keys are encoded without this mean; None: small biases or dense keys."""
+        """Return the errors of one layer whose keys are encoded without this mean; None: small biases or dense keys."""
         if layer not in self.layers or isinstance(codec, Dense):
             return None
         own = self.layers[layer]
@@ -291,7 +291,7 @@ def _badness(error: BiasError) -> tuple[bool, float]:
 
 
 def _without_mean(scheme: KVScheme, mean: Mean) -> tuple[str, ...]:
-    """Spec of the same scheme that encodes keys without their mean; empty for a recipe and where it does so already."""
+    """Spec of the same scheme without the keys' mean; empty for a recipe or a scheme that already removes it."""
     if not scheme.spec or scheme.layers or scheme.mean != "none" or mean == "none":
         return ()
     return (with_option(scheme.spec, "mean", mean),)

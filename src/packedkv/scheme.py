@@ -1,14 +1,14 @@
 """KVScheme: a key codec, a value codec, and which tokens and layers stay dense.
 
-The first ``sink`` tokens (by absolute position, permanently) and the newest ``window`` tokens are held in 16 bit; the
+The first ``sink`` tokens (by absolute position, permanently) and the newest ``window`` tokens are stored in 16 bit. The
 tokens between are encoded, oldest first, in units of the codec's ``block_tokens``, each exactly once::
 
     encoded_end = sink + unit * max(0, (N - sink - window) // unit)
 
-so encoded data never changes, whatever the split into prefill and decode. With ``recent`` the newest tokens are packed
-as well, by other codecs, and encoded from what those decode to when they age: by tokens' age, 16 bit for ever, few
-bits, 8 bits. A ``KVScheme`` applies to every layer of a
-model, or to a mixture of one scheme per layer (``layers``); ``for_layer`` returns the scheme of one layer.
+Encoded data never changes, whatever the split into prefill and decode. With ``recent`` other codecs pack the newest
+tokens. Tokens that leave the window are then dequantized and encoded. From old to new, tokens have 16 bit (sink), few
+bits, 8 bits. A ``KVScheme`` applies to every layer of a model, or to a mixture of one scheme per layer (``layers``);
+``for_layer`` returns the scheme of one layer.
 """
 
 import json
@@ -37,24 +37,24 @@ class KVScheme:
     sink : int
         First tokens, which always stay dense.
     window : int
-        Newest tokens that stay dense, or are held by ``recent``; so does the unfinished block.
+        Newest tokens, dense or packed by ``recent``, as is the unfinished block.
     dense_key_layers, dense_value_layers : int
-        How many of the first AND of the last layers hold keys (values) dense.
+        Number of first AND of last layers with dense keys (values).
     mean : {"none", "pre", "post", "auto"}
-        ``pre``: the mean of a head's keys before RoPE is subtracted from them before they are encoded and added again
-        when they are decoded, turned as RoPE turns it at the token's position. ``post``: the same with the mean after
-        RoPE, which is one key for all positions. Neither costs bytes of a token. ``auto``: ``pre`` where it halves the
-        error of attention scores on a model's key biases (``packedkv.key_bias``), or the codec asks for it
-        (``Codec.without_mean``), elsewhere ``none``; decided when a cache is made for a model, ``none`` without one.
-        Keys held dense keep their mean.
+        ``pre``: the mean of a head's keys before RoPE, rotated to the token's position, is subtracted before encoding
+        and added when keys are dequantized. ``post``: the same with one mean after RoPE for all positions. Neither
+        costs bytes of a token. ``auto`` is decided when a cache is made for a model: ``pre`` if it halves the error of
+        attention scores on the model's key biases (``packedkv.key_bias``) or if the codec requests it
+        (``Codec.without_mean``), else ``none``; ``none`` without a model. Dense keys keep their mean.
     recent : KVScheme or None
-        Age tiers: its codecs hold the newest ``window`` tokens, which are decoded and encoded by ``key`` and ``value``
-        when they age, in blocks of both. Codecs that encode each token alone, with constants that need no data.
+        Age tiers: its codecs store the newest ``window`` tokens. Tokens that leave the window are dequantized and
+        encoded by ``key`` and ``value``, in blocks of both roles. The codecs must encode each token alone, with
+        constants that need no data.
     spec : str
         The canonical spec this scheme came from; empty for one built by hand. Not part of equality.
     layers : tuple of KVScheme
-        Of a mixture (``mix_of``): the scheme of each KV layer, in order. The other fields are the first layer's; bits
-        are means over the layers, and questions about one codec are refused where layers differ.
+        For a mixture (``mix_of``): the scheme of each KV layer, in order. The other fields are from the first layer;
+        bits are means over the layers, and methods about one codec raise if layers differ.
     """
 
     key: Codec
@@ -156,7 +156,7 @@ class KVScheme:
         return {}
 
     def with_means(self, means: "Sequence[Mean]") -> "KVScheme":
-        """Return the scheme with ``mean`` decided; ``means`` are those of a model's layers, in order.
+        """Return the scheme with a decided ``mean``; ``means`` has the mean of each of a model's layers, in order.
 
         Without ``layers`` a scheme has one mean: ``none`` where all layers have none, else what the others have.
         """
@@ -174,7 +174,7 @@ class KVScheme:
 
     @property
     def layer_schemes(self) -> "tuple[KVScheme, ...]":
-        """Every scheme that a layer may have by the recipe alone: this one, or those of a mixture, in order."""
+        """Every scheme of a layer by the recipe alone: this scheme, or the schemes of a mixture, in order."""
         return self.layers or (self,)
 
     def without_windows(self) -> "KVScheme":
@@ -220,13 +220,13 @@ class KVScheme:
         return unit * max(0, (tokens - self.sink - self.window) // unit)
 
     def unit(self, role: Role) -> int:
-        """Tokens of a role that leave the window together; with age tiers those of both roles do."""
+        """Tokens of a role that leave the window together; with age tiers, tokens of both roles."""
         if self.recent is None:
             return self.codec(role).block_tokens
         return math.lcm(self.key.block_tokens, self.value.block_tokens)
 
     def recent_tokens(self, role: Role, tokens: int) -> int:
-        """How many of ``tokens`` the codecs of ``recent`` hold."""
+        """Number of ``tokens`` that the codecs of ``recent`` store."""
         return 0 if self.recent is None else max(0, tokens - self.sink - self.encoded_tokens(role, tokens))
 
     def page_layout(self, head_dim: int, page_tokens: int | None = None, *, value_dim: int | None = None) -> PageLayout:
@@ -249,7 +249,7 @@ class KVScheme:
 
 
 def recent_of(key: Codec, value: Codec, of_key: KVScheme | None, of_value: KVScheme | None) -> KVScheme | None:
-    """Return ``recent`` of a layer's two codecs, each role's from another scheme; what is dense stays dense.
+    """Return ``recent`` of a layer whose two codecs are from different schemes; a dense role stays dense.
 
     None: no role has one.
     """
@@ -262,7 +262,7 @@ def recent_of(key: Codec, value: Codec, of_key: KVScheme | None, of_value: KVSch
 
 
 def _check_recent(scheme: KVScheme, recent: KVScheme) -> None:
-    """Raise SpecError if ``recent`` cannot hold the newest tokens of a scheme."""
+    """Raise SpecError if ``recent`` cannot store the newest tokens of a scheme."""
     if scheme.window == 0:
         raise SpecError(
             f"recent={recent}: it holds the newest tokens, as many as window says, which is 0; give both, e.g. "

@@ -60,14 +60,14 @@ def digest_of(folder: Path) -> str:
 
 
 def other_weights(folder: Path, weights: Mapping[str, tuple[int, float, float]]) -> list[str]:
-    """Return the names of a ``ModelIdentity.weights`` that a checkpoint holds with other numbers.
+    """Return the names of a ``ModelIdentity.weights`` whose numbers differ in a checkpoint.
 
-    Names that it does not hold, or holds as codes of a quantization, say nothing.
+    Names that are missing or quantized in the checkpoint are ignored.
 
     Raises
     ------
     ModelError
-        The folder holds no safetensors.
+        The folder has no safetensors files.
     """
     differ = []
     for path in weight_files(folder):

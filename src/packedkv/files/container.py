@@ -1,7 +1,7 @@
 """The container of all saved files: safetensors with a version and a sha256, written atomically.
 
 The one metadata entry (its name is the *mark*, e.g. ``packedkv-cache``) is JSON: ``version``, ``packedkv``, the fields
-of this kind of file, and ``sha256`` over the rest of this JSON and every tensor's name, dtype, shape and bytes.
+of this type of file, and ``sha256`` over the rest of this JSON and every tensor's name, dtype, shape and bytes.
 The checksum detects damage and accidental edits; it is not a signature.
 """
 
@@ -28,7 +28,7 @@ BROKEN_JSON = ValueError, KeyError, TypeError, AttributeError, IndexError, Overf
 
 @dataclass(frozen=True)
 class Kind:
-    """A kind of file.
+    """A type of file.
 
     Parameters
     ----------
@@ -37,11 +37,11 @@ class Kind:
     version : int
         Highest version that this library writes and reads.
     noun : str
-        What it is, for messages: ``"cache"``.
+        Its name in messages: ``"cache"``.
     writer : str
-        What writes it: ``"save"``.
+        Its writer: ``"save"``.
     again : str
-        What to do when the file is unusable: ``"save the cache again"``.
+        The remedy for an unusable file: ``"save the cache again"``.
     """
 
     mark: str
@@ -87,7 +87,7 @@ def write(path: Path, kind: Kind, header: Mapping[str, Any], tensors: Mapping[st
 
 
 def read(path: Path, kind: Kind) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """Read what ``write`` wrote: its header and its tensors, on the CPU.
+    """Read a file of ``write``: its header and its tensors, on the CPU.
 
     Raises
     ------
@@ -183,7 +183,7 @@ def _check_file(path: Path, kind: Kind) -> None:
 
 
 def _read_header(path: Path, file: BinaryIO, kind: Kind) -> dict[str, Any]:
-    """Read and validate the metadata, so that every error can say what is wrong."""
+    """Read and validate the metadata; every error names the fault."""
     foreign = f"{path} is not a packedkv {kind.noun}"
     size = os.fstat(file.fileno()).st_size
     length = int.from_bytes(file.read(8), "little")

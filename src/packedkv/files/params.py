@@ -1,7 +1,7 @@
-"""Constants fitted on a text, in one file: what ``packedkv fit`` writes and ``cache_for(..., params=FILE)`` takes.
+"""Constants fitted on a text, in one file: ``packedkv fit`` writes it, ``cache_for(..., params=FILE)`` reads it.
 
-The file states what it was fitted for, and this is checked before every use: the scheme, the model (layers,
-KV heads, head_dim, and a few of its weights), and the seed where a codec draws from it. See ``docs/format.md``.
+The file records the scheme, the model (layers, KV heads, head_dim, and a few of its weights), and the seed if a codec
+samples from it. Every use checks them. See ``docs/format.md``.
 """
 
 import json
@@ -39,20 +39,20 @@ every weight moved by 1 % of the spread.
 
 @dataclass(frozen=True)
 class ModelIdentity:
-    """What distinguishes one model from another.
+    """Identity of a model.
 
     Parameters
     ----------
     name : str
-        What the user called it; not compared.
+        Name given by the user; not compared.
     type : str
         transformers' model type, e.g. ``llama``.
     layers : tuple of int
         The layers that cache K and V.
     kv_heads, head_dim : int or None
-        None where the config does not state them.
+        None if the config does not have them.
     weights : dict
-        Parameter -> (sampled elements, their mean magnitude, their mean), float64. Empty where only a config was given.
+        Parameter -> (sampled elements, their mean magnitude, their mean), float64. Empty if only a config was given.
     """
 
     name: str
@@ -69,7 +69,7 @@ class ModelIdentity:
 
 
 def same_weights(model: torch.nn.Module, weights: Mapping[str, tuple[int, float, float]]) -> bool:
-    """Whether a model holds the weights of a ``ModelIdentity``, up to the rounding of a 16-bit load."""
+    """Return whether a model has the weights of a ``ModelIdentity``, up to the rounding of a 16-bit load."""
     found = figures(model, weights)
     elsewhere = {name for name, p in model.named_parameters() if p.is_meta}  # offloaded: not accessible here
     return all(
@@ -101,7 +101,7 @@ def _figures(tensor: Tensor) -> tuple[int, float, float]:
 
 @dataclass(frozen=True, eq=False)
 class FittedParams(Mapping[int, Mapping[Role, Params]]):
-    """The constants of a model's layers under one scheme, and where they come from; a ``LayerParams``.
+    """Constants of a model's layers for one scheme, and their source; a ``LayerParams``.
 
     Parameters
     ----------
@@ -111,9 +111,9 @@ class FittedParams(Mapping[int, Mapping[Role, Params]]):
         Layer -> role -> constants; roles whose codec has nothing to fit are absent.
     seed : int
     seeded : bool
-        Whether a codec drew from the seed: if not, the constants serve any seed.
+        Whether a codec sampled from the seed; if not, the constants are valid for any seed.
     tokens, windows, window_tokens : int
-        Tokens kept per layer, and the number and length of the windows of text that they come from.
+        Tokens per layer, and the number and length of their windows of text.
     text_name, text_sha256 : str
     file, sha256 : str
         Name of the file and its checksum; empty before it is saved.
@@ -276,7 +276,7 @@ def read_params(path: str | Path) -> FittedParams:
 
 
 def sites_to_fit(scheme: KVScheme, layers: Sequence[int]) -> list[tuple[int, Role, Codec]]:
-    """Layer, role and codec wherever constants come from data; ``layers`` are the model's KV layers, in order.
+    """Return layer, role and codec of all constants from data; ``layers`` are the model's KV layers, in order.
 
     The keys' mean is such a constant; ``mean=auto`` must be decided.
     """

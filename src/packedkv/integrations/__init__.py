@@ -1,1 +1,1 @@
-"""Where packedkv meets other libraries: one module per library, imported only when asked for."""
+"""Integrations with other libraries: one module per library, imported on first use."""

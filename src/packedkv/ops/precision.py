@@ -1,8 +1,8 @@
-"""What is stored and attended does not depend on the modes of PyTorch around a call.
+"""Make stored bytes and attention independent of PyTorch's modes around a call.
 
-Models often run under autocast, which would take rotations, scores and norms to 16 bit: the bytes of a token would
-depend on it. A tensor made in inference mode cannot be written to outside of it, so a cache that is filled there would
-not go on elsewhere.
+Models often run under autocast, which would compute rotations, scores and norms in 16 bit, so the bytes of a token
+would depend on it. A tensor made in inference mode cannot be written outside of this mode, so a cache that is filled
+there could not continue elsewhere.
 """
 
 from collections.abc import Callable

@@ -19,14 +19,14 @@ from torch import Tensor
 
 @dataclass(frozen=True, eq=False)
 class Rotary:
-    """How a model turns its keys.
+    """Rotary embedding of a model's keys.
 
     Parameters
     ----------
     frequencies : Tensor float32 ``[R / 2]``
-        Radians per position of each pair of the first R channels; the others are not turned, nor scaled.
+        Radians per position of each pair of the first R channels; other channels are neither rotated nor scaled.
     scaling : float
-        Factor of the turned channels.
+        Factor of the rotated channels.
     interleaved : bool
         Pairs are (2i, 2i + 1); otherwise (i, i + R / 2).
     """
@@ -53,12 +53,12 @@ class Rotary:
 
     @cached_property
     def radians(self) -> tuple[float, ...]:
-        """The frequencies as numbers; looks at them."""
+        """The frequencies as numbers; synchronises on a GPU."""
         return tuple(self.frequencies.tolist())
 
     @cached_property
     def name(self) -> Hashable:
-        """Equal for rotary embeddings that turn alike; looks at the frequencies."""
+        """Name, equal for equal rotary embeddings; synchronises on a GPU."""
         return self.radians, self.scaling, self.interleaved
 
     def _angles(self, positions: Tensor, factor: float, sign: float) -> tuple[Tensor, Tensor]:

@@ -1,1 +1,1 @@
-"""What caches and kernels share: pages and their memory, the constants of a layer, positions, sink rows."""
+"""State that caches and kernels share: pages and their memory, constants of a layer, positions, sink rows."""

@@ -1,7 +1,7 @@
 """The packed store of one layer: a pool of pages and a block table.
 
 ``pages`` is uint8 ``[num_pages, H, page_bytes]``, ``table`` int32 ``[B, M]``: slot ``s`` of sequence ``b`` lies in page
-``table[b, s // P]`` at place ``s % P``. Engines hold the same two tensors, and the kernels read them.
+``table[b, s // P]`` at place ``s % P``. Engines have the same two tensors, and the kernels read them.
 """
 
 from collections.abc import Iterator
@@ -111,7 +111,7 @@ class PageStore:
             self.keep(list(range(columns)))
 
     def tensors(self) -> Iterator[Tensor]:
-        """Every tensor held."""
+        """Every tensor of the store."""
         yield self.pages
         yield self.table
 
@@ -125,7 +125,7 @@ def _ids(first: int, batch: int, columns: int, device: torch.device, stream: int
 
 
 def stream_of(device: torch.device) -> int:
-    """Handle of torch's current stream, on which a tensor is made: other streams would not wait for it."""
+    """Return the handle of torch's current stream; other streams do not synchronise with its tensors."""
     if device.type != "cuda":
         return 0
     index = torch.cuda.current_device() if device.index is None else device.index

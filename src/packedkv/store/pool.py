@@ -1,7 +1,7 @@
-"""Zeroed memory for a pool of pages: on a CPU in huge pages, where the operating system has them.
+"""Allocate zeroed memory for a pool of pages: on a CPU in huge pages, if the operating system has them.
 
-Attention reads every page of a long context once per step, and with memory in pages of 4 KiB it looks up as many
-addresses: a tenth to a quarter of its time.
+Attention reads every page of a long context once per step. With memory in pages of 4 KiB, address translation takes a
+tenth to a quarter of the time.
 """
 
 import math

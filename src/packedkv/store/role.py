@@ -1,6 +1,6 @@
-"""Where the tokens of one role are: dense in the sink, in slots of the pages, dense in the window.
+"""State of one role's tokens: dense in the sink, in slots of the pages, dense in the window.
 
-A *slot* is a token's place in the pages. Slots are handed out in order and never rewritten while their token lives.
+A *slot* is a token's index in the pages. Slots are assigned in order and never rewritten while their token is cached.
 Cropping or evicting inside a block of a token-grouped codec leaves dead slots: nothing is re-encoded. ``runs`` lists
 the live slot ranges.
 """
@@ -18,7 +18,7 @@ class RoleState(RoleSite):
     of : RoleSite
         Codec and constants.
     sink, window : Tensor ``[B, H, t, D]``
-        Tokens held dense, model basis.
+        Dense tokens, model basis.
     """
 
     def __init__(self, of: RoleSite, sink: Tensor, window: Tensor) -> None:
@@ -59,5 +59,5 @@ class RoleState(RoleSite):
 
     @property
     def dense_tokens(self) -> int:
-        """Tokens held dense."""
+        """Number of dense tokens."""
         return self.sink.shape[2] + self.window.shape[2]

@@ -1,6 +1,6 @@
 """Sites: the scheme of one layer, what its constants derive from, and the constants themselves.
 
-A site holds no tokens. Caches have one beside their pages; engines that own the pages (vLLM) have only the site.
+A site has no tokens. Caches have a site beside their pages; engines that own the pages (vLLM) have only the site.
 """
 
 from collections.abc import Hashable, Mapping
@@ -29,14 +29,14 @@ WITHOUT_MODEL = "these keys were saved without their mean; read the file with lo
 
 @dataclass(frozen=True, eq=False)
 class MeanRemoval:
-    """What a layer subtracts from its keys before they are encoded, and adds when they are decoded.
+    """Mean that a layer subtracts from its keys before encoding and adds when they are dequantized.
 
     Parameters
     ----------
     kind : {"pre", "post"}
         The mean before RoPE, or after it.
     rotary : Rotary or None
-        How keys are turned; only with ``pre``. None there: the keys are from a file, without their model.
+        Rotary embedding of the keys; only with ``pre``. None there: the keys are from a file, without their model.
     given : Tensor float32 ``[1, H, D]`` or None
         None: the mean of the first ``MEAN_TOKENS`` tokens of each sequence.
     source : {"params", "weights", "first tokens"}
@@ -60,12 +60,12 @@ class MeanRemoval:
         return (sum_by_halves(keys.double(), 2).squeeze(2) / keys.shape[2]).float()
 
     def at(self, mean: Tensor | None, positions: Tensor) -> Tensor:
-        """What is subtracted at ``positions [B, n]``: float32 ``[B, H, n, D]``, sizes of 1 stand for all.
+        """Return the mean at ``positions [B, n]``: float32, broadcasts to ``[B, H, n, D]``.
 
         Raises
         ------
         UnsupportedError
-            It is not known: the keys are from a file that was read without its model.
+            The mean is not known: the keys are from a file that was read without its model.
         """
         if mean is None:
             raise UnsupportedError(WITHOUT_MODEL)
@@ -73,7 +73,7 @@ class MeanRemoval:
 
     @property
     def turning(self) -> Rotary:
-        """How the mean turns with the positions: after RoPE it does not.
+        """Return the rotary embedding that rotates the mean; after RoPE it is the identity.
 
         Raises
         ------
@@ -89,7 +89,7 @@ class MeanRemoval:
 
 
 class Removed(NamedTuple):
-    """What was subtracted from some keys of a layer: their mean, turned to the positions of these.
+    """Mean that was subtracted from some keys of a layer, rotated to the positions of the keys.
 
     Parameters
     ----------
@@ -127,14 +127,14 @@ class RoleSite:
     params : Params, optional
         None: they are fitted on the first prefill.
     drawn : bool
-        Whether constants that need no sample follow from codec and site alone; constants from a file do not.
+        Whether constants that need no sample follow from codec and site alone; False for constants of a file.
     """
 
     def __init__(self, role: Role, codec: Codec, site: Site, params: Params | None = None, drawn: bool = False) -> None:
         self.role, self.codec, self.site, self.params, self.drawn = role, codec, site, params, drawn
 
     def check_batch(self, batch: int) -> None:
-        """Validate that constants serve so many sequences.
+        """Validate the number of sequences of the constants.
 
         Raises
         ------
@@ -161,9 +161,9 @@ class RoleSite:
         return self.codec.from_code(self.codec.decode(payload, self.params), self.params)
 
     def read(self, store: PageStore, first: int, last: int, dtype: torch.dtype, mean: Tensor | None = None) -> Tensor:
-        """Decode the slots ``[first, last)`` of every sequence: ``[B, H, last - first, D]`` of ``dtype``.
+        """Dequantize the slots ``[first, last)`` of every sequence: ``[B, H, last - first, D]`` of ``dtype``.
 
-        ``mean``, which broadcasts to that shape, is what was subtracted before they were encoded.
+        ``mean`` broadcasts to that shape and is added; it was subtracted before encoding.
         """
         skip = first % self.codec.block_tokens
         x = self._decoded(store.read(self.role, first, last))[:, :, skip : skip + last - first]
@@ -171,7 +171,7 @@ class RoleSite:
 
 
 class LayerSite:
-    """Scheme and place of one layer.
+    """Scheme of one layer, its index and its constants.
 
     Parameters
     ----------
@@ -181,23 +181,23 @@ class LayerSite:
         Layer index; with ``seed`` it determines the random constants.
     seed : int
     fitted : mapping of role to Params, optional
-        Fitted constants by role (``{"key": ..., "value": ...}``); the keys' mean is among them as ``mean``.
+        Fitted constants by role (``{"key": ..., "value": ...}``), the keys' mean included as ``mean``.
     first_head : int
-        The model's number of KV head 0 here, ``Site.first_head``.
+        The model's index of this layer's KV head 0, ``Site.first_head``.
     mean : MeanRemoval, optional
-        Of the layer's keys, for a scheme with ``mean=pre`` or ``post``. ``post`` needs no model: by default the mean is
-        the fitted one or that of the first tokens. A scheme with ``mean=auto`` has none here.
+        Mean of the layer's keys, for a scheme with ``mean=pre`` or ``post``. ``post`` needs no model: the default is
+        the fitted mean or the mean of the first tokens. A scheme with ``mean=auto`` has no mean here.
     most : int, optional
-        Tokens that the layer ever holds at once (a sliding window); constants are fitted on no more.
+        Most tokens of the layer at once (a sliding window), and most tokens to fit constants on.
     energy : Tensor, optional
-        Mean squares of the queries of each KV head, ``[1, H, D]``, where they are known: as in ``Sample``.
+        Mean squares of the queries of each KV head, ``[1, H, D]``, if known: as in ``Sample``.
 
     Raises
     ------
     FitError
         The scheme needs the mean before RoPE, and there is none.
     SpecError
-        ``fitted`` has another form.
+        ``fitted`` has the wrong structure.
     """
 
     def __init__(
@@ -228,12 +228,12 @@ class LayerSite:
     def roles(
         self, heads: int, head_dims: tuple[int, int], dtype: torch.dtype, device: torch.device
     ) -> dict[Role, RoleSite]:
-        """Constants of both roles for tensors ``[B, heads, n, head_dim]`` of this dtype on this device.
+        """Return the constants of both roles for tensors ``[B, heads, n, head_dim]`` of this dtype on this device.
 
         Raises
         ------
         FitError
-            Those given are not what the codec declares.
+            The given constants differ from the codec's declaration.
         """
         made: dict[Role, RoleSite] = {}
         for role, head_dim in zip(ROLES, head_dims, strict=True):
@@ -251,7 +251,7 @@ class LayerSite:
         return made
 
     def check_energy(self, site: Site) -> None:
-        """Validate that the energies of queries are those of this site's heads.
+        """Validate the shape of the query energies.
 
         Raises
         ------
@@ -265,9 +265,9 @@ class LayerSite:
 
     @property
     def fit_tokens(self) -> int:
-        """Tokens on which missing constants are fitted; 1: on those of the first call, 0: none is missing.
+        """Number of tokens to fit missing constants on; 1: the tokens of the first call, 0: no constant is missing.
 
-        Above 1 a cache holds tokens dense until it has so many of each sequence.
+        Above 1 a cache keeps tokens dense until it has this number of each sequence.
         """
         tokens = self._codecs_fit_tokens
         if self.mean is not None and self.mean.given is None:
@@ -324,7 +324,7 @@ def is_missing(codec: Codec, fitted: Mapping[Role, Params], role: Role) -> bool:
 
 
 def codec_params(fitted: Mapping[Role, Params], role: Role) -> Params | None:
-    """Constants of a role's codec, without the keys' mean; None where only that is given, or nothing."""
+    """Return the constants of a role's codec without the keys' mean; None if there are no other constants."""
     if (given := fitted.get(role)) is None:
         return None
     own = {name: x for name, x in given.items() if role == "value" or name != MEAN}

@@ -102,7 +102,7 @@ def run(args: argparse.Namespace) -> Result:
 
 
 def figures(result: Mapping[str, Any], out: Path) -> list[Path]:
-    """Draw sensitivity and K_max / K_median; return the files."""
+    """Plot sensitivity and K_max / K_median; return the files."""
     from packedkv.cli.page import figures, svg
 
     strips = figures.sensitivity(result["sensitivity"], f"{result['model']}: one layer compressed")

@@ -1,4 +1,4 @@
-"""``packedkv compile``: fill the cache folder with the CUDA programs that caches or servers will ask for."""
+"""``packedkv compile``: fill the cache folder with the CUDA programs of caches or servers."""
 
 import argparse
 import os
@@ -29,7 +29,7 @@ def add_arguments(p: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> Result:
-    """Compile what the folder lacks."""
+    """Compile the missing programs."""
     import torch
 
     from packedkv.description import kernels_for

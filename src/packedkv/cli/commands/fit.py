@@ -1,4 +1,4 @@
-"""``packedkv fit``: constants of a preset, fitted to your model on your text, or on what it writes itself."""
+"""``packedkv fit``: fit constants of a preset to your model, on your text or on the model's own samples."""
 
 import argparse
 import time

@@ -73,7 +73,7 @@ Place = Callable[[float], float]
 
 
 def _scale(axis: Axis, values: Sequence[float], begin: float, end: float, most: int) -> tuple[Place, list[float]]:
-    """Where values lie between ``begin`` and ``end``, and round numbers among them for ticks."""
+    """Return the map of values to ``begin`` .. ``end``, and round numbers for ticks."""
     floor = min((v for v in values if v > 0), default=1.0)
     log = axis.scale == "log" and min(values) >= 0 and max(values) > LOG_FROM * floor
     if axis.from_zero:
@@ -218,7 +218,7 @@ STOPS = ((68, 1, 84), (59, 82, 139), (33, 145, 140), (94, 201, 98), (253, 231, 3
 
 
 def draw_strips(strips: Strips, label: str) -> str:
-    """Strips; ``label`` says in words what they show."""
+    """Draw strips; ``label`` describes them in words."""
     width = STRIPS_WIDTH
     layers = sorted({layer for values in strips.lines.values() for layer in values})
     positive = [v for values in strips.lines.values() for v in values.values() if v > 0]

@@ -53,7 +53,7 @@ def markdown(headings: Sequence[str], lines: Sequence[Sequence[str]], *, text: C
 
 
 class Column(NamedTuple):
-    """One column of the result table: key of the row, heading, how a value is written, what it means."""
+    """A column of the result table: key of the row, heading, format of a value, meaning."""
 
     key: str
     heading: str
@@ -124,7 +124,7 @@ def columns_of(rows: Sequence[Row]) -> list[Column]:
 
 
 def cell(row: Row, column: Column) -> str:
-    """Text of one cell; a dash where the row has no value."""
+    """Return the text of a cell; a dash if the row has no value."""
     value = row.get(column.key)
     if value is None:
         return DASH
