@@ -249,19 +249,3 @@ def frequencies_of(config: Any, head_dim: int) -> Tensor | None:
         return None
     rotary = int(head_dim * (rope.get("partial_rotary_factor") or 1.0)) // 2 * 2
     return float(theta) ** (-torch.arange(0, rotary, 2).float() / rotary)
-
-
-CHANGING = ("dynamic", "longrope")
-"""Kinds of RoPE whose frequencies depend on the length: an earlier key was turned by others than a later one."""
-
-
-def changing_rope(config: Any) -> str:
-    """Why a model's keys are not turned by fixed frequencies and one position per token; ``""``: they are."""
-    text = config.get_text_config(decoder=True) if hasattr(config, "get_text_config") else config
-    rope = getattr(text, "rope_parameters", None) or {}
-    for own in [rope, *(r for r in rope.values() if isinstance(r, dict))]:
-        if (kind := own.get("rope_type", "default")) in CHANGING:
-            return f"those of rope_type {kind!r} change with the length"
-        if "mrope_section" in own:
-            return "a token has positions on several axes here (M-RoPE)"
-    return ""

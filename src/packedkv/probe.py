@@ -76,7 +76,7 @@ class KeyProbe:
         return self.channel_error >= LIMIT
 
 
-def waits(x: Tensor) -> bool:
+def synchronizes(x: Tensor) -> bool:
     """Whether reading a number of ``x`` synchronises with a GPU."""
     return x.is_cuda
 
@@ -152,13 +152,14 @@ class OutlierProbe:
         self.warned = False
 
     def __getstate__(self) -> dict[str, Any]:
-        """What is pickled: without the biases, which call the model."""
-        return {**self.__dict__, "biases": None}
+        """What is pickled: without what calls the model."""
+        return {**self.__dict__, "biases": None, "starts": _starts_nothing}
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "OutlierProbe":
-        """Copy the probe; the copy shares the biases of the model."""
-        copied = memo[id(self)] = OutlierProbe(self.scheme, self.action, self.biases)
-        copied.__dict__ |= {name: copy.deepcopy(x, memo) for name, x in self.__getstate__().items() if name != "biases"}
+        """Copy the probe; the copy is of the same model."""
+        copied = memo[id(self)] = OutlierProbe(self.scheme, self.action, self.biases, self.starts)
+        shared = "biases", "starts"
+        copied.__dict__ |= {name: copy.deepcopy(x, memo) for name, x in self.__dict__.items() if name not in shared}
         return copied
 
     @without_modes
@@ -184,7 +185,7 @@ class OutlierProbe:
             sample = sample.clone()
         removed = cache.removed_from_newest(tokens)
         self.noted[layer] = _Noted(layer, cache, sample, removed and removed.first())
-        if not waits(keys):
+        if not synchronizes(keys):
             self.settle()
 
     def forget(self, layer: int) -> None:
@@ -259,6 +260,10 @@ class OutlierProbe:
         site = Site(0, "key", keys.shape[1], keys.shape[3], device=keys.device)
         params = codec.fit(site, Sample(keys))
         return channel_error(keys, roundtrip(codec, keys, params))
+
+
+def _starts_nothing(spec: str) -> bool:
+    return False
 
 
 def _measured(layers: Sequence[_Noted]) -> Tensor:

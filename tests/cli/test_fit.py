@@ -16,8 +16,8 @@ from packedkv.fitting import samples
 from packedkv.fitting.fit import about, about_text, capture, fit_model
 from packedkv.fitting.samples import WARM_UP_CALLS, own_windows
 from packedkv.integrations.transformers.argument import passing
+from packedkv.integrations.transformers.attention_hooks import watched
 from packedkv.integrations.transformers.identity import load_params
-from packedkv.integrations.transformers.watching import watched
 from packedkv.models import windows as text_windows
 from packedkv.models.loading import LoadedModel, load_text
 from packedkv.progress import Progress

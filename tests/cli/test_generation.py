@@ -7,6 +7,7 @@ import torch
 
 import packedkv
 from packedkv.cli.measure import generation
+from packedkv.cli.measure.caches import generating_cache
 from packedkv.cli.measure.generation import (
     CUDNN_OFF,
     Generation,
@@ -20,8 +21,7 @@ from packedkv.cli.measure.generation import (
 )
 from packedkv.errors import UnsupportedError
 from packedkv.integrations.transformers.argument import passing
-from packedkv.integrations.transformers.recording import generating_cache
-from packedkv.integrations.transformers.watching import implementation
+from packedkv.integrations.transformers.attention_hooks import implementation
 from packedkv.kernels.cpu import library
 from tests.cli.tiny import tiny_llama
 from tests.conftest import tiny_model

@@ -26,8 +26,7 @@ from packedkv.errors import KVError, UnsupportedError
 from packedkv.integrations.transformers import cache_for, load_cache
 from packedkv.integrations.transformers.argument import passing
 from packedkv.integrations.transformers.attention import packedkv_attention
-from packedkv.integrations.transformers.layers import PackedCacheLayer, PackedKV
-from packedkv.integrations.transformers.windowed import WindowedLayer
+from packedkv.integrations.transformers.layers import CrossLayer, PackedCacheLayer, PackedKV
 from tests.conftest import SMALL, tiny_model
 from tests.fuzz.oracle import CLOSE, LayerTokens, Mismatch, attention64, causal, unexpected
 
@@ -187,7 +186,7 @@ class Machine:
         exact = first and layer.prefill == "exact"
         past = seen
         skip = 0
-        if isinstance(layer, WindowedLayer):
+        if layer.window:
             past = min(seen, layer.window - 1)
             skip = max(n - layer.window + 1, 0) if exact and not layer.record_past else 0
         positions = None
@@ -215,7 +214,7 @@ class Machine:
     def _restrict(self, layer: PackedCacheLayer) -> None:
         """Drop what a window has passed."""
         tokens = self.tokens(layer)
-        if isinstance(layer, WindowedLayer) and not layer.record_past:
+        if layer.window and not layer.record_past:
             tokens.evict(max(0, len(tokens) - layer.window + 1))
 
     def attend(self, query: Tensor, key: Any, value: Any, options: dict[str, Any], found: Tensor) -> None:
@@ -249,7 +248,7 @@ class Machine:
         tokens, seen, number = self.tokens(layer), self.seen[id(layer)], int(number)
         keep = min(number, seen) if number > 0 else max(seen + number, 0)
         left = len(tokens) - (seen - keep)
-        gone = isinstance(layer, WindowedLayer) and keep < seen and left < min(keep, layer.window - 1)
+        gone = layer.window and keep < seen and left < min(keep, layer.window - 1)
         if gone or (isinstance(layer.cache, DeviceCache) and tokens.refuses(max(left, 0), len(tokens))):
             refusal: type[Exception] = RuntimeError if gone else UnsupportedError
             try:
@@ -262,7 +261,7 @@ class Machine:
         if keep < seen:
             tokens.crop(left)
             self.seen[id(layer)] = keep
-        if isinstance(layer, WindowedLayer):
+        if layer.window:
             tokens.evict(max(0, len(tokens) - layer.window + 1))
 
     def select(self, layer: PackedCacheLayer, call: Callable[[], Any], indices: Any) -> None:
@@ -517,7 +516,7 @@ def watching(machine: Machine) -> Iterator[None]:
             mask = torch.ones(len(ids), seen + ids.shape[1], dtype=torch.long)
         machine.mask = mask
 
-    for kind in (PackedCacheLayer, WindowedLayer):
+    for kind in (PackedCacheLayer, CrossLayer):
         for name, to in (
             ("update", machine.update), ("crop", machine.crop), ("batch_select_indices", machine.select),
             ("batch_repeat_interleave", machine.repeat), ("reset", machine.reset),

@@ -5,123 +5,42 @@ from typing import Any
 
 import torch
 
-SIZES: dict[str, Any] = {
-    "vocab_size": 128,
-    "vocab_size_per_layer_input": 128,
-    "hidden_size": 64,
-    "d_model": 64,
-    "n_embd": 64,
-    "dim": 64,
-    "word_embed_proj_dim": 64,
-    "embedding_size": 64,
-    "decoder_hidden_size": 64,
-    "cross_attention_hidden_size": 64,
-    "hidden_size_per_layer_input": 8,
-    "intermediate_size": 64,
-    "ffn_dim": 64,
-    "d_ff": 64,
-    "d_kv": 16,
-    "n_inner": 64,
-    "n_positions": 512,
-    "n_ctx": 512,
-    "decoder_ffn_dim": 64,
-    "encoder_ffn_dim": 64,
-    "ffn_hidden_size": 64,
-    "moe_intermediate_size": 32,
-    "expert_ffn_hidden_size": 32,
-    "shared_expert_intermediate_size": 32,
-    "moe_shared_expert_intermediate_size": 32,
-    "shared_intermediate_size": 32,
-    "dense_intermediate_size": 64,
-    "intermediate_size_mlp": 64,
-    "num_hidden_layers": 4,
-    "n_layer": 4,
-    "n_layers": 4,
-    "num_layers": 4,
-    "num_decoder_layers": 2,
-    "encoder_layers": 2,
-    "decoder_layers": 2,
-    "num_attention_heads": 4,
-    "n_head": 4,
-    "n_heads": 4,
-    "num_heads": 4,
-    "encoder_attention_heads": 4,
-    "decoder_attention_heads": 4,
-    "num_encoder_attention_heads": 4,
-    "num_decoder_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "num_global_key_value_heads": 2,
-    "swa_num_attention_heads": 4,
-    "swa_num_key_value_heads": 2,
-    "num_kv_heads": 2,
-    "kv_n_heads": 2,
-    "multi_query_group_num": 2,
-    "head_dim": 32,
-    "global_head_dim": 32,
-    "swa_head_dim": 32,
-    "v_head_dim": 32,
-    "kv_channels": 32,
-    "attention_head_dim": 32,
-    "rotary_dim": 8,
-    "max_position_embeddings": 512,
-    "max_target_positions": 512,
-    "max_source_positions": 512,
-    "sliding_window": 12,
-    "attention_chunk_size": 12,
-    "window_size": 12,
-    "num_local_experts": 4,
-    "num_experts": 4,
-    "n_routed_experts": 4,
-    "moe_num_experts": 4,
-    "num_experts_per_tok": 2,
-    "num_experts_per_token": 2,
-    "moe_topk": 2,
-    "moe_k": 2,
-    "top_k_experts": 2,
-    "n_group": 1,
-    "topk_group": 1,
-    "num_expert_groups": 1,
-    "num_limited_groups": 1,
-    "n_shared_experts": 1,
-    "moe_num_shared_experts": 1,
-    "first_k_dense_replace": 1,
-    "num_kv_shared_layers": 0,
-    "num_memory_blocks": 1,
-    "altup_num_inputs": 2,
-    "laurel_rank": 8,
-    "query_pre_attn_scalar": 32,
-    "linear_num_key_heads": 2,
-    "linear_num_value_heads": 4,
-    "linear_key_head_dim": 16,
-    "linear_value_head_dim": 16,
-    "mamba_n_heads": 4,
-    "mamba_d_head": 32,
-    "mamba_d_state": 16,
-    "mamba_num_heads": 4,
-    "mamba_head_dim": 32,
-    "mamba_d_ssm": 128,
-    "n_mamba_heads": 4,
-    "mamba_dt_rank": 8,
-    "ssm_state_size": 16,
-    "state_size": 16,
-    "n_groups": 1,
-    "mamba_n_groups": 1,
-    "mamba_ngroups": 1,
-    "lru_width": 64,
-    "dim_head": 16,
-    "dim_ff": 64,
-    "dff": 64,
-    "prompt_length": 0,
-    "adapter_rank": 8,
-    "lora_rank": 8,
-    "encoder_no_repeat_ngram_size": 0,
-    "no_repeat_ngram_size": 0,
-    "pad_token_id": 0,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-    "decoder_start_token_id": 1,
-    "hidden_dropout": 0.0,
+_NAMES: dict[int, str] = {
+    512: "n_positions n_ctx max_position_embeddings max_target_positions max_source_positions",
+    128: "vocab_size vocab_size_per_layer_input mamba_d_ssm",
+    64: (
+        "hidden_size d_model n_embd dim word_embed_proj_dim embedding_size decoder_hidden_size "
+        "cross_attention_hidden_size intermediate_size ffn_dim d_ff n_inner decoder_ffn_dim encoder_ffn_dim "
+        "ffn_hidden_size dense_intermediate_size intermediate_size_mlp lru_width dim_ff dff"
+    ),
+    32: (
+        "moe_intermediate_size expert_ffn_hidden_size shared_expert_intermediate_size "
+        "moe_shared_expert_intermediate_size shared_intermediate_size head_dim global_head_dim swa_head_dim "
+        "v_head_dim kv_channels attention_head_dim query_pre_attn_scalar mamba_d_head mamba_head_dim"
+    ),
+    16: "d_kv linear_key_head_dim linear_value_head_dim mamba_d_state ssm_state_size state_size dim_head",
+    12: "sliding_window attention_chunk_size window_size",
+    8: "hidden_size_per_layer_input rotary_dim laurel_rank mamba_dt_rank adapter_rank lora_rank",
+    4: (
+        "num_hidden_layers n_layer n_layers num_layers num_attention_heads n_head n_heads num_heads "
+        "encoder_attention_heads decoder_attention_heads num_encoder_attention_heads num_decoder_attention_heads "
+        "swa_num_attention_heads num_local_experts num_experts n_routed_experts moe_num_experts "
+        "linear_num_value_heads mamba_n_heads mamba_num_heads n_mamba_heads"
+    ),
+    2: (
+        "num_decoder_layers encoder_layers decoder_layers num_key_value_heads num_global_key_value_heads "
+        "swa_num_key_value_heads num_kv_heads kv_n_heads multi_query_group_num num_experts_per_tok "
+        "num_experts_per_token moe_topk moe_k top_k_experts altup_num_inputs linear_num_key_heads eos_token_id"
+    ),
+    1: (
+        "n_group topk_group num_expert_groups num_limited_groups n_shared_experts moe_num_shared_experts "
+        "first_k_dense_replace num_memory_blocks n_groups mamba_n_groups mamba_ngroups bos_token_id "
+        "decoder_start_token_id"
+    ),
+    0: "num_kv_shared_layers prompt_length encoder_no_repeat_ngram_size no_repeat_ngram_size pad_token_id",
 }
+SIZES: dict[str, Any] = {name: size for size, names in _NAMES.items() for name in names.split()}
+SIZES["hidden_dropout"] = 0.0
 """Sizes of any config that has the field."""
 
 MOST = 20_000_000

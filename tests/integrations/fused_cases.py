@@ -139,44 +139,6 @@ def case_second_turn_crop_and_select(device: str) -> None:
     assert_close(*(go_on(model, cache, prompt(1, 22, seed=5)) for cache in caches))
 
 
-def case_assisted(device: str) -> None:
-    model = model_on(device, "llama-gqa")
-    ids = prompt(1, 8).repeat(1, 3)
-    fused, cache = run(model, "fused", ids, prompt_lookup_num_tokens=3, max_new_tokens=12)
-    assert_close(fused, run(model, "streamed", ids, prompt_lookup_num_tokens=3, max_new_tokens=12)[0])
-    assert set(cache.report()["paths"]) >= {"exact", "staged"}
-
-
-def case_staged(device: str) -> None:
-    """A prompt in chunks: history unpacked for flash attention, the chunk itself causal, by the CUDA kernels."""
-    if device == "cpu":
-        return  # tests/kernels/test_prefill.py, on the emulator
-    for name in ("llama-gqa", "llama-mqa"):
-        for dtype in (torch.float32, torch.bfloat16):
-            model, ids = model_on(device, name).to(dtype), prompt(2, 300).to(device)
-            for spec in ("octopus-3", "turboquant-3", "int-8"):
-                logits = {}
-                for way, max_len in (("streamed", None), ("fused", None), ("fused", 320)):
-                    cache = cache_for(model, spec, attention=way, max_len=max_len, probe=False)
-                    with torch.no_grad():
-                        parts = [model(ids[:, a:b], **passing(model, cache)).logits for a, b in ((0, 90), (90, 299))]
-                    logits[way, max_len] = parts[1].float()
-                    layers = len(cache.layers)
-                    paths = {"exact": layers, "staged" if way == "fused" else way: layers}
-                    assert cache.report()["paths"] == paths, cache.report()["paths"]
-                    if way == "fused":
-                        wanted = logits["streamed", None]
-                        off = float((parts[1].float() - wanted).norm() / wanted.norm())
-                        assert off < (0.03 if dtype == torch.bfloat16 else 0.005), (name, dtype, spec, max_len, off)
-
-
-def case_beams(device: str) -> None:
-    model = model_on(device, "llama-gqa")
-    options = {"num_beams": 3, "output_logits": False}
-    fused, streamed = (run(model, way, prompt(1, 10), **options)[0] for way in ("fused", "streamed"))
-    torch.testing.assert_close(fused.sequences_scores, streamed.sequences_scores, rtol=0.02, atol=0.02)
-
-
 def case_sink_and_window(device: str) -> None:
     """Tokens held dense join the packed ones by log-sum-exp, with learned sinks, after crops and evictions."""
     for key, value in ((SawInt4(), SawInt4(1)), (GroupInt(4, 0), GroupInt(4, 0))):

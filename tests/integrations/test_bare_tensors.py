@@ -33,14 +33,3 @@ def test_chunk_causal_attention_equals_one_masked_call() -> None:
     o = torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=mask)
     expected = layer.out(o.transpose(1, 2).flatten(2))
     torch.testing.assert_close(streamed, expected, rtol=1e-4, atol=1e-5)
-
-
-def test_streams_are_independent() -> None:
-    k, v = torch.randn(2, 1, 4, 40, 64)
-    alone, first, second = (packedkv.LayerCache(packedkv.get("kivi-2:window=4")) for _ in range(3))
-    alone.append(k, v)
-    for a in range(0, 40, 8):  # interleaved with another stream
-        first.append(k[:, :, a : a + 8], v[:, :, a : a + 8])
-        second.append(-2 * k[:, :, a : a + 3], 3 * v[:, :, a : a + 3])
-    assert all(torch.equal(x, y) for x, y in zip(alone.decode(), first.decode(), strict=True))
-    assert (len(alone), len(first), len(second)) == (40, 40, 15)

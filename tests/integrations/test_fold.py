@@ -125,15 +125,6 @@ def test_layers_without_norms_stay_as_they_are():
     assert changed == {f"model.layers.1.self_attn.{p}_proj.weight" for p in "qk"}
 
 
-def test_biases_are_folded_as_well():
-    model = tiny_model("qwen2")
-    before, params = weights(model), fitted(model, prompt())
-    fold_key_norms(model, params)
-    norm = params[0]["key"]["norm"].flatten()
-    name = "model.layers.0.self_attn.k_proj.bias"
-    torch.testing.assert_close(dict(model.named_parameters())[name] * norm, before[name])
-
-
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=lambda d: str(d)[6:])
 def test_16_bit_weights_are_scaled_in_float32(dtype):
     model = tiny_model("llama-gqa").to(dtype)

@@ -537,8 +537,7 @@ def test_what_has_nothing_but_auto_is_not_fitted(model: Any) -> None:
         fit_model(loaded, "saw-int4", TEXT, windows=1, window_tokens=96)
 
 
-def test_files_of_older_versions_have_no_mean(model: Any, tmp_path: Any) -> None:
-    """Params without the field serve the preset as it is asked for today; a cache saved with the weights' mean too."""
+def test_params_fitted_without_a_mean_serve_the_preset(tmp_path: Any) -> None:
     made = tiny_model("llama-gqa", vocab_size=256)
     loaded = LoadedModel(made, tiny_tokenizer(), "llama", "made in the test")
     old = fit_model(loaded, "rope-pairs-3:mean=none", TEXT, windows=1, window_tokens=96).save(tmp_path / "old")
@@ -548,13 +547,6 @@ def test_files_of_older_versions_have_no_mean(model: Any, tmp_path: Any) -> None
     assert cache.report()["mean"] == "none"
     with pytest.raises(FormatError, match="fitted for rope-pairs-3:mean=none, not for rope-pairs-3:mean=pre"):
         packedkv.cache_for(made, "rope-pairs-3:mean=pre", params=tmp_path / "old")
-    cache = packedkv.cache_for(model, SPEC)
-    run(model, cache, prompt(1, 33))
-    wanted = cache.layer_caches[0].decode()[0]
-    for layer in cache.layer_caches:
-        layer.mean = None  # was not written
-    cache.save(tmp_path / "cache")
-    assert torch.equal(packedkv.load_cache(tmp_path / "cache", model).layer_caches[0].decode()[0], wanted)
 
 
 # -- positions ---------------------------------------------------------------------------------------------------------
@@ -574,10 +566,3 @@ def test_runs_of_positions() -> None:
     with pytest.raises(UnsupportedError, match="not consecutive"):
         held.append(torch.tensor([[11, 13]]))
     assert len(held) == 2
-
-
-def test_the_plan_of_a_model_needs_no_rope() -> None:
-    """Nothing is asked of the rotary embedding where a scheme keeps the mean."""
-    made = biased(rope_parameters=DYNAMIC)
-    assert plan_for(made, "decoded").kv_layers
-    packedkv.cache_for(made, "kivi-4")

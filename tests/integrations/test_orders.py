@@ -20,7 +20,7 @@ from torch import Tensor
 
 import packedkv
 from packedkv.errors import UnsupportedError
-from packedkv.integrations.transformers import watching
+from packedkv.integrations.transformers import attention_hooks as watching
 from packedkv.integrations.transformers.argument import passing
 from tests.conftest import tiny_model
 from tests.integrations.test_generate import prompt

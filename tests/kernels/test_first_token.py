@@ -26,7 +26,7 @@ from packedkv.codecs.hqmq import Hqmq
 from packedkv.codecs.octopus import Octopus
 from packedkv.codecs.outliers import Med
 from packedkv.errors import PackedKVWarning
-from packedkv.integrations.transformers import arrivals, cache_for, layers, windowed
+from packedkv.integrations.transformers import cache_for, deferred, layers
 from packedkv.integrations.transformers.argument import passing
 from packedkv.kernels.choose import refusal
 from packedkv.kernels.codecs import ghost, innerq
@@ -102,14 +102,14 @@ def idle(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 @pytest.fixture
 def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each layer encodes its tokens when they come."""
-    monkeypatch.setattr(arrivals, "HELD", 0)
+    monkeypatch.setattr(deferred, "DEFERRED_BYTES", 0)
 
 
 @pytest.fixture
 def waiting(monkeypatch: pytest.MonkeyPatch) -> None:
     """A machine on which a look at a number waits, as a GPU's does."""
-    for module in (arrivals, probe):
-        monkeypatch.setattr(module, "waits", lambda x: True)
+    for module in (deferred, probe):
+        monkeypatch.setattr(module, "synchronizes", lambda x: True)
 
 
 def rows(tokens: int, seed: int = 0, bias: float = 0.0) -> tuple[torch.Tensor, torch.Tensor]:
@@ -233,7 +233,7 @@ def test_constants_of_the_first_tokens_cost_few_operations(
 ) -> None:
     """A kernel fits ghost; layers share angles; the first layer alone looks at the positions."""
     monkeypatch.setattr(OutlierProbe, "_warn_or_refuse", lambda *_: None)
-    monkeypatch.setattr(arrivals.Arrivals, "_refuse", lambda *_: None)  # nobody wrote the means
+    monkeypatch.setattr(deferred.Deferred, "_refuse", lambda *_: None)  # nobody wrote the means
     model = tiny_model("llama-gqa", head_dim=DIM, num_hidden_layers=LAYERS)
     model.set_attn_implementation("packedkv")
     launched, counts = Counter[str](), []
@@ -366,7 +366,7 @@ def test_layers_judged_together_are_judged_as_alone(
             cache.append(k, v)
             alone(number, cache, k)
             with monkeypatch.context() as patch:
-                patch.setattr(probe, "waits", lambda x: True)
+                patch.setattr(probe, "synchronizes", lambda x: True)
                 together(number, cache, k)
         assert not together.found
         together.settle()
@@ -459,7 +459,7 @@ def test_what_waits_for_a_passes_end_holds_no_tokens(
     k, v = (x.clone() for x in rows(300))  # with memory of their own
     for layer in range(LAYERS - 1):
         cache.update(k, v, layer)
-    noted = [note for layer in cache.layers for note in layer.arrivals.noted.values()]
+    noted = [note for layer in cache.layers for note in layer.deferred.checks.values()]
     assert len(noted) >= LAYERS - 1
     for note in noted:
         for x in (*note.largest, *note.dense):
@@ -551,11 +551,11 @@ def test_tokens_that_fill_a_cache_wait_for_the_passs_end(
             cache.update(k, v, layer)
     assert not machine
     assert counted.seen.total() <= 2  # the flags of all layers
-    assert [layer.waits for layer in cache.packed_layers] == [True] * (LAYERS - 1) + [False]
+    assert [layer.has_deferred for layer in cache.packed_layers] == [True] * (LAYERS - 1) + [False]
     cache.update(*rows(150), LAYERS - 1)
-    assert not any(layer.waits for layer in cache.packed_layers)
+    assert not any(layer.has_deferred for layer in cache.packed_layers)
     with monkeypatch.context() as patch:
-        patch.setattr(arrivals, "HELD", 0)
+        patch.setattr(deferred, "DEFERRED_BYTES", 0)
         turn(other := model_cache(spec), 150, last=LAYERS - 1)
         assert [len(layer._cache) for layer in other.packed_layers] == [150] * (LAYERS - 1) + [0]
         other.update(*rows(150), LAYERS - 1)
@@ -586,12 +586,12 @@ def test_tokens_that_wait_take_a_bounded_number_of_bytes(
     idle: None, waiting: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     k, v = rows(90)
-    monkeypatch.setattr(arrivals, "HELD", 2 * (k.nbytes + v.nbytes))
+    monkeypatch.setattr(deferred, "DEFERRED_BYTES", 2 * (k.nbytes + v.nbytes))
     cache = model_cache("saw-int4", probe=False)
     waits = []
     for layer in range(LAYERS):
         cache.update(k, v, layer)
-        waits.append(sum(one.waits for one in cache.packed_layers))
+        waits.append(sum(one.has_deferred for one in cache.packed_layers))
     assert waits == [1, 2, 0, 1, 0]
 
 
@@ -599,7 +599,7 @@ def test_tokens_that_wait_are_dropped_with_their_cache(machine: dict[str, Any], 
     cache = model_cache("saw-int4")
     turn(cache, 90, last=3)
     cache.reset()
-    assert not cache.packed_layers[0].arrivals.waiting
+    assert not cache.packed_layers[0].deferred.appends
     assert len(cache.layers[1].cache) == 0
     turn(cache, 60, 1)
     turn(other := model_cache("saw-int4"), 60, 1)
@@ -646,8 +646,8 @@ def test_what_a_decode_step_could_not_hold_is_told_by_the_next_turn(machine: dic
 @pytest.mark.parametrize("fresh", [40, 200])
 def test_a_windows_tokens_come_back(fresh: int, machine: dict[str, Any], waiting: None) -> None:
     """Of a layer that attended already, and dropped what no later query sees."""
-    noted, scheme = arrivals.Arrivals(2), packedkv.get("saw-int4")
-    window = windowed.WindowedLayer(
+    noted, scheme = deferred.Deferred(2), packedkv.get("saw-int4")
+    window = layers.PackedCacheLayer(
         FusedLayerCache(scheme, layer=0), 0, "fused", "exact", noted, window=96, kind="sliding_attention"
     )
     full = layers.PackedCacheLayer(FusedLayerCache(scheme, layer=1), 1, "fused", "exact", noted)

@@ -18,9 +18,9 @@ from tests.cli.tiny import TEXT, tiny_llama, tiny_tokenizer
 from tests.conftest import own_threads
 
 import packedkv
+from packedkv.cli.measure.caches import packed_cache
 from packedkv.cli.measure.perplexity import compressed_logits
 from packedkv.errors import FormatError, ModelError, SpecError, UnsupportedError
-from packedkv.integrations.transformers.recording import packed_cache
 from packedkv.models.loading import LoadedModel, load
 
 pytest.importorskip("lm_eval", reason="needs the extra eval: make test-eval")

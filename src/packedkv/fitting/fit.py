@@ -28,7 +28,7 @@ from packedkv.errors import FitError, KVError, ModelError
 from packedkv.files.params import FittedParams, sites_to_fit
 from packedkv.fitting import samples
 from packedkv.fitting.backward import NoGradientsError, from_embeddings, gradients
-from packedkv.integrations.transformers.watching import watched
+from packedkv.integrations.transformers.attention_hooks import watched
 from packedkv.models.loading import LoadedModel
 from packedkv.models.windows import WINDOW_TOKENS, check_window, split_windows, tokenize
 from packedkv.progress import Progress
@@ -156,22 +156,23 @@ def fit_model(
     >>> fitted = fit_model(load("smollm2-135m"), "innerq-base", text.text)  # doctest: +SKIP
     >>> fitted.save("innerq.safetensors")  # doctest: +SKIP
     """
-    from packedkv.integrations.transformers.biases import rotary_of  # needs transformers
+    from packedkv.integrations.transformers.build import layer_schemes, resolve_means  # needs transformers
     from packedkv.integrations.transformers.identity import identify
     from packedkv.integrations.transformers.plan import plan_for
-    from packedkv.integrations.transformers.schemes import check_layouts, decided
+    from packedkv.integrations.transformers.rope import rotary_of
 
     scheme, shown = get(spec), progress or Progress(False)
     check_fit(scheme, text, window_tokens)
     plan = plan_for(model.model, "decoded")
     layers = [layer.index for layer in plan.kv_layers]
-    schemes = decided(model.model, plan, scheme)
-    check_layouts(plan, schemes)
+    schemes = resolve_means(model.model, plan, scheme, layer_schemes(plan, scheme))
     scheme = scheme.with_means([own.mean for own in schemes])
     means: dict[int, MeanRemoval] = {}
     for layer, own in zip(plan.kv_layers, schemes, strict=True):
         if own.mean in ("pre", "post"):
-            means[layer.index] = MeanRemoval(own.mean, rotary_of(model.model, layer) if own.mean == "pre" else None)
+            means[layer.index] = MeanRemoval(
+                own.mean, rotary_of(model.model, layer.index) if own.mean == "pre" else None
+            )
     sites = sites_to_fit(scheme, layers)
     if not sites:
         raise FitError(f"{scheme}: all {len(layers)} KV layers of {model.name} are dense; there is nothing to fit.")

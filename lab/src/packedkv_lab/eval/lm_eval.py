@@ -38,6 +38,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from packedkv import __version__
+from packedkv.cli.measure.caches import CacheMaker, Prefill, attention_of, packed_cache
 from packedkv.cli.measure.perplexity import EXACT_CALL_TOKENS
 from packedkv.codec import Dense
 from packedkv.description import describe
@@ -45,7 +46,6 @@ from packedkv.errors import FormatError, KVError, ModelError, SpecError, Unsuppo
 from packedkv.files.params import LayerParams
 from packedkv.integrations.transformers.argument import passing
 from packedkv.integrations.transformers.identity import load_params
-from packedkv.integrations.transformers.recording import CacheMaker, Prefill, attention_of, packed_cache
 from packedkv.models import loading as models
 from packedkv.models.named import NAMED
 from packedkv.registry import get, load_file

@@ -19,12 +19,12 @@ from typing import Any
 
 import torch
 
+from packedkv.cli.measure.caches import Prefill, packed_cache
 from packedkv.cli.measure.perplexity import Reference, uncompressed
 from packedkv.cli.measure.quantized_cache import QuantizedCacheMaker, QuantizedCacheSpec, scheme_of
 from packedkv.cli.measure.rows import Row, write_lines
 from packedkv.errors import KVError, ModelError, SpecError
 from packedkv.files.params import FittedParams, match_params
-from packedkv.integrations.transformers.recording import Prefill, packed_cache
 from packedkv.models.loading import LoadedModel
 from packedkv.models.windows import positions_of
 from packedkv.progress import Progress

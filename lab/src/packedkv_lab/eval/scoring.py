@@ -20,12 +20,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from packedkv.cli.measure.caches import CacheMaker, Prefill
 from packedkv.cli.measure.perplexity import EXACT_CALL_TOKENS, Reference, TokenScores
 from packedkv.cli.measure.quantized_cache import QuantizedCacheMaker, QuantizedCacheSpec, quantized_cache_of
 from packedkv.errors import ModelError
 from packedkv.files.params import LayerParams
 from packedkv.integrations.transformers.argument import passing
-from packedkv.integrations.transformers.recording import CacheMaker, Prefill
 from packedkv.models.windows import positions_of
 from packedkv.scheme import KVScheme
 from packedkv_lab.eval.tasks.base import token_ids

@@ -30,8 +30,8 @@ from torch import Tensor, nn
 
 from packedkv.codec import Site
 from packedkv.errors import SpecError, UnsupportedError
-from packedkv.integrations.transformers.watching import watched
-from packedkv.integrations.transformers.weights import (
+from packedkv.integrations.transformers.attention_hooks import watched
+from packedkv.integrations.transformers.fold import (
     ChangedWeights,
     attention_modules,
     check_linear,

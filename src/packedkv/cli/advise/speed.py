@@ -5,10 +5,10 @@ from typing import Any
 
 from torch import Tensor
 
+from packedkv.cli.measure.caches import generating_cache
 from packedkv.cli.measure.generation import greedy, uncompressed
 from packedkv.errors import PackedKVWarning
-from packedkv.integrations.transformers.recording import generating_cache
-from packedkv.integrations.transformers.watching import implementation
+from packedkv.integrations.transformers.attention_hooks import implementation
 from packedkv.scheme import KVScheme
 
 NEW_TOKENS = 16

@@ -15,6 +15,7 @@ from typing import Any
 from torch import Tensor
 
 from packedkv.cli.measure import fidelity, generation, perplexity
+from packedkv.cli.measure.caches import Prefill, generating_cache, packed_cache
 from packedkv.cli.measure.fidelity import Fidelity
 from packedkv.cli.measure.generation import Generation
 from packedkv.cli.measure.perplexity import Quality, WindowScore
@@ -22,8 +23,7 @@ from packedkv.cli.measure.rows import Row
 from packedkv.cli.stamp import versions
 from packedkv.errors import BrokenPresetError, PackedKVWarning, SpecError, UnsupportedError
 from packedkv.files.params import FittedParams, match_params
-from packedkv.integrations.transformers.recording import Prefill, generating_cache, packed_cache
-from packedkv.integrations.transformers.watching import implementation
+from packedkv.integrations.transformers.attention_hooks import implementation
 from packedkv.key_bias import Probe
 from packedkv.models import windows as text_windows
 from packedkv.models.loading import LoadedModel

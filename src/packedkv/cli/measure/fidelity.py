@@ -18,7 +18,7 @@ from torch import Tensor
 from packedkv.attention import rounded_queries
 from packedkv.compressed import compress
 from packedkv.files.params import LayerParams
-from packedkv.integrations.transformers.watching import watched
+from packedkv.integrations.transformers.attention_hooks import watched
 from packedkv.registry import get
 from packedkv.scheme import KVScheme
 

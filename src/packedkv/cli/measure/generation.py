@@ -25,8 +25,8 @@ from torch import Tensor
 
 from packedkv.errors import UnsupportedError
 from packedkv.integrations.transformers.argument import passing
+from packedkv.integrations.transformers.attention_hooks import implementation
 from packedkv.integrations.transformers.rope import record_positions
-from packedkv.integrations.transformers.watching import implementation
 
 PROMPT_TOKENS = 256
 NEW_TOKENS = 32

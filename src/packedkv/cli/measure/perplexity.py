@@ -23,9 +23,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from packedkv.cli.measure.caches import Prefill, packed_cache
 from packedkv.files.params import LayerParams
 from packedkv.integrations.transformers.argument import passing
-from packedkv.integrations.transformers.recording import Prefill, packed_cache
 from packedkv.key_bias import Probe
 from packedkv.scheme import KVScheme
 

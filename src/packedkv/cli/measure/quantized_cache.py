@@ -31,8 +31,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from packedkv.cli.measure.caches import Prefill
 from packedkv.errors import SpecError, UnsupportedError, nearest
-from packedkv.integrations.transformers.recording import Prefill
 from packedkv.registry import get
 from packedkv.scheme import KVScheme
 

@@ -21,14 +21,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from packedkv.cli.measure.caches import attention_of
 from packedkv.cli.measure.perplexity import Reference, summarize, uncompressed
 from packedkv.cli.measure.rows import Row
 from packedkv.codec import ROLES, Role
 from packedkv.errors import FormatError, KVError
 from packedkv.integrations.transformers.argument import passing
+from packedkv.integrations.transformers.attention_hooks import implementation
 from packedkv.integrations.transformers.plan import ATTENTION_NAME, plan_for
-from packedkv.integrations.transformers.recording import attention_of
-from packedkv.integrations.transformers.watching import implementation
 from packedkv.models.loading import LoadedModel
 from packedkv.progress import Progress
 from packedkv.recipe import LayerChoice

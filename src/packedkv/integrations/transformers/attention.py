@@ -5,7 +5,8 @@ the pages from the handle, chunk by chunk or in the fused kernels. The handle ca
 share a model. With plain tensors (the exact prefill, or another cache) it is ordinary attention.
 """
 
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -13,7 +14,7 @@ from torch.nn.functional import pad
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import causal_mask_function, sdpa_mask
 
-from packedkv.attention import Seen, partial, with_sinks
+from packedkv.attention import Seen, attend_parts
 from packedkv.cache.device import DeviceCache
 from packedkv.cache.host import attend
 from packedkv.errors import ShapeError, UnsupportedError
@@ -76,104 +77,95 @@ def packedkv_attention(
         raise UnsupportedError(
             f"attention {ATTENTION_NAME!r} has no dropout (got {dropout}); call model.eval() before generating."
         )
-    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
     if attention_mask is None and getattr(module, "is_decoder", False):
         causal = True  # ``packedkv_mask`` leaves out no other; some decoders (NLLB) do not say that they are causal
-    if not isinstance(key, PackedKV) and attention_mask is not None:
+    scoring = Scoring(query.shape[-1] ** -0.5 if scaling is None else scaling, causal, s_aux, softcap or 0.0)
+    if isinstance(key, PackedKV):
+        return _packed(query, key.layer, attention_mask, scoring).transpose(1, 2).contiguous(), None
+    n, held = query.shape[2], key.shape[2]
+    if attention_mask is not None:
         filled: PackedCacheLayer | None = getattr(key, LAYER, None)
         if filled is not None and not torch.compiler.is_compiling():
             filled.hides_more = _hides(attention_mask, filled)
-        attention_mask = attention_mask[..., : key.shape[2]]  # a static cache is masked to its full capacity
-    if isinstance(key, PackedKV):
-        way = _streamed
-        if isinstance(key.layer.cache, DeviceCache):
-            compiled = torch.compiler.is_compiling()  # where a mask of the encoder's output is not looked at
-            one = query.shape[2] == 1 and not (compiled and key.layer.is_cross and attention_mask is not None)
-            way = _token if one else _chunk_apart if compiled else _chunk
-        out = way(query, key.layer, attention_mask, scale, causal, s_aux, softcap or 0.0)
-    elif s_aux is None and not softcap:
-        n, held = query.shape[2], key.shape[2]
-        if attention_mask is None and causal and 1 < n < held:  # torch would let the first query see one key
-            attention_mask = torch.ones(n, held, dtype=torch.bool, device=query.device).tril(held - n)
-        out, _ = sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scale, is_causal=causal)
-        return out, None
-    else:
-        out = _dense(query, key, value, attention_mask, scale, causal, s_aux, softcap or 0.0)
-    return out.transpose(1, 2).contiguous(), None
+        attention_mask = attention_mask[..., :held]  # a static cache is masked to its full capacity
+    if s_aux is not None or softcap:
+        return _dense(query, key, value, attention_mask, scoring).transpose(1, 2).contiguous(), None
+    if attention_mask is None and causal and 1 < n < held:  # torch would let the first query see one key
+        attention_mask = torch.ones(n, held, dtype=torch.bool, device=query.device).tril(held - n)
+    out, _ = sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling, is_causal=causal)
+    return out, None
 
 
-def _streamed(
-    query: Tensor,
-    layer: PackedCacheLayer,
-    mask: Tensor | None,
-    scale: float,
-    causal: bool,
-    sinks: Tensor | None,
-    softcap: float,
-) -> Tensor:
-    """Attention over pages decoded a chunk at a time, by the reference."""
-    cache = layer.cache
-    if mask is not None:
-        mask = _fit_mask(mask, len(cache), layer.is_sliding)
-    out = attend(query, cache, scale=scale, mask=mask, causal=causal, sinks=sinks, softcap=softcap)
-    layer.attended("streamed", lambda: layer.streamed_bytes(query))
-    return out
+class Scoring(NamedTuple):
+    """How scores are computed and weighed: arguments of ``packedkv_attention``."""
+
+    scale: float
+    causal: bool
+    sink_logits: Tensor | None
+    softcap: float
 
 
-def _token(
-    query: Tensor,
-    layer: PackedCacheLayer,
-    mask: Tensor | None,
-    scale: float,
-    causal: bool,
-    sinks: Tensor | None,
-    softcap: float,
-) -> Tensor:
-    """Attention of one query token over a fused cache; the newest token sees all others, causal or not."""
-    if mask is not None and _hides_more(mask, layer):
-        return (_chunk_apart if torch.compiler.is_compiling() else _chunk)(
-            query, layer, mask, scale, causal, sinks, softcap
-        )
-    cache = layer.cache
-    assert isinstance(cache, DeviceCache)
-    start = None if mask is None else _visible_from(mask, layer)
-    out = cache.attend_token(query, scale=scale, sinks=sinks, start=start, softcap=softcap)
+def _packed(query: Tensor, layer: PackedCacheLayer, mask: Tensor | None, scoring: Scoring) -> Tensor:
+    """Attention over packed pages: by kernels, or by the reference, which decodes a chunk at a time."""
+    cache, (scale, causal, sink_logits, softcap) = layer.cache, scoring
+    if not isinstance(cache, DeviceCache):
+        if mask is not None:
+            mask = _fit_mask(mask, len(cache), layer.is_sliding)
+        out = attend(query, cache, scale=scale, mask=mask, causal=causal, sinks=sink_logits, softcap=softcap)
+        layer.attended("streamed", lambda: layer.streamed_bytes(query))
+        return out
+    compiled = torch.compiler.is_compiling()
+    unread = compiled and layer.is_cross and mask is not None  # masks of an encoder's output are not read there
+    if query.shape[2] > 1 or unread or (mask is not None and _hides_more(mask, layer)):
+        return (_several_apart if compiled else _several)(query, layer, mask, scoring)
+    start = None if mask is None else _visible_from(mask, layer)  # the newest token sees all others
+    out = cache.attend_token(query, scale=scale, sinks=sink_logits, start=start, softcap=softcap)
     layer.attended("fused", lambda: cache.workspace_bytes(query))
     return out
 
 
-def _chunk(
-    query: Tensor,
-    layer: PackedCacheLayer,
-    mask: Tensor | None,
-    scale: float,
-    causal: bool,
-    sinks: Tensor | None,
-    softcap: float,
-) -> Tensor:
+def _several(query: Tensor, layer: PackedCacheLayer, mask: Tensor | None, scoring: Scoring) -> Tensor:
     """Attention of several query tokens over a fused cache."""
     cache = layer.cache
     assert isinstance(cache, DeviceCache)
     cache.synchronize()
-    rules = Seen(causal, mask=mask) if mask is None or layer.is_cross else _rules(mask, layer, cache.host_tokens())
-    rules = rules._replace(softcap=softcap)
+    rules = Seen(scoring.causal, mask=mask)
+    if mask is not None and not layer.is_cross:
+        rules = _rules(mask, layer, cache.host_tokens())
+    rules = rules._replace(softcap=scoring.softcap)
     if len(rules.start) == 1:
         rules = rules._replace(start=rules.start * query.shape[0])
-    out = cache.attend_chunk(query, scale=scale, sinks=sinks, seen=rules)
+    out = cache.attend_chunk(query, scale=scoring.scale, sinks=scoring.sink_logits, seen=rules)
     layer.hides_more = rules.mask is not None and _hides(rules.mask, layer)
     flash = by_flash(rules, query.shape[3])
     layer.attended("staged" if flash else "scored", lambda: cache.chunk_workspace_bytes(query, flash))
     return out
 
 
-_chunk_apart = torch.compiler.disable(_chunk)  # reads lengths and masks on the host
+_several_apart = torch.compiler.disable(_several)  # reads lengths and masks on the host
+
+
+def _dense(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scoring: Scoring) -> Tensor:
+    """Attention over plain tensors with learned sinks or a soft cap, some query rows at a time."""
+    (scale, causal, sink_logits, softcap), (n, total), outs = scoring, (q.shape[2], k.shape[2]), []
+    for first in range(0, n, QUERY_CHUNK):
+        rows = q[:, :, first : first + QUERY_CHUNK]
+        rows_mask = None if mask is None else mask[:, :, first : first + QUERY_CHUNK]
+        seen = total - n + first + rows.shape[2] if causal and mask is None else total
+        parts = [(k[:, :, :seen], v[:, :, :seen])]
+        outs.append(
+            attend_parts(
+                rows, parts, seen, scale=scale, mask=rows_mask, causal=causal, sinks=sink_logits, softcap=softcap
+            )
+        )
+    return torch.cat(outs, 2)
 
 
 def _rules(mask: Tensor, layer: PackedCacheLayer, held: int) -> Seen:
     """Reduce a mask of several queries to causal, window and left padding, if it means just that.
 
-    One synchronisation per mask: the layers of a model share it, and the result is stored as its attribute.
+    One synchronization per mask: the layers of a model share it, and the result is stored as its attribute.
     """
     window, chunk, place = layer.reach(held)
     asked = (held, window, chunk, place)
@@ -232,7 +224,7 @@ def _visible_from(mask: Tensor, layer: PackedCacheLayer) -> Tensor:
 def _hides_more(mask: Tensor, layer: PackedCacheLayer) -> bool:
     """Whether the mask of one query token hides more than left padding, which the decode kernels do not serve.
 
-    On a GPU the mask is read (a synchronisation) in the first step after a pass of several tokens: steps of one token
+    On a GPU the mask is read (a synchronization) in the first step after a pass of several tokens: steps of one token
     hide none.
     """
     tracing = torch.compiler.is_compiling() or (mask.is_cuda and torch.cuda.is_current_stream_capturing())
@@ -242,7 +234,7 @@ def _hides_more(mask: Tensor, layer: PackedCacheLayer) -> bool:
 
 
 def _hides(mask: Tensor, layer: PackedCacheLayer) -> bool:
-    """As ``_hides_more``, of the last query of a mask ``[B, 1, n, N]``; read once for all layers (synchronises)."""
+    """As ``_hides_more``, of the last query of a mask ``[B, 1, n, N]``; read once for all layers (synchronizes)."""
     known: dict[tuple[bool, bool], bool] = getattr(mask, HIDES, {})
     kind = layer.is_cross, layer.is_compileable
     if kind not in known:
@@ -283,7 +275,7 @@ def _fit_mask(mask: Tensor, held: int, sliding: bool) -> Tensor:
 
 
 def left_padding(mask: Tensor) -> Tensor:
-    """Count the hidden tokens before the first visible one: int32 ``[B]``, without synchronising.
+    """Count the hidden tokens before the first visible one: int32 ``[B]``, without synchronizing.
 
     Parameters
     ----------
@@ -293,41 +285,13 @@ def left_padding(mask: Tensor) -> Tensor:
     return _seen(mask).to(torch.uint8).argmax(-1).to(torch.int32)
 
 
-def _dense(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    mask: Tensor | None,
-    scale: float,
-    causal: bool,
-    sinks: Tensor | None,
-    softcap: float,
-) -> Tensor:
-    """Attention over plain tensors with learned sinks or a soft cap."""
-    n, total = q.shape[2], k.shape[2]
-    outs = []
-    for first in range(0, n, QUERY_CHUNK):
-        rows = q[:, :, first : first + QUERY_CHUNK]
-        hidden = None
-        if mask is not None:
-            hidden = mask[:, :, first : first + QUERY_CHUNK, :total]
-        elif causal and n > 1:
-            at = torch.arange(first, first + rows.shape[2], device=q.device) + total - n
-            hidden = torch.arange(total, device=q.device)[None, :] <= at[:, None]
-        if hidden is not None and hidden.dtype == torch.bool:
-            hidden = torch.zeros(hidden.shape, device=q.device).masked_fill_(~hidden, -torch.inf)
-        part = partial(rows, k, v, scale, hidden, softcap)
-        outs.append(with_sinks(part, sinks).to(q.dtype))
-    return torch.cat(outs, 2)
-
-
 def packedkv_mask(*args: Any, **kwargs: Any) -> Tensor | None:
     """transformers' SDPA mask; None where queries see all tokens up to their own, the newest ones being theirs.
 
     For one query token the mask also carries the start of each sequence: the fused kernel needs only the starts, which
     are reduced from the mask once here, not in every layer.
     """
-    if _is_causal(**kwargs):
+    if _is_causal(kwargs):
         return None
     if getattr(kwargs.get("config"), "is_encoder_decoder", False):
         kwargs["allow_is_bidirectional_skip"] = False  # None is causal
@@ -337,25 +301,15 @@ def packedkv_mask(*args: Any, **kwargs: Any) -> Tensor | None:
     return mask
 
 
-def _is_causal(
-    *,
-    q_length: int = 0,
-    kv_length: int = 0,
-    q_offset: int | Tensor = 0,
-    kv_offset: int = 0,
-    mask_function: Any = None,
-    attention_mask: Tensor | None = None,
-    local_size: int | None = None,
-    allow_is_causal_skip: bool = False,
-    **_more: Any,
-) -> bool:
-    """Whether a mask of these arguments says no more than causal; False where a number would have to be looked at."""
+def _is_causal(options: Mapping[str, Any]) -> bool:
+    """Whether a mask of these options is causal and no more; False where a number of a tensor decides."""
+    offset = options.get("q_offset", 0)
     return (
-        allow_is_causal_skip
+        options.get("allow_is_causal_skip", False)
         and not torch.compiler.is_compiling()
-        and attention_mask is None
-        and local_size is None
-        and mask_function is causal_mask_function
-        and isinstance(q_offset, int)
-        and q_offset + q_length == kv_offset + kv_length
+        and options.get("attention_mask") is None
+        and options.get("local_size") is None
+        and options.get("mask_function") is causal_mask_function
+        and isinstance(offset, int)
+        and offset + options.get("q_length", 0) == options.get("kv_offset", 0) + options.get("kv_length", 0)
     )

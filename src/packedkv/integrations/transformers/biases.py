@@ -1,4 +1,4 @@
-"""Key biases of a transformers model, and which mean its RoPE allows its keys to be encoded without."""
+"""Key biases of a transformers model, and which mean its RoPE allows to subtract from its keys."""
 
 import weakref
 from typing import Any
@@ -6,11 +6,10 @@ from typing import Any
 from torch import nn
 
 from packedkv.errors import UnsupportedError
-from packedkv.integrations.transformers.plan import LayerPlan, ModelPlan
-from packedkv.integrations.transformers.rope import rope_of
+from packedkv.integrations.transformers.plan import ModelPlan
+from packedkv.integrations.transformers.rope import has_rotary
 from packedkv.key_bias import KeyBiases
 from packedkv.key_layer import KeyLayer, key_layer
-from packedkv.ops.rope import Rotary
 from packedkv.scheme import Mean
 
 _known: "weakref.WeakKeyDictionary[nn.Module, tuple[tuple[Any, ...], KeyBiases]]" = weakref.WeakKeyDictionary()
@@ -36,8 +35,8 @@ def biases_of(model: Any, plan: ModelPlan) -> KeyBiases | None:
         return None
     if found.unread and all(p.is_meta for p in model.parameters()):  # no weights, and no hook that brings them
         return None
-    biased = [layer for layer in plan.kv_layers if layer.index in found.layers or layer.index in found.unread]
-    mean: Mean = "pre" if all(is_followed(model, layer) for layer in biased) else "post"
+    biased = [index for index in order if index in found.layers or index in found.unread]
+    mean: Mean = "pre" if all(has_rotary(model, index) for index in biased) else "post"
     found.removable = lambda scheme: mean
     if not found.unread:  # values may be read later
         _known[model] = found.versions(), found
@@ -73,28 +72,3 @@ def _layers_of(model: Any, wanted: set[int]) -> list[KeyLayer]:
     if len({layer.index for layer in found}) != len(found):
         raise UnsupportedError("two attention modules of one layer")
     return found
-
-
-def rotary_of(model: Any, layer: LayerPlan) -> Rotary:
-    """How the model turns the keys of a layer.
-
-    Raises
-    ------
-    UnsupportedError
-        In a way that ``mean=pre`` cannot follow.
-    """
-    rope = rope_of(model)
-    if (found := rope.attention(layer.index, model)) is None:
-        raise UnsupportedError(
-            f"{type(model).__name__}: no module of layer {layer.index} was found; use mean=post or mean=none."
-        )
-    return rope.rotary(found)
-
-
-def is_followed(model: Any, layer: LayerPlan) -> bool:
-    """Whether ``mean=pre`` can follow how the model turns the keys of a layer."""
-    try:
-        rotary_of(model, layer)
-    except UnsupportedError:
-        return False
-    return True

@@ -15,6 +15,7 @@ The last two need the attention function, which importing this module registers:
     model.set_attn_implementation("packedkv")
 """
 
+from collections import Counter
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
@@ -25,42 +26,19 @@ from transformers.cache_utils import Cache, EncoderDecoderCache
 
 from packedkv.cache.device import DeviceCache
 from packedkv.cache.host import LayerCache
-from packedkv.codec import ROLES, Site
-from packedkv.errors import FitError, FormatError, SpecError, UnsupportedError, nearest
+from packedkv.errors import BrokenPresetError, FitError, FormatError, SpecError, UnsupportedError, nearest
 from packedkv.files.container import BROKEN_JSON
-from packedkv.files.params import FittedParams, LayerParams, check_given, check_queries
+from packedkv.files.params import LayerParams
 from packedkv.integrations.transformers.argument import unwrapped
-from packedkv.integrations.transformers.arrivals import Arrivals
 from packedkv.integrations.transformers.attention import packedkv_attention, packedkv_mask
-from packedkv.integrations.transformers.cross import CrossCache
-from packedkv.integrations.transformers.identity import check_params, load_params
-from packedkv.integrations.transformers.layers import PackedCacheLayer, Prefill
-from packedkv.integrations.transformers.making import (
-    Trial,
-    check_rounding,
-    kernels_of,
-    layers_of,
-    outlier_probe,
-    sites_of,
-    unfused_reason,
-)
-from packedkv.integrations.transformers.plan import (
-    ATTENTION_NAME,
-    Attention,
-    LayerPlan,
-    ModelPlan,
-    check_fits,
-    plan_for,
-)
+from packedkv.integrations.transformers.build import Parts, acceptance, build
+from packedkv.integrations.transformers.layers import CrossCache, PackedCacheLayer, Prefill
+from packedkv.integrations.transformers.plan import ATTENTION_NAME, Attention, LayerPlan, ModelPlan
 from packedkv.integrations.transformers.rope import hook_of
-from packedkv.integrations.transformers.schemes import by_layer, check_layouts, decided
-from packedkv.integrations.transformers.windowed import WindowedLayer
 from packedkv.key_bias import Probe, probe_option
-from packedkv.probe import OutlierProbe
 from packedkv.probe import report as probe_report
 from packedkv.registry import from_json, get
 from packedkv.scheme import KVScheme
-from packedkv.store.site import check_role
 
 AttentionInterface.register(ATTENTION_NAME, packedkv_attention)
 AttentionMaskInterface.register(ATTENTION_NAME, packedkv_mask)
@@ -74,29 +52,18 @@ class KVCache(Cache):  # type: ignore[misc]
 
     Parameters
     ----------
-    layers : list
-        One cache layer per layer of the model that has one.
-    scheme : KVScheme
-    plan : ModelPlan
-    options : dict
-        ``prefill, attention, seed, page_tokens`` as given.
-    probe : OutlierProbe or None
+    parts : Parts
+        One cache layer per layer of the model that has one, the scheme, the model's plan, ``prefill, attention, seed,
+        page_tokens`` as given, and the probe.
     """
 
     unfused = ""
     """Why ``attention`` is not ``fused``, where it was left to ``cache_for``."""
 
-    def __init__(
-        self,
-        layers: list[Any],
-        scheme: KVScheme,
-        plan: ModelPlan,
-        options: dict[str, Any],
-        probe: OutlierProbe | None,
-    ) -> None:
-        Cache.__init__(self, layers=layers)
-        self.scheme, self.plan, self.options, self.probe = scheme, plan, options, probe
-        self.layer_class_to_replicate = partial(_refuse_layer, plan.name, len(layers))  # called for a layer beyond them
+    def __init__(self, parts: Parts) -> None:
+        Cache.__init__(self, layers=parts.layers)
+        _, self.scheme, self.plan, self.options, self.probe = parts
+        self.layer_class_to_replicate = partial(_refuse_layer, self.plan.name, len(parts.layers))  # beyond them
 
     @property
     def packed_layers(self) -> list[PackedCacheLayer]:
@@ -110,7 +77,7 @@ class KVCache(Cache):  # type: ignore[misc]
         return [layer.cache for layer in self.packed_layers]
 
     def settle(self) -> None:
-        """Check what a forward pass that stopped half-way has left (one synchronisation); called before every read.
+        """Check what a forward pass that stopped half-way has left (one synchronization); called before every read.
 
         Raises
         ------
@@ -118,7 +85,7 @@ class KVCache(Cache):  # type: ignore[misc]
             NaN, Inf or |x| > 65504 in its tokens; they are dropped.
         """
         for packed in self.packed_layers[:1]:
-            packed.arrivals.settle()
+            packed.deferred.settle()
 
     def report(self) -> dict[str, Any]:
         """Measure what the cache holds.
@@ -144,21 +111,17 @@ class KVCache(Cache):  # type: ignore[misc]
         layers = [_layer_report(layer) for layer in self.packed_layers]
         total = sum(layer["total_bytes"] for layer in layers)
         elements = sum(cache.elements() for cache in self.layer_caches)
-        parts: dict[str, int] = {}
+        parts, paths = Counter[str](), Counter[str]()
         for layer in layers:
-            for part, size in layer["bytes"].items():
-                parts[part] = parts.get(part, 0) + size
-        paths: dict[str, int] = {}
-        for packed in self.packed_layers:
-            for path, count in packed.calls.items():
-                paths[path] = paths.get(path, 0) + count
+            parts.update(layer["bytes"])
+            paths.update(layer["calls"])
         dim = self._head_dim()
         return {
             "spec": str(self.scheme),
             "model": self.plan.name,
             "tokens": int(self.get_seq_length()),
             "batch": max((cache.batch for cache in self.layer_caches), default=0),
-            "bytes": parts,
+            "bytes": dict(parts),
             "total_bytes": total,
             "constant_bytes": sum(cache.constant_bytes() for cache in self.layer_caches),
             "effective_bits": total * 8 / elements if elements else 0.0,
@@ -170,7 +133,7 @@ class KVCache(Cache):  # type: ignore[misc]
             "prefill": self.options["prefill"],
             "attention": self.options["attention"],
             "unfused": self.unfused,
-            "paths": {path: count for path, count in paths.items() if count},
+            "paths": dict(paths),
             "compiled": any(layer.compiled for layer in self.packed_layers),
             "keys": probe_report(self.probe) if self.probe else {},
             "layers": layers,
@@ -234,25 +197,14 @@ class EncoderDecoderKVCache(KVCache, EncoderDecoderCache):  # type: ignore[misc]
 
     A cache belongs to one input of the encoder; ``reset`` it before the next one. ``layers`` and the report have the
     decoder's layers first, then as many of cross-attention.
-
-    Parameters
-    ----------
-    As ``KVCache``.
     """
 
-    def __init__(
-        self,
-        layers: list[Any],
-        scheme: KVScheme,
-        plan: ModelPlan,
-        options: dict[str, Any],
-        probe: OutlierProbe | None,
-    ) -> None:
-        super().__init__(layers, scheme, plan, options, probe)
-        own = sum(not layer.is_cross for layer in plan.layers)
-        EncoderDecoderCache.__init__(self, Cache(layers=layers[:own]), CrossCache(layers[own:]))
+    def __init__(self, parts: Parts) -> None:
+        super().__init__(parts)
+        own = sum(not layer.is_cross for layer in self.plan.layers)
+        EncoderDecoderCache.__init__(self, Cache(layers=parts.layers[:own]), CrossCache(parts.layers[own:]))
         for half in (self.self_attention_cache, self.cross_attention_cache):
-            half.layer_class_to_replicate = partial(_refuse_layer, plan.name, own)
+            half.layer_class_to_replicate = partial(_refuse_layer, self.plan.name, own)
 
     @property
     def cross_attention_cache(self) -> Cache:
@@ -309,7 +261,7 @@ def cache_for(
         Tokens of a page; default 64, rounded up to whole blocks.
     max_len : int, optional
         Tokens to allocate for at once; more are refused. With ``fused`` the cache is then static: a decode step neither
-        synchronises nor allocates, so it can be captured in a CUDA graph.
+        synchronizes nor allocates, so it can be captured in a CUDA graph.
     probe : {"refuse", "warn", "off"} or bool
         What to do if the codec breaks on this model's keys. Large key biases are found in the weights, before the first
         token; outlier channels otherwise on the first prefill. ``refuse`` or True: raise, and name
@@ -343,47 +295,27 @@ def cache_for(
         _check_option("attention", attention, get_args(Attention))
     if max_len is not None and (not isinstance(max_len, int) or max_len < 1):
         raise SpecError(f"max_len={max_len!r}: expected a whole number of tokens, at least 1, or None.")
-    action = probe_option(probe)
     model_or_config, scheme = unwrapped(model_or_config), get(spec)
-    again: dict[str, Any] = {"prefill": prefill, "seed": seed, "page_tokens": page_tokens, "max_len": max_len}
-    trial = Trial(partial(cache_for, attention=attention, probe="off", **again), model_or_config)
-    left_open, unfused = attention is None, ""
+    options: dict[str, Any] = {"prefill": prefill, "seed": seed, "page_tokens": page_tokens}
+    again = partial(cache_for, attention=attention, max_len=max_len, probe="off", **options)
+    last = max_len, probe_option(probe), acceptance(again, model_or_config)
+    parts, unfused = None, ""
     if attention is None:
-        unfused = unfused_reason(model_or_config)
-        attention = "decoded" if unfused else "fused"
-    check_rounding(scheme, attention)
-    plan = plan_for(model_or_config, attention, encoder_decoder=True)
-    kv_layers = plan.kv_layers
-    schemes = by_layer(plan, scheme)
-    check_layouts(plan, schemes, page_tokens)
-    given = _given(params, model_or_config, scheme, seed)
-    check_given(plan.name, [layer.index for layer in kv_layers], given)
-    for layer, own in zip(kv_layers, schemes, strict=True):
-        if layer.heads and layer.head_dim and layer.index in given:
-            for role in ROLES:
-                site = Site(layer.index, role, layer.heads, layer.head_dim, seed)
-                check_role(own.codec(role), site, given[layer.index])
-    for stack in plan.stacks:
-        check_queries(scheme, [layer.index for layer in stack], given)
-    schemes = decided(model_or_config, plan, scheme, given)
-    scheme = scheme.with_means([own.mean for own in schemes[: len(plan.stacks[0])]])
-    watch = outlier_probe(model_or_config, plan, scheme, given, action, trial)
-    sites = sites_of(model_or_config, plan, schemes, given, seed)
-    kernels = None
-    if attention == "fused":
+        device = getattr(model_or_config, "device", None)
         try:
-            kernels = kernels_of(plan, sites, model_or_config, max_len, page_tokens)
+            if device is None or device.type != "cpu":
+                raise UnsupportedError("kernels are the default on a CPU only; attention='fused' asks for them")
+            parts = build(model_or_config, scheme, {**options, "attention": "fused"}, params, *last)
+        except BrokenPresetError:
+            raise
         except UnsupportedError as error:
-            if not left_open:
-                raise
             attention, unfused = "decoded", str(error)
-            check_rounding(scheme, attention)
-    options = {"prefill": prefill, "attention": attention, "seed": seed, "page_tokens": page_tokens}
-    layers = layers_of(model_or_config, plan, sites, kernels, Arrivals(len(sites), watch), max_len, options)
-    made = (EncoderDecoderKVCache if len(plan.stacks) > 1 else KVCache)(layers, scheme, plan, options, watch)
+    if parts is None:
+        parts = build(model_or_config, scheme, {**options, "attention": attention}, params, *last)
+    made = (EncoderDecoderKVCache if len(parts.plan.stacks) > 1 else KVCache)(parts)
     made.unfused = unfused
-    if watch is not None:
-        watch.undo = made.reset
+    if made.probe is not None:
+        made.probe.undo = made.reset
     return made
 
 
@@ -426,44 +358,50 @@ def load_cache(path: str | Path, model_or_config: Any, *, attention: Attention |
     except (*BROKEN_JSON, FitError) as error:
         raise FormatError(f"{path}: its description of the cache is damaged ({error}); save it again.") from error
     try:
-        check_fits(cache.plan, held)
-        if saved != _described(cache.plan):
-            raise FormatError(f"its layer types differ from those of {cache.plan.name}")
-        _check_lengths(cache.packed_layers, held, seen)
+        _check_saved(cache.plan, held, saved, seen)
     except FormatError as error:
         raise FormatError(
             f"{path} does not fit this model: {error}. Load it with the model it was saved from."
         ) from error
     for layer, layer_cache, count in zip(cache.packed_layers, held, seen, strict=True):
         _give_mean(path, layer_cache, layer.cache)
-        if layer_cache.site.energy is None:  # a file that older versions wrote
-            layer_cache.site.energy, layer_cache.site.most = layer.cache.site.energy, layer.cache.site.most
         layer.cache = layer_cache
         follows = layer_cache.places_tokens and not layer.is_cross
         layer.hook = hook_of(model_or_config) if follows else None
         layer.filled = layer.is_initialized = True
-        if isinstance(layer, WindowedLayer):
-            layer.cumulative_length = count
+        layer.dropped = count - len(layer_cache)
     if isinstance(cache, EncoderDecoderKVCache):  # the model is not to fill the cross-attention's layers again
         cache.is_updated = dict.fromkeys(cache.is_updated, True)
     return cache
 
 
-def _check_lengths(layers: Sequence[PackedCacheLayer], held: Sequence[LayerCache], seen: Sequence[int]) -> None:
-    """Validate that loaded layers are of one forward pass.
+def _check_saved(plan: ModelPlan, held: Sequence[LayerCache], saved: Any, seen: Sequence[int]) -> None:
+    """Validate that loaded layer caches are of a model's layers and sizes, and of one forward pass.
 
     Raises
     ------
     FormatError
     """
+    layers = plan.kv_layers
+    if len(held) != len(layers):
+        raise FormatError(f"the file holds {len(held)} layers, {plan.name} caches {len(layers)}")
+    for cache, layer in zip(held, layers, strict=True):
+        if cache.store is not None:
+            site = cache.roles["key"].site
+            for what, came, want in (
+                ("KV heads", site.num_heads, layer.heads),
+                ("head_dim", site.head_dim, layer.head_dim),
+            ):
+                if want is not None and came != want:
+                    raise FormatError(f"layer {layer.index} of the file has {came} {what}, {plan.name} has {want}")
+    if saved != _described(plan):
+        raise FormatError(f"its layer types differ from those of {plan.name}")
     if len(seen) != len(held):
         raise FormatError(f"it states {len(seen)} lengths for {len(held)} layers")
     lengths, batches = [len(cache) for cache in held], {cache.batch for cache in held}
-    fit = all(
-        n >= length if isinstance(layer, WindowedLayer) else n == length
-        for layer, n, length in zip(layers, seen, lengths, strict=True)
-    )
-    if not fit or len({n for layer, n in zip(layers, seen, strict=True) if not layer.is_cross}) > 1:
+    counts = list(zip(layers, seen, lengths, strict=True))
+    fit = all(n >= length if layer.window else n == length for layer, n, length in counts)
+    if not fit or len({n for layer, n, _ in counts if not layer.is_cross}) > 1:
         raise FormatError(f"its layers have seen {seen} tokens and hold {lengths}")
     if len(batches) > 1:
         raise FormatError(f"its layers hold {sorted(batches)} sequences")
@@ -490,17 +428,6 @@ def _unpacked_note(planned: LayerPlan) -> str:
 def _check_option(name: str, value: Any, allowed: tuple[str, ...]) -> None:
     if value not in allowed:
         raise SpecError(f"{name}={value!r}: expected one of {', '.join(allowed)}.{nearest(str(value), allowed)}")
-
-
-def _given(params: LayerParams | str | Path | None, model_or_config: Any, scheme: KVScheme, seed: int) -> LayerParams:
-    """Constants by layer, after verifying that they fit model, scheme and seed."""
-    if params == "":
-        raise SpecError("params='': expected the path of a file of `packedkv fit`, or None for no constants.")
-    if isinstance(params, str | Path):
-        return load_params(params, model_or_config, scheme, seed=seed)
-    if isinstance(params, FittedParams):
-        check_params(params, model_or_config, scheme, seed=seed)
-    return {} if params is None else params
 
 
 def _give_mean(path: str | Path, loaded: LayerCache, fresh: LayerCache) -> None:

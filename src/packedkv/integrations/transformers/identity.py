@@ -12,13 +12,7 @@ from packedkv.scheme import KVScheme
 
 
 def identify(model_or_config: Any, name: str = "") -> ModelIdentity:
-    """Read a model's identity.
-
-    Parameters
-    ----------
-    model_or_config : PreTrainedModel or PreTrainedConfig
-    name : str
-        Default: the class name.
+    """Read the identity of a model or config; ``name`` defaults to the class name.
 
     Raises
     ------
@@ -52,20 +46,7 @@ def check_params(fitted: FittedParams, model_or_config: Any, spec: str | KVSchem
 
 
 def load_params(path: str | Path, model_or_config: Any, spec: str | KVScheme, *, seed: int = 0) -> FittedParams:
-    """Read a params file for a model and a scheme.
-
-    Parameters
-    ----------
-    path : str or Path
-    model_or_config : PreTrainedModel or PreTrainedConfig
-        If a model is given, its weights are compared as well.
-    spec : str or KVScheme
-    seed : int
-
-    Returns
-    -------
-    FittedParams
-        A mapping ``{layer: {"key": Params, "value": Params}}``, as ``cache_for`` takes it.
+    """Read a params file for a model, or its config, and a scheme, as ``cache_for`` takes it.
 
     Raises
     ------

@@ -1,27 +1,28 @@
-"""One model layer of a packed cache with full attention: what transformers calls, on top of a ``LayerCache``.
+"""One model layer of a packed cache: what transformers calls, on top of a ``LayerCache``.
 
-Every token is encoded once, on arrival; what ``update`` returns depends on the attention mode: decoded K and V, or a
-handle to itself. ``windowed.py`` has the layers of sliding and chunked attention, ``cross.py`` those that hold an
-encoder's output.
+Every token is encoded once, on arrival. ``update`` returns dequantized K and V (``attention="decoded"``), or a handle
+that the attention function reads packed pages from. ``PackedCacheLayer`` serves full, sliding and chunked attention,
+``CrossLayer`` cross-attention over an encoder's output.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
-from transformers.cache_utils import CacheLayerMixin
+from transformers.cache_utils import Cache, CacheLayerMixin
 
-from packedkv.cache.growing import GrowingCache
+from packedkv.cache.growing import GrowingCache, State
 from packedkv.cache.host import LayerCache
 from packedkv.cache.static import StaticCache
 from packedkv.checks import check_tensor
 from packedkv.codec import ROLES, Role
 from packedkv.errors import ShapeError, UnsupportedError
-from packedkv.integrations.transformers.arrivals import Arrivals, Before
+from packedkv.integrations.transformers.deferred import Deferred
 from packedkv.integrations.transformers.plan import ATTENTION_NAME, Attention
 from packedkv.integrations.transformers.rope import PositionHook, take_positions
-from packedkv.probe import waits
+from packedkv.probe import synchronizes
 from packedkv.store.positions import consecutive
 
 Prefill = Literal["exact", "decoded"]
@@ -60,7 +61,12 @@ class PackedKV:
 
 
 class PackedCacheLayer(CacheLayerMixin):  # type: ignore[misc]
-    """Cache of one full-attention layer.
+    """Cache of one layer of full, sliding or chunked attention.
+
+    A sliding or chunked layer holds the newest ``window - 1`` tokens, without the scheme's sink. With
+    ``activate_past_recording`` older tokens stay until the next ``crop``, so that a rollback finds them. An exact
+    prefill longer than the window skips tokens that no later query sees, so the group boundaries of a token-grouped
+    codec depend on the prefill's length.
 
     Parameters
     ----------
@@ -71,19 +77,19 @@ class PackedCacheLayer(CacheLayerMixin):  # type: ignore[misc]
     attention : {"decoded", "streamed", "fused"}
     prefill : {"exact", "decoded"}
         What the call that fills the empty layer attends: the fresh K and V, or what is stored.
-    arrivals : Arrivals, optional
-        Notified of appended tokens; one object for all layers of a model.
+    deferred : Deferred, optional
+        One object for all layers of a model.
+    window : int
+        Tokens a query sees, itself included; 0: all.
+    kind : str
+        ``full_attention``, ``sliding_attention`` or ``chunked_attention``.
     """
 
-    may_wait = True
-    """Whether the tokens that fill the layer may be appended at the pass's end."""
-    waits = False
-    """Whether tokens of the layer wait for that."""
-    is_sliding = False
+    has_deferred = False
+    """Whether tokens of the layer are to be appended at the pass's end."""
     is_cross = False
     """Whether the layer holds K and V of an encoder's output."""
     is_croppable = True
-    is_compileable = False
     supports_early_init = False
 
     def __init__(
@@ -92,28 +98,35 @@ class PackedCacheLayer(CacheLayerMixin):  # type: ignore[misc]
         index: int,
         attention: Attention,
         prefill: Prefill,
-        arrivals: Arrivals | None = None,
+        deferred: Deferred | None = None,
+        *,
+        window: int = 0,
+        kind: str = "full_attention",
     ) -> None:
-        super().__init__()
+        # without the base's, which sets ``keys`` and ``values``
         self._cache, self.index, self.attention, self.prefill = cache, index, attention, prefill
-        self.arrivals = arrivals or Arrivals(1)
+        self.deferred = deferred or Deferred(1)
+        self.window, self.kind, self.is_sliding = window, kind, window > 0
+        self.can_defer = not window  # what no later query sees is dropped after attention
         self.is_compileable = isinstance(cache, StaticCache)
         self.sampled = cache.site.fit_tokens == 1  # constants are fitted on the whole prefill
         self.handles = PackedKV(self, "key"), PackedKV(self, "value")
         self.workspace_bytes = 0
         self.calls = dict.fromkeys(("exact", "decoded", "streamed", "fused", "staged", "scored"), 0)
         self.compiled = False
-        self.counted = 0
-        self.filled = False
+        self.counted = 0  # tokens of a static cache
+        self.dropped = 0  # oldest tokens, which have left the window
+        self.record_past = False
+        self.filled = self.is_initialized = False
         self.hides_more: bool | None = None  # whether masks hide more than left padding; None: not known
         self.hook: PositionHook | None = None  # records the positions of new tokens
         self.taken = 0  # number of the pass whose positions were taken last
 
     @property
     def cache(self) -> LayerCache:
-        """The packed tokens; those that wait for the pass's end are appended first."""
-        if self.waits:
-            self.arrivals.flush()
+        """The packed tokens; deferred ones are appended first."""
+        if self.has_deferred:
+            self.deferred.flush()
         return self._cache
 
     @cache.setter
@@ -134,32 +147,33 @@ class PackedCacheLayer(CacheLayerMixin):  # type: ignore[misc]
     @property
     def keys(self) -> Any:
         """Keys ``[B, H, N, D]`` of all tokens held, decoded for this read; None before the first token."""
-        return self.read("key") if self.filled else None
-
-    @keys.setter
-    def keys(self, given: None) -> None:
-        """Do nothing: transformers' constructor sets None."""
+        return self._shown("key") if self.filled else None
 
     @property
     def values(self) -> Any:
         """Values, as ``keys``."""
-        return self.read("value") if self.filled else None
+        return self._shown("value") if self.filled else None
 
-    @values.setter
-    def values(self, given: None) -> None:
-        """As for ``keys``."""
+    def _shown(self, role: Role) -> Any:
+        return self.read(role)
 
     def read(self, role: Role) -> Tensor:
         """Copy K or V ``[B, H, N, D]`` of all tokens held out of the cache."""
         if role == "key":
             self.calls["decoded"] += 1
-        return self._decoded_role(role, 0)
+        return self._decoded(role, 0)
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         """Do nothing: the LayerCache allocates at the first append."""
 
+    def activate_past_recording(self) -> None:
+        """Keep tokens that leave the window until the next ``crop``."""
+        self.record_past = self.is_sliding
+
+    # -- new tokens ------------------------------------------------------------------------------------------------
+
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
-        """Store new tokens, encode what leaves the window, and return what attention reads.
+        """Store new tokens, encode what leaves the scheme's window, and return what attention reads.
 
         Parameters
         ----------
@@ -168,7 +182,8 @@ class PackedCacheLayer(CacheLayerMixin):  # type: ignore[misc]
         Returns
         -------
         (keys, values)
-            ``[B, H, N, D]`` each, or a handle to this layer twice (``streamed``, ``fused``).
+            ``[B, H, N, D]`` each, of the tokens that queries of this call can see; or a handle to this layer twice
+            (``streamed``, ``fused``).
 
         Raises
         ------
@@ -178,38 +193,50 @@ class PackedCacheLayer(CacheLayerMixin):  # type: ignore[misc]
         """
         if self.attention == "decoded" and torch.compiler.is_compiling():
             return self._update_apart(key_states, value_states)
-        first = not self.filled
-        key_states, value_states = in_one_dtype(key_states, value_states)
-        if torch.compiler.is_compiling() and (first or key_states.shape[2] > 1):
-            self._take_several(key_states, value_states, first)
-        else:
-            self._take(key_states, value_states, first)
-        if first and self.prefill == "exact":
-            return self._exact(key_states, value_states)
-        return self._stored(key_states.shape[2])
+        first, fresh = not self.filled, key_states.shape[2]
+        keys, values = in_one_dtype(key_states, value_states)
+        exact = first and self.prefill == "exact"
+        # no later query sees the older tokens of an exact prefill: they are not encoded
+        skip = max(fresh - self.window + 1, 0) if exact and self.window and not self.record_past else 0
+        several = torch.compiler.is_compiling() and (first or fresh > 1)
+        (self._take_several if several else self._take)(keys, values, skip, first)
+        if exact:
+            self.calls["exact"] += 1
+            if self.attention == "fused" and not torch.compiler.is_compiling():
+                setattr(keys, LAYER, self)  # where the attention function finds the layer, to read its mask
+            return keys, values
+        if self.attention != "decoded":
+            return self.handles
+        start = len(self.cache) - fresh - self._past(self.get_seq_length() - fresh)
+        self.calls["decoded"] += 1
+        out = self._decoded("key", start), self._decoded("value", start)
+        self._drop_unseen()
+        return out
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]  # lengths on the host would make one graph per step
     def _update_apart(self, keys: Tensor, values: Tensor) -> tuple[Any, Any]:
         return self.update(keys, values)
 
-    def _exact(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the fresh K and V; the attention function finds the layer at the keys, to read its mask."""
-        self.calls["exact"] += 1
-        if self.attention == "fused" and not torch.compiler.is_compiling():
-            setattr(keys, LAYER, self)
-        return keys, values
-
-    def _take(self, keys: Tensor, values: Tensor, first: bool) -> None:
+    def _take(self, keys: Tensor, values: Tensor, skip: int, first: bool) -> None:
+        """Append new tokens, but the first ``skip`` of them."""
         if self.is_compileable and not torch.compiler.is_compiling():
             self._count(keys.shape[2], first)
         if keys.requires_grad or values.requires_grad:
             keys, values = keys.detach(), values.detach()
-        self._append(keys, values)
-        self._arrived(keys, first)
+        if skip:
+            self._append(keys[:, :, skip:], values[:, :, skip:])
+            self.dropped = skip
+        else:
+            self._append(keys, values)
+        self.filled = self.is_initialized = True
+        if first or (keys.shape[2] > 1 and not torch.compiler.is_compiling()):
+            self.hides_more = None
+        if first or self.deferred.checks:
+            self.deferred.appended(self, keys, first)
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator]  # pages are allocated, lengths looked at on the host
-    def _take_several(self, keys: Tensor, values: Tensor, first: bool) -> None:
-        self._take(keys, values, first)
+    @torch.compiler.disable  # type: ignore[untyped-decorator]  # pages are allocated, lengths read on the host
+    def _take_several(self, keys: Tensor, values: Tensor, skip: int, first: bool) -> None:
+        self._take(keys, values, skip, first)
 
     def _count(self, fresh: int, first: bool) -> None:
         """Raise for tokens beyond a static cache's pages. Counts on the host, so not in captured or compiled steps."""
@@ -217,25 +244,23 @@ class PackedCacheLayer(CacheLayerMixin):  # type: ignore[misc]
             self.counted = 0 if first else len(self.cache)
         self.counted += fresh
         if self.counted > self.cache.reserve:
-            raise ShapeError(
-                f"layer {self.index}: token {self.counted} does not fit the static cache of max_len="
-                f"{self.cache.reserve}; make it with a larger max_len, or crop it."
-            )
+            raise self._too_many(self.counted, "static cache")
 
-    def _arrived(self, keys: Tensor, first: bool) -> None:
-        self.filled = self.is_initialized = True
-        if first or (keys.shape[2] > 1 and not torch.compiler.is_compiling()):
-            self.hides_more = None
-        if first or self.arrivals.noted:
-            self.arrivals.came(self, keys, first)
+    def _too_many(self, tokens: int, what: str) -> ShapeError:
+        return ShapeError(
+            f"layer {self.index}: token {tokens} does not fit the {what} of max_len={self._cache.reserve}; make it "
+            f"with a larger max_len, or crop it."
+        )
 
     def _append(self, keys: Tensor, values: Tensor) -> None:
         n = keys.shape[2]
-        self._check_length(n)
-        if self.arrivals.noted and (n == 1 or self.index in self.arrivals.noted):  # that pass has ended
-            self.arrivals.settle()
+        reserve = 0 if self.is_compileable else self._cache.reserve  # a static cache counts apart
+        if reserve and (total := self.get_seq_length() + n) > reserve:
+            raise self._too_many(total, "cache")
+        if self.deferred.checks and (n == 1 or self.index in self.deferred.checks):  # that pass has ended
+            self.deferred.settle()
         positions = self._positions(keys)
-        if self.arrivals.append(self, keys, values, positions):
+        if self.deferred.append(self, keys, values, positions):
             return
         if n <= APPEND_TOKENS or self.attention == "fused" or (self.sampled and not self.filled):
             self.cache.append(keys, values, positions)
@@ -247,7 +272,7 @@ class PackedCacheLayer(CacheLayerMixin):  # type: ignore[misc]
                 part = slice(at, at + APPEND_TOKENS)
                 placed = None if positions is None else positions[:, part]
                 self.cache.append(keys[:, :, part], values[:, :, part], placed)
-                if at == 0 and self.cache.store is not None:
+                if at == 0 and self.cache.store is not None:  # pages for the whole prefill at once
                     held = self.cache.length + n - APPEND_TOKENS
                     encoded = (self.cache.scheme.encoded_tokens(role, held) for role in ROLES)
                     self.cache.store.ensure(max(encoded), exact=True)
@@ -255,20 +280,6 @@ class PackedCacheLayer(CacheLayerMixin):  # type: ignore[misc]
             if not self.filled:  # drop an incomplete prefill
                 self.cache.reset()
             raise
-
-    def _check_length(self, fresh: int) -> None:
-        """Raise before a token is stored that exceeds ``max_len``. A static cache counts apart.
-
-        Raises
-        ------
-        ShapeError
-        """
-        held = self._cache
-        if held.reserve and not self.is_compileable and (total := self.get_seq_length() + fresh) > held.reserve:
-            raise ShapeError(
-                f"layer {self.index}: token {total} does not fit the cache of max_len={held.reserve}; make it with a "
-                f"larger max_len, or crop it."
-            )
 
     def _positions(self, keys: Tensor) -> Tensor | None:
         """Positions of the newest tokens, ``[B, n]`` or ``[1, n]``, where the cache needs them; None: in order.
@@ -281,16 +292,24 @@ class PackedCacheLayer(CacheLayerMixin):  # type: ignore[misc]
         if not self.cache.places_tokens:
             return None
         mean, n = self.cache.site.mean, keys.shape[2]
-        positions, self.taken = take_positions(self.taken, self.arrivals.cache, self.hook)
+        positions, self.taken = take_positions(self.taken, self.deferred.cache, self.hook)
         if positions is not None and positions.shape[-1] != n:  # the same tensor in all layers, where it may be
             positions = positions[..., -n:] if n else positions[..., :0]
         known = positions is not None and tuple(positions.shape) in ((1, n), (len(keys), n))
         if not self.cache.needs_order:
             return positions if known and consecutive(positions) else None
         if positions is None or not known:
-            raise UnsupportedError(self._unknown_positions(n, positions))
+            why = (
+                f" (the model gave {tuple(positions.shape)});"
+                if positions is not None
+                else ": the cache was made for another model, or unpickled in another process. Make it with cache_for "
+                "for the model that runs, and save it with cache.save and load_cache; or"
+            )
+            raise UnsupportedError(
+                f"layer {self.index}: the positions of {n} new tokens are not known{why} use mean=post or mean=none."
+            )
         assert mean is not None
-        if not self.filled and n and mean.given is not None and not waits(keys):
+        if not self.filled and n and mean.given is not None and not synchronizes(keys):
             rest = keys.float() - mean.at(mean.given.to(keys.device), positions)
             if float(rest.square().sum()) > float(keys.float().square().sum()):
                 raise UnsupportedError(
@@ -299,29 +318,10 @@ class PackedCacheLayer(CacheLayerMixin):  # type: ignore[misc]
                 )
         return positions
 
-    def _unknown_positions(self, n: int, positions: Tensor | None) -> str:
-        where = f"layer {self.index}: the positions of {n} new tokens are not known"
-        if positions is not None:
-            return f"{where} (the model gave {tuple(positions.shape)}); use mean=post or mean=none."
-        return (
-            f"{where}: the cache was made for another model, or unpickled in another process. Make it with cache_for "
-            f"for the model that runs, and save it with cache.save and load_cache; or use mean=post or mean=none."
-        )
+    # -- reads -----------------------------------------------------------------------------------------------------
 
-    def _stored(self, fresh: int) -> tuple[Any, Any]:
-        """Return what is held: a handle, or decoded K and V."""
-        if self.attention == "decoded":
-            return self._decoded(0)
-        return self.handles
-
-    def _decoded(self, first: int) -> tuple[Tensor, Tensor]:
-        """Decode tokens ``[first, length)``, a chunk at a time into tensors of their final size."""
-        out = self._decoded_role("key", first), self._decoded_role("value", first)
-        self.calls["decoded"] += 1
-        return out
-
-    def _decoded_role(self, role: Role, first: int) -> Tensor:
-        """As ``_decoded``, of one role; besides the result, one decoded chunk is in memory at a time."""
+    def _decoded(self, role: Role, first: int) -> Tensor:
+        """Decode tokens ``[first, length)``; besides the result, one decoded chunk is in memory at a time."""
         cache, last = self.cache, len(self.cache)
         end = min(first + CHUNK_TOKENS, last)
         out = cache.decode_role(role, first, end).contiguous()  # models take views
@@ -340,12 +340,13 @@ class PackedCacheLayer(CacheLayerMixin):  # type: ignore[misc]
         return out
 
     def attended(self, path: str, need: Callable[[], int]) -> None:
-        """Note, after attention over the pages, which path ran; ``need`` bounds the bytes that it needed."""
+        """Record which path read the pages, and drop what no later query sees; ``need`` bounds the bytes it took."""
         if torch.compiler.is_compiling():  # counters would become guards: one graph per step
             self.compiled = True
-            return
-        self.calls[path] += 1
-        self.workspace_bytes = max(self.workspace_bytes, need())
+        else:
+            self.calls[path] += 1
+            self.workspace_bytes = max(self.workspace_bytes, need())
+        self._drop_unseen()
 
     def streamed_bytes(self, query: Tensor) -> int:
         """Bound of what attention over pages decoded a chunk at a time needs."""
@@ -355,72 +356,104 @@ class PackedCacheLayer(CacheLayerMixin):  # type: ignore[misc]
         scores = 4 * batch * heads * n * chunk * 4
         return _chunk_bytes(rows) + scores + 6 * query.numel() * 4
 
-    def state(self) -> Before:
-        """State of this layer, whose pages grow, that an append and the eviction after attention replace."""
-        assert isinstance(self.cache, GrowingCache)
-        assert self.cache.store is not None
-        return Before(self.cache.state(), self.cache.store.pages, self.cache.store.table, self.cache.length)
-
-    def go_back(self, state: Before) -> None:
-        """Restore ``state``, undoing every append since."""
-        assert isinstance(self.cache, GrowingCache)
-        self.cache.go_back(state.cache)
-
     def reach(self, held: int) -> tuple[int, int, int]:
         """How far back a query sees with ``held`` tokens: ``window, chunk, place`` of ``Seen``."""
-        return 0, 0, 0
+        if self.kind == "chunked_attention":
+            return 0, self.window, self.get_seq_length() - held
+        return self.window, 0, 0
+
+    def _past(self, seen: int) -> int:
+        """How many of the tokens seen a next query sees."""
+        return min(seen, self.window - 1) if self.window else seen
+
+    def _drop_unseen(self, recorded: bool = False) -> None:
+        """Evict what no later query sees; with ``recorded`` the recorded past as well."""
+        if not self.window or (self.record_past and not recorded):
+            return
+        if (old := len(self.cache) - self.window + 1) > 0:
+            self.cache.evict(old)
+            self.dropped += old
+
+    # -- undoing ---------------------------------------------------------------------------------------------------
+
+    def undo(self) -> Callable[[], None]:
+        """Return a function that undoes every later append, and the eviction after attention."""
+        cache = self.cache
+        assert isinstance(cache, GrowingCache)
+        assert cache.store is not None
+        return partial(self._go_back, cache.state(), cache.store.pages, cache.store.table, self.dropped)
+
+    def _go_back(self, state: State, pages: Tensor, table: Tensor, dropped: int) -> None:
+        cache = self.cache
+        assert isinstance(cache, GrowingCache)
+        assert cache.store is not None
+        if self.window:  # pages may have been dropped after attention; they are few
+            cache.store.pages, cache.store.table, self.dropped = pages, table, dropped
+        cache.go_back(state)
 
     # -- transformers' interface -----------------------------------------------------------------------------------
 
     def get_seq_length(self) -> Any:
-        """Tokens seen; a device tensor for a static cache, which must not synchronise."""
+        """Tokens seen, evicted ones included; a device tensor for a static cache, which must not synchronize."""
         if isinstance(self.cache, StaticCache):
             return self.cache.device_length() if self.filled else 0
-        return self.cache.length
+        return self.dropped + self.cache.length
 
     def get_max_length(self) -> int:
-        """Tokens that fit; -1 for a cache that grows."""
-        return self.cache.reserve if self.is_compileable else -1
+        """Tokens that fit, or the window; -1 for a cache that grows."""
+        return self.cache.reserve if self.is_compileable else self.window or -1
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         """Length and offset of the mask that the next call needs."""
-        self._check_fresh(query_length)
-        if self.is_compileable:
-            return self.cache.reserve, 0
-        return self.cache.length + query_length, 0
-
-    def _check_fresh(self, fresh: int) -> None:
-        """Raise for a pass without tokens: ``generate`` leaves out those that the cache should hold already."""
-        if fresh == 0:
+        if query_length == 0:  # ``generate`` leaves out tokens that the cache should hold already
             raise UnsupportedError(
                 f"no new tokens: the cache holds {self.get_seq_length()}, as many as the prompt or more. A prompt goes "
                 f"on where the cache ends; call cache.reset() before another text."
             )
+        if self.is_compileable:
+            return self.cache.reserve, 0
+        seen = self.get_seq_length()
+        past = self._past(seen)
+        return past + query_length, seen - past
 
     def reset(self) -> None:
         """Forget every token."""
-        self.arrivals.forget(self)
+        self.deferred.forget(self)
         self.cache.reset()
+        self.dropped = 0
         self.filled = self.is_initialized = False
 
     def offload(self) -> None:
         """Raise: packed layers are not offloaded."""
         raise UnsupportedError("a packed cache is not offloaded; it is small enough to stay on the device.")
 
-    def prefetch(self) -> None:
-        """Raise, as ``offload``."""
-        self.offload()
+    prefetch = offload
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Remove the newest ``-tokens_to_remove`` tokens; a positive number is the length to keep (older callers)."""
-        self.arrivals.settle()
-        held, tokens_to_remove = len(self.cache), int(tokens_to_remove)  # assisted decoding passes a device tensor
-        keep = min(tokens_to_remove, held) if tokens_to_remove > 0 else max(held + tokens_to_remove, 0)
-        if keep < held:
-            self.cache.crop(keep)
+        """Remove the newest ``-tokens_to_remove`` tokens; a positive number is the length to keep (older callers).
+
+        Also drops the recorded past; 0 does only that.
+
+        Raises
+        ------
+        RuntimeError
+            If the tokens that would become visible again have been evicted.
+        """
+        self.deferred.settle()
+        seen = self.dropped + len(self.cache)
+        tokens_to_remove = int(tokens_to_remove)  # assisted decoding passes a device tensor
+        keep = min(tokens_to_remove, seen) if tokens_to_remove > 0 else max(seen + tokens_to_remove, 0)
+        if keep < seen:
+            if keep - self.dropped < self._past(keep):
+                raise RuntimeError(
+                    f"layer {self.index}: crop by {seen - keep} tokens needs older ones that left the window of "
+                    f"{self.window}; call cache.activate_past_recording() before generating."
+                )
+            self.cache.crop(keep - self.dropped)
             self.counted = keep
             self.filled = keep > 0
             self.hides_more = self.hides_more and None
+        self._drop_unseen(recorded=True)
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Reorder the sequences, for beam search."""
@@ -428,7 +461,7 @@ class PackedCacheLayer(CacheLayerMixin):  # type: ignore[misc]
 
     def batch_select_indices(self, indices: Tensor) -> None:
         """Keep the sequences ``indices`` (numbers, or a boolean mask)."""
-        self.arrivals.settle()
+        self.deferred.settle()
         if self.filled:
             self.hides_more = self.hides_more and None  # the sequences that are left may hide less
             indices = torch.as_tensor(indices)
@@ -436,15 +469,62 @@ class PackedCacheLayer(CacheLayerMixin):  # type: ignore[misc]
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Repeat every sequence ``repeats`` times."""
-        self.arrivals.settle()
+        self.deferred.settle()
         if self.filled:
             self.cache.repeat(repeats)
 
-    # -- accounting ------------------------------------------------------------------------------------------------
+    def note(self) -> str:
+        """Return a short description of what is special about this layer."""
+        if not self.window:
+            return "full attention"
+        return f"{self.kind}, window {self.window}: the newest {self.window - 1} tokens, no sink"
+
+
+class CrossLayer(PackedCacheLayer):
+    """Cache of one cross-attention layer.
+
+    The first pass fills it; from then on the model takes ``keys`` and ``values`` instead of updating it. The scheme's
+    sink and window do not apply: none of the encoder's tokens is the first or the newest of a text.
+    """
+
+    is_cross = True
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
+        """Store an encoder's output, once.
+
+        Raises
+        ------
+        UnsupportedError
+            The layer holds an encoder's output already.
+        """
+        if self.filled:
+            raise UnsupportedError(
+                f"cross-attention layer {self.index} holds {len(self.cache)} tokens of an encoder's output, and "
+                f"{key_states.shape[2]} more came; it is written once for each input. Call cache.reset() before the "
+                f"next input, or use another cache."
+            )
+        return super().update(key_states, value_states, *args, **kwargs)
+
+    def _shown(self, role: Role) -> Any:
+        """K or V as ``update`` returns them: attention reads them at every step."""
+        return self.read(role) if self.attention == "decoded" else self.handles[role == "value"]
 
     def note(self) -> str:
         """Return a short description of what is special about this layer."""
-        return "full attention"
+        return "cross-attention, written once, no sink and no window"
+
+
+class CrossCache(Cache):  # type: ignore[misc]
+    """The cross-attention layers of a packed cache.
+
+    T5Gemma's ``generate`` replaces it by another object of this class, made of a config. One without layers stands
+    for the layers that are there: they are packed, and see all of an encoder's output.
+    """
+
+    def __init__(self, layers: Sequence[Any] = (), *, offloading: bool = False, **_config: Any) -> None:
+        if offloading:
+            raise UnsupportedError("a packed cache is not offloaded; it is small enough to stay on the device.")
+        super().__init__(layers=list(layers))
 
 
 def in_one_dtype(keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:

@@ -16,10 +16,10 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from transformers import __version__ as transformers_version
 from transformers.cache_utils import get_layer_types_and_kwargs
 
-from packedkv.errors import FormatError, UnsupportedError
+from packedkv.errors import UnsupportedError
 from packedkv.integrations.transformers.argument import cache_argument, unwrapped
-from packedkv.integrations.transformers.handing import use_of_cached
-from packedkv.integrations.transformers.watching import implementation_of
+from packedkv.integrations.transformers.attention_hooks import implementation_of
+from packedkv.integrations.transformers.source_check import check_use_of_cached
 
 Attention = Literal["decoded", "streamed", "fused"]
 
@@ -257,11 +257,13 @@ def _check_attention(name: str, model: Any, config: Any, text: Any, attention: A
             f"{name}: the last {text.num_kv_shared_layers} layers borrow K and V from earlier ones, which "
             f"attention={attention!r} does not hand on; use attention='decoded'."
         )
-    if model is not None and (used := use_of_cached(model)):
-        raise UnsupportedError(
-            f"{name}: {used} of cached keys or values, which attention={attention!r} leaves packed; use "
-            f"attention='decoded'."
-        )
+    if model is not None:
+        try:
+            check_use_of_cached(model)
+        except UnsupportedError as error:
+            raise UnsupportedError(
+                f"{name}: {error}, which attention={attention!r} leaves packed; use attention='decoded'."
+            ) from error
 
 
 def _states(text: Any, option: str) -> bool:
@@ -300,23 +302,3 @@ def _common(sizes: Iterable[int | None]) -> int | None:
     """Return the size of all layers, or None if they differ."""
     different = set(sizes)
     return different.pop() if len(different) == 1 else None
-
-
-def check_fits(plan: ModelPlan, layers: list[Any]) -> None:
-    """Validate that loaded layer caches are of a model's layers and sizes.
-
-    Raises
-    ------
-    FormatError
-    """
-    wanted = plan.kv_layers
-    if len(layers) != len(wanted):
-        raise FormatError(f"the file holds {len(layers)} layers, {plan.name} caches {len(wanted)}")
-    for held, layer in zip(layers, wanted, strict=True):
-        if held.store is None:
-            continue
-        site = held.roles["key"].site
-        sizes = ("KV heads", site.num_heads, layer.heads), ("head_dim", site.head_dim, layer.head_dim)
-        for word, came, want in sizes:
-            if want is not None and came != want:
-                raise FormatError(f"layer {layer.index} of the file has {came} {word}, {plan.name} has {want}")

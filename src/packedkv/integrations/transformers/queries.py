@@ -9,14 +9,14 @@ import torch
 from torch import Tensor, nn
 
 from packedkv.errors import PackedKVWarning
-from packedkv.integrations.transformers.watching import watched
+from packedkv.integrations.transformers.attention_hooks import watched
 
 TOKENS = 128
 SKIPPED = 4
 """First tokens, whose states are unlike all others."""
 
 _LOCK = threading.Lock()
-_seen: "weakref.WeakKeyDictionary[nn.Module, tuple[list[Any], dict[int, Tensor]]]" = weakref.WeakKeyDictionary()
+_known: "weakref.WeakKeyDictionary[nn.Module, tuple[list[Any], dict[int, Tensor]]]" = weakref.WeakKeyDictionary()
 
 
 def query_energies(model: Any) -> dict[int, Tensor]:
@@ -33,16 +33,17 @@ def query_energies(model: Any) -> dict[int, Tensor]:
         Empty for a model without weights (meta), and, with a warning, for one that does not run on tokens alone.
     """
     with _LOCK:  # caches that several threads make share one run of the model
-        return _known_or_measured(model)
+        parameters = _parameters(model)
+        now = [(p.data_ptr(), 0 if p.is_inference() else p._version) for p in parameters]
+        if (known := _known.get(model)) is not None and known[0] == now:
+            return known[1]
+        if any(p.is_meta for p in parameters):
+            return {}
+        _known[model] = now, _measured(model)
+        return _known[model][1]
 
 
-def _known_or_measured(model: Any) -> dict[int, Tensor]:
-    parameters = _parameters(model)
-    now = [(p.data_ptr(), 0 if p.is_inference() else p._version) for p in parameters]
-    if (known := _seen.get(model)) is not None and known[0] == now:
-        return known[1]
-    if any(p.is_meta for p in parameters):
-        return {}
+def _measured(model: Any) -> dict[int, Tensor]:
     found: dict[int, Tensor] = {}
 
     def seen(module: Any, query: Tensor, key: Tensor, *_: Any) -> None:
@@ -62,7 +63,6 @@ def _known_or_measured(model: Any) -> dict[int, Tensor]:
             PackedKVWarning,
             stacklevel=4,
         )
-    _seen[model] = now, found
     return found
 
 

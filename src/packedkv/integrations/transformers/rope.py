@@ -22,7 +22,6 @@ import torch
 from torch import Tensor, nn
 
 from packedkv.errors import UnsupportedError
-from packedkv.key_layer import changing_rope
 from packedkv.ops.rope import Rotary
 from packedkv.store.positions import computed_of
 
@@ -30,6 +29,8 @@ PLACES = (0, 1, 7, 100, 1000)
 """Positions at which a ``Rotary`` is compared with the model."""
 ALIKE = 1e-2
 """Largest difference there, where numbers are of size 1: float32 angles of the model are good to 1e-4."""
+CHANGING = ("dynamic", "longrope")
+"""Types of RoPE whose frequencies depend on the length: an earlier key is rotated by others than a later one."""
 
 
 class _Newest(threading.local):
@@ -140,10 +141,6 @@ def _unpickled(name: str) -> PositionHook | None:
 class Rope:
     """The rotary embedding of one model.
 
-    Parameters
-    ----------
-    model : PreTrainedModel
-
     Raises
     ------
     UnsupportedError
@@ -152,9 +149,7 @@ class Rope:
 
     def __init__(self, model: nn.Module) -> None:
         self.name = type(model).__name__
-        whole: Any = model
-        inside: nn.Module = whole.get_decoder() if hasattr(model, "get_decoder") else model  # not a vision tower's
-        found = [m for m in inside.modules() if isinstance(getattr(m, "inv_freq", None), Tensor)]
+        found = [m for m in _decoder(model).modules() if isinstance(getattr(m, "inv_freq", None), Tensor)]
         if len(found) != 1 or list(inspect.signature(found[0].forward).parameters)[:2] != ["x", "position_ids"]:
             raise UnsupportedError(
                 f"{self.name}: mean=pre needs one rotary embedding that all layers share and that is called with "
@@ -163,7 +158,7 @@ class Rope:
         self.embedding: Any = found[0]
         self.config = getattr(model, "config", None)
         self._rotaries: dict[str, Rotary] = {}
-        self._attentions: dict[int, weakref.ref[nn.Module]] = {}
+        self._sources: dict[int, str] = {}  # by layer, the Python module of its attention
 
     def hook(self) -> PositionHook:
         """Return the owner of the hook that records positions; while a cache keeps it, the same one."""
@@ -174,47 +169,42 @@ class Rope:
                 _hooks[self.embedding] = weakref.ref(found)
             return found
 
-    def attention(self, layer: int, model: Any) -> nn.Module | None:
-        """Return the attention of a layer, which knows the layer's number; None: none does.
-
-        The model is searched once for all layers, as a search takes longer than everything else of a new cache.
-        """
-        known = self._attentions.get(layer)
-        found = None if known is None else known()
-        if found is None or getattr(found, "layer_idx", None) != layer:
-            own: dict[int, weakref.ref[nn.Module]] = {}
-            for module in model.get_decoder().modules():
-                number = getattr(module, "layer_idx", None)
-                if isinstance(number, int):
-                    own.setdefault(number, weakref.ref(module))
-            self._attentions = own
-            known = own.get(layer)
-            found = None if known is None else known()
-        return found
-
-    def rotary(self, attention: nn.Module) -> Rotary:
-        """How the keys of a layer are turned.
-
-        Parameters
-        ----------
-        attention : Module
-            Of the layer; its module has ``apply_rotary_pos_emb``.
+    def rotary(self, model: nn.Module, layer: int) -> Rotary:
+        """How the model rotates the keys of a layer.
 
         Raises
         ------
         UnsupportedError
-            The frequencies change with the length, positions are not one number per token, or the model turns its keys
-            in a way that is not known here.
+            The layer is not found, the frequencies change with the length, positions are not one number per token, or
+            the rotation is unknown here.
         """
-        module = type(attention).__module__
-        if module not in self._rotaries:
-            if why := changing_rope(self.config):
+        if layer not in self._sources:  # one search for all layers: it takes longer than the rest of a new cache
+            for module in _decoder(model).modules():
+                if isinstance(number := getattr(module, "layer_idx", None), int):
+                    self._sources.setdefault(number, type(module).__module__)
+        if (source := self._sources.get(layer)) is None:
+            raise UnsupportedError(f"{self.name}: no module of layer {layer} was found; use mean=post or mean=none.")
+        if source not in self._rotaries:
+            self._check_fixed()
+            self._rotaries[source] = self._compared(getattr(sys.modules[source], "apply_rotary_pos_emb", None))
+        return self._rotaries[source]
+
+    def _check_fixed(self) -> None:
+        """Raise if keys are not rotated by fixed frequencies and one position per token."""
+        config: Any = self.config
+        text = config.get_text_config(decoder=True) if hasattr(config, "get_text_config") else config
+        rope = getattr(text, "rope_parameters", None) or {}
+        for own in [rope, *(r for r in rope.values() if isinstance(r, dict))]:
+            why = ""
+            if (kind := own.get("rope_type", "default")) in CHANGING:
+                why = f"those of rope_type {kind!r} change with the length"
+            elif "mrope_section" in own:
+                why = "a token has positions on several axes here (M-RoPE)"
+            if why:
                 raise UnsupportedError(
                     f"{self.name}: mean=pre needs keys that are turned by fixed frequencies; {why}. Use mean=post or "
                     f"mean=none."
                 )
-            self._rotaries[module] = self._compared(getattr(sys.modules[module], "apply_rotary_pos_emb", None))
-        return self._rotaries[module]
 
     def _compared(self, turn: Any) -> Rotary:
         frequencies: Tensor = self.embedding.inv_freq.detach().float()
@@ -241,6 +231,12 @@ def _alike(a: Tensor, b: Tensor) -> bool:
     return bool((a - b.float()).abs().amax() < ALIKE)
 
 
+def _decoder(model: Any) -> nn.Module:
+    """The part of a model with its cache layers, without a vision tower."""
+    decoder: nn.Module = model.get_decoder() if hasattr(model, "get_decoder") else model
+    return decoder
+
+
 _ropes: "weakref.WeakKeyDictionary[nn.Module, Rope]" = weakref.WeakKeyDictionary()
 
 
@@ -256,6 +252,26 @@ def rope_of(model: nn.Module) -> Rope:
         if (known := _ropes.get(model)) is None:
             known = _ropes[model] = Rope(model)
         return known
+
+
+def rotary_of(model: nn.Module, layer: int) -> Rotary:
+    """How a model rotates the keys of a layer.
+
+    Raises
+    ------
+    UnsupportedError
+        In a way that ``mean=pre`` cannot follow.
+    """
+    return rope_of(model).rotary(model, layer)
+
+
+def has_rotary(model: nn.Module, layer: int) -> bool:
+    """Whether ``mean=pre`` can follow how the model rotates the keys of a layer."""
+    try:
+        rotary_of(model, layer)
+    except UnsupportedError:
+        return False
+    return True
 
 
 def hook_of(model_or_config: Any) -> PositionHook | None:

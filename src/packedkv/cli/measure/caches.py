@@ -8,7 +8,7 @@ from packedkv.codec import Params, Role
 from packedkv.errors import UnsupportedError
 from packedkv.files.params import LayerParams
 from packedkv.integrations.transformers.argument import unwrapped
-from packedkv.integrations.transformers.watching import implementation
+from packedkv.integrations.transformers.attention_hooks import implementation
 from packedkv.key_bias import Probe
 from packedkv.registry import get
 from packedkv.scheme import KVScheme

@@ -1,4 +1,4 @@
-"""Whether a model hands cached K and V to transformers' attention interface unchanged, read from its source code.
+"""Check, in a model's source code, that it hands cached K and V to transformers' attention interface unchanged.
 
 ``streamed`` and ``fused`` attention give the model a handle instead of keys and values. A handle can be passed on and
 nothing else: attention that repeats, splits or measures what the cache returns cannot run with it.
@@ -11,15 +11,25 @@ from typing import Any
 
 from torch import nn
 
+from packedkv.errors import UnsupportedError
+
 INTERFACES = "ALL_ATTENTION_FUNCTIONS"
 """Name of the registry of attention functions in transformers' modules."""
 
 
-def use_of_cached(model: Any) -> str:
-    """Name the first expression of a model that uses cached K or V as tensors; ``""``: there is none."""
+def check_use_of_cached(model: Any) -> None:
+    """Validate that a model only passes cached K and V on.
+
+    Raises
+    ------
+    UnsupportedError
+        Names the first expression that uses them as tensors.
+    """
     decoder = model.get_decoder() if hasattr(model, "get_decoder") else model
     kinds: dict[Any, None] = dict.fromkeys(type(module) for module in (decoder or model).modules())
-    return next((found for kind in kinds if (found := _use_in(kind))), "")
+    for kind in kinds:
+        if used := _use_in(kind):
+            raise UnsupportedError(f"{kind.__name__} uses `{used}` of cached keys or values")
 
 
 @cache
@@ -32,8 +42,7 @@ def _use_in(kind: type[nn.Module]) -> str:
         return ""
     tree = ast.parse("class _:\n" + source if source[0].isspace() else source)
     forward = next(node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef))
-    found = _Reader().block(forward.body)
-    return f"{kind.__name__} uses `{found}`" if found else ""
+    return _Reader().block(forward.body)
 
 
 class _Reader:

@@ -1,0 +1,340 @@
+"""Build the layers of a packed cache: each layer's scheme, the mean of its keys, its constants and its kernels."""
+
+import logging
+import warnings
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from transformers.cache_utils import DYNAMIC_LAYER_TYPE_MAPPING
+
+from packedkv.cache.growing import GrowingCache
+from packedkv.cache.host import LayerCache
+from packedkv.cache.static import StaticCache
+from packedkv.codec import ROLES, Params, Role, Site
+from packedkv.errors import (
+    BrokenPresetError,
+    FitError,
+    KVError,
+    PackedKVWarning,
+    ShapeError,
+    SpecError,
+    UnsupportedError,
+)
+from packedkv.files.params import FittedParams, LayerParams, check_given, check_queries
+from packedkv.integrations.transformers.biases import biases_of
+from packedkv.integrations.transformers.deferred import Deferred
+from packedkv.integrations.transformers.identity import check_params, load_params
+from packedkv.integrations.transformers.layers import CrossLayer, PackedCacheLayer
+from packedkv.integrations.transformers.plan import LayerPlan, ModelPlan, plan_for
+from packedkv.integrations.transformers.queries import query_energies
+from packedkv.integrations.transformers.rope import has_rotary, hook_of, rotary_of
+from packedkv.kernels.choose import Kernels
+from packedkv.key_bias import Probe
+from packedkv.ops.precision import without_modes
+from packedkv.probe import OutlierProbe
+from packedkv.scheme import KVScheme, Mean
+from packedkv.store.site import MEAN, LayerSite, MeanRemoval, check_role, is_missing
+
+logger = logging.getLogger(__name__)
+
+
+class Parts(NamedTuple):
+    """Arguments of ``KVCache``."""
+
+    layers: list[Any]
+    scheme: KVScheme
+    plan: ModelPlan
+    options: dict[str, Any]
+    probe: OutlierProbe | None
+
+
+@without_modes
+def build(
+    model_or_config: Any,
+    scheme: KVScheme,
+    options: dict[str, Any],
+    params: LayerParams | str | Path | None,
+    max_len: int | None,
+    action: Probe,
+    accepts: Callable[[str], bool],
+) -> Parts:
+    """Build the parts of an empty cache; arguments and errors as in ``cache_for``.
+
+    Parameters
+    ----------
+    options : dict
+        ``prefill, attention, seed, page_tokens``.
+    action : {"refuse", "warn", "off"}
+        The option ``probe``.
+    accepts : callable
+        Whether the model takes a cache of another spec; errors name such specs only.
+    """
+    attention, page_tokens, seed = options["attention"], options["page_tokens"], options["seed"]
+    if scheme.query_error and attention == "decoded":
+        raise UnsupportedError(
+            f"{scheme} rounds queries inside attention, which attention='decoded' leaves to the model; "
+            f"use attention='streamed' after model.set_attn_implementation('packedkv')."
+        )
+    plan = plan_for(model_or_config, attention, encoder_decoder=True)
+    schemes = layer_schemes(plan, scheme, page_tokens)
+    given = _given(params, model_or_config, plan, scheme, schemes, seed)
+    schemes = resolve_means(model_or_config, plan, scheme, schemes, given)
+    scheme = scheme.with_means([own.mean for own in schemes[: len(plan.stacks[0])]])
+    sites = _sites(model_or_config, plan, schemes, given, seed)
+    kernels = None
+    if attention == "fused":
+        kernels = _kernels(plan, sites, model_or_config, max_len, page_tokens)
+    probe = _probe(model_or_config, plan, scheme, given, action, accepts)
+    deferred, packed = Deferred(len(sites), probe), iter(sites)
+    layers = [
+        _layer(planned, next(packed), kernels, deferred, max_len, options)
+        if planned.holds_kv
+        else DYNAMIC_LAYER_TYPE_MAPPING[planned.type](**planned.options)
+        for planned in plan.layers
+    ]
+    placing = [x for x in layers if isinstance(x, PackedCacheLayer) and x.cache.places_tokens and not x.is_cross]
+    for layer in placing:
+        layer.hook = hook_of(model_or_config)
+    return Parts(layers, scheme, plan, options, probe)
+
+
+def acceptance(make: Callable[[Any, str], Any], model_or_config: Any) -> Callable[[str], bool]:
+    """Return whether ``make(model_or_config, spec)`` makes a cache, as a function that does not keep the model."""
+    is_model = isinstance(model_or_config, torch.nn.Module)
+    model: Callable[[], Any] = weakref.ref(model_or_config) if is_model else lambda: model_or_config
+
+    def accepts(spec: str) -> bool:
+        if (here := model()) is None:
+            return False
+        try:
+            make(here, spec)
+        except KVError:
+            return False
+        return True
+
+    return accepts
+
+
+def layer_schemes(plan: ModelPlan, scheme: KVScheme, page_tokens: int | None = None) -> list[KVScheme]:
+    """Scheme of each of ``kv_layers``; outer layers are those of a stack.
+
+    Raises
+    ------
+    ShapeError
+        A codec cannot take a layer's head_dim or the page size.
+    """
+    schemes = [scheme.for_layer(i, len(stack)) for stack in plan.stacks for i in range(len(stack))]
+    seen = set()
+    for layer, own in zip(plan.kv_layers, schemes, strict=True):
+        if layer.head_dim is None or (asked := (id(own), layer.head_dim)) in seen:
+            continue
+        seen.add(asked)
+        try:
+            own.page_layout(layer.head_dim, page_tokens)
+        except ShapeError as error:
+            raise ShapeError(f"{plan.name}, layer {layer.index}: {error}") from error
+    return schemes
+
+
+def _given(
+    params: LayerParams | str | Path | None,
+    model_or_config: Any,
+    plan: ModelPlan,
+    scheme: KVScheme,
+    schemes: Sequence[KVScheme],
+    seed: int,
+) -> LayerParams:
+    """Constants by layer, after verifying that they fit model, scheme and seed."""
+    if params == "":
+        raise SpecError("params='': expected the path of a file of `packedkv fit`, or None for no constants.")
+    if isinstance(params, FittedParams):
+        check_params(params, model_or_config, scheme, seed=seed)
+    elif isinstance(params, str | Path):
+        params = load_params(params, model_or_config, scheme, seed=seed)
+    given: LayerParams = {} if params is None else params
+    check_given(plan.name, [layer.index for layer in plan.kv_layers], given)
+    for layer, own in zip(plan.kv_layers, schemes, strict=True):
+        if layer.heads and layer.head_dim and layer.index in given:
+            for role in ROLES:
+                site = Site(layer.index, role, layer.heads, layer.head_dim, seed)
+                check_role(own.codec(role), site, given[layer.index])
+    for stack in plan.stacks:
+        check_queries(scheme, [layer.index for layer in stack], given)
+    return given
+
+
+@without_modes
+def resolve_means(
+    model_or_config: Any, plan: ModelPlan, scheme: KVScheme, schemes: list[KVScheme], given: LayerParams | None = None
+) -> list[KVScheme]:
+    """Decide ``mean=auto`` of the KV layers' schemes: by constants given, the codec, or the key biases."""
+    if all(own.mean != "auto" for own in schemes):
+        return schemes
+    biases = biases_of(model_or_config, plan)
+    means = [own.mean for own in schemes]
+    if biases is not None and (biases.layers or biases.unread):
+        means = biases.means(scheme)
+        if not given:
+            logger.info("packedkv: %s", biases.summary(scheme, means))
+    resolved = []
+    shared: dict[tuple[int, Mean], KVScheme] = {}
+    for layer, own, mean in zip(plan.kv_layers, schemes, means, strict=True):
+        if own.mean == "auto":
+            keys = (given or {}).get(layer.index, {}).get("key")
+            if keys:
+                mean = "pre" if MEAN in keys else "none"
+            elif own.key.without_mean and isinstance(model_or_config, torch.nn.Module):
+                mean = "pre" if has_rotary(model_or_config, layer.index) else "post"
+            chosen: Mean = "none" if mean == "auto" else mean
+            own = shared.setdefault((id(own), chosen), replace(own, mean=chosen))
+        resolved.append(own)
+    return resolved
+
+
+def _sites(
+    model_or_config: Any, plan: ModelPlan, schemes: Sequence[KVScheme], given: LayerParams, seed: int
+) -> list[LayerSite]:
+    """What each layer with K and V encodes with: its scheme, constants, and mean of the keys."""
+    sites, energies = [], None
+    for layer, own in zip(plan.kv_layers, schemes, strict=True):
+        fitted = given.get(layer.index, {})
+        # whether constants of the keys are fitted on the first tokens; then their mean is as well
+        fits_keys = own.key.fit_tokens > 1 and is_missing(own.key, fitted, "key")
+        mean = _mean(model_or_config, plan, layer, own, fitted, fits_keys)
+        if mean is None and own.mean != "none":
+            own = replace(own, mean="none")
+        if fits_keys and energies is None:
+            energies = query_energies(model_or_config) if isinstance(model_or_config, torch.nn.Module) else {}
+        if layer.is_cross:  # sink and window are of no use there
+            own = own.without_windows()
+        elif layer.window is not None and own.sink:
+            own = replace(own, sink=0)
+        most = None if layer.window is None else layer.window - 1
+        energy = energies.get(layer.index) if fits_keys and energies else None
+        sites.append(LayerSite(own, layer.index, seed, given.get(layer.index), mean=mean, most=most, energy=energy))
+    return sites
+
+
+def _mean(
+    model_or_config: Any,
+    plan: ModelPlan,
+    layer: LayerPlan,
+    scheme: KVScheme,
+    fitted: Mapping[Role, Params],
+    fits_keys: bool,
+) -> MeanRemoval | None:
+    """What a layer subtracts from its keys; None: nothing, because the weights say that the layer's bias is small.
+
+    Raises
+    ------
+    FitError
+        The mean before RoPE needs the model, and there is only a config.
+    UnsupportedError
+        It is unknown how the model rotates its keys.
+    """
+    mean = fitted.get("key", {}).get(MEAN)
+    if scheme.mean == "post":
+        return MeanRemoval("post", None, mean, "first tokens" if mean is None else "params")
+    if scheme.mean != "pre":
+        return None
+    if not isinstance(model_or_config, torch.nn.Module):
+        raise FitError(
+            f"{plan.name}: mean=pre needs the rotary embedding and the biases of the model, which a config does "
+            f"not have; pass the model itself, or use mean=post or mean=none."
+        )
+    rotary = rotary_of(model_or_config, layer.index)
+    if mean is not None:
+        return MeanRemoval("pre", rotary, mean, "params")
+    biases = None if fits_keys else biases_of(model_or_config, plan)
+    if not biases or layer.index in biases.unread:
+        return MeanRemoval("pre", rotary)
+    if (biased := biases.layers.get(layer.index)) is not None:
+        return MeanRemoval("pre", rotary, biased.mean[None], "weights")
+    return None
+
+
+def _kernels(
+    plan: ModelPlan, sites: Sequence[LayerSite], model_or_config: Any, max_len: int | None, page_tokens: int | None
+) -> Kernels:
+    """Choose the kernels of a model's layers.
+
+    Raises
+    ------
+    UnsupportedError
+        They do not support a layer on the model's device (with a config, which has none, this is checked at the first
+        token), or a static cache is requested for sliding layers.
+    """
+    kernels = Kernels(page_tokens, static=max_len is not None)
+    device, dtype = (getattr(model_or_config, name, None) for name in ("device", "dtype"))
+    for layer, site in zip(plan.kv_layers, sites, strict=True):
+        where = f"{plan.name}, layer {layer.index}"
+        if layer.value_dim not in (None, layer.head_dim):
+            raise UnsupportedError(
+                f"{where}: keys have {layer.head_dim} channels and values {layer.value_dim}; "
+                f"kernels take one head_dim. Use attention='decoded' or 'streamed'."
+            )
+        if device is None or layer.head_dim is None:
+            continue
+        try:
+            engine = kernels.serve(site.scheme, layer.head_dim, dtype or torch.float16, device).engine
+        except UnsupportedError as error:
+            raise UnsupportedError(f"{where}: {error}. Use attention='decoded' or 'streamed'.") from error
+        engine.expect_layer()
+    if max_len is not None and len(plan.stacks) > 1:
+        raise UnsupportedError(
+            f"{plan.name}: an encoder-decoder model has no static cache (max_len={max_len}) with fused attention; "
+            f"leave max_len out."
+        )
+    if max_len is not None and any(layer.window is not None for layer in plan.kv_layers):
+        raise UnsupportedError(
+            f"{plan.name}: sliding layers free their oldest tokens, which a static cache (max_len={max_len}) does "
+            f"not; leave max_len out."
+        )
+    return kernels
+
+
+def _layer(
+    planned: LayerPlan,
+    site: LayerSite,
+    kernels: Kernels | None,
+    deferred: Deferred,
+    max_len: int | None,
+    options: dict[str, Any],
+) -> PackedCacheLayer:
+    """One packed layer; without ``kernels`` served by the reference."""
+    page_tokens = options["page_tokens"]
+    cache: LayerCache
+    if kernels is None:
+        cache = LayerCache(site, page_tokens=page_tokens, capacity=0 if planned.is_cross else max_len or 0)
+    elif max_len:
+        cache = StaticCache(site, page_tokens=page_tokens, capacity=max_len, kernels=kernels)
+    else:
+        cache = GrowingCache(site, page_tokens=page_tokens, kernels=kernels)
+    of_kind = CrossLayer if planned.is_cross else PackedCacheLayer
+    window, kind = planned.window or 0, planned.type
+    return of_kind(cache, planned.index, options["attention"], options["prefill"], deferred, window=window, kind=kind)
+
+
+def _probe(
+    model_or_config: Any,
+    plan: ModelPlan,
+    scheme: KVScheme,
+    given: LayerParams,
+    action: Probe,
+    accepts: Callable[[str], bool],
+) -> OutlierProbe | None:
+    """Check a scheme against the model's key biases, and return the probe of the first prefill."""
+    if action == "off":
+        return None
+    biases = biases_of(model_or_config, plan)
+    probe = OutlierProbe(scheme, action, biases, accepts)
+    if biases and (why := biases.refusal(scheme, params=given, starts=accepts)):
+        if action == "refuse":
+            raise BrokenPresetError(why)
+        warnings.warn(why, PackedKVWarning, stacklevel=5)
+        probe.warned = True
+    return probe
