@@ -16,10 +16,10 @@ from packedkv.cache.host import attend
 from packedkv.codec import ROLES, roundtrip
 from packedkv.integrations.transformers import cache_for, load_cache
 from packedkv.integrations.transformers.argument import passing
-from packedkv.integrations.vllm.servable import refusal
 from packedkv.recipe import LayerChoice
 from packedkv.registry import from_json, write_recipe
 from tests.conftest import tiny_model
+from tests.integrations.served import refusal
 
 SPECS = (
     "saw-int4:window=24,recent=int-8",

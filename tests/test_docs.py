@@ -71,7 +71,7 @@ def values(what: str, metric: str, case: str = "", model: str = "") -> dict[str,
 
 def test_presets_named_instead_of_a_broken_one_hold_on_the_real_model() -> None:
     """Qwen2.5-Coder-1.5B, whose biases break half of the presets: within 10 % of the uncompressed perplexity."""
-    from packedkv.integrations.vllm.biases import ALTERNATIVES as SERVED
+    from packedkv.integrations.vllm.weights import ALTERNATIVES as SERVED
     from packedkv.key_bias import ALTERNATIVES
 
     perplexity = values("tasks", "perplexity", "mean=none", "Qwen2.5")

@@ -16,9 +16,8 @@ from packedkv.integrations.transformers.argument import passing
 from packedkv.integrations.transformers.biases import biases_of
 from packedkv.integrations.transformers.plan import plan_for
 from packedkv.integrations.transformers.rope import record_positions
-from packedkv.integrations.vllm.means import decided
 from packedkv.integrations.vllm.options import read_options
-from packedkv.integrations.vllm.servable import refusal
+from packedkv.integrations.vllm.weights import decided
 from packedkv.kernels.cpu import compile as sources
 from packedkv.kernels.cpu import library
 from packedkv.models.loading import LoadedModel
@@ -27,6 +26,7 @@ from packedkv.shared import drawn
 from packedkv.store.positions import Positions
 from tests.cli.tiny import TEXT, tiny_tokenizer
 from tests.conftest import tiny_model
+from tests.integrations.served import refusal
 from tests.integrations.test_generate import prompt
 from tests.test_key_bias import DYNAMIC, biased
 

@@ -139,7 +139,7 @@ def test_batches_without_requests_leave_no_trace() -> None:
     """Captures of graphs, and the steps of an idle replica."""
     pending = PendingGroups(2, UNIT, PAGE, 4, CPU)
     pending.put(*one([3], 5, 5), [1])
-    before = [x.clone() for x in (pending.block, pending.end)]
+    before = [x.clone() for x in (pending.block, pending.tokens)]
     pending.blank(4)
     lengths, starts = torch.full((3,), 5).int(), torch.arange(4).int() * 5
     for rows in (None, [0, 1, 2]):
@@ -147,7 +147,7 @@ def test_batches_without_requests_leave_no_trace() -> None:
             pending.put(torch.full((3, COLUMNS), block).int(), lengths, starts, torch.full((15,), where), rows)
             assert pending.slot[:3].tolist() == [2, 2, 2]
             assert pending.first[:3].tolist() == [PAGE] * 3
-    assert all(torch.equal(a, b) for a, b in zip(before, (pending.block, pending.end), strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(before, (pending.block, pending.tokens), strict=True))
     pending.put(*one([3], 6, 1), [1])
     assert int(pending.slot[0]) == 1
 

@@ -12,15 +12,17 @@ from packedkv.codec import ROLES
 from packedkv.errors import SpecError, UnsupportedError
 from packedkv.integrations.vllm.layer import EngineLayer, Rules
 from packedkv.integrations.vllm.options import read_options
-from packedkv.integrations.vllm.servable import PAGE_STEP, group_tokens, page_step, refusal, verdicts
+from packedkv.integrations.vllm.servable import PAGE_STEP, group_tokens, page_step
 from packedkv.ops.rope import Rotary
 from packedkv.scheme import mix_of
 from packedkv.store.kept_rows import kept_rows
 from packedkv.store.site import LayerSite, MeanRemoval
+from tests.integrations.served import refusal
 
 CPU = torch.device("cpu")
 HEADS, DIM, TOKENS, BLOCK = 2, 64, 70, 16
-SERVED = [name for name, why in verdicts(packedkv.presets()).items() if not why]
+REFUSALS = {name: refusal(packedkv.get(name)) for name in packedkv.presets()}
+SERVED = [name for name, why in REFUSALS.items() if not why]
 SPECS = ("saw-int4", "fp8", "hqmq-s24_r3", "octopus-3:window=0", "octopus-qjl-2:window=0", "ultra-tq", "q4_0", "dense")
 
 
@@ -62,15 +64,18 @@ def test_a_page_has_no_gaps(name: str, dim: int) -> None:
 
 
 def test_which_presets_are_served() -> None:
-    found = verdicts(packedkv.presets())
     assert {"saw-int4", "int-4", "int-8", "fp8", "ultraquant", "ultra-tq", "turboquant-4", "hqmq-s24_r3"} <= set(SERVED)
     assert {"kivi-tq-4", "kivi-tq-3"} <= set(SERVED)
-    windowed = {n for n in found if n[:4] in ("octo", "kivi")} - {"kivi-tq-4", "kivi-tq-3"}
-    assert {n for n, why in found.items() if '"window": 0' in why} == windowed
-    assert {n for n, why in found.items() if "packedkv fit" in why} >= {"innerq-base", "innerq-small", "innerq-hybrid"}
+    windowed = {n for n in REFUSALS if n[:4] in ("octo", "kivi")} - {"kivi-tq-4", "kivi-tq-3"}
+    assert {n for n, why in REFUSALS.items() if '"window": 0' in why} == windowed
+    assert {n for n, why in REFUSALS.items() if "packedkv fit" in why} >= {
+        "innerq-base",
+        "innerq-small",
+        "innerq-hybrid",
+    }
     bare = ("kivi-2:window=0", "kivi-sink-2:window=0,sink=0", "innerq-base:norm=false,window=0,sink=0")
-    assert set(verdicts(list(bare)).values()) == {""}
-    for why in filter(None, found.values()):
+    assert {refusal(packedkv.get(spec)) for spec in bare} == {""}
+    for why in filter(None, REFUSALS.values()):
         assert why.count("; ") == 1
         assert why.endswith(".")
 
@@ -78,7 +83,7 @@ def test_which_presets_are_served() -> None:
 def test_refusals_of_schemes_say_what_to_do() -> None:
     assert "run packedkv fit" in refusal(packedkv.get("hqmq-s24_r3:outliers=3"))
     assert refusal(packedkv.get("hqmq-s24_r3:outliers=3"), fitted=True) == ""
-    assert refusal(packedkv.get("q4_0"), 80).startswith("q4_0: q4_0: head_dim=80")
+    assert refusal(packedkv.get("q4_0"), 80).startswith("packedkv: q4_0: q4_0: head_dim=80")
     assert "pages are multiples of 16 tokens" in refusal(packedkv.get("fp8"), 64, 24)
     kivi = packedkv.get("kivi-4:window=0")
     assert refusal(kivi, 64, 96) == ""
@@ -109,7 +114,7 @@ def test_options_are_read_from_additional_config_and_dtype() -> None:
     for given, dtype, sentence in (
         ({"preset": "fp8"}, "packedkv:saw-int4", "name one preset"),
         ({"preset": "fp8", "seed": True}, "auto", "seed=True"),
-        ({"preset": "octopus-3", "window": 3}, "auto", "only 0 can be served"),
+        ({"preset": "octopus-3", "window": 3}, "auto", "only 0 is supported"),
         ({"preset": 4}, "auto", "preset=4"),
         ([], "auto", r"expected an object"),
         ({"preset": "fp8", "sinks": 0}, "auto", "Did you mean 'sink'"),

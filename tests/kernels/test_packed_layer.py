@@ -13,7 +13,7 @@ from packedkv.codec import ROLES, Dense, Params, Role, Sample, Site
 from packedkv.errors import ShapeError
 from packedkv.integrations.vllm import layer as served
 from packedkv.integrations.vllm.layer import EngineLayer, Live, Rules, Several
-from packedkv.integrations.vllm.servable import group_tokens, refusal
+from packedkv.integrations.vllm.servable import group_tokens
 from packedkv.kernels.cpu.engine import CpuEngine
 from packedkv.kernels.cuda.engine import CudaEngine
 from packedkv.kernels.cuda.prompts import Chunks, Room, Sight, gathered
@@ -21,6 +21,7 @@ from packedkv.kernels.flash import Ragged, ragged_attention
 from packedkv.ops.rope import Rotary
 from packedkv.scheme import KVScheme
 from packedkv.store.site import LayerSite, MeanRemoval
+from tests.integrations.served import refusal
 from tests.integrations.test_serving import BLOCK, CPU, DIM, HEADS, ROW, RULES, TOKENS, made, pool, rows, slots
 
 SPECS = ["int-8", "turboquant-4", "hqmq-s24_r3", "octopus-3:window=0", "ultra-tq", "ultraquant"]

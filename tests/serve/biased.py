@@ -1,16 +1,14 @@
-"""A model with large key biases on disk, constants fitted to it, and what the library generates with it."""
+"""A model with large key biases on disk, and constants fitted to it."""
 
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 
-import packedkv
 from packedkv.files.params import FittedParams
 from packedkv.fitting.fit import fit_model
-from packedkv.integrations.transformers.argument import passing
 from packedkv.models.loading import LoadedModel
-from tests.serve.engines import NEW, WORDS, save_model
+from tests.serve.engines import WORDS, save_model
 
 
 class Biased(NamedTuple):
@@ -40,11 +38,3 @@ def biased_at(folder: Path) -> Biased:
             layer.self_attn.q_proj.weight.mul_(4)
     model.save_pretrained(folder)
     return Biased(folder, model, PreTrainedTokenizerFast.from_pretrained(folder))
-
-
-def library(model: Any, spec: str, ids: list[int], new: int = NEW, **options: Any) -> list[int]:
-    """Greedy tokens of a prompt through the library's own cache, every query reading what is stored."""
-    cache = packedkv.cache_for(model, spec, prefill="decoded", **options)
-    with torch.no_grad():
-        out = model.generate(torch.tensor([ids]), **passing(model, cache), max_new_tokens=new, do_sample=False)
-    return out[0, len(ids) :].tolist()

@@ -1,5 +1,6 @@
 """Tiny models on disk; engines in this process share its import of vLLM, servers start side by side."""
 
+import logging
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -62,6 +63,16 @@ def _threads() -> Iterator[None]:
     before = torch.get_num_threads()
     yield
     torch.set_num_threads(before)
+
+
+@pytest.fixture
+def told(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """What the plugin says in the log."""
+    said: list[str] = []
+    for level in ("info", "warning"):
+        logger = logging.getLogger("vllm.packedkv")  # of all its modules
+        monkeypatch.setattr(logger, level, lambda text, *given: said.append(text % given))
+    return said
 
 
 @pytest.fixture(scope="session")

@@ -11,11 +11,15 @@ import sys
 import time
 import urllib.request
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
+import pytest
 import torch
 
+import packedkv
+from packedkv.integrations.transformers.argument import passing
 from tests.conftest import tiny_model
 
 ENVIRONMENT = {
@@ -106,6 +110,53 @@ def generate(llm: Any, ids: list[list[int]], new: int = NEW) -> list[list[int]]:
     greedy = SamplingParams(temperature=0, max_tokens=new, ignore_eos=True, detokenize=False)
     found = llm.generate([{"prompt_token_ids": p} for p in ids], greedy, use_tqdm=False)
     return [list(request.outputs[0].token_ids) for request in found]
+
+
+def library(model: Any, spec: str, ids: list[int], new: int = NEW, **options: Any) -> list[int]:
+    """Greedy tokens of a prompt through the library's own cache, where every query reads the pages."""
+    cache = packedkv.cache_for(model, spec, prefill="decoded", **{"probe": "off", **options})
+    with torch.no_grad():
+        out = model.generate(torch.tensor([ids]), **passing(model, cache), max_new_tokens=new, do_sample=False)
+    return out[0, len(ids) :].tolist()
+
+
+def spec_of(given: dict[str, Any]) -> str:
+    """The library's spec of a server's options."""
+    return ":".join([given["preset"], *(f"{k}={v}" for k, v in given.items() if k != "preset")])
+
+
+class Step(NamedTuple):
+    """What the engine gave to one layer in a step, and got: ``[n, heads, D]``."""
+
+    layer: int
+    meta: Any
+    query: torch.Tensor
+    key: torch.Tensor
+    value: torch.Tensor
+    output: torch.Tensor
+
+
+@contextlib.contextmanager
+def watched(*indices: int) -> Iterator[list[Step]]:
+    """Record the steps of these layers, requests' own tokens only."""
+    from packedkv.integrations.vllm.backend import PackedImpl
+
+    steps: list[Step] = []
+    forward = PackedImpl.forward
+
+    def watch(self: Any, layer: Any, q: Any, k: Any, v: Any, cache: Any, meta: Any, output: Any, **more: Any) -> Any:
+        found = forward(self, layer, q, k, v, cache, meta, output, **more)
+        index = next(int(part) for part in layer.layer_name.split(".") if part.isdigit())
+        if meta is not None and index in indices:
+            n = meta.chunks[-1][2] if meta.chunks else meta.decodes
+            meta = replace(meta, block_table=meta.block_table.clone(), seq_lens=meta.seq_lens.clone())
+            rows = (x[:n].reshape(n, -1, self.head_size).clone() for x in (q, k, v, output))
+            steps.append(Step(index, meta, *rows))
+        return found
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(PackedImpl, "forward", watch)
+        yield steps
 
 
 def metric(llm: Any, name: str) -> float:

@@ -1,4 +1,4 @@
-"""The real engine on the CPU, in this process: the library's tokens, whatever the scheduler does with the requests."""
+"""The real engine on the CPU, in this process: the library's tokens, however the scheduler splits the requests."""
 
 import re
 from pathlib import Path
@@ -11,13 +11,13 @@ import torch
 import packedkv
 from packedkv.cache.host import LayerCache
 from packedkv.codec import ROLES
-from packedkv.integrations.transformers.argument import passing
 from packedkv.integrations.vllm.layer import Rules
-from packedkv.kernels.cpu import library
+from packedkv.kernels.cpu import library as cpu_library
 from packedkv.store.pages import PageStore
-from tests.serve.engines import NEW, engine, generate, layers, metric, prompts
+from tests.serve.biased import Biased
+from tests.serve.engines import NEW, engine, generate, layers, library, metric, prompts, spec_of, watched
 
-SERVED = {
+SERVED: dict[str, dict[str, Any]] = {
     "saw-int4": {},
     "int-8": {},
     "fp8": {},
@@ -28,34 +28,26 @@ SERVED = {
     "hqmq-s24_r3": {},
 }
 EVERY_RUN = ("saw-int4", "octopus-3", "hqmq-s24_r3")
-"""The others are nightly: how their codes differ from these is not the engine's business."""
+"""The others are nightly: the engine does not depend on how their codes differ from these."""
 IDS = prompts(40, 7, 33)
+CHUNKS: dict[str, Any] = {"max_num_batched_tokens": 16, "block_size": 16}
 
 
-def generated(model: Any, spec: str, ids: list[int]) -> list[int]:
-    """What the library's own cache generates, every query reading what is stored."""
-    cache = packedkv.cache_for(model, spec, prefill="decoded", probe=False)
-    with torch.no_grad():
-        out = model.generate(torch.tensor([ids]), **passing(model, cache), max_new_tokens=NEW, do_sample=False)
-    return out[0, len(ids) :].tolist()
+def nightly(names: Any, every_run: Any) -> list[Any]:
+    return [name if name in every_run else pytest.param(name, marks=pytest.mark.nightly) for name in names]
 
 
-def spec_of(preset: str) -> str:
-    return ":".join([preset, *(f"{k}={v}" for k, v in SERVED[preset].items())])
-
-
-@pytest.mark.parametrize(
-    "preset", [p if p in EVERY_RUN else pytest.param(p, marks=pytest.mark.nightly) for p in SERVED]
-)
+@pytest.mark.parametrize("preset", nightly(SERVED, EVERY_RUN))
 def test_the_engine_generates_what_the_library_does(preset: str, llama: Any) -> None:
-    """In one call per prompt or in chunks of 16 tokens, with others or alone, and with a prefix that is cached."""
-    want = [generated(llama.model, spec_of(preset), ids) for ids in IDS]
-    with engine(llama.folder, {"preset": preset, **SERVED[preset]}, max_num_batched_tokens=16, block_size=16) as llm:
+    """In one call per prompt or in chunks of 16 tokens, with others or alone, and with a cached prefix."""
+    given = {"preset": preset, **SERVED[preset]}
+    want = [library(llama.model, spec_of(given), ids) for ids in IDS]
+    with engine(llama.folder, given, **CHUNKS) as llm:
         assert generate(llm, IDS) == want
         assert metric(llm, "prefix_cache_hits") == 0
         assert generate(llm, IDS[:1]) == want[:1]
         assert metric(llm, "prefix_cache_hits") == 32  # whole blocks of its 40 tokens
-        scheme, context = packedkv.get(spec_of(preset)), layers(llm)
+        scheme, context = packedkv.get(spec_of(given)), layers(llm)
         for i in range(6):
             cache, own = context[f"model.layers.{i}.self_attn.attn"].kv_cache, scheme.for_layer(i, 6)
             own = packedkv.KVScheme(own.key.for_dtype(torch.float32), own.value.for_dtype(torch.float32))
@@ -64,14 +56,14 @@ def test_the_engine_generates_what_the_library_does(preset: str, llama: Any) -> 
             assert cache[0].numel() == 2 * own.page_layout(64, 16).page_bytes  # two heads
 
 
-@pytest.mark.parametrize(
-    "name", ["gemma3", *(pytest.param(name, marks=pytest.mark.nightly) for name in ("mistral", "qwen2"))]
-)
+@pytest.mark.parametrize("name", nightly(("gemma3", "gemma3 in one group", "mistral", "qwen2"), ("gemma3",)))
 def test_windows_and_hybrids(name: str, saved: Any) -> None:
-    """Sliding and full layers in groups of their own; sliding ones alone; keys with a large bias."""
+    """Sliding and full layers in groups of their own or in one; sliding ones alone; keys with a large bias."""
+    name, _, together = name.partition(" ")
     made, preset = saved(name), "int-8:sink=4" if name == "gemma3" else "int-8"
-    want = [generated(made.model, preset, ids) for ids in IDS]
-    with engine(made.folder, {"preset": preset}, max_num_batched_tokens=16, block_size=16) as llm:
+    want = [library(made.model, preset, ids) for ids in IDS]
+    more = {"disable_hybrid_kv_cache_manager": True} if together else {}
+    with engine(made.folder, {"preset": preset}, **CHUNKS, **more) as llm:
         assert generate(llm, IDS) == want
         assert generate(llm, IDS) == want
 
@@ -107,78 +99,56 @@ def test_prompts_are_put_together_for_each_window(grouped: bool) -> None:
         assert impl._chunks(layer, metadata) == want
 
 
-def test_preemption_loses_nothing(llama: Any) -> None:
-    """A pool for fewer tokens than the requests grow to: some are thrown out, and computed again."""
-    ids = prompts(30, 30, 30, 30, seed=3)
-    with engine(llama.folder, {"preset": "saw-int4"}, block_size=16) as llm:
+@pytest.mark.parametrize("preset", ["saw-int4", "ghost-3"])
+def test_preemption_loses_nothing(preset: str, llama: Any, biased: Biased, tmp_path: Path) -> None:
+    """A pool for fewer tokens than the requests grow to: the engine preempts some, and computes them again."""
+    ids, given, model = prompts(30, 30, 30, 30, seed=3), {"preset": preset}, llama
+    if preset == "ghost-3":
+        given["params"], model = str(tmp_path / "fitted.safetensors"), biased
+        biased.fitted(preset, tmp_path / "fitted.safetensors")
+    with engine(model.folder, given, block_size=16) as llm:
         want = generate(llm, ids, 40)
         assert metric(llm, "num_preemptions") == 0
-    with engine(
-        llama.folder, {"preset": "saw-int4"}, block_size=16, num_gpu_blocks_override=12, max_model_len=128
-    ) as llm:
+    with engine(model.folder, given, block_size=16, num_gpu_blocks_override=12, max_model_len=128) as llm:
         assert generate(llm, ids, 40) == want
         assert metric(llm, "num_preemptions") > 0
 
 
 @pytest.mark.parametrize("preset", ["saw-int4", "octopus-3"])
-def test_attention_and_bytes_are_the_librarys(preset: str, llama: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The tensors of two layers: what the engine hands over, what it gets back, what its blocks hold."""
-    from packedkv.integrations.vllm.backend import PackedImpl
-
-    seen: dict[int, list[Any]] = {}
-    forward = PackedImpl.forward
-
-    def watched(
-        self: Any, layer: Any, query: Any, key: Any, value: Any, cache: Any, meta: Any, output: Any, **more: Any
-    ) -> Any:
-        found = forward(self, layer, query, key, value, cache, meta, output, **more)
-        if meta is not None:
-            index = int(layer.layer_name.split(".")[2])
-            n = meta.chunks[-1][2] if meta.chunks else meta.decodes
-            seen.setdefault(index, []).append(
-                (query[:n].clone(), key[:n].clone(), value[:n].clone(), output.view(-1, 4, 64)[:n].clone())
-            )
-            rows[index] = meta.table[0].clone()
-        return found
-
-    rows: dict[int, Any] = {}
-    monkeypatch.setattr(PackedImpl, "forward", watched)
-    with engine(llama.folder, {"preset": preset, **SERVED[preset]}, max_num_batched_tokens=16, block_size=32) as llm:
+def test_attention_and_bytes_are_the_librarys(preset: str, llama: Any) -> None:
+    """In two layers: tensors that the engine passes and receives, and bytes of its blocks."""
+    given = {"preset": preset, **SERVED[preset]}
+    with watched(0, 3) as steps, engine(llama.folder, given, max_num_batched_tokens=16, block_size=32) as llm:
         generate(llm, IDS[:1])
         for index in (0, 3):
-            q, k, v, out = (torch.cat(parts).transpose(0, 1)[None] for parts in zip(*seen[index], strict=True))
+            seen = [step for step in steps if step.layer == index]
+            q, k, v, out = (torch.cat(x).transpose(0, 1)[None] for x in zip(*(step[2:] for step in seen), strict=True))
             tokens = k.shape[2]
             assert tokens == 40 + NEW - 1
-            scheme = packedkv.get(spec_of(preset)).for_layer(index, 6)
-            own = LayerCache(scheme, layer=index, page_tokens=32)
+            own = LayerCache(packedkv.get(spec_of(given)).for_layer(index, 6), layer=index, page_tokens=32)
             own.append(k, v)
             torch.testing.assert_close(out, own.attend(q), rtol=1e-5, atol=1e-5)
             store = own.store
             assert store is not None
             cache = layers(llm)[f"model.layers.{index}.self_attn.attn"].kv_cache
             held = PageStore(store.layout, 1, 2, cache.device)
-            held.pages, held.table = cache.flatten(2), rows[index][None, :2]
+            held.pages, held.table = cache.flatten(2), seen[-1].meta.block_table[:1, :2]
             for role in ROLES:
                 for name, field in store.read(role, 0, tokens).items():
                     assert torch.equal(held.read(role, 0, tokens)[name], field), (role, name)
 
 
-@pytest.mark.parametrize("preset", ["saw-int4", pytest.param("octopus-3", marks=pytest.mark.nightly)])
+@pytest.mark.parametrize("preset", nightly(("saw-int4", "octopus-3"), ("saw-int4",)))
 def test_without_compiled_kernels_the_reference_serves_and_says_so(
-    preset: str, llama: Any, monkeypatch: pytest.MonkeyPatch
+    preset: str, llama: Any, told: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from packedkv.integrations.vllm import backend
-
-    told: list[str] = []
-    monkeypatch.setattr(backend.logger, "info", lambda text, *given: told.append(text % given))
-    monkeypatch.setattr(backend.logger, "warning", lambda text, *given: told.append(text % given))
-    want = [generated(llama.model, spec_of(preset), ids) for ids in IDS]
     given = {"preset": preset, **SERVED[preset]}
+    want = [library(llama.model, spec_of(given), ids) for ids in IDS]
     for compiled in (True, False):
         with monkeypatch.context() as patch:
             if not compiled:
-                patch.setattr(library, "chosen", lambda: Path("missing.so"))
-            with engine(llama.folder, given, max_num_batched_tokens=16, block_size=16) as llm:
+                patch.setattr(cpu_library, "chosen", lambda: Path("missing.so"))
+            with engine(llama.folder, given, **CHUNKS) as llm:
                 assert generate(llm, IDS) == want
         said = " ".join(told)
         assert f"packedkv: preset {preset}: " in said
@@ -197,3 +167,23 @@ def test_without_a_preset_the_engine_is_as_it_was(llama: Any) -> None:
         cache = layers(llm)["model.layers.0.self_attn.attn"].kv_cache
         assert cache.dtype == torch.float32
         assert len(generate(llm, IDS[:1])[0]) == NEW
+
+
+HYBRIDS = {"qwen3-next": 3, "granite-hybrid": 1, "nemotron-h": 2, "falcon-h1": 1}
+"""A layer with attention of each; the preset keeps outer layers dense, but not in a hybrid model."""
+
+
+@pytest.mark.parametrize("name", nightly(HYBRIDS, ("qwen3-next", "granite-hybrid")))
+def test_a_hybrid_repeats_and_attends_as_the_library(name: str, saved: Any, told: list[str]) -> None:
+    """Models with attention beside recurrent layers."""
+    ids, options = prompts(40, 7), {"dtype": "bfloat16", "max_num_batched_tokens": 512}
+    with watched(HYBRIDS[name]) as steps, engine(saved(name).folder, {"preset": "ultraquant"}, **options) as llm:
+        first = generate(llm, ids[:1])
+        q, k, v, out = (torch.cat(x).transpose(0, 1)[None] for x in zip(*(step[2:] for step in steps), strict=True))
+        assert generate(llm, ids[:1]) == first
+        assert generate(llm, ids)[0] == first[0]
+    own = LayerCache(packedkv.get("ultraquant").for_layer(2, 6), layer=HYBRIDS[name])
+    own.append(k, v)
+    assert k.shape[2] == 40 + len(first[0]) - 1
+    torch.testing.assert_close(out.float(), own.attend(q).float(), rtol=2e-2, atol=2e-2)
+    assert any("the prefix cache finds whole blocks" in line for line in told)

@@ -13,8 +13,7 @@ from packedkv.errors import KVError, SpecError, UnsupportedError
 from packedkv.integrations.vllm.options import read_options
 from packedkv.recipe import LayerChoice
 from packedkv.registry import write_recipe
-from tests.serve.engines import engine, generate, layers, prompts
-from tests.serve.test_engine import generated
+from tests.serve.engines import engine, generate, layers, library, prompts
 
 IDS = prompts(40, 7, 33)
 SAW = {"preset": "saw-int4"}
@@ -124,8 +123,12 @@ def test_an_option_is_refused_in_the_first_process(name: str, llama: Any) -> Non
     [
         ({"preset": "saw-int5"}, r"unknown codec 'saw-int5'\. Did you mean 'saw-int4'"),
         ({"preset": "SAW-INT4"}, r"Did you mean 'saw-int4'"),
+        ({}, r"preset=''; name one of `packedkv list`"),
+        ({"presets": "saw-int4"}, r"unknown key 'presets'\. Did you mean 'preset'"),
+        ({"preset": "octopus-3", "window": 8}, r"window=8; only 0 is supported"),
         ({"preset": "kivi-2"}, r'keeps the newest 128 tokens dense.*; give "window": 0'),
-        ({"preset": "innerq-base", "window": 0, "sink": 0}, "run packedkv fit"),
+        ({"preset": "innerq-base", "window": 0, "sink": 0}, r"each sequence's own tokens.*run packedkv fit"),
+        ({"preset": "hqmq-s24_r3:outliers=3"}, r"each sequence's own tokens.*run packedkv fit"),
         ({**SAW, "draft": "int-8"}, '"draft" is the preset of a draft model'),
     ],
     ids=str,
@@ -166,11 +169,7 @@ def test_keys_that_are_meant_for_us_are_not_passed_over(additional: dict[str, An
         read_options(additional)
 
 
-def test_keys_of_other_plugins_are_left_alone(llama: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    from packedkv.integrations.vllm import engine_args
-
-    told: list[str] = []
-    monkeypatch.setattr(engine_args.logger, "info", lambda text, *given: told.append(text % given))
+def test_keys_of_other_plugins_are_left_alone(llama: Any, told: list[str]) -> None:
     others = {"kv_cache": {"preset": "fast"}, "window": 8, "gdn_prefill_backend": "triton", "vcore": 1}
     assert read_options(others) is None
     assert read_options({"packedkv": SAW, "vcore": 1}) is not None
@@ -206,15 +205,11 @@ def with_scheme(folder: Path, to: Path, scheme: dict[str, Any]) -> Path:
     return to
 
 
-def test_a_checkpoints_own_kv_cache_is_replaced(llama: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """vLLM takes its dtype from the checkpoint; nobody gave it."""
-    from packedkv.integrations.vllm import engine_args
-
-    told: list[str] = []
-    monkeypatch.setattr(engine_args.logger, "info", lambda text, *given: told.append(text % given))
+def test_a_checkpoints_own_kv_cache_is_replaced(llama: Any, tmp_path: Path, told: list[str]) -> None:
+    """vLLM takes its dtype from the checkpoint; the user gave none."""
     folder = with_scheme(llama.folder, tmp_path, COMPRESSED)
     with engine(folder, SAW, max_num_batched_tokens=16, block_size=16) as llm:
-        assert generate(llm, IDS) == [generated(llama.model, "saw-int4", ids) for ids in IDS]
+        assert generate(llm, IDS) == [library(llama.model, "saw-int4", ids) for ids in IDS]
     assert re.match(
         r"packedkv: the checkpoint asks for another KV cache \(kv_cache_scheme .*\), which saw-int4", told[0]
     )
@@ -250,7 +245,7 @@ def test_skipped_layers_stay_in_16_bit(llama: Any, tmp_path: Path) -> None:
     recipe, kinds = tmp_path / "recipe.json", ["dense", "saw-int4", "saw-int4", "dense", "saw-int4", "saw-int4"]
     write_recipe(recipe, [LayerChoice(kind, kind) for kind in kinds])
     with engine(llama.folder, SAW, block_size=16, kv_cache_dtype_skip_layers=["3", "0"]) as llm:
-        assert generate(llm, IDS) == [generated(llama.model, str(recipe), ids) for ids in IDS]
+        assert generate(llm, IDS) == [library(llama.model, str(recipe), ids) for ids in IDS]
         found = layers(llm)
         assert [str(layer.impl.packed.scheme) for layer in found.values()] == kinds
         sizes = [layer.kv_cache[0].numel() for layer in found.values()]

@@ -10,8 +10,8 @@ from safetensors.torch import load_file, save_file
 from packedkv.cli.main import main
 from packedkv.errors import FitError, FormatError, UnsupportedError
 from packedkv.integrations.vllm import fitting
-from tests.serve.biased import Biased, library
-from tests.serve.engines import engine, generate, layers, prompts
+from tests.serve.biased import Biased
+from tests.serve.engines import engine, generate, layers, library, prompts
 from tests.serve.test_parallel import by_two
 
 pytestmark = pytest.mark.nightly
@@ -26,19 +26,6 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "cache" / "packedkv" / "params"
 
 
-@pytest.fixture
-def log(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """What is said about fitting."""
-    said: list[str] = []
-
-    def info(text: str, *given: Any) -> None:
-        if "fit" in text:
-            said.append(text % given)
-
-    monkeypatch.setattr(fitting.logger, "info", info)  # the logger of the whole plugin
-    return said
-
-
 def served(folder: Path, given: dict[str, Any]) -> tuple[list[list[int]], str]:
     """Greedy tokens, and the identity of the pages."""
     with engine(folder, given, block_size=16) as llm:
@@ -46,16 +33,22 @@ def served(folder: Path, given: dict[str, Any]) -> tuple[list[list[int]], str]:
 
 
 def test_the_first_start_fits_and_the_second_one_finds_the_file(
-    biased: Biased, cache: Path, tmp_path: Path, log: list[str]
+    biased: Biased, cache: Path, tmp_path: Path, told: list[str]
 ) -> None:
+    def log() -> list[str]:
+        """Lines about fitting, since the last call."""
+        lines = [line for line in told if "fit" in line]
+        told.clear()
+        return lines
+
     first = served(biased.folder, GIVEN)
     (file,) = cache.glob("*.safetensors")
-    assert log[0] == f"packedkv: fitting ghost-3 to {biased.folder} on cpu in float32"
-    assert any(line.startswith("packedkv fit: drawing tokens") for line in log)
-    assert log[-1].endswith(f"kept in {file} for the next start")
-    log.clear()
+    lines = log()
+    assert lines[0] == f"packedkv: fitting ghost-3 to {biased.folder} on cpu in float32"
+    assert any(line.startswith("packedkv fit: drawing tokens") for line in lines)
+    assert lines[-1].endswith(f"kept in {file} for the next start")
     assert served(biased.folder, GIVEN) == first
-    assert log == [f"packedkv: constants of ghost-3 were fitted before and lie in {file}"]
+    assert log() == [f"packedkv: constants of ghost-3 were fitted before and lie in {file}"]
     own = tmp_path / "own"
     assert main(["fit", str(biased.folder), "ghost-3", "-o", str(own)]) == 0
     assert served(biased.folder, {"preset": "ghost-3", "params": str(own)}) == first

@@ -1,7 +1,5 @@
 """Presets that encode tokens in groups, in the real engine on the CPU: no request gets other numbers than alone."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -10,14 +8,13 @@ import torch
 import packedkv
 from packedkv.cache.host import LayerCache
 from packedkv.codec import ROLES, roundtrip
-from packedkv.errors import KVError
 from packedkv.integrations.vllm.groups import GroupedLayer
 from packedkv.integrations.vllm.layer import Rules
 from packedkv.integrations.vllm.pending import PendingGroups
 from packedkv.recipe import LayerChoice
 from packedkv.registry import write_recipe
 from packedkv.store.pages import PageStore
-from tests.serve.engines import engine, generate, layers, metric, prompts
+from tests.serve.engines import Step, engine, generate, layers, metric, prompts, watched
 
 BARE = {"window": 0, "sink": 0}
 PRESETS = {"kivi-2": BARE, "innerq-hybrid:norm=false": BARE}
@@ -25,44 +22,29 @@ IDS = prompts(70, 7, 33, 50)
 UNIT, LAYER = 32, 3
 
 
-@contextmanager
-def watched(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
-    """Each request's part of each step in one layer: last position, query, key, value, output, blocks."""
-    from packedkv.integrations.vllm.backend import PackedImpl
-
-    seen: list[Any] = []
-    forward = PackedImpl.forward
-
-    def watch(self: Any, layer: Any, q: Any, k: Any, v: Any, cache: Any, meta: Any, output: Any, **more: Any) -> Any:
-        found = forward(self, layer, q, k, v, cache, meta, output, **more)
-        if meta is not None and layer.layer_name.split(".")[2] == str(LAYER):
-            steps = [(row, row, row + 1, int(meta.seq_lens[row])) for row in range(meta.decodes)]
-            for row, a, b, length in [*steps, *meta.chunks]:
-                parts = (x[a:b].reshape(b - a, -1, 64).clone() for x in (q, k, v, output))
-                seen.append((length, *parts, meta.table[row].clone()))
-        return found
-
-    with monkeypatch.context() as patch:
-        patch.setattr(PackedImpl, "forward", watch)
-        yield seen
+def by_request(steps: list[Step]) -> list[Any]:
+    """Each request's part of each step: last position, query, key, value, output, blocks."""
+    seen = []
+    for _, meta, *rows in steps:
+        decodes = [(row, row, row + 1, int(meta.seq_lens[row])) for row in range(meta.decodes)]
+        for row, a, b, length in [*decodes, *meta.chunks]:
+            seen.append((length, *(x[a:b] for x in rows), meta.block_table[row]))
+    return seen
 
 
-def outputs(seen: list[Any]) -> dict[int, list[torch.Tensor]]:
-    """Of every position, what requests got there."""
-    found: dict[int, list[torch.Tensor]] = {}
-    for length, _, _, _, out, _ in seen:
-        for i, x in enumerate(out):
-            found.setdefault(length - out.shape[0] + i, []).append(x)
-    return found
-
-
-def same(seen: list[Any], alone: list[Any]) -> None:
-    """Every token got what one of the requests that ran alone got at its place.
+def same(steps: list[Step], alone: list[Any]) -> None:
+    """Every token got the output of one of the requests that ran alone, at its position.
 
     Sums in another order move a key by its last bit, which now and then rounds to another code; requests differ by 2.
     """
-    want = outputs(alone)
-    rows = [(at, x) for at, found in outputs(seen).items() for x in found]
+
+    def outputs(seen: list[Any]) -> list[tuple[int, torch.Tensor]]:
+        return [(length - len(out) + i, x) for length, _, _, _, out, _ in seen for i, x in enumerate(out)]
+
+    want: dict[int, list[torch.Tensor]] = {}
+    for at, x in outputs(alone):
+        want.setdefault(at, []).append(x)
+    rows = outputs(by_request(steps))
     far = torch.tensor([float((torch.stack(want[at]) - x).abs().amax((1, 2)).min()) for at, x in rows])
     assert float(far.max()) < 0.2
     assert float(far.quantile(0.9)) < 1e-4
@@ -75,33 +57,28 @@ def alone(llama: Any) -> Any:
 
     def run(preset: str) -> Any:
         if preset not in made:
-            with pytest.MonkeyPatch.context() as patch, watched(patch) as seen:
-                given = {"preset": preset, **PRESETS[preset]}
-                with engine(llama.folder, given, block_size=64, enable_prefix_caching=False) as llm:
-                    made[preset] = [generate(llm, [ids], 40)[0] for ids in IDS], seen
+            given, sizes = {"preset": preset, **PRESETS[preset]}, {"block_size": 64, "enable_prefix_caching": False}
+            with watched(LAYER) as steps, engine(llama.folder, given, **sizes) as llm:
+                made[preset] = [generate(llm, [ids], 40)[0] for ids in IDS], by_request(steps)
         return made[preset]
 
     return run
 
 
 @pytest.mark.parametrize("preset", PRESETS)
-def test_chunks_batches_and_cached_prefixes_do_not_show(
-    preset: str, alone: Any, llama: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_chunks_batches_and_cached_prefixes_do_not_show(preset: str, alone: Any, llama: Any) -> None:
     """Budgets that leave running requests out of a step, parts of groups in every chunk, blocks that change hands."""
     want, solo = alone(preset)
     given = {"preset": preset, **PRESETS[preset]}
-    with (
-        watched(monkeypatch) as seen,
-        engine(llama.folder, given, max_num_batched_tokens=13, max_num_seqs=3, block_size=32) as llm,
-    ):
+    sizes = {"max_num_batched_tokens": 13, "max_num_seqs": 3, "block_size": 32}
+    with watched(LAYER) as steps, engine(llama.folder, given, **sizes) as llm:
         assert generate(llm, IDS, 40) == want
         assert metric(llm, "prefix_cache_hits") == 0
         assert generate(llm, IDS[::-1], 40) == want[::-1]
         assert metric(llm, "prefix_cache_hits") == 64 + 32 + 32  # whole blocks
         cache = layers(llm)[f"model.layers.{LAYER}.self_attn.attn"].kv_cache
         assert cache[0].numel() == 2 * packedkv.get(preset).page_layout(64, 32).page_bytes
-    same(seen, solo)
+    same(steps, solo)
 
 
 @pytest.mark.parametrize("preset", PRESETS)
@@ -134,13 +111,11 @@ def test_attention_is_its_definition_and_bytes_are_the_librarys(preset: str, alo
         torch.testing.assert_close(out[t], torch.einsum("hj,jhd->hd", weights, vt), rtol=1e-4, atol=1e-4)
 
 
-def test_blocks_hold_the_librarys_bytes(llama: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    with (
-        watched(monkeypatch) as seen,
-        engine(llama.folder, {"preset": "kivi-4", **BARE}, max_num_batched_tokens=16, block_size=64) as llm,
-    ):
+def test_blocks_hold_the_librarys_bytes(llama: Any) -> None:
+    sizes = {"max_num_batched_tokens": 16, "block_size": 64}
+    with watched(LAYER) as steps, engine(llama.folder, {"preset": "kivi-4", **BARE}, **sizes) as llm:
         generate(llm, IDS[:1], 30)
-        k, v = (torch.cat([step[i] for step in seen]).transpose(0, 1)[None] for i in (2, 3))
+        k, v = (torch.cat(x).transpose(0, 1)[None] for x in zip(*(step[3:5] for step in steps), strict=True))
         whole = k.shape[2] // UNIT * UNIT
         assert whole == 96
         scheme = packedkv.get("kivi-4")
@@ -149,29 +124,20 @@ def test_blocks_hold_the_librarys_bytes(llama: Any, monkeypatch: pytest.MonkeyPa
         store, cache = own.store, layers(llm)[f"model.layers.{LAYER}.self_attn.attn"].kv_cache
         assert store is not None
         held = PageStore(store.layout, 1, 2, cache.device)
-        held.pages, held.table = cache.flatten(2), seen[-1][-1][None, :2]
+        held.pages, held.table = cache.flatten(2), steps[-1].meta.block_table[:1, :2]
         for role in ROLES:
             for name, field in store.read(role, 0, whole).items():
                 assert torch.equal(held.read(role, 0, whole)[name], field), (role, name)
 
 
-def test_preemption_loses_nothing(alone: Any, llama: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_preemption_loses_nothing(alone: Any, llama: Any) -> None:
     """A pool for fewer tokens than the requests grow to."""
     want, solo = alone("kivi-2")
-    with (
-        watched(monkeypatch) as seen,
-        engine(
-            llama.folder,
-            {"preset": "kivi-2", **BARE},
-            block_size=32,
-            num_gpu_blocks_override=9,
-            max_model_len=128,
-            max_num_batched_tokens=24,
-        ) as llm,
-    ):
+    few = {"num_gpu_blocks_override": 9, "max_model_len": 128, "max_num_batched_tokens": 24, "block_size": 32}
+    with watched(LAYER) as steps, engine(llama.folder, {"preset": "kivi-2", **BARE}, **few) as llm:
         assert generate(llm, IDS, 40) == want
         assert metric(llm, "num_preemptions") > 0
-    same(seen, solo)
+    same(steps, solo)
 
 
 @pytest.mark.nightly
@@ -240,27 +206,3 @@ def test_a_request_reads_a_block_that_another_one_fills_in_the_same_step(new: in
         return found[:new]
 
     torch.testing.assert_close(outputs([reads, fills]), outputs([fills], [reads]))
-
-
-REFUSED = {
-    "dense window": ({"preset": "kivi-2"}, {}, r'keeps the newest 128 tokens dense.*; give "window": 0'),
-    "statistics": ({"preset": "innerq-base", **BARE}, {}, r"each sequence's own tokens.*run packedkv fit"),
-    "block size": (
-        {"preset": "kivi-2", "window": 0},
-        {"block_size": 48},
-        r"--block-size 48; kivi-2.* encodes 32 tokens together and pages are multiples of 32 tokens, give one of these",
-    ),
-    "connector": (
-        {"preset": "kivi-2", "window": 0},
-        {"kv_transfer_config": {"kv_connector": "NixlConnector", "kv_role": "kv_both"}},
-        r"in whole blocks only, and NixlConnector is not known to do so; use one of ExampleConnector",
-    ),
-}
-
-
-@pytest.mark.parametrize("case", REFUSED)
-def test_the_engine_does_not_start(case: str, llama: Any) -> None:
-    given, options, sentence = REFUSED[case]
-    with pytest.raises(KVError, match=sentence) as error, engine(llama.folder, given, **options):
-        pass
-    assert "\n" not in str(error.value)

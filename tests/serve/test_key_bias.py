@@ -36,7 +36,7 @@ def test_it_is_refused_at_the_start(one: Path) -> None:
 
 @pytest.mark.parametrize(
     "options",
-    [{"preset": "saw-int4:mean=none", "probe": "warn"}, {"preset": "kivi-4", "window": 0}, {"preset": "saw-int4"}],
+    [{"preset": "saw-int4:mean=none", "probe": "warn"}, {"preset": "kivi-4", "window": 0}],
     ids=lambda options: str(options["preset"]),
 )
 def test_it_starts_when_told_and_what_holds_starts(options: dict[str, Any], one: Path) -> None:

@@ -9,8 +9,8 @@ import torch
 
 from packedkv.errors import BrokenPresetError, UnsupportedError
 from packedkv.integrations.vllm.layer import EngineLayer
-from tests.serve.biased import Biased, library
-from tests.serve.engines import engine, generate, layers, metric, prompts
+from tests.serve.biased import Biased
+from tests.serve.engines import engine, generate, layers, library, metric, prompts
 
 IDS = prompts(40, 2, 33)
 """One is shorter than ghost's dense first tokens."""
@@ -55,19 +55,6 @@ def test_the_reference_serves_them_as_well(biased: Biased, monkeypatch: pytest.M
         assert all(layer.impl.packed.unserved for layer in layers(llm).values())
         assert generate(llm, IDS) == want
         assert generate(llm, IDS[:1]) == want[:1]
-
-
-def test_preemption_loses_nothing(biased: Biased, tmp_path: Path) -> None:
-    ids, file = prompts(30, 30, 30, 30, seed=3), tmp_path / "fitted.safetensors"
-    biased.fitted("ghost-3", file)
-    given = {"preset": "ghost-3", "params": str(file)}
-    with engine(biased.folder, given, block_size=16) as llm:
-        want = generate(llm, ids, 40)
-        assert metric(llm, "num_preemptions") == 0
-    few = {"num_gpu_blocks_override": 12, "max_model_len": 128}
-    with engine(biased.folder, given, block_size=16, **few) as llm:
-        assert generate(llm, ids, 40) == want
-        assert metric(llm, "num_preemptions") > 0
 
 
 @pytest.mark.nightly

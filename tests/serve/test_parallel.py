@@ -11,9 +11,8 @@ import pytest
 
 from packedkv.recipe import LayerChoice
 from packedkv.registry import write_recipe
-from tests.serve.biased import Biased, library
-from tests.serve.engines import ENVIRONMENT, engine, generate, prompts
-from tests.serve.test_engine import generated
+from tests.serve.biased import Biased
+from tests.serve.engines import ENVIRONMENT, engine, generate, library, prompts
 
 SCRIPT = """
 import json, sys
@@ -33,7 +32,7 @@ IDS = prompts(40, 7)
 def test_two_processes_generate_what_one_does(preset: str, llama: Any, tmp_path: Path) -> None:
     """Both presets draw constants for every head."""
     found = by_two(llama.folder, {"preset": preset}, tmp_path)
-    assert found == [generated(llama.model, preset, own) for own in IDS]
+    assert found == [library(llama.model, preset, own) for own in IDS]
 
 
 @pytest.mark.nightly

@@ -1,4 +1,4 @@
-"""What cannot be served: the engine does not start, and one sentence says what to do."""
+"""What cannot be served and is known only when layers are built: no start, and one sentence says what to do."""
 
 from typing import Any
 
@@ -7,27 +7,44 @@ import pytest
 from packedkv.errors import KVError
 from tests.serve.engines import engine
 
-REFUSED = {
-    "unknown preset": ({"preset": "saw-int5"}, {}, r"unknown codec 'saw-int5'\. Did you mean 'saw-int4'"),
-    "unknown key": ({"presets": "saw-int4"}, {}, r"unknown key 'presets'\. Did you mean 'preset'"),
-    "no preset": ({}, {}, r"preset=''; name one of `packedkv list`"),
-    "dense window": ({"preset": "octopus-3"}, {}, r'keeps the newest 32 tokens dense.*; give "window": 0 to serve'),
-    "another window": ({"preset": "octopus-3", "window": 8}, {}, r"window=8; only 0 can be served"),
-    "statistics": ({"preset": "hqmq-s24_r3:outliers=3"}, {}, r"each sequence's own tokens.*run packedkv fit"),
-    "block size": ({"preset": "saw-int4"}, {"block_size": 24}, r"--block-size 24; pages are multiples of 16"),
+NIXL = {"kv_connector": "NixlConnector", "kv_role": "kv_both"}
+REFUSED: dict[str, tuple[str, str, dict[str, Any], str]] = {
+    "block size": ("llama-gqa", "saw-int4", {"block_size": 24}, r"--block-size 24; pages are multiples of 16"),
     "sink and block": (
-        {"preset": "int-8:sink=20"},
+        "llama-gqa",
+        "int-8:sink=20",
         {"block_size": 16},
         r"the first 20 tokens lie in one page, give as",
     ),
-    "another dtype": ({"preset": "saw-int4"}, {"kv_cache_dtype": "fp8"}, r"--kv-cache-dtype fp8.*; leave it out"),
+    "group and block": (
+        *("llama-gqa", "kivi-2:window=0", {"block_size": 48}),
+        r"--block-size 48; kivi-2.* encodes 32 tokens together and pages are multiples of 32 tokens, give one of these",
+    ),
+    "group and connector": (
+        *("llama-gqa", "kivi-2:window=0", {"kv_transfer_config": NIXL}),
+        r"in whole blocks only, and NixlConnector is not known to do so; use one of ExampleConnector",
+    ),
+    # vLLM cuts such requests into several; a layer of its own tables must not be served by the plain ones
+    "chunked attention": (
+        *("llama4", "saw-int4", {"dtype": "bfloat16", "load_format": "dummy"}),
+        r"attention of a kind of its own .*; serve the model without",
+    ),
+    # the CPU platform has other backends for it, which would serve it unpacked
+    "latent attention": (
+        *("deepseek-v3", "saw-int4", {"dtype": "bfloat16"}),
+        r"multi-head latent attention.*; serve it without packedkv",
+    ),
+    "first tokens of a hybrid": (
+        *("falcon-h1", "int-8:sink=4", {"dtype": "bfloat16"}),
+        r'first 4 tokens dense.*hybrid model.*; give "sink": 0 to serve it without',
+    ),
 }
 
 
 @pytest.mark.parametrize("case", REFUSED)
-def test_the_engine_does_not_start(case: str, llama: Any) -> None:
-    given, options, sentence = REFUSED[case]
-    with pytest.raises(KVError, match=sentence) as error, engine(llama.folder, given, **options):
+def test_the_engine_does_not_start(case: str, saved: Any) -> None:
+    model, preset, options, sentence = REFUSED[case]
+    with pytest.raises(KVError, match=sentence) as error, engine(saved(model).folder, {"preset": preset}, **options):
         pass
     assert "\n" not in str(error.value)
 
@@ -37,25 +54,5 @@ def test_a_head_size_that_a_codec_cannot_take(saved: Any) -> None:
     with (
         pytest.raises(KVError, match=r"q4_0: head_dim=80 is not a multiple of 32; use"),
         engine(folder, {"preset": "q4_0"}),
-    ):
-        pass
-
-
-def test_attention_in_chunks(saved: Any) -> None:
-    """vLLM cuts such requests into several; a layer of its own tables must not be served by the plain ones."""
-    folder = saved("llama4").folder
-    with (
-        pytest.raises(KVError, match=r"attention of a kind of its own .*; serve the model without"),
-        engine(folder, {"preset": "saw-int4"}, dtype="bfloat16", load_format="dummy"),
-    ):
-        pass
-
-
-def test_latent_attention_is_refused(saved: Any) -> None:
-    """The CPU platform has other backends for it, which would serve it unpacked."""
-    folder = saved("deepseek-v3").folder
-    with (
-        pytest.raises(KVError, match=r"multi-head latent attention.*; serve it without packedkv"),
-        engine(folder, {"preset": "saw-int4"}, dtype="bfloat16"),
     ):
         pass

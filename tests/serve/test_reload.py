@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from packedkv.errors import BrokenPresetError, UnsupportedError
-from tests.serve.biased import Biased, library
-from tests.serve.engines import engine, generate, layers, prompts
+from tests.serve.biased import Biased
+from tests.serve.engines import engine, generate, layers, library, prompts
 
 IDS = prompts(40, 2, 33)
 

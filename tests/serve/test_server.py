@@ -10,8 +10,8 @@ import torch
 
 import packedkv
 from packedkv.kernels.cpu import library
-from tests.serve.engines import Server, prompts
-from tests.serve.test_engine import generated
+from tests.serve.engines import Server, prompts, spec_of
+from tests.serve.engines import library as tokens_of
 
 PRESET, GIVEN = "octopus-3", {"window": 0}
 """With an option of its own; how the engine serves other presets, test_engine.py asks in this process."""
@@ -45,7 +45,7 @@ def test_a_server_streams_what_the_library_generates(servers: Any, llama: Any) -
     assert server.wait() is None, server.text()[-3000:]
     assert f"layers are served by the kernels 'cpu {library.variant()}'" in server.text()
     assert "the reference" not in server.text()
-    spec = ":".join([PRESET, *(f"{k}={v}" for k, v in GIVEN.items())])
+    spec = spec_of({"preset": PRESET, **GIVEN})
     scheme = packedkv.get(spec)
     block = sum(
         HEADS * packedkv.KVScheme(own.key.for_dtype(F32), own.value.for_dtype(F32)).page_layout(64, BLOCK).page_bytes
@@ -55,7 +55,7 @@ def test_a_server_streams_what_the_library_generates(servers: Any, llama: Any) -
     assert int(server.setting("block_size")) == BLOCK
     assert [server.setting(f"packedkv_{name}") for name in ("preset", "seed", "params")] == [PRESET, "0", "none"]
     (ids,) = prompts(70)
-    want = [f"t{i}" for i in generated(llama.model, spec, ids)]
+    want = [f"t{i}" for i in tokens_of(llama.model, spec, ids)]
     for hits in (0, 64):  # three chunks; then two whole blocks from the prefix cache
         assert "".join(server.complete(ids)).split() == want
         assert server.metric("prefix_cache_hits_total") == hits

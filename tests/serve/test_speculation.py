@@ -7,7 +7,8 @@ import pytest
 
 import packedkv
 from packedkv.errors import KVError
-from packedkv.integrations.vllm.servable import page_step, refusal
+from packedkv.integrations.vllm.servable import page_step
+from tests.integrations.served import refusal
 from tests.serve.engines import engine, generate, metric, prompts
 from tests.serve.test_engine import SERVED
 

@@ -1,12 +1,12 @@
 """vLLM's attention backend, implemented by ``EngineLayer``. vLLM 0.32 and 0.33.
 
-A layer is bound when its weights are loaded: only then are its name, and so its number, scheme and constants, known.
-New weights in a running engine bind it again: means are taken of the new weights.
-From then on it has a backend class for its scheme, which tells vLLM how many bytes a token takes. Layers
-of different schemes (outer layers, recipes) may share blocks: vLLM gives each its own page size.
+A layer is bound when its weights are loaded: only then are its name, and so its index, scheme and constants, known. New
+weights in a running engine bind it again, with means of the new weights. A bound layer has a backend class for its
+scheme, which tells vLLM how many bytes a token takes. Layers of different schemes (outer layers, recipes) may share
+blocks: vLLM gives each its own page size.
 
-``PackedBackend`` says what a layer's tokens take, ``PackedImpl`` stores them and attends. A step's batch is in
-``metadata``, and ``builder`` makes it.
+``PackedBackend`` states the bytes of a layer's tokens, ``PackedImpl`` stores the tokens and attends. ``step`` makes the
+metadata of a step's batch.
 """
 
 import json
@@ -27,27 +27,26 @@ from vllm.v1.attention.backend import AttentionBackend, AttentionImpl, Attention
 from vllm.v1.kv_cache_interface import AttentionSpec, KVCacheLayout
 
 from packedkv.errors import UnsupportedError
-from packedkv.integrations.vllm.biases import Around
 from packedkv.integrations.vllm.bind import bind, caching_layers, check_weights, skipping
-from packedkv.integrations.vllm.builder import PackedBuilder
 from packedkv.integrations.vllm.engine_args import check_engine, leaves_bytes_to_us
 from packedkv.integrations.vllm.fitting import fitted_file
 from packedkv.integrations.vllm.flash import flash_for
 from packedkv.integrations.vllm.groups import GroupedLayer
 from packedkv.integrations.vllm.identity import digest_of
 from packedkv.integrations.vllm.layer import EngineLayer, Live, Rules
-from packedkv.integrations.vllm.metadata import PackedMetadata, SharedStep, longest_sequence, metadata_of
 from packedkv.integrations.vllm.options import EXAMPLE, Options, read_options
 from packedkv.integrations.vllm.pending import PendingGroups
 from packedkv.integrations.vllm.servable import (
     BLOCK,
     PAGE_STEP,
+    check_layer,
+    check_page,
     group_tokens,
-    page_refusal,
     page_step,
     preferred_page,
-    refusal,
 )
+from packedkv.integrations.vllm.step import PackedBuilder, PackedMetadata, SharedStep, longest_sequence, metadata_of
+from packedkv.integrations.vllm.weights import Around
 from packedkv.kernels.cuda.build import LEAST
 from packedkv.kernels.cuda.prompts import Chunk
 from packedkv.scheme import Mean
@@ -83,88 +82,80 @@ class PackedBackend(AttentionBackend):  # type: ignore[misc]
     supported_dtypes: ClassVar = [torch.float16, torch.bfloat16, torch.float32]
     token_bytes: ClassVar[int | None] = None
     """Bytes of a token's codes in one KV head; None before the layer is bound."""
-    room: ClassVar[int] = 0
-    """Bytes of one KV head that every block has besides, for first tokens in 16 bit."""
+    sink_bytes: ClassVar[int] = 0
+    """Bytes of one KV head that every block reserves for first tokens in 16 bit."""
 
     @staticmethod
     def get_name() -> str:
-        """Return the member of vLLM's registry."""
         return "CUSTOM"
 
     @staticmethod
     def get_impl_cls() -> type["PackedImpl"]:
-        """Return the implementation."""
         return PackedImpl
 
     @staticmethod
     def get_builder_cls() -> type["PackedBuilder"]:
-        """Return the builder of metadata."""
         return PackedBuilder
 
     @staticmethod
     def get_supported_kernel_block_sizes(kv_cache_spec: Any = None) -> list[int | MultipleOf]:
-        """Return the block sizes: whole groups of tokens, at which no plane of a page needs padding."""
+        # whole groups of tokens, at which no plane of a page needs padding
         return [MultipleOf(_step())]
 
     @classmethod
     def get_preferred_block_size(cls, default_block_size: int) -> int:
-        """Return the block size if the user gives none."""
         options = current_options()
         return BLOCK if options is None else preferred_page(options.scheme)
 
     @classmethod
     def supported_kv_cache_layouts(cls) -> tuple[KVCacheLayout, ...]:
-        """Return the layout in which a block is a run of pages, one per head."""
-        return (KVCacheLayout.LBHNC,)
+        return (KVCacheLayout.LBHNC,)  # a block is a run of pages, one per head
 
     @classmethod
     def supports_kv_cache_dtype(cls, kv_cache_dtype: str | None) -> bool:
-        """Return whether the dtype leaves the meaning of the bytes to the backend."""
         return leaves_bytes_to_us(kv_cache_dtype)
 
     @classmethod
     def supports_per_head_quant_scales(cls) -> bool:
-        """Return True: a checkpoint may have scales of another KV cache, which are not used."""
-        return True
+        return True  # a checkpoint may have scales of another KV cache, which are not used
 
     @classmethod
     def supports_sliding_window(cls) -> bool:
-        """Return True."""
         return True
 
     @classmethod
     def supports_sink(cls) -> bool:
-        """Return True."""
         return True
 
     @classmethod
     def supports_compute_capability(cls, capability: Any) -> bool:
-        """Return whether the kernels run there."""
         return (capability.major, capability.minor) >= LEAST
 
     @classmethod
     def supports_combination(cls, head_size: int, *args: Any, **more: Any) -> str | None:
-        """Return why the head size cannot be served, or None."""
         options = current_options()
-        if options is None or len(options.scheme.layer_schemes) > 1:
-            return None
-        return refusal(options.scheme, head_size, fitted=options.fitted) or None
+        if options is not None and len(options.scheme.layer_schemes) == 1:
+            try:
+                check_layer(options.scheme, head_size, fitted=options.fitted)
+            except UnsupportedError as error:
+                return str(error)
+        return None
 
     @classmethod
     def customize_spec(cls, spec: AttentionSpec) -> AttentionSpec:
         """Return the spec with the bytes of a packed token."""
         if spec.state_content_bytes is not None:
             return spec
-        content, room = cls.token_bytes, cls.room
+        content, sink_bytes = cls.token_bytes, cls.sink_bytes
         if content is None:  # before layers are bound: as inner layers
             options = current_options()
             if options is None:
                 return spec
             step, scheme = _step(), options.scheme
             content = scheme.page_layout(spec.head_size, step).page_bytes // step
-            room = rows_bytes(scheme.sink, spec.head_size)
-        tokens = BLOCK if spec.block_size == 1 else spec.block_size  # 1: to compare kinds of layers
-        return replace(spec, dtype=torch.uint8, state_content_bytes=content + -(-room // tokens))
+            sink_bytes = rows_bytes(scheme.sink, spec.head_size)
+        tokens = BLOCK if spec.block_size == 1 else spec.block_size  # 1: vLLM compares types of layers
+        return replace(spec, dtype=torch.uint8, state_content_bytes=content + -(-sink_bytes // tokens))
 
 
 def _step() -> int:
@@ -172,14 +163,14 @@ def _step() -> int:
     return PAGE_STEP if options is None else page_step(options.scheme)
 
 
-def backend_for(name: str, token_bytes: int, room: int, unit: int, cache_config: Any) -> type[PackedBackend]:
+def backend_for(name: str, token_bytes: int, sink_bytes: int, unit: int, cache_config: Any) -> type[PackedBackend]:
     """Return the backend of layers that encode ``unit`` tokens at a time; the other numbers as in ``PackedBackend``.
 
-    Its name has the tokens of a block, which ``cache_config`` knows by the time that anyone asks.
+    Its name has the tokens of a block, which ``cache_config`` knows before vLLM asks for the name.
     """
     own = {
         "token_bytes": token_bytes,
-        "room": room,
+        "sink_bytes": sink_bytes,
         "forward_includes_kv_cache_update": unit > 1,
         "get_name": staticmethod(lambda: f"{name}-{cache_config.block_size}"),
         "get_supported_kernel_block_sizes": staticmethod(lambda kv_cache_spec=None: [MultipleOf(lcm(PAGE_STEP, unit))]),
@@ -187,7 +178,8 @@ def backend_for(name: str, token_bytes: int, room: int, unit: int, cache_config:
         "__module__": __name__,
     }
     # vLLM distinguishes backends by class name
-    return type(f"PackedBackend{token_bytes}x{unit}" + f"and{room}" * (room > 0), (PackedBackend,), own)
+    label = f"PackedBackend{token_bytes}x{unit}" + f"and{sink_bytes}" * (sink_bytes > 0)
+    return type(label, (PackedBackend,), own)
 
 
 class PackedImpl(AttentionImpl[PackedMetadata]):  # type: ignore[misc]
@@ -230,7 +222,7 @@ class PackedImpl(AttentionImpl[PackedMetadata]):  # type: ignore[misc]
             )
         check_engine(self.config, options)
         self.options = self._with_constants(options)
-        # vLLM builds drafts when the model is loaded
+        # vLLM builds draft models after the model is loaded
         self.draft = any(impl.packed is not None for impl in self._impls().values())
         self.num_heads, self.head_size, self.scale = num_heads, head_size, float(scale)
         self.num_kv_heads = num_kv_heads or num_heads
@@ -248,7 +240,13 @@ class PackedImpl(AttentionImpl[PackedMetadata]):  # type: ignore[misc]
         self.pending: PendingGroups | None = None
         self.leads = False
         self.stopped = ""
-        """Why no step may run any more."""
+        """Why the engine runs no further step."""
+
+    def _impls(self) -> dict[str, "PackedImpl"]:
+        """Return the implementations of this process, by their layers' names."""
+        layers = self.config.compilation_config.static_forward_context
+        found = {name: getattr(layer, "impl", None) for name, layer in layers.items()}
+        return {name: impl for name, impl in found.items() if isinstance(impl, PackedImpl)}
 
     def _with_constants(self, options: Options) -> Options:
         """Return the options with the constants that are fitted at the start, once for all layers."""
@@ -259,6 +257,8 @@ class PackedImpl(AttentionImpl[PackedMetadata]):  # type: ignore[misc]
         found = options_of(self.config, fitted_file(self.config, options))
         assert found is not None
         return found
+
+    # -- binding -------------------------------------------------------------------------------------------------------
 
     def process_weights_after_loading(self, act_dtype: torch.dtype) -> None:
         """Bind the layer, or bind it to new weights; see the module's text.
@@ -279,18 +279,19 @@ class PackedImpl(AttentionImpl[PackedMetadata]):  # type: ignore[misc]
     def _bind(self, act_dtype: torch.dtype, again: bool) -> None:
         layers = self.config.compilation_config.static_forward_context
         name = next(n for n, layer in layers.items() if getattr(layer, "impl", None) is self)
-        self._check_biases(again)
-        if self.kv_sharing_target_layer_name is not None:
-            if isinstance(layers[self.kv_sharing_target_layer_name].impl.packed, GroupedLayer):
+        layer, target = layers[name], self.kv_sharing_target_layer_name
+        self._check_weights(again)
+        if target is not None:
+            if isinstance(layers[target].impl.packed, GroupedLayer):
                 raise UnsupportedError(
                     f"packedkv: {name} reads another layer's cache, but not the tokens of its unfinished groups; serve "
                     f"the model with a preset that encodes each token alone, such as saw-int4."
                 )
-            self.packed = None  # reads the pages of an earlier layer, with its constants
+            self.packed = None  # ``bound`` returns the earlier layer, whose pages this one reads
             return
-        if not layers[name].attn_backend.__module__.startswith("packedkv."):
+        if not layer.attn_backend.__module__.startswith("packedkv."):
             # a class derived by vLLM, which passes other block tables
-            kind = layers[name].attn_backend.__name__
+            kind = layer.attn_backend.__name__
             raise UnsupportedError(
                 f"packedkv: {name} is attention of a kind of its own ({kind}), which is not served from packed pages; "
                 f"serve the model without packedkv in --additional-config."
@@ -302,18 +303,16 @@ class PackedImpl(AttentionImpl[PackedMetadata]):  # type: ignore[misc]
         if self.packed is None or not self.packed.renew(mean):
             if again:
                 self._check_running()
-            self.packed = self._layer(name, layers[name], act_dtype)
-        self.digest, self.named = digest, self.named or layers[name].attn_backend.get_name()
-        layers[name].attn_backend = self._backend(self.packed, self.named)
+            self.packed = self._layer(name, layer, act_dtype)
+        self.digest, self.named = digest, self.named or layer.attn_backend.get_name()
+        layer.attn_backend = self._backend(self.packed)
 
     def _layer(self, name: str, layer: Any, act_dtype: torch.dtype) -> EngineLayer:
-        """Return what stores and attends the tokens of vLLM's layer of this name."""
-        order = [] if self.draft else caching_layers(self.config, self._impls())
-        heads, head_dim = self.num_kv_heads, self.head_size
-        packed = bind(self.config, self.options, heads, head_dim, name, layer, act_dtype, order, self.means)
-        page_tokens = self.config.cache_config.block_size
-        if self.config.cache_config.user_specified_block_size and (why := page_refusal(packed.scheme, page_tokens)):
-            raise UnsupportedError(f"packedkv: {why}")
+        """Make what stores and attends the tokens of vLLM's layer of this name."""
+        cache_config = self.config.cache_config
+        packed = bind(self, name, layer, act_dtype, [] if self.draft else caching_layers(self.config, self._impls()))
+        if cache_config.user_specified_block_size:
+            check_page(packed.scheme, cache_config.block_size)
         if packed.device.type != "cpu":
             packed.flash = flash_for(self.head_size, self.rules.softcap > 0)
             packed.find_kernels(preferred_page(packed.scheme))  # raises before memory is allocated
@@ -321,67 +320,63 @@ class PackedImpl(AttentionImpl[PackedMetadata]):  # type: ignore[misc]
 
     def _check_running(self) -> None:
         """Raise if pages cannot change their meaning: other servers, or graphs, know the old one."""
-        others = {
-            "a KV connector has announced": self.config.kv_transfer_config is not None,
-            "CUDA graphs have captured": self.config.compilation_config.cudagraph_mode.has_full_cudagraphs()
-            and not current_platform.is_cpu(),
-        }
-        for who, is_there in others.items():
-            if is_there:
-                raise UnsupportedError(
-                    f"packedkv: with the new weights {self.options.scheme} removes other means from keys than {who}; "
-                    f"start the server anew with these weights."
-                )
+        compilation = self.config.compilation_config
+        who = ""
+        if self.config.kv_transfer_config is not None:
+            who = "a KV connector has announced"
+        elif compilation.cudagraph_mode.has_full_cudagraphs() and not current_platform.is_cpu():
+            who = "CUDA graphs have captured"
+        if who:
+            raise UnsupportedError(
+                f"packedkv: with the new weights {self.options.scheme} removes other means from keys than {who}; start "
+                f"the server anew with these weights."
+            )
 
-    def _backend(self, packed: EngineLayer, name: str) -> type[PackedBackend]:
-        """Return the backend of layers whose tokens take as many bytes as this one's; the first layer keeps them."""
-        unit, room = group_tokens(packed.scheme), rows_bytes(packed.sink, self.head_size)
+    def _backend(self, packed: EngineLayer) -> type[PackedBackend]:
+        """Return the backend of layers whose tokens take as many bytes as this one's; the first layer caches them."""
         codes = packed.layout(packed.step).page_bytes // packed.step
+        sizes = codes, rows_bytes(packed.sink, self.head_size), group_tokens(packed.scheme)
         backends = next(iter(self._impls().values())).backends  # an engine's own, as two may differ in block size
-        if (key := (self.digest, codes, room, unit)) not in backends:
-            backends[key] = backend_for(f"{name}-{self.digest}", codes, room, unit, self.config.cache_config)
+        if (key := (self.digest, *sizes)) not in backends:
+            backends[key] = backend_for(f"{self.named}-{self.digest}", *sizes, self.config.cache_config)
         return backends[key]
 
-    def _check_biases(self, again: bool) -> None:
+    def _check_weights(self, again: bool) -> None:
         """Check the preset against the model's key biases and decide means, once, when the first layer is bound."""
-        impls = {name: impl for name, impl in self._impls().items() if not impl.draft}
-        if next(iter(impls.values())) is self:
-            options = self.options if again else skipping(self.config, self.options, impls)
-            if options is not self.options:
-                skipped = self.config.cache_config.kv_cache_dtype_skip_layers
-                logger.info("packedkv: --kv-cache-dtype-skip-layers keeps layers in 16 bit: %s", ", ".join(skipped))
-            told, means, kinds = check_weights(self.config, options, impls)
-            for text in told:
-                logger.warning("packedkv: %s", text)
-            for (kind, source), count in Counter((mean.kind, mean.source) for mean in means.values()).items():
-                side = "before" if kind == "pre" else "after"
-                logger.info(
-                    "packedkv: %d layers hold keys without their mean %s RoPE, which the %s give", count, side, source
-                )
-            if again:
-                logger.info("packedkv: the weights were replaced; means of keys are those of the new weights")
-                if kinds != self.kinds:
-                    logger.warning(
-                        "packedkv: other layers than before hold keys without their mean; reset the prefix cache"
-                    )
-                if options.params is not None:
-                    logger.warning("packedkv: the constants of %s were fitted to other weights", options.params.file)
-            for impl in impls.values():
-                impl.options, impl.means, impl.kinds = options, means, kinds
         self.around.end()
+        impls = {name: impl for name, impl in self._impls().items() if not impl.draft}
+        if next(iter(impls.values())) is not self:
+            return
+        options = self.options if again else skipping(self.config, self.options, impls)
+        if options is not self.options:
+            skipped = self.config.cache_config.kv_cache_dtype_skip_layers
+            logger.info("packedkv: --kv-cache-dtype-skip-layers keeps layers in 16 bit: %s", ", ".join(skipped))
+        means, kinds = check_weights(self.config, options, impls)
+        for (kind, source), count in Counter((mean.kind, mean.source) for mean in means.values()).items():
+            side = "before" if kind == "pre" else "after"
+            logger.info(
+                "packedkv: %d layers hold keys without their mean %s RoPE, which the %s give", count, side, source
+            )
+        if again:
+            logger.info("packedkv: the weights were replaced; means of keys are those of the new weights")
+            if kinds != self.kinds:
+                logger.warning(
+                    "packedkv: other layers than before hold keys without their mean; reset the prefix cache"
+                )
+            if options.params is not None:
+                logger.warning("packedkv: the constants of %s were fitted to other weights", options.params.file)
+        for impl in impls.values():
+            impl.options, impl.means, impl.kinds = options, means, kinds
 
-    def _impls(self) -> dict[str, "PackedImpl"]:
-        """Return the implementations of this process, by their layers' names."""
-        layers = self.config.compilation_config.static_forward_context
-        found = {name: getattr(layer, "impl", None) for name, layer in layers.items()}
-        return {name: impl for name, impl in found.items() if isinstance(impl, PackedImpl)}
-
-    def _packed(self) -> EngineLayer:
+    def bound(self) -> EngineLayer:
+        """Return the layer that stores this one's tokens."""
         if self.packed is None:
             layers = self.config.compilation_config.static_forward_context
             self.packed = layers[self.kv_sharing_target_layer_name].impl.packed
             assert self.packed is not None
         return self.packed
+
+    # -- a step --------------------------------------------------------------------------------------------------------
 
     def do_kv_cache_update(
         self, layer: Any, key: Tensor, value: Tensor, kv_cache: Tensor, slot_mapping: Tensor
@@ -390,28 +385,24 @@ class PackedImpl(AttentionImpl[PackedMetadata]):  # type: ignore[misc]
         count = slot_mapping.shape[0]
         if kv_cache.numel() == 0 or count == 0:
             return
-        packed = self._packed()
+        packed, m, shared = self.bound(), metadata_of(layer), self.shared
         key, value = key[:count], value[:count]
-        m = metadata_of(layer)
-        shared = self.shared
         assert shared is not None
         if self.leads:
-            shared.positions = None
-        where = shared.positions_of(count, m) if packed.mean is not None else None
+            shared.forget()
+        positions = shared.positions(count, m) if packed.mean is not None else None
         if packed.unserved:
-            packed.write(key, value, kv_cache, slot_mapping, None if where is None else where[0])
+            packed.write(key, value, kv_cache, slot_mapping, None if positions is None else positions[0])
             return
-        alone = count
-        if m is not None and m.chunks and not packed.batched:  # a CPU's kernels: a chunk is a sequence
-            alone = m.decodes
-            for row, first, last, length in m.chunks:
-                own = None if where is None else part_of(where, first, last)
-                packed.encode_chunk(key[first:last], value[first:last], kv_cache, m.table[row], length, own)
-        if alone < count:
-            key, value, slot_mapping = key[:alone], value[:alone], slot_mapping[:alone]
-            where = None if where is None else part_of(where, 0, alone)
-        if alone:
-            packed.encode(key, value, kv_cache, slot_mapping, where)
+        if m is not None and m.chunks and not packed.batched:
+            # a CPU's kernels take a chunk as one sequence; the tokens before the chunks are decode steps
+            for row, first, last, seq_len in m.chunks:
+                own = None if positions is None else part_of(positions, first, last)
+                packed.encode_chunk(key[first:last], value[first:last], kv_cache, m.block_table[row], seq_len, own)
+            key, value, slot_mapping = key[: m.decodes], value[: m.decodes], slot_mapping[: m.decodes]
+            positions = None if positions is None else part_of(positions, 0, m.decodes)
+        if slot_mapping.shape[0]:
+            packed.encode(key, value, kv_cache, slot_mapping, positions)
 
     def forward(
         self,
@@ -430,25 +421,25 @@ class PackedImpl(AttentionImpl[PackedMetadata]):  # type: ignore[misc]
             raise UnsupportedError("packedkv: fused quantization of the output is not computed; switch that pass off.")
         if attn_metadata is None:  # a profiling run; before there is a cache it measures memory
             if kv_cache.numel() == 0 and query.is_cuda:
-                packed = self._packed()
+                packed = self.bound()
                 most = packed.most_tokens(longest_sequence(self.config))
                 size = packed.prefill_bytes(query.shape[0], most, self.num_heads, self.rules)
                 torch.empty(size, dtype=torch.uint8, device=query.device)
             return output.fill_(0)
-        packed, m, out = self._packed(), attn_metadata, output.view(-1, self.num_heads, self.head_size)
+        packed, m, out = self.bound(), attn_metadata, output.view(-1, self.num_heads, self.head_size)
         query = query.view(-1, self.num_heads, self.head_size)
         if isinstance(packed, GroupedLayer):
             self._forward_groups(packed, query, key, value, kv_cache, m, out)
             return output
         if m.decodes:
             out[: m.decodes] = self._decode(packed, query[: m.decodes], kv_cache, m)
-        joined, chunks = self._chunks(packed, m)
-        for one in joined:
+        together, alone = self._chunks(packed, m)
+        for one in together:
             part = slice(one.first, one.last)
             packed.attend_chunks(query[part], kv_cache, one, self.rules, out[part])
         attend = packed.attend if packed.unserved else packed.prefill
-        for row, first, last, length in chunks:
-            out[first:last] = attend(query[first:last], kv_cache, m.table[row], length, self.rules)
+        for row, first, last, seq_len in alone:
+            out[first:last] = attend(query[first:last], kv_cache, m.block_table[row], seq_len, self.rules)
         return output
 
     def _chunks(self, packed: EngineLayer, m: PackedMetadata) -> tuple[list[Any], list[Chunk]]:
@@ -461,43 +452,40 @@ class PackedImpl(AttentionImpl[PackedMetadata]):  # type: ignore[misc]
         self, packed: GroupedLayer, q: Tensor, k: Tensor, v: Tensor, cache: Tensor, m: PackedMetadata, out: Tensor
     ) -> None:
         """Store new tokens and attend, into ``out``: a query also reads the pending tokens of its group."""
-        pending, n = self.pending, m.decodes
+        pending, n, kernels = self.pending, m.decodes, not packed.unserved
         assert pending is not None
         assert pending.page_tokens == cache.shape[2]
-        # all are stored before any attends: a prompt may find blocks that another one fills in the same step
-        kernels = not packed.unserved
-        joined, chunks = self._chunks(packed, m)
+        together, alone = self._chunks(packed, m)
+        parts = [slice(one.first, one.last) for one in together]
+        # all tokens are stored before any query attends: a prompt may find blocks that another one fills in this step
         dense = packed.store_steps(k[:n], v[:n], cache, pending) if n else {}
-        parts = [slice(one.first, one.last) for one in joined]
-        taken = [packed.store_chunks(k[x], v[x], cache, one) for one, x in zip(joined, parts, strict=True)]
-        owns = [
+        stored = [packed.store_chunks(k[x], v[x], cache, one) for one, x in zip(together, parts, strict=True)]
+        recent = [
             packed.take_chunk(
-                k[first:last], v[first:last], cache, m.table[row], length, pending.slot[row : row + 1], kernels=kernels
+                *(k[first:last], v[first:last], cache, m.block_table[row], seq_len, pending.slot[row : row + 1]),
+                kernels=kernels,
             )
-            for row, first, last, length in chunks
+            for row, first, last, seq_len in alone
         ]
         if n:
             space = self._workspace(packed, q, cache, m)
-            given = (cache, m.tables[:n], m.seq_lens[:n], pending, self.rules, space)
+            given = (cache, m.query_table[:n], m.seq_lens[:n], pending, self.rules, space)
             out[:n] = packed.attend_steps(q[:n], dense, *given)
-        for one, x, mine in zip(joined, parts, taken, strict=True):
-            packed.attend_chunk_groups(q[x], mine, cache, one, self.rules, out[x])
+        for one, x, own in zip(together, parts, stored, strict=True):
+            packed.attend_chunk_groups(q[x], own, cache, one, self.rules, out[x])
         attend = packed.prefill_own if kernels else packed.attend_own
-        for (row, first, last, length), own in zip(chunks, owns, strict=True):
-            out[first:last] = attend(q[first:last], cache, m.table[row], length, self.rules, own)
+        for (row, first, last, seq_len), rows in zip(alone, recent, strict=True):
+            out[first:last] = attend(q[first:last], cache, m.block_table[row], seq_len, self.rules, rows)
 
     def _decode(self, packed: EngineLayer, q: Tensor, kv_cache: Tensor, m: PackedMetadata) -> Tensor:
         shared, n = self.shared, m.decodes
         assert shared is not None
         space = self._workspace(packed, q, kv_cache, m)
         if m.several is not None and m.totals is not None:
-            table = m.table[: m.totals.shape[0]]
+            table = m.block_table[: m.totals.shape[0]]
             return packed.decode(q, kv_cache, table, m.totals, self.rules, Live(), space, m.several)
-        seq_lens, window = m.seq_lens[:n], self.rules.window
-        if self.leads:
-            shared.see(seq_lens, packed.sink, window)
-        live = shared.live(n, packed.sink, window)
-        return packed.decode(q, kv_cache, m.tables[:n], seq_lens, self.rules, live, space)
+        live = shared.live(m.seq_lens[:n], packed.sink, self.rules.window)
+        return packed.decode(q, kv_cache, m.query_table[:n], m.seq_lens[:n], self.rules, live, space)
 
     def _workspace(self, packed: EngineLayer, q: Tensor, kv_cache: Tensor, m: PackedMetadata) -> Tensor | None:
         """Memory for decode steps that a graph captures; a CPU's kernels have their own."""
@@ -506,7 +494,7 @@ class PackedImpl(AttentionImpl[PackedMetadata]):  # type: ignore[misc]
         shared = self.shared
         assert shared is not None
         if shared.workspace is None:  # the first call is a profiling run, outside of any graph
-            columns, most = m.table.shape[1], max(shared.most, m.decodes)
+            columns, most = m.block_table.shape[1], max(shared.most, m.decodes)
             size = packed.workspace_bytes(most, self.num_heads, kv_cache, columns, self.rules)
             if (queries := shared.queries) > 1 and packed.takes_several(self.rules):
                 most, heads = -(-most // queries), self.num_heads * queries

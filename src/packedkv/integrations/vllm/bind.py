@@ -1,7 +1,7 @@
 """Make an ``EngineLayer`` for a layer of vLLM's model: its scheme and constants."""
 
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -21,138 +21,152 @@ from packedkv.errors import KVError, UnsupportedError
 from packedkv.files.params import FittedParams
 from packedkv.integrations.transformers.identity import check_params
 from packedkv.integrations.transformers.plan import plan_for
-from packedkv.integrations.vllm.biases import check_biases, find_biases, logger
 from packedkv.integrations.vllm.engine_args import check_engine
-from packedkv.integrations.vllm.fitting import check_same_model
+from packedkv.integrations.vllm.fitting import check_same_model, logger
 from packedkv.integrations.vllm.groups import GroupedLayer
 from packedkv.integrations.vllm.identity import WHOLE_BLOCKS
 from packedkv.integrations.vllm.layer import EngineLayer
-from packedkv.integrations.vllm.means import KINDS, Rotaries, decided, means_of
 from packedkv.integrations.vllm.options import KEY, Options, read_options
-from packedkv.integrations.vllm.servable import group_tokens, preferred_page, refusal
+from packedkv.integrations.vllm.servable import check_layer, group_tokens, preferred_page
+from packedkv.integrations.vllm.weights import Rotaries, check_biases, decided, find_biases, means_of
 from packedkv.kernels.choose import choose
 from packedkv.key_bias import KeyBiases
 from packedkv.registry import get
 from packedkv.scheme import KVScheme, Mean, mix_of
 from packedkv.store.site import MeanRemoval
 
+KINDS: tuple[Mean, ...] = ("none", "post", "pre")
+
+# -- layers ------------------------------------------------------------------------------------------------------------
+
 
 def caching_layers(config: VllmConfig, impls: Mapping[str, Any]) -> list[int]:
-    """Return the numbers of the model's layers that cache keys and values, in order.
+    """Return the indices of the model's layers that cache keys and values, in order.
 
-    They are those that vLLM built, whatever else a layer holds (Falcon-H1's have a recurrent state as well). A pipeline
-    stage builds only its own, so there transformers' config says which the others are.
-
-    Parameters
-    ----------
-    config
-        Of the engine.
-    impls : mapping
-        The implementations of this process, by their layers' names.
+    vLLM has built these layers, whatever else a layer has (Falcon-H1's have a recurrent state too). A pipeline stage
+    builds only its own layers, so there transformers' config names the others. ``impls``: the implementations of this
+    process, by their layers' names.
     """
     if config.parallel_config.pipeline_parallel_size > 1:
         return [layer.index for layer in plan_for(config.model_config.hf_config, "decoded").kv_layers]
-    return sorted(
-        {
-            extract_layer_index(name)
-            for name, impl in impls.items()
-            if impl.kv_sharing_target_layer_name is None and not impl.draft
-        }
-    )
+    caching = [name for name, impl in impls.items() if impl.kv_sharing_target_layer_name is None and not impl.draft]
+    return sorted({extract_layer_index(name) for name in caching})
+
+
+def skipping(config: VllmConfig, options: Options, impls: Mapping[str, Any]) -> Options:
+    """Return the options with the layers of ``--kv-cache-dtype-skip-layers`` in 16 bit, as in a recipe.
+
+    Raises
+    ------
+    UnsupportedError
+        The model has no layer of this name, or none is left to pack.
+    """
+    if not (names := config.cache_config.kv_cache_dtype_skip_layers):
+        return options
+    order, option = caching_layers(config, impls), "--kv-cache-dtype-skip-layers"
+    sliding = {extract_layer_index(name) for name, impl in impls.items() if impl.rules.window and not impl.draft}
+    if config.parallel_config.pipeline_parallel_size > 1:  # the other stages' layers too
+        sliding = {own.index for own in plan_for(config.model_config.hf_config, "decoded").kv_layers if own.window}
+    skipped: set[int] = set()
+    for name in names:
+        found = {i for i in order if str(i) == name or (name == "sliding_window" and i in sliding)}
+        if not found:
+            raise UnsupportedError(
+                f"packedkv: {option} {name} is no layer of this model that caches keys and values; give numbers from "
+                f"{order[0]} to {order[-1]}, or sliding_window where layers have one."
+            )
+        skipped |= found
+    if skipped >= set(order):
+        raise UnsupportedError(f"packedkv: {option} leaves no layer to pack; serve the model without packedkv.")
+    own, dense = packed_everywhere(config, options.scheme), replace(get("dense"), mean="none")
+    layers = [dense if i in skipped else own.for_layer(at, len(order)) for at, i in enumerate(order)]
+    return replace(options, scheme=mix_of(layers, f"{own} without layers {', '.join(map(str, sorted(skipped)))}"))
+
+
+def packed_everywhere(config: VllmConfig, scheme: KVScheme) -> KVScheme:
+    """Return the scheme, without dense outer layers for a hybrid model.
+
+    Few of a hybrid model's layers cache keys and values. A dense one would take several times the bytes, and vLLM gives
+    all attention layers of the model pages of one size.
+    """
+    if config.model_config.is_hybrid and not scheme.layers:
+        return replace(scheme, dense_key_layers=0, dense_value_layers=0)
+    return scheme
+
+
+# -- weights -----------------------------------------------------------------------------------------------------------
 
 
 def check_weights(
     config: VllmConfig, options: Options, impls: Mapping[str, Any]
-) -> tuple[list[str], dict[int, MeanRemoval], tuple[Mean, ...]]:
-    """Check a preset against the model's key biases; return messages to log, and what keys are held without.
+) -> tuple[dict[int, MeanRemoval], tuple[Mean, ...]]:
+    """Check a preset against the model's key biases, and decide which keys are encoded without their mean.
 
-    That is, by layer, the means of this process's heads; and of all of the model's layers in order the kind of mean,
-    which is the same in all processes.
-
-    Parameters
-    ----------
-    config, options, impls
-        As ``caching_layers``; what the engine says of packedkv.
+    Returns the means of this process's heads by layer, and ``mean`` of all of the model's layers in order, which is the
+    same in all processes.
 
     Raises
     ------
     BrokenPresetError
     UnsupportedError
-        The layers cannot hold keys without the mean that is asked for, or processes have constants of two files.
+        The layers do not support the mean that the spec names, or processes have constants of two files.
     FormatError
         The constants are another model's.
     """
     own = {extract_layer_index(name): impl for name, impl in impls.items() if impl.kv_sharing_target_layer_name is None}
-    order = caching_layers(config, impls)
-    model = config.model_config
-    whole = model.get_total_num_kv_heads() == model.get_num_kv_heads(config.parallel_config)
+    order, model = caching_layers(config, impls), config.model_config
     text_config = model.hf_config.get_text_config(decoder=True)
-    scheme, params = packed_everywhere(config, options.scheme), options.params
+    scheme, params, given = packed_everywhere(config, options.scheme), options.params, None
     if params is not None:
         _check_one_file(params)
         check_same_model(config, params)
-    with _plain_torch():
-        found = find_biases(type(model.hf_config).__name__, text_config, order, own)
-        biases = None if isinstance(found, str) else found
+        given = {index: _own_params(config, params, index, impl.num_kv_heads) for index, impl in own.items()}
+    whole = model.get_total_num_kv_heads() == model.get_num_kv_heads(config.parallel_config)
+    with plain_torch():
         rotaries = Rotaries(own, text_config.hidden_size, model.dtype, model.max_model_len, model.uses_mrope)
+        biases = None
+        try:
+            biases = find_biases(type(model.hf_config).__name__, text_config, order, own)
+        except UnsupportedError as error:
+            if options.probe != "off":
+                logger.warning("packedkv: key biases are not known (%s)", error)
         if biases:
             mean = rotaries.removable(biases.layers)
             biases.removable = lambda layer: "none" if group_tokens(layer) > 1 else mean  # unfinished groups keep it
-        agreed = _same_on_all_processes(decided(scheme, order, biases, params))
-        starts = partial(_starts, config, order=order, impls=own, biases=biases, rotaries=rotaries)
-        told = check_biases(options, found, params if whole else None, starts)
+        # tensor-parallel processes must agree, and a pipeline's stage knows the biases of its own layers only
+        here = [KINDS.index(mean) for mean in decided(scheme, order, biases, params)]
+        agreed = [KINDS[number] for number in _largest_on_any_process(here)]
+        starts = partial(_starts, config, order=order, biases=biases, rotaries=rotaries)
+        if biases is not None:
+            check_biases(options, biases, params if whole else None, starts)
         if biases and params is None:
             logger.info("packedkv: %s", biases.summary(scheme, agreed))
-        given = None if params is None else {i: _own_params(config, params, i, impl) for i, impl in own.items()}
         kinds = dict(zip(order, agreed, strict=True))
-        return told, means_of(scheme, kinds, own, biases, given, rotaries, _asked(scheme, order), starts), tuple(agreed)
+        return means_of(scheme, kinds, biases, given, rotaries, starts), tuple(agreed)
 
 
-def _asked(scheme: KVScheme, order: list[int]) -> frozenset[int]:
-    """The layers whose mean the spec names."""
-    return frozenset(i for at, i in enumerate(order) if scheme.for_layer(at, len(order)).mean in ("pre", "post"))
-
-
-def _starts(
-    config: VllmConfig,
-    spec: str,
-    *,
-    order: list[int],
-    impls: Mapping[int, Any],
-    biases: KeyBiases | None,
-    rotaries: Rotaries,
-) -> bool:
+def _starts(config: VllmConfig, spec: str, *, order: list[int], biases: KeyBiases | None, rotaries: Rotaries) -> bool:
     """Whether the engine would start with another spec in place of its preset, and the spec holds on these weights."""
     given = (config.additional_config or {}).get(KEY, {})
-    try:
+    with suppress(KVError):
         options = read_options({KEY: {"preset": spec, **{name: 0 for name in ("window", "sink") if name in given}}})
         assert options is not None
         check_engine(config, options)
         scheme = packed_everywhere(config, options.scheme)
         kinds = dict(zip(order, decided(scheme, order, biases, None), strict=True))
         page = config.cache_config.block_size if config.cache_config.user_specified_block_size else None
-        for index, impl in impls.items():
+        for index, impl in rotaries.impls.items():
             layer = replace(scheme.for_layer(order.index(index), len(order)), mean=kinds[index])
-            if refusal(layer, impl.head_size, page):
-                return False
+            check_layer(layer, impl.head_size, page)
             device = next(impl.around.modules[0].parameters()).device
             if device.type != "cpu":
                 tokens = page or preferred_page(layer)
                 key, value = (layer.codec(role).for_dtype(config.model_config.dtype) for role in ROLES)
                 choose(replace(layer, key=key, value=value), impl.head_size, device, tokens, static=True)
-        means_of(scheme, kinds, impls, biases, None, rotaries, _asked(scheme, order))
+        means_of(scheme, kinds, biases, None, rotaries)
         worst = biases.worst(scheme) if biases else None
-    except KVError:
-        return False
-    return worst is None or not worst.broken
-
-
-def _same_on_all_processes(means: list[Mean]) -> list[Mean]:
-    """Make all tensor-parallel processes decide alike: a layer has a mean if it has one in any of them.
-
-    A pipeline's stage knows the biases of its own layers only.
-    """
-    return [KINDS[number] for number in _largest_on_any_process([KINDS.index(mean) for mean in means])]
+        return worst is None or not worst.broken
+    return False
 
 
 def _largest_on_any_process(numbers: list[int]) -> list[int]:
@@ -175,154 +189,85 @@ def _check_one_file(params: FittedParams) -> None:
         )
 
 
-def _own_params(config: VllmConfig, params: FittedParams, index: int, impl: Any) -> dict[Role, Params]:
-    """Constants of a layer's heads that this process holds."""
-    first, total = _first_head(config, impl.num_kv_heads), config.model_config.get_total_num_kv_heads()
-    return {role: _own_heads(own, first, impl.num_kv_heads, total) for role, own in params.get(index, {}).items()}
+def _own_params(config: VllmConfig, params: FittedParams, index: int, heads: int) -> dict[Role, Params]:
+    """Constants of this process's heads of a layer: slices along the head axis, the second of three or more."""
+    total, first = config.model_config.get_total_num_kv_heads(), _first_head(config, heads)
+    return {
+        role: {n: x[:, first : first + heads] if x.dim() > 2 and x.shape[1] == total else x for n, x in given.items()}
+        for role, given in params.get(index, {}).items()
+    }
 
 
 def _first_head(config: VllmConfig, heads: int) -> int:
-    """The model's number of the first of the ``heads`` KV heads that this process holds."""
+    """The model's number of the first of this process's ``heads`` KV heads."""
     rank, size = get_tensor_model_parallel_rank(), get_tensor_model_parallel_world_size()
-    # with fewer heads than processes, several processes hold the same head
+    # with fewer heads than processes, several processes have the same head
     return rank // max(1, size // config.model_config.get_total_num_kv_heads()) * heads
 
 
-def skipping(config: VllmConfig, options: Options, impls: Mapping[str, Any]) -> Options:
-    """Return the options with layers of ``--kv-cache-dtype-skip-layers`` in 16 bit, as a recipe has them.
-
-    Parameters
-    ----------
-    config, options, impls
-        As ``caching_layers``.
-
-    Raises
-    ------
-    UnsupportedError
-        A name is of no layer, or none is left to pack.
-    """
-    if not (names := config.cache_config.kv_cache_dtype_skip_layers):
-        return options
-    order, option = caching_layers(config, impls), "--kv-cache-dtype-skip-layers"
-    sliding = {extract_layer_index(name) for name, impl in impls.items() if impl.rules.window and not impl.draft}
-    if config.parallel_config.pipeline_parallel_size > 1:  # other stages' too
-        sliding = {own.index for own in plan_for(config.model_config.hf_config, "decoded").kv_layers if own.window}
-    skipped: set[int] = set()
-    for name in names:
-        found = {i for i in order if str(i) == name or (name == "sliding_window" and i in sliding)}
-        if not found:
-            raise UnsupportedError(
-                f"packedkv: {option} {name} is no layer of this model that caches keys and values; give numbers from "
-                f"{order[0]} to {order[-1]}, or sliding_window where layers have one."
-            )
-        skipped |= found
-    if skipped >= set(order):
-        raise UnsupportedError(f"packedkv: {option} leaves no layer to pack; serve the model without packedkv.")
-    own, dense = packed_everywhere(config, options.scheme), replace(get("dense"), mean="none")
-    layers = [dense if i in skipped else own.for_layer(at, len(order)) for at, i in enumerate(order)]
-    return replace(options, scheme=mix_of(layers, f"{own} without layers {', '.join(map(str, sorted(skipped)))}"))
+# -- binding -----------------------------------------------------------------------------------------------------------
 
 
-def packed_everywhere(config: VllmConfig, scheme: KVScheme) -> KVScheme:
-    """Return the scheme, without dense outer layers for a hybrid model.
+def bind(impl: Any, name: str, layer: Any, dtype: torch.dtype, order: list[int]) -> EngineLayer:
+    """Make the layer, with its scheme (by layer index) and constants (by head number).
 
-    Few of its layers cache keys and values: a dense one would take several times the bytes, and vLLM gives all its
-    attention layers pages of one size.
-    """
-    if config.model_config.is_hybrid and not scheme.layers:
-        return replace(scheme, dense_key_layers=0, dense_value_layers=0)
-    return scheme
-
-
-def bind(
-    config: VllmConfig,
-    options: Options,
-    heads: int,
-    head_dim: int,
-    name: str,
-    layer: Any,
-    dtype: torch.dtype,
-    layers: list[int],
-    means: Mapping[int, MeanRemoval],
-) -> EngineLayer:
-    """Return the layer, with its scheme (by layer number) and constants (by head number).
-
-    Parameters
-    ----------
-    config, options
-        Of the engine, and what it says of packedkv.
-    heads, head_dim : int
-        KV heads of this process.
-    name : str
-        The layer's.
-    layer
-        vLLM's ``Attention``.
-    dtype : torch.dtype
-        Of the model's keys and values.
-    layers : list of int
-        ``caching_layers``; empty for a draft model's layer.
-    means : mapping
-        Of ``check_weights``.
+    ``impl`` is the ``PackedImpl`` of vLLM's ``Attention`` layer, ``dtype`` that of keys and values, and ``order`` the
+    ``caching_layers``, empty for a draft model's layer.
 
     Raises
     ------
     UnsupportedError
         The layer cannot be served; the text says why.
     """
-    parallel = config.parallel_config
-    hf_config = config.model_config.hf_config
+    config, options, heads, head_dim = impl.config, impl.options, impl.num_kv_heads, impl.head_size
     index = extract_layer_index(name)
-    drafts = not layers
-    fitted, mean = (None, None) if drafts else (options.params, means.get(index))
-    if drafts:
-        scheme = options.draft.for_layer(0, 1)
-    else:
-        scheme = packed_everywhere(config, options.scheme).for_layer(layers.index(index), len(layers))
+    where = f"packedkv, layer {index}"
+    scheme, fitted, mean = options.draft.for_layer(0, 1), None, None
+    if order:
+        scheme = packed_everywhere(config, options.scheme).for_layer(order.index(index), len(order))
+        fitted, mean = options.params, impl.means.get(index)
     dense = all(isinstance(scheme.codec(role), Dense) for role in ROLES)
     scheme = replace(scheme, mean="none" if mean is None else mean.kind, sink=0 if dense else scheme.sink)
-    if why := refusal(scheme, head_dim, fitted=fitted is not None):
-        raise UnsupportedError(f"packedkv, layer {index}: {why}")
+    check_layer(scheme, head_dim, fitted=fitted is not None, where=where)
     if getattr(layer, "head_size_v", head_dim) != head_dim:
-        raise UnsupportedError(f"packedkv, layer {index}: keys and values have different head sizes; not served.")
-    total, first_head = config.model_config.get_total_num_kv_heads(), _first_head(config, heads)
+        raise UnsupportedError(f"{where}: keys and values have different head sizes; not served.")
     params = None
     if fitted is not None:
-        check_params(fitted, hf_config, fitted.scheme, seed=options.seed)
-        held = {} if dense else fitted.get(index, {})
-        params = {role: _own_heads(p, first_head, heads, total) for role, p in held.items()}
+        check_params(fitted, config.model_config.hf_config, fitted.scheme, seed=options.seed)
+        params = {} if dense else _own_params(config, fitted, index, heads)
     device = layer._k_scale.device  # these scales of vLLM's own caches are on the layer's device
-    grouped = group_tokens(scheme) > 1
-    transfer = config.kv_transfer_config
-    if grouped and transfer is not None and transfer.kv_connector not in WHOLE_BLOCKS:
-        raise UnsupportedError(
-            f"packedkv, layer {index}: {scheme} encodes {group_tokens(scheme)} tokens together, so pages can be handed "
-            f"over in whole blocks only, and {transfer.kv_connector} is not known to do so; use one of "
-            f"{', '.join(WHOLE_BLOCKS)}."
-        )
-    # pipeline stages alternate between batches: each batch needs its own slots
-    slots = config.scheduler_config.max_num_seqs * parallel.pipeline_parallel_size
-    with _plain_torch():
-        halves = 1 if config.speculative_config is None else 2
-        made = (partial(GroupedLayer, slots=slots, halves=halves) if grouped else EngineLayer)(
+    make: Any = EngineLayer
+    if (unit := group_tokens(scheme)) > 1:
+        transfer = config.kv_transfer_config
+        if transfer is not None and transfer.kv_connector not in WHOLE_BLOCKS:
+            raise UnsupportedError(
+                f"{where}: {scheme} encodes {unit} tokens together, so pages can be handed over in whole blocks only, "
+                f"and {transfer.kv_connector} is not known to do so; use one of {', '.join(WHOLE_BLOCKS)}."
+            )
+        # pipeline stages alternate between batches: each batch needs its own slots
+        slots = config.scheduler_config.max_num_seqs * config.parallel_config.pipeline_parallel_size
+        make = partial(GroupedLayer, slots=slots, halves=1 if config.speculative_config is None else 2)
+    with plain_torch():
+        made: EngineLayer = make(
             scheme,
             layer=index,
             heads=heads,
             head_dim=head_dim,
             dtype=dtype,
             device=device,
-            first_head=first_head,
+            first_head=_first_head(config, heads),
             seed=options.seed,
             params=params,
             mean=mean,
         )
-        if device.type == "cpu":  # constants of the kernels are made here as well
+        if device.type == "cpu":  # this computes constants of the kernels as well
             made.find_kernels(preferred_page(scheme))
     return made
 
 
 @contextmanager
-def _plain_torch() -> Iterator[None]:
-    """Draw constants in float32 on the CPU: while vLLM loads a model, the default dtype is the model's."""
+def plain_torch() -> Iterator[None]:
+    """Compute constants in float32 on the CPU: while vLLM loads a model, the default dtype is the model's."""
     before = torch.get_default_dtype()
     torch.set_default_dtype(torch.float32)
     try:
@@ -330,9 +275,3 @@ def _plain_torch() -> Iterator[None]:
             yield
     finally:
         torch.set_default_dtype(before)
-
-
-def _own_heads(params: Params, first: int, heads: int, total: int) -> Params:
-    """Constants of some heads: sliced along the head axis, the second of three or more."""
-    cut = slice(first, first + heads)
-    return {name: x[:, cut] if x.dim() > 2 and x.shape[1] == total else x for name, x in params.items()}

@@ -1,4 +1,4 @@
-"""The CPU platform's backends, replaced by packed pages where the options name a preset."""
+"""The CPU platform's backends, replaced by packed pages if the options name a preset."""
 
 from typing import Any
 
@@ -9,41 +9,35 @@ from vllm.v1.attention.backends.mla.cpu_mla import CPUMLABackend
 from packedkv.errors import UnsupportedError
 from packedkv.integrations.vllm.backend import PackedImpl, current_options
 
-LATENT = (
-    "packedkv: the model has multi-head latent attention: it caches one latent and one RoPE key instead of K and V per "
-    "head, which these codecs do not take; serve it without packedkv in --additional-config."
-)
-
 
 class Attention(CPUAttentionBackend):  # type: ignore[misc]
-    """``CPU_ATTN``; a packed layer gets its own backend (``backend.backend_for``)."""
+    """``CPU_ATTN``; a bound layer has its own backend (``backend.backend_for``)."""
 
     @staticmethod
     def get_impl_cls() -> Any:
-        """Return vLLM's implementation, or the packed one."""
         return CPUAttentionBackend.get_impl_cls() if current_options() is None else PackedImpl
 
 
-def _refuse() -> None:
+def _latent(backend: Any) -> Any:
     if current_options() is not None:
-        raise UnsupportedError(LATENT)
+        raise UnsupportedError(
+            "packedkv: the model has multi-head latent attention: it caches one latent and one RoPE key instead of K "
+            "and V per head, which these codecs do not take; serve it without packedkv in --additional-config."
+        )
+    return backend.get_impl_cls()
 
 
 class ReferenceLatent(CPUMLABackend):  # type: ignore[misc]
-    """``CPU_MLA``; refused where a preset is named."""
+    """``CPU_MLA``; refused with a preset."""
 
     @staticmethod
     def get_impl_cls() -> Any:
-        """Return vLLM's implementation."""
-        _refuse()
-        return CPUMLABackend.get_impl_cls()
+        return _latent(CPUMLABackend)
 
 
 class TiledLatent(AMXMLABackend):  # type: ignore[misc]
-    """``AMX_MLA``; refused where a preset is named."""
+    """``AMX_MLA``; refused with a preset."""
 
     @staticmethod
     def get_impl_cls() -> Any:
-        """Return vLLM's implementation."""
-        _refuse()
-        return AMXMLABackend.get_impl_cls()
+        return _latent(AMXMLABackend)

@@ -17,7 +17,7 @@ from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
 from packedkv.errors import UnsupportedError
 from packedkv.integrations.vllm.options import DTYPE, Options, read_options
-from packedkv.integrations.vllm.servable import group_tokens, refusal
+from packedkv.integrations.vllm.servable import check_scheme, group_tokens
 
 logger = init_logger("vllm.packedkv")
 
@@ -25,7 +25,6 @@ SIXTEEN_BIT = ("float16", "bfloat16")
 """``--kv-cache-dtype`` of vLLM's own caches without quantization."""
 SCHEMES = ("kv_cache_scheme", "kv_cache_quant_algo")
 """Keys of a quantized checkpoint that name a KV-cache dtype: compressed-tensors' and ModelOpt's."""
-
 WITHOUT_LAYERS = ("ngram", "ngram_gpu", "suffix")
 """Methods of speculative decoding that run no draft model."""
 
@@ -37,10 +36,10 @@ def check_arguments() -> None:
         return
 
     @wraps(create)
-    def create_engine_config(self: EngineArgs, *args: Any, **options: Any) -> VllmConfig:
-        own = before(self)
-        config = create(self, *args, **options)
-        after(self, config, own)
+    def create_engine_config(self: EngineArgs, *args: Any, **more: Any) -> VllmConfig:
+        options = before(self)
+        config = create(self, *args, **more)
+        after(self, config, options)
         return config
 
     create_engine_config.packedkv = True  # type: ignore[attr-defined]
@@ -55,7 +54,7 @@ def before(args: EngineArgs) -> Options | None:
     SpecError, FormatError, FileNotFoundError
         As ``read_options``.
     UnsupportedError
-        A server cannot serve the preset, or not with these options.
+        A server does not support the preset, or not with these options.
     """
     options = read_options(args.additional_config, args.kv_cache_dtype)
     if options is None:
@@ -65,18 +64,16 @@ def before(args: EngineArgs) -> Options | None:
             f"packedkv: --kv-cache-dtype {args.kv_cache_dtype} and the preset {options.scheme} are two KV caches; "
             f"leave it out."
         )
-    for own in dict.fromkeys(options.scheme.layer_schemes):
-        if why := refusal(own, fitted=options.fitted):
-            raise UnsupportedError(f"packedkv: {why}")
-    asked = {
+    check_scheme(options.scheme, fitted=options.fitted)
+    refused = {
         "decode context parallelism (--decode-context-parallel-size)": args.decode_context_parallel_size > 1,
         "prefill context parallelism (--prefill-context-parallel-size)": args.prefill_context_parallel_size > 1,
         "dual-batch overlap (--enable-dbo)": args.enable_dbo,
         "--kv-sharing-fast-prefill": args.kv_sharing_fast_prefill,
     }
-    for what, is_asked in asked.items():
-        if is_asked:
-            raise UnsupportedError(f"packedkv: {what} is not supported with packed pages; leave it out.")
+    for option, is_set in refused.items():
+        if is_set:
+            raise UnsupportedError(f"packedkv: {option} is not supported with packed pages; leave it out.")
     if args.enable_sleep_mode:
         raise UnsupportedError(
             "packedkv: --enable-sleep-mode frees memory that holds constants of packed layers, and vLLM does not "
@@ -100,18 +97,20 @@ def after(args: EngineArgs, config: VllmConfig, options: Options | None) -> None
         plain = given == "auto" and not scheme
         logger.info("packedkv is installed, no preset named: %s", "16 bit" if plain else "vLLM's own KV cache")
         return
-    held = str(model.dtype).removeprefix("torch.")
-    if given in SIXTEEN_BIT and given != held and not scheme:
+    dtype = str(model.dtype).removeprefix("torch.")
+    if given in SIXTEEN_BIT and given != dtype and not scheme:
         raise UnsupportedError(
-            f"packedkv: --kv-cache-dtype {given}: the model runs in {held}, and {options.scheme} decides what its "
+            f"packedkv: --kv-cache-dtype {given}: the model runs in {dtype}, and {options.scheme} decides what its "
             f"pages hold; leave it out, or give --dtype {given}."
         )
     check_engine(config, options)
     check_backend(config, options)
     if given == "auto" and scheme:
-        # as a dtype that the user gives, this one wins over the checkpoint's
+        # a dtype that the user gives wins over the checkpoint's, and so does this one
         cache.cache_dtype = "float16" if model.dtype == torch.float16 else "bfloat16"
-        logger.info("packedkv: %s replaces the KV cache of the checkpoint (%s)", options.scheme, scheme)
+        logger.info(
+            "packedkv: the checkpoint asks for another KV cache (%s), which %s replaces", scheme, options.scheme
+        )
     # labels of vLLM's metric cache_config_info
     cache.packedkv_preset, cache.packedkv_seed = str(options.scheme), options.seed
     cache.packedkv_params = "none" if options.params is None else options.params.sha256[:12]
@@ -123,70 +122,54 @@ def leaves_bytes_to_us(cache_dtype: str | None) -> bool:
 
 
 def checkpoint_scheme(config: VllmConfig) -> str:
-    """Return how the checkpoint of the model, or of its drafts, quantizes KV caches; '' if it does not."""
+    """Return how the checkpoint of the model, or of its draft model, quantizes KV caches; '' if it does not."""
     drafts = config.speculative_config
     models = [config.model_config, *([] if drafts is None else [drafts.draft_model_config])]
-    return next(filter(None, map(_scheme_of, models)), "")
+    return next((scheme for model in models if model is not None for scheme in _schemes_of(model)), "")
 
 
-def _scheme_of(model: ModelConfig | None) -> str:
-    if model is None:
-        return ""
-    for part in (model.hf_config, model.hf_config.get_text_config()):
-        given = getattr(part, "quantization_config", None)
-        given = given if isinstance(given, Mapping) else {}
-        inner = given.get("quantization")
-        for own in (given, inner if isinstance(inner, Mapping) else {}):
-            for key in SCHEMES:
-                if own.get(key):
-                    return f"{key} {own[key]}"
-    return ""
+def _schemes_of(model: ModelConfig) -> list[str]:
+    parts = [
+        getattr(part, "quantization_config", None) for part in (model.hf_config, model.hf_config.get_text_config())
+    ]
+    parts += [part.get("quantization") for part in parts if isinstance(part, Mapping)]
+    return [f"{key} {part[key]}" for part in parts if isinstance(part, Mapping) for key in SCHEMES if part.get(key)]
 
 
 def check_backend(config: VllmConfig, options: Options) -> None:
     """Raise if vLLM would serve some layers of a GPU by another backend, in 16 bit."""
-    attention, cache = config.attention_config, config.cache_config
+    attention, cache, custom = config.attention_config, config.cache_config, AttentionBackendEnum.CUSTOM
     if current_platform.is_cpu():
         return
-    others = {kind: backend for kind, backend in attention.backend_per_kind.items() if backend != _custom()}
+    others = [kind for kind, backend in attention.backend_per_kind.items() if backend != custom]
     if others:
         raise UnsupportedError(
             f"packedkv: backend_per_kind gives layers to another backend ({', '.join(others)}), which would serve "
             f"16 bit; leave it out."
         )
-    if attention.backend == _custom():
-        return
-    if not cache.cache_dtype.startswith(DTYPE) or cache.kv_cache_dtype_skip_layers:
+    by_dtype = cache.cache_dtype.startswith(DTYPE) and not cache.kv_cache_dtype_skip_layers
+    if attention.backend != custom and not by_dtype:
         raise UnsupportedError(
             f"packedkv: {options.scheme} is named, but vLLM would choose an attention backend of its own and serve "
             f"16 bit; add --attention-backend CUSTOM."
         )
 
 
-def _custom() -> AttentionBackendEnum:
-    return AttentionBackendEnum.CUSTOM
-
-
 def check_engine(config: VllmConfig, options: Options) -> None:
-    """Raise for models and drafts that the backend does not support.
-
-    Raises
-    ------
-    UnsupportedError
-    """
-    model = config.model_config
+    """Raise for models and drafts that the backend does not support."""
+    model, drafts = config.model_config, config.speculative_config
     if model.is_attention_free:
         raise UnsupportedError(
             f"packedkv: {model.model} has no attention, so {options.scheme} would pack nothing; serve it without "
             f"packedkv in --additional-config."
         )
-    if (drafts := config.speculative_config) is not None:
+    if drafts is not None:
         if group_tokens(options.draft) > 1:
             raise UnsupportedError(
                 f"packedkv: {options.draft} encodes {group_tokens(options.draft)} tokens together, and the layers of a "
                 f'draft model are served without; give "draft" a preset that encodes each token alone, such as int-8.'
             )
-        least = min((group_tokens(own) for own in options.scheme.layer_schemes if group_tokens(own) > 1), default=0)
+        least = min((unit for own in options.scheme.layer_schemes if (unit := group_tokens(own)) > 1), default=0)
         if least and drafts.num_speculative_tokens >= least:
             raise UnsupportedError(
                 f"packedkv: {options.scheme} encodes {least} tokens together, and a request may have fewer drafts than "
@@ -197,9 +180,9 @@ def check_engine(config: VllmConfig, options: Options) -> None:
             'packedkv: "draft" is the preset of a draft model\'s layers, and --speculative-config names no draft '
             "model; leave it out."
         )
-    kept = next((own for own in options.scheme.layer_schemes if own.sink), None)
-    if kept is not None and model.is_hybrid:
+    sink = next((own for own in options.scheme.layer_schemes if own.sink), None)
+    if sink is not None and model.is_hybrid:
         raise UnsupportedError(
-            f"packedkv: {kept} keeps the first {kept.sink} tokens dense, for which each block has room, and vLLM "
+            f"packedkv: {sink} keeps the first {sink.sink} tokens dense, for which each block has room, and vLLM "
             f'counts the blocks of a hybrid model in tokens of equal size; give "sink": 0 to serve it without.'
         )

@@ -1,9 +1,11 @@
-"""Constants that a server makes at its first start and keeps: ``{"preset": "ghost-3", "params": "fit"}``.
+"""Constants that a server fits at its first start and keeps: ``{"preset": "ghost-3", "params": "fit"}``.
 
-The command ``packedkv fit`` runs on the checkpoint that the engine is about to load, in a process of its own: when it
-ends its memory is free again, and the engine has allocated next to nothing yet. The file lies in the folder of caches
-under a name that says for which weights, preset and seed it is, so that the next start finds it. Of the processes of a
-server (and of servers that start together) one fits, and the others wait for it and read the same file.
+``packedkv fit`` runs on the checkpoint that the engine is about to load, in a child process for two reasons. The engine
+measures free memory afterwards, and only the end of a process frees all that a second model took on GPU and host. And
+vLLM builds models under a default dtype and device of its own.
+
+The file's name in the cache folder is a digest of weights, preset and seed, so the next start finds it. One process of
+a server (or of servers that start together) fits; the others wait at a lock and read the same file.
 """
 
 import hashlib
@@ -38,27 +40,14 @@ FORMATS = ("auto", "hf", "safetensors", "fastsafetensors")
 NEEDED = ("*.safetensors", "*.json", "*.txt", "*.model", "*.jinja")
 """Files of a repository that a model and its tokenizer are made of."""
 ROOM = 2 << 30
-"""Bytes that drawing tokens and fitting take on a GPU beside the weights, 32 KV heads of 128 channels and a vocabulary
-of 256k included."""
-KEPT = 20
-"""Lines of the command's output that an error may need."""
+"""GPU bytes that sampling and fitting take beside the weights, for up to 32 KV heads of 128 channels and 256k words."""
+LAST_LINES = 20
+"""Lines of the command's output that are kept for an error."""
 
 
 @dataclass(frozen=True)
 class Fit:
-    """What is to be fitted.
-
-    Parameters
-    ----------
-    folder : Path
-        The checkpoint.
-    model : str
-        As the engine calls it.
-    spec : str
-    seed : int
-    device, dtype : str
-        Where the model runs, and in which numbers.
-    """
+    """A fit of a preset's constants to the checkpoint in a folder; model, device and dtype as the engine names them."""
 
     folder: Path
     model: str
@@ -68,36 +57,34 @@ class Fit:
     dtype: str
 
     def file(self) -> Path:
-        """Where the constants are kept; the digest in the name is of weights, codecs, seed and packedkv's version."""
+        """Name the file; the digest is of weights, codecs, seed and packedkv's version."""
         scheme = json.loads(replace(get(self.spec), spec="").to_json())
         given = json.dumps([digest_of(self.folder), scheme, self.seed, version.__version__], sort_keys=True)
         words = (self.spec, f"seed{self.seed}", Path(self.model).name)
         short = (re.sub(r"[^\w.=-]+", "-", word)[-60:] for word in words)
-        return (
-            cache_dir()
-            / "params"
-            / f"{'_'.join([*short, hashlib.sha256(given.encode()).hexdigest()[:16]])}.safetensors"
-        )
+        name = "_".join([*short, hashlib.sha256(given.encode()).hexdigest()[:16]])
+        return cache_dir() / "params" / f"{name}.safetensors"
 
     def arguments(self, file: Path | str) -> list[str]:
-        """Arguments of the command ``packedkv`` that writes the file."""
+        """List the arguments of the command ``packedkv`` that writes the file."""
         options = ["--seed", str(self.seed), "--device", self.device, "--dtype", self.dtype]
         return ["fit", str(self.folder), self.spec, "-o", str(file), *options]
 
+    def error(self, why: object) -> FitError:
+        """Make the error that says why there is no file, and which command makes one."""
+        return FitError(
+            f"packedkv: {self.spec} was not fitted to {self.model}: {why} "
+            f'Run {shlex.join(["packedkv", *self.arguments("FILE")])} and give {{"params": FILE}}.'
+        )
+
 
 def fitted_file(config: Any, options: Options) -> Path:
-    """Return the file of constants of an engine's model, which is made if there is none.
-
-    Parameters
-    ----------
-    config : VllmConfig
-    options : Options
-        With ``to_fit``.
+    """Return the file of constants of an engine's model; fit them if there is none. ``options`` have ``to_fit``.
 
     Raises
     ------
     FitError
-        The checkpoint cannot be fitted here, fitting failed, or the file that was kept is damaged.
+        The checkpoint cannot be fitted here, fitting failed, or the file in the cache is damaged.
     """
     fit = fit_of(config, options)
     try:
@@ -109,47 +96,48 @@ def fitted_file(config: Any, options: Options) -> Path:
                     run(fit, file)
         if not made:
             logger.info("packedkv: constants of %s were fitted before and lie in %s", fit.spec, file)
-        check_kept(file)
+        read_params(file)  # codecs, model and seed are compared later, as with any file
+    except FormatError as error:
+        raise FitError(f"packedkv: {error} Or delete {file}, and the next start fits again.") from error
     except (OSError, ModelError) as error:
-        raise FitError(f"packedkv: {fit.spec} was not fitted to {fit.model}: {error} {by_hand(fit)}") from error
+        raise fit.error(error) from error
     return file
 
 
 def fit_of(config: Any, options: Options) -> Fit:
-    """Return what is to be fitted for an engine.
+    """Return the fit of an engine's model.
 
     Raises
     ------
     FitError
-        transformers would not load what the engine serves.
+        transformers would not load the weights that the engine serves.
     """
     model = config.model_config
-    form = str(config.load_config.load_format)
-    parts = (model.hf_config, model.hf_config.get_text_config())
-    reasons = {
-        "its checkpoint is quantized": any(getattr(part, "quantization_config", None) for part in parts),
-        f"--load-format {form} takes its weights from elsewhere": form not in FORMATS,
-        "--hf-overrides changes it": bool(model.hf_overrides),
-    }
-    why = next((reason for reason, holds in reasons.items() if holds), "")
-    folder = Path()
-    if not why:
+    try:
+        parts = (model.hf_config, model.hf_config.get_text_config())
+        if any(getattr(part, "quantization_config", None) for part in parts):
+            raise ModelError("its checkpoint is quantized")
+        if (form := str(config.load_config.load_format)) not in FORMATS:
+            raise ModelError(f"--load-format {form} takes its weights from elsewhere")
+        if model.hf_overrides:
+            raise ModelError("--hf-overrides changes it")
         try:
             folder = folder_of(config)
         except Exception as error:  # of the network and of the hub's client
             why = f"it is neither a folder nor in reach on the hub ({str(error).splitlines()[0]})"
-    if why:
+            raise ModelError(why) from error
+    except ModelError as error:
         raise FitError(
             f'packedkv: "params": "{FIT}" fits {options.to_fit} to the unquantized model as transformers loads it, and '
-            f"cannot do so for {model.model}: {why}; run packedkv fit MODEL {shlex.quote(options.to_fit)} -o FILE with "
-            f'a MODEL that has these layers in 16 bit, and give {{"params": FILE}}.'
-        )
+            f"cannot do so for {model.model}: {error}; run packedkv fit MODEL {shlex.quote(options.to_fit)} -o FILE "
+            f'with a MODEL that has these layers in 16 bit, and give {{"params": FILE}}.'
+        ) from error
     device, dtype = str(config.device_config.device_type), str(model.dtype).removeprefix("torch.")
     return Fit(folder, model.model, options.to_fit, options.seed, device, dtype)
 
 
 def folder_of(config: Any, local_files_only: bool = False) -> Path:
-    """Return the folder of an engine's checkpoint, which is downloaded if need be; the hub's errors are OSError."""
+    """Return the folder of an engine's checkpoint, downloaded if need be; the hub's errors are OSError."""
     from huggingface_hub import snapshot_download  # comes with the engine
 
     model = config.model_config
@@ -197,61 +185,39 @@ def alone(file: Path) -> Iterator[None]:
 
 
 def run(fit: Fit, file: Path) -> None:
-    """Make the file by the command line, whose output goes to the log.
+    """Make the file in a child process, whose output goes to the log.
 
     Raises
     ------
     FitError
-        It failed.
     """
     begun, fit = time.monotonic(), replace(fit, device=_device(fit))
     logger.info("packedkv: fitting %s to %s on %s in %s", fit.spec, fit.model, fit.device, fit.dtype)
     status, lines = _output([sys.executable, "-m", "packedkv", *fit.arguments(file)])
     if status != 0 or not file.exists():
-        raise FitError(
-            f"packedkv: {fit.spec} was not fitted to {fit.model}: {lines[-1] if lines else f'exit status {status}'} "
-            f"{by_hand(fit)}"
-        )
+        raise fit.error(lines[-1] if lines else f"exit status {status}")
     logger.info("packedkv: fitted in %.1f s; kept in %s for the next start", time.monotonic() - begun, file)
 
 
 def _output(command: Sequence[str]) -> tuple[int, list[str]]:
     """Run a command with its output in the log; return its exit status and its last lines."""
-    last: deque[str] = deque(maxlen=KEPT)
+    last: deque[str] = deque(maxlen=LAST_LINES)
     with subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace"
-    ) as own:
+    ) as child:
         try:
-            assert own.stdout is not None
-            for line in filter(str.strip, own.stdout):
+            assert child.stdout is not None
+            for line in filter(str.strip, child.stdout):
                 last.append(line.strip())
                 logger.info("packedkv fit: %s", line.rstrip())
         except BaseException:  # the server is stopped
-            own.kill()
+            child.kill()
             raise
-    return own.returncode, list(last)
-
-
-def by_hand(fit: Fit) -> str:
-    """What to do instead, in a sentence."""
-    return f'Run {shlex.join(["packedkv", *fit.arguments("FILE")])} and give {{"params": FILE}}.'
-
-
-def check_kept(file: Path) -> None:
-    """Validate that a file can be read; codecs, model and seed are compared as those of any file.
-
-    Raises
-    ------
-    FitError
-    """
-    try:
-        read_params(file)
-    except FormatError as error:
-        raise FitError(f"packedkv: {error} Or delete {file}, and the next start fits again.") from error
+    return child.returncode, list(last)
 
 
 def check_same_model(config: Any, params: FittedParams) -> None:
-    """Validate that constants were fitted to the weights that an engine has loaded, where these lie in safetensors.
+    """Check that constants were fitted to the weights that an engine has loaded, if these are in safetensors.
 
     Raises
     ------
@@ -260,7 +226,7 @@ def check_same_model(config: Any, params: FittedParams) -> None:
     try:
         folder = folder_of(config, local_files_only=True)
         differ = other_weights(folder, params.model.weights)
-    except (OSError, ValueError, ModelError):  # they come from elsewhere, or in another form
+    except (OSError, ValueError, ModelError):  # weights from elsewhere, or in another form
         return
     if differ:
         raise FormatError(

@@ -1,9 +1,10 @@
-"""Which numbers a server's pages mean: an identity, so that no engine reads another's bytes as its own.
+"""The identity of a server's pages: a digest, so that no engine reads another's bytes as its own.
 
-Pages leave a process through KV connectors: to a folder, to another tier of memory, to another server. Two presets, two
-seeds or two files of constants can give pages of one size. The digest is part of the name of the backend, which
-servers compare before they exchange pages (NIXL, Mooncake), and is written into folders that outlive a server. So is
-the size of a block: planes of a page are not rows of tokens, which engines may copy between blocks of two sizes.
+Pages leave a process through KV connectors: to a folder, to another tier of memory, to another server. Pages of equal
+size may encode different values under another preset, seed or file of constants. The digest is part of the backend's
+name, which servers compare before they exchange pages (NIXL, Mooncake), and is noted in folders that outlive a server.
+The name and the note also contain the block size: engines may copy rows of tokens between blocks of two sizes, and the
+planes of a page are not rows of tokens.
 """
 
 import hashlib
@@ -20,19 +21,19 @@ from packedkv.integrations.vllm.options import Options
 from packedkv.scheme import Mean
 
 NOTE = "packedkv.json"
-"""File in a connector's folder that says whose pages it holds."""
+"""File in a connector's folder with the identity of its pages."""
 _FOLDERS = ("shared_storage_path", "root_dir", "storage_path")
 """Keys under which connectors take a folder."""
 WHOLE_BLOCKS = ("ExampleConnector", "OffloadingConnector", "SimpleCPUOffloadConnector")
-"""Connectors that hand over the tokens of full blocks only. Others announce those of the last block as well, of which
-a block has the groups that are complete."""
+"""Connectors that hand over full blocks only. Others also hand over the last block, whose incomplete groups are not in
+its pages."""
 
 
 def digest_of(options: Options, head_dim: int, dtype: torch.dtype, means: Sequence[Mean] = ()) -> str:
-    """Return 12 hexadecimal digits of what a server's bytes mean.
+    """Hash what decides the meaning of a server's bytes to 12 hexadecimal digits.
 
-    That is codecs, layouts, how many first tokens are dense, seed, fitted constants, and ``means``: what each layer's
-    keys are held without, as ``mean=auto`` was decided.
+    The digest covers codecs, layouts, dense first tokens, seed, fitted constants, and ``means``: each layer's ``mean``,
+    with ``auto`` decided.
     """
     scheme = replace(options.scheme, spec="")
     identity = {
@@ -47,7 +48,7 @@ def digest_of(options: Options, head_dim: int, dtype: torch.dtype, means: Sequen
 
 
 def folders(transfer: Any) -> list[Path]:
-    """Return the folders that a connector's configuration names, at any depth; none without a connector."""
+    """List the folders that a connector's configuration names, at any depth; none without a connector."""
 
     def named(value: Any) -> Iterable[Path]:
         if isinstance(value, dict):
@@ -64,19 +65,14 @@ def folders(transfer: Any) -> list[Path]:
 
 
 def claim(transfer: Any, digest: str, what: str) -> None:
-    """Note in a connector's folders whose pages they hold.
+    """Note the identity of this server's pages in a connector's folders.
 
-    Parameters
-    ----------
-    transfer
-        vLLM's ``kv_transfer_config``, or None.
-    digest, what : str
-        ``digest_of`` this server, and its preset and seed in words.
+    ``transfer``: vLLM's ``kv_transfer_config``, or None. ``what``: preset and seed in words.
 
     Raises
     ------
     UnsupportedError
-        A folder holds other pages, or the connector would take one that others use.
+        A folder has other pages, or the connector would take one that others use.
     """
     if transfer is not None and transfer.kv_connector == "ExampleConnector" and not folders(transfer):
         raise UnsupportedError(

@@ -1,31 +1,27 @@
-"""One attention layer over pages that an engine owns: storing tokens and attending. No engine is imported.
+"""One attention layer over pages that an engine owns: stores tokens and attends. No engine is imported.
 
 An engine's block of N tokens of one KV head, N x C bytes, is a page of N tokens in the layout of ``layout.py``: planes
-of the keys, then of the values. Nothing is converted: the engine holds the bytes that the library writes.
+of the keys, then of the values. Nothing is converted: the engine stores the bytes that the library writes.
 
 =========  ========================================  ================================================================
 by         tokens in                                 attention
 =========  ========================================  ================================================================
 GPU        ``SlotWriter``: all tokens of a step      one token per request: ``attend_step`` for all requests at once;
-                                                     chunks of prompts: ``ChunkReader``, for all requests at once; too
-                                                     long ones, and those that flash attention does not take,
-                                                     ``attend_chunk``, request by request
+                                                     chunks of prompts: ``ChunkReader``, for all requests at once;
+                                                     ``attend_chunk``, request by request, for chunks that are too
+                                                     long or that flash attention does not support
 CPU        ``Engine.encode``: decode steps, a        the same, chunks of prompts always ``Engine.attend_chunk``
            sequence per token; a chunk of a prompt,
            one sequence
 reference  the codec itself, ``pages.write_blocks``  ``attention.attend_parts``, request by request
 =========  ========================================  ================================================================
 
-The reference serves on a CPU only, the layers that its kernels do not read, or where they are not compiled;
-``EngineLayer.unserved`` says why.
+The reference serves layers on a CPU that the kernels do not support; ``EngineLayer.unserved`` says why.
 
-Every token attends to what the pages hold, in a prefill too, so chunked prefill and prefix-cache hits do not change
-results.
-
-Keys may be held without their mean, which is the same for all requests. A token's place in its request is its position.
-
-A preset's dense first tokens (``sink``) lie in 16 bit behind the codes of a request's first page (``store.kept_rows``).
-A page has as many bytes a token as fill its tokens' share of that room.
+Every token attends to what the pages hold, in a prefill too. Chunked prefill and prefix-cache hits therefore do not
+change results. Keys may be stored without their mean, which is the same for all requests; a token's index in its
+request is its position. A preset's dense first tokens (``sink``) lie in 16 bit behind the codes of a request's first
+page (``store.kept_rows``), and every page reserves space for them.
 """
 
 from collections.abc import Iterator, Mapping
@@ -59,23 +55,23 @@ from packedkv.store.positions import angles_at
 from packedkv.store.site import LayerSite, MeanRemoval
 
 CHUNK_TOKENS = 1024
-"""Tokens decoded at a time by the reference."""
+"""Tokens that the reference dequantizes at a time."""
 
 
 class Live(NamedTuple):
-    """Which tokens decode steps see.
+    """Which tokens decode steps attend to; the fields are those of ``StepTokens``.
 
     Parameters
     ----------
     start : Tensor int32 ``[B]`` or None
         First slot of each request that is read; None: 0.
-    sunk, sunk_from : Tensor int32 ``[B]`` or None
-        Dense first tokens ``[sunk_from, sunk)`` that are seen; None: there are none, and 0.
+    dense_lens, dense_start : Tensor int32 ``[B]`` or None
+        Dense first tokens ``[dense_start, dense_lens)`` that are visible; None: there are none, and 0.
     """
 
     start: Tensor | None = None
-    sunk: Tensor | None = None
-    sunk_from: Tensor | None = None
+    dense_lens: Tensor | None = None
+    dense_start: Tensor | None = None
 
     @classmethod
     def of(cls, seq_lens: Tensor, sink: int, window: int) -> "Live":
@@ -97,7 +93,7 @@ class Rules(NamedTuple):
     scale : float
         Multiplies the scores.
     window : int
-        Tokens that a query sees, itself included; 0: all before it.
+        Tokens visible to a query, itself included; 0: all before it.
     softcap : float
         Scores become ``softcap * tanh(score / softcap)``; 0: they stay.
     sinks : Tensor ``[HQ]`` or None
@@ -116,7 +112,7 @@ class Rules(NamedTuple):
 
 
 class Several(NamedTuple):
-    """Query tokens of decode steps, several of each request; as ``kernels.decode.decode_attention``.
+    """Query tokens of decode steps, several of each request; the fields are those of ``StepTokens``.
 
     Parameters
     ----------
@@ -130,17 +126,10 @@ class Several(NamedTuple):
 
 
 class Pool(NamedTuple):
-    """What writes an engine's blocks on a GPU, and reads them for prompts."""
+    """Writes an engine's blocks on a GPU, and reads them for prompts."""
 
     writer: SlotWriter
     reader: ChunkReader
-
-
-@lru_cache(maxsize=64)
-def _on_device(number: int, device: torch.device) -> Tensor:
-    """The number as int32 ``[1]``, shared by the layers of a model."""
-    with torch.inference_mode(False):
-        return torch.full((1,), number, dtype=torch.int32, device=device)
 
 
 @lru_cache(maxsize=8)
@@ -153,6 +142,27 @@ def _zeros(device: torch.device) -> Tensor:
 class EngineLayer:
     """Constants and pages of one layer whose codecs encode each token alone; others are ``groups.GroupedLayer``.
 
+    Methods share these arguments:
+
+    =============  =====================================  ===========================================================
+    argument       Tensor                                 meaning
+    =============  =====================================  ===========================================================
+    keys, values   ``[n, H, D]``                          new tokens, in the model's basis
+    q              ``[n, HQ, D]``                         queries, in the model's basis
+    cache          uint8 ``[num_blocks, H, N, C]``        the engine's blocks
+    blocks         int32 ``[M]``                          block ids of one request
+    block_table    int32 ``[B, M]``                       block ids of several requests
+    seq_len        int                                    tokens of one request, the new ones included
+    seq_lens       int32 ``[B]``                          of several requests
+    slots          int64 ``[n]``                          slot s is place ``s % N`` of block ``s // N``; below 0: the
+                                                          token is not stored
+    positions      of int ``[1, n]``                      in their requests; only if keys are stored without their mean
+    rules          ``Rules``                              of this layer's attention
+    =============  =====================================  ===========================================================
+
+    A token with NaN, Inf or a magnitude above 65504 is stored as zero bytes. Attention returns ``[n, HQ, D]`` of q's
+    dtype, and reads the keys and values of the queries' own tokens from the pages.
+
     Parameters
     ----------
     scheme : KVScheme
@@ -160,7 +170,7 @@ class EngineLayer:
     layer : int
         Layer index; with ``seed`` and the head's number it determines random constants.
     heads, head_dim : int
-        KV heads that this process holds.
+        KV heads of this process.
     dtype : torch.dtype
         Of the model's keys and values.
     device : torch.device
@@ -168,16 +178,16 @@ class EngineLayer:
         The model's number of the first of these heads.
     seed : int
     params : mapping of role to Params, optional
-        Fitted constants.
+        Calibrated constants.
     mean : MeanRemoval, optional
-        What keys are held without, given.
+        The mean that is subtracted from keys before they are encoded, with its values.
     """
 
     unserved = ""
     """Why the reference serves the layer, on a CPU, and not kernels; see ``find_kernels``."""
 
     batched = False
-    """Whether kernels take the prompts of several requests in one call: a GPU's, once they are looked up."""
+    """Whether kernels take the prompts of several requests in one call, as on a GPU; set by ``engine``."""
 
     flash: Flash | None = None
     """The engine's own flash attention, if it has a better one than PyTorch."""
@@ -208,7 +218,7 @@ class EngineLayer:
             if self.turning.frequencies.device != device:
                 self.turning = replace(self.turning, frequencies=self.turning.frequencies.to(device))
             self.placed = _zeros(device)  # before any graph is captured
-            self.turning.name  # noqa: B018  looks at the frequencies, once
+            self.turning.name  # noqa: B018  reads the frequencies, once
         self.roles = self.site.roles(heads, (head_dim, head_dim), dtype, device)
         self.engines: dict[int, Engine] = {}
         self.layouts: dict[int, PageLayout] = {}
@@ -221,7 +231,7 @@ class EngineLayer:
         return page_step(self.scheme)
 
     def token_bytes(self, page_tokens: int) -> int:
-        """Bytes of a token of one KV head, keys and values, where a page has so many tokens and room for the sink."""
+        """Bytes per token and KV head for this page size, keys, values and sink rows included."""
         return -(-(self.layout(page_tokens).page_bytes + rows_bytes(self.sink, self.head_dim)) // page_tokens)
 
     def layout(self, page_tokens: int) -> PageLayout:
@@ -231,7 +241,7 @@ class EngineLayer:
         return self.layouts[page_tokens]
 
     def pages(self, cache: Tensor) -> tuple[PageLayout, Tensor]:
-        """View the engine's blocks uint8 ``[num_blocks, H, N, C]`` as pages ``[num_blocks, H, N * C]``.
+        """View the engine's blocks as pages ``[num_blocks, H, N * C]``.
 
         Raises
         ------
@@ -241,7 +251,7 @@ class EngineLayer:
         blocks, heads, tokens, content = cache.shape
         layout, least = self.layout(tokens), self.token_bytes(tokens)
         want = (heads * tokens * content, tokens * content, content, 1)
-        # an engine may make blocks longer after it has asked for a token's bytes: there is room left then
+        # an engine may lengthen blocks after it has asked for a token's bytes: sink rows then leave bytes unused
         fits = content >= least if self.sink else content == least
         if heads != self.heads or not fits or cache.stride() != want:
             raise UnsupportedError(
@@ -250,16 +260,14 @@ class EngineLayer:
             )
         return layout, cache.view(blocks, heads, -1)
 
+    def _store(self, cache: Tensor, block_table: Tensor) -> PageStore:
+        layout, pages = self.pages(cache)
+        return PageStore.over(layout, pages, block_table)
+
     # -- the mean of the keys ------------------------------------------------------------------------------------------
 
-    def _removed(self, positions: Tensor | None) -> Tensor | None:
-        """What is subtracted from keys at ``positions [1, n]``, float32; None: they keep their mean."""
-        if self.mean is None or self.site.mean is None:
-            return None
-        return self.site.mean.at(self.mean, self._needed(positions))
-
     def renew(self, mean: MeanRemoval | None) -> bool:
-        """Hold keys without another mean; False if that needs another layer. Captured graphs remain valid."""
+        """Replace the mean; False if that needs another layer. Captured graphs remain valid."""
         old = self.site.mean
         if old is None or mean is None or self.mean is None or mean.given is None:
             return old is None and mean is None
@@ -268,14 +276,22 @@ class EngineLayer:
             return False
         self.site.mean = mean
         self.mean.copy_(mean.given)
-        held = {engine: engine.mean for engine in self.engines.values()}
-        for engine in held:
+        before = {engine: engine.mean for engine in self.engines.values()}
+        for engine in before:
             engine.hold_without(self.mean, self.turning)
-        return self.device.type == "cpu" or all(engine.mean is own for engine, own in held.items())
+        return self.device.type == "cpu" or all(engine.mean is own for engine, own in before.items())
 
-    def _turned(self, positions: Tensor) -> Turned:
-        assert self.mean is not None
-        return Turned(self.mean, *angles_at(positions, self.turning), self.turning.interleaved)
+    def _removed(self, positions: Tensor | None) -> Tensor | None:
+        """The mean at these positions, float32; None: keys keep it."""
+        if self.mean is None or self.site.mean is None:
+            return None
+        return self.site.mean.at(self.mean, self._needed(positions))
+
+    def _turned(self, positions: Tensor | None) -> Turned | None:
+        """The mean at these positions, as kernels take it."""
+        if self.mean is None:
+            return None
+        return Turned(self.mean, *angles_at(self._needed(positions), self.turning), self.turning.interleaved)
 
     def _needed(self, positions: Tensor | None) -> Tensor:
         if positions is None:
@@ -291,25 +307,14 @@ class EngineLayer:
     def write(
         self, keys: Tensor, values: Tensor, cache: Tensor, slots: Tensor, positions: Tensor | None = None
     ) -> None:
-        """Encode tokens into their slots with the codec itself; this synchronises on a GPU.
-
-        Parameters
-        ----------
-        keys, values : Tensor ``[T, H, D]``
-            Model basis. A row with NaN, Inf or a magnitude above 65504 is stored as zero bytes, as the kernels do.
-        cache : Tensor uint8 ``[num_blocks, H, N, C]``
-        slots : Tensor int64 ``[T]``
-            Slot s is place ``s % N`` of block ``s // N``; below 0: the token is not stored.
-        positions : Tensor of int ``[T]``, optional
-            In their requests, for keys that are held without their mean.
-        """
-        kept = slots >= 0
-        where = None if positions is None else positions[kept][None]
+        """Encode tokens into their slots with the codec itself; ``positions [n]``. This synchronises on a GPU."""
+        stored = slots >= 0
+        where = None if positions is None else positions[stored][None]
         for role, x in zip(ROLES, (keys, values), strict=True):
-            self._put(role, x[kept].transpose(0, 1)[None], cache, slots[kept][None], where)
+            self._put(role, x[stored].transpose(0, 1)[None], cache, slots[stored][None], where)
 
     def _put(self, role: Role, rows: Tensor, cache: Tensor, slots: Tensor, positions: Tensor | None) -> None:
-        """Encode ``rows [1, H, n, D]`` into the blocks that begin at ``slots [1, M]``; ``positions [1, n]``."""
+        """Encode ``rows [1, H, n, D]`` into the code blocks that begin at ``slots [1, M]``."""
         layout, pages = self.pages(cache)
         site = self.roles[role]
         good, x = (rows.abs() <= FP16_MAX).all(-1), rows
@@ -326,70 +331,54 @@ class EngineLayer:
             keep_rows(layout, pages, role, x.to(self.dtype), slots, self.sink)
 
     def write_run(
-        self, role: Role, rows: Tensor, cache: Tensor, row: Tensor, begin: int, positions: Tensor | None = None
+        self, role: Role, rows: Tensor, cache: Tensor, blocks: Tensor, begin: int, positions: Tensor | None = None
     ) -> None:
-        """Encode whole blocks of tokens ``[1, H, n, D]`` into a request's pages from token ``begin`` on, as ``write``.
-
-        ``row``: block ids of the request; ``positions [1, n]``.
-        """
+        """Encode whole code blocks of tokens ``[1, H, n, D]`` into a request's pages from token ``begin`` on."""
         step, page_tokens = self.scheme.codec(role).block_tokens, cache.shape[2]
-        at = torch.arange(begin, begin + rows.shape[2], step, device=row.device)
-        self._put(role, rows, cache, (row[at // page_tokens].long() * page_tokens + at % page_tokens)[None], positions)
+        at = torch.arange(begin, begin + rows.shape[2], step, device=blocks.device)
+        slots = blocks[at // page_tokens].long() * page_tokens + at % page_tokens
+        self._put(role, rows, cache, slots[None], positions)
 
-    def attend(self, q: Tensor, cache: Tensor, row: Tensor, length: int, rules: Rules) -> Tensor:
-        """Attention of one request's newest queries by the reference.
-
-        Parameters
-        ----------
-        q : Tensor ``[n, HQ, D]``
-            Model basis; the keys and values of these n tokens are in the pages already.
-        cache : Tensor uint8 ``[num_blocks, H, N, C]``
-        row : Tensor ``[M]``
-            Block ids of the request. Those before a sliding window are not read.
-        length : int
-            Tokens of the request, these n included.
-        rules : Rules
-
-        Returns
-        -------
-        Tensor ``[n, HQ, D]`` of q's dtype.
-        """
+    def attend(self, q: Tensor, cache: Tensor, blocks: Tensor, seq_len: int, rules: Rules) -> Tensor:
+        """Attention of one request's newest queries by the reference. Blocks before a sliding window are not read."""
         n, first, mask = q.shape[0], 0, None
         if rules.window:
-            first = max(0, length - n - rules.window + 1)
-            at = torch.arange(length - n, length, device=q.device)[:, None]
-            seen = torch.arange(first, length, device=q.device)[None]
-            mask = (seen <= at) & (seen > at - rules.window)
-        return self._attend_parts(q, self._decoded(cache, row, first, length), length - first, rules, mask)
+            first = max(0, seq_len - n - rules.window + 1)
+            at = torch.arange(seq_len - n, seq_len, device=q.device)[:, None]
+            key_at = torch.arange(first, seq_len, device=q.device)[None]
+            mask = (key_at <= at) & (key_at > at - rules.window)
+        return self._attend_parts(q, self._decoded(cache, blocks, first, seq_len), seq_len - first, rules, mask)
 
-    def _decoded(self, cache: Tensor, row: Tensor, first: int, last: int) -> Iterator[tuple[Tensor, Tensor]]:
-        """Keys and values float32 ``[1, H, t, D]`` of a request's tokens ``[first, last)``, a chunk at a time."""
-        store = self._store(cache, row[None])
+    def _decoded(self, cache: Tensor, blocks: Tensor, first: int, last: int) -> Iterator[tuple[Tensor, Tensor]]:
+        """Dequantize a request's tokens ``[first, last)``, a chunk at a time: float32 ``[1, H, t, D]``."""
+        store = self._store(cache, blocks[None])
         for at in range(first, last, CHUNK_TOKENS):
             end = min(at + CHUNK_TOKENS, last)
             removed = self._removed(torch.arange(at, end, device=cache.device)[None])
             k = self.roles["key"].read(store, at, end, torch.float32, removed)
             v = self.roles["value"].read(store, at, end, torch.float32)
-            if at < self.sink and (dense := self._sink(cache, row, end)) is not None:
-                own_k, own_v = (x[:, :, at:].float() for x in dense)
-                k, v = (torch.cat([own, x[:, :, own.shape[2] :]], 2) for own, x in ((own_k, k), (own_v, v)))
+            if at < self.sink and (dense := self._sink(cache, blocks, end)) is not None:
+                k, v = (
+                    torch.cat([rows[:, :, at:].float(), x[:, :, rows.shape[2] - at :]], 2)
+                    for rows, x in zip(dense, (k, v), strict=True)
+                )
             yield k, v
 
-    def _rows(self, cache: Tensor) -> Tensor:
+    def _sink_rows(self, cache: Tensor) -> Tensor:
         """The 16-bit rows of all pages, ``[num_blocks, H, 2, sink, D]``."""
         return kept_rows(*self.pages(cache), self.sink, storage_dtype(self.dtype))
 
-    def _sink(self, cache: Tensor, row: Tensor, length: int) -> tuple[Tensor, Tensor] | None:
-        """Keys and values ``[1, H, t, D]`` of a request's dense first tokens, of ``length``; None: it has none."""
+    def _sink(self, cache: Tensor, blocks: Tensor, seq_len: int) -> tuple[Tensor, Tensor] | None:
+        """Keys and values ``[1, H, t, D]`` of a request's dense first tokens; None: it has none."""
         if not self.sink:
             return None
-        held = self._rows(cache).index_select(0, row[:1])[:, :, :, :length]
-        return held[:, :, 0], held[:, :, 1]
+        rows = self._sink_rows(cache).index_select(0, blocks[:1])[:, :, :, :seq_len]
+        return rows[:, :, 0], rows[:, :, 1]
 
     def _attend_parts(
         self, q: Tensor, parts: Iterator[tuple[Tensor, Tensor]], total: int, rules: Rules, mask: Tensor | None
     ) -> Tensor:
-        """Attention of ``q [n, HQ, D]`` over decoded keys and values; as ``packedkv.attention.attend_parts``."""
+        """Attention over dequantized keys and values; as ``packedkv.attention.attend_parts``."""
         q, key = q.transpose(0, 1)[None], self.roles["key"]
         if key.params is not None:
             q = rounded_queries(q, key.codec, key.params, self.heads)
@@ -399,7 +388,7 @@ class EngineLayer:
     # -- kernels -------------------------------------------------------------------------------------------------------
 
     def find_kernels(self, page_tokens: int) -> None:
-        """Look up the kernels for pages of this size.
+        """Load the kernels for pages of this size.
 
         Raises
         ------
@@ -433,41 +422,27 @@ class EngineLayer:
             self.batched = isinstance(found, CudaEngine)
         return self.engines[page_tokens]
 
-    def _store(self, cache: Tensor, table: Tensor) -> PageStore:
-        layout, pages = self.pages(cache)
-        return PageStore.over(layout, pages, table)
-
     def pool(self, cache: Tensor) -> Pool:
-        """What writes and reads these blocks on a GPU; cached, as are the addresses in it."""
+        """Writer and reader of these blocks on a GPU; cached, because they hold addresses."""
         if (found := self.pools.get((cache.data_ptr(), cache.shape))) is None:
             engine, (_, pages) = self.engine(cache.shape[2]), self.pages(cache)
             assert isinstance(engine, CudaEngine)
-            kept = self._rows(cache) if self.sink else None
-            found = Pool(engine.writer(pages, self.bad, self.sink), engine.chunk_reader(pages, kept, self.flash))
+            sink_rows = self._sink_rows(cache) if self.sink else None
+            found = Pool(engine.writer(pages, self.bad, self.sink), engine.chunk_reader(pages, sink_rows, self.flash))
             self.pools[cache.data_ptr(), cache.shape] = found
         return found
 
     def encode(
         self, keys: Tensor, values: Tensor, cache: Tensor, slots: Tensor, positions: Tensor | None = None
     ) -> None:
-        """Encode tokens into their slots with kernels; nothing synchronises on a GPU.
-
-        Parameters
-        ----------
-        keys, values : Tensor ``[T, H, D]``
-        cache : Tensor uint8 ``[num_blocks, H, N, C]``
-        slots : Tensor int64 ``[T]``
-            As ``write``.
-        positions : Tensor of int ``[1, T]``, optional
-            In their requests, for keys that are held without their mean.
-        """
-        less = None if self.mean is None else self._turned(self._needed(positions))
+        """Encode tokens into their slots with kernels; nothing synchronises on a GPU."""
+        less = self._turned(positions)
         if isinstance(self.engine(cache.shape[2]), CudaEngine):
             if keys.dtype == torch.float32:
                 keys, values = self._rounded(keys, values)
             self.pool(cache).writer.write(keys, values, slots, less)
             return
-        # each token is passed as a sequence of one page, because an engine gives slots, not sequences
+        # the engine gives slots, the kernels take sequences: each token is a sequence of one page
         new: dict[Role, Tensor] = {"key": keys[:, :, None], "value": values[:, :, None]}
         if less is not None:
             less = less._replace(cosines=less.cosines.transpose(0, 1), sines=less.sines.transpose(0, 1))
@@ -477,115 +452,85 @@ class EngineLayer:
         self._encode(new, cache, page[:, None].int(), place.int(), where, less)
 
     def _rounded(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-        """Round float32 tokens as caches store them, in one dtype; what exceeds fp16 becomes inf, which is refused."""
-        held = [self.roles[role].codec.held_dtype(keys.dtype) for role in ROLES]
+        """Round float32 tokens as caches store them, in one dtype; numbers beyond fp16 become inf, which is refused."""
+        dtypes = [self.roles[role].codec.held_dtype(keys.dtype) for role in ROLES]
         key, value = (
             x.to(dtype).masked_fill(~(x.abs() <= FP16_MAX), torch.inf)
-            for dtype, x in zip(held, (keys, values), strict=True)
+            for dtype, x in zip(dtypes, (keys, values), strict=True)
         )
-        return (key, value) if held[0] == held[1] else (key.float(), value.float())
+        return (key, value) if dtypes[0] == dtypes[1] else (key.float(), value.float())
 
     def _encode(
         self,
         new: Mapping[Role, Tensor],
         cache: Tensor,
-        table: Tensor,
+        block_table: Tensor,
         first: Tensor,
         positions: Tensor | None = None,
         less: Turned | None = None,
     ) -> None:
-        """Encode tokens ``[B, H, n, D]`` into the slots from ``first [B]`` on of the blocks ``table [B, M]``."""
+        """Encode tokens ``[B, H, n, D]`` into the slots from ``first [B]`` on of each request's blocks."""
         engine = self.engine(cache.shape[2])
-        rest = [role for role in new if engine.encoders[role] is None]  # only on a CPU, where nothing synchronises
-        written = {role: x for role, x in new.items() if role not in rest}
-        engine.encode(written, self._store(cache, table), first, self.bad, less, self.sink)
-        for role in rest:
+        by_torch = [role for role in new if engine.encoders[role] is None]  # on a CPU, where nothing synchronises
+        by_kernel = {role: x for role, x in new.items() if role not in by_torch}
+        engine.encode(by_kernel, self._store(cache, block_table), first, self.bad, less, self.sink)
+        for role in by_torch:
             for b, begin in enumerate(first.tolist()):
-                if begin < table.shape[1] * cache.shape[2]:
+                if begin < block_table.shape[1] * cache.shape[2]:
                     where = None if positions is None else positions[b : b + 1]
-                    self.write_run(role, new[role][b : b + 1], cache, table[b], begin, where)
+                    self.write_run(role, new[role][b : b + 1], cache, block_table[b], begin, where)
 
     def encode_chunk(
         self,
         keys: Tensor,
         values: Tensor,
         cache: Tensor,
-        row: Tensor,
-        length: int,
+        blocks: Tensor,
+        seq_len: int,
         positions: Tensor | None = None,
     ) -> None:
-        """Encode a request's newest tokens with a CPU's kernels.
-
-        Parameters
-        ----------
-        keys, values : Tensor ``[n, H, D]``
-        cache : Tensor uint8 ``[num_blocks, H, N, C]``
-        row : Tensor int32 ``[M]``
-            Block ids of the request.
-        length : int
-            Tokens of the request, these n included.
-        positions : Tensor of int ``[1, n]``, optional
-            Those of these tokens, if layers share them; by default they are made where they are needed.
-        """
-        first = _on_device(length - keys.shape[0], cache.device)
+        """Encode a request's newest tokens as one sequence; positions are computed if they are needed."""
+        begin = seq_len - keys.shape[0]
+        first = torch.full((1,), begin, dtype=torch.int32, device=cache.device)
         new: dict[Role, Tensor] = {"key": keys.transpose(0, 1)[None], "value": values.transpose(0, 1)[None]}
         if self.mean is not None and positions is None:
-            positions = torch.arange(length - keys.shape[0], length, device=cache.device)[None]
-        less = None if positions is None or self.mean is None else self._turned(positions)
-        self._encode(new, cache, row[None], first, positions, less)
+            positions = torch.arange(begin, seq_len, device=cache.device)[None]
+        self._encode(new, cache, blocks[None], first, positions, self._turned(positions))
 
     def decode(
         self,
         q: Tensor,
         cache: Tensor,
-        table: Tensor,
+        block_table: Tensor,
         seq_lens: Tensor,
         rules: Rules,
         live: Live,
         workspace: Tensor | None = None,
         several: Several | None = None,
     ) -> Tensor:
-        """Attention of one query token per request with kernels, or of several; nothing synchronises.
+        """Attention of one query token per request with kernels, or of ``several``; nothing synchronises.
 
-        Parameters
-        ----------
-        q : Tensor ``[B, HQ, D]``
-            Or of all query tokens.
-        cache : Tensor uint8 ``[num_blocks, H, N, C]``
-        table : Tensor int32 ``[B, M]``
-        seq_lens : Tensor int32 ``[B]``
-            Number of tokens.
-        rules : Rules
-        live : Live
-            ``Live.of`` them.
-        workspace : Tensor float32, optional
-            Of ``workspace_bytes``.
-        several : Several, optional
-            Where ``takes_several``.
-
-        Returns
-        -------
-        Tensor ``[B, HQ, D]`` of q's dtype.
+        ``live``: ``Live.of`` the requests. ``workspace``: float32, of ``workspace_bytes``. ``several``: only where
+        ``takes_several``; ``q`` then has all query tokens.
         """
         more: dict[str, Any] = {} if several is None else several._asdict()
         if self.sink:
-            keys, values = self._rows(cache).unbind(2)
-            more |= {"dense_k": keys, "dense_v": values, "dense_at": table[:, 0]}
-            more |= {"dense_lens": live.sunk, "dense_start": live.sunk_from}
-        more |= self._placed(table.shape[0])
-        read = StepTokens(self.pages(cache)[1], table, seq_lens, live.start, workspace=workspace, **more)
-        return self.engine(cache.shape[2]).attend_step(q[:, :, None], read, rules.kernels)[:, :, 0]
+            keys, values = self._sink_rows(cache).unbind(2)
+            more |= {"dense_k": keys, "dense_v": values, "dense_at": block_table[:, 0]}
+        more |= live._asdict() | self._placed(block_table.shape[0])
+        tokens = StepTokens(self.pages(cache)[1], block_table, seq_lens, workspace=workspace, **more)
+        return self.engine(cache.shape[2]).attend_step(q[:, :, None], tokens, rules.kernels)[:, :, 0]
 
     def takes_several(self, rules: Rules) -> bool:
         """Whether ``decode`` takes several query tokens of a request."""
         return self.batched and not (self.holds_dense or rules.window)
 
     def takes_chunks(self, rules: Rules) -> bool:
-        """Whether ``attend_chunks`` attends prompts; PyTorch's flash attention has no soft cap."""
+        """Whether ``attend_chunks`` supports these rules; PyTorch's flash attention has no soft cap."""
         return self.batched and not (rules.softcap and self.flash is None)
 
     def most_tokens(self, longest: int) -> int:
-        """Tokens of requests whose chunks are attended together, where at least one of ``longest`` tokens should be."""
+        """Tokens of requests whose chunks are attended together; enough for one of ``longest`` tokens, if possible."""
         return min(longest, STAGING_BYTES // (2 * 2 * self.heads * self.head_dim))
 
     def prefill_bytes(self, tokens: int, length: int, query_heads: int, rules: Rules) -> int:
@@ -599,31 +544,24 @@ class EngineLayer:
         engine = self.engine(cache.shape[2])
         # only shapes matter, but the device chooses the launch constants
         q = torch.empty(1, query_heads, 1, self.head_dim, dtype=self.dtype, device=self.device)
-        table = torch.empty(1, columns, dtype=torch.int32, device=self.device)
+        block_table = torch.empty(1, columns, dtype=torch.int32, device=self.device)
+        stores = (self._store(cache, block_table.expand(n, -1)) for n in range(1, requests + 1))
         return max(
-            engine.workspace_bytes(q.expand(n, -1, -1, -1), self._store(cache, table.expand(n, -1)), self.holds_dense)
-            for n in range(1, requests + 1)
+            engine.workspace_bytes(q.expand(n, -1, -1, -1), store, self.holds_dense)
+            for n, store in enumerate(stores, 1)
         )
 
-    def prefill(self, q: Tensor, cache: Tensor, row: Tensor, length: int, rules: Rules) -> Tensor:
-        """As ``attend``, by kernels; on a GPU where ``attend_chunks`` cannot."""
-        sink, pages = self._sink(cache, row, length), self.pages(cache)[1]
+    def prefill(self, q: Tensor, cache: Tensor, blocks: Tensor, seq_len: int, rules: Rules) -> Tensor:
+        """As ``attend``, by kernels; on a GPU for chunks that ``attend_chunks`` does not take."""
+        sink = self._sink(cache, blocks, seq_len)
         first = 0 if sink is None else sink[0].shape[2]
-        read = ChunkTokens(pages, row[None], first, length, sink, **self._placed(1))
-        out = self.engine(cache.shape[2]).attend_chunk(q.transpose(0, 1)[None], read, rules.kernels)
+        tokens = ChunkTokens(self.pages(cache)[1], blocks[None], first, seq_len, sink, **self._placed(1))
+        out = self.engine(cache.shape[2]).attend_chunk(q.transpose(0, 1)[None], tokens, rules.kernels)
         return out[0].transpose(0, 1)
 
     def attend_chunks(self, q: Tensor, cache: Tensor, chunks: Chunks, rules: Rules, out: Tensor) -> None:
-        """Attention of prompt chunks of several requests by a GPU's kernels, one launch per stage.
+        """Attention of prompt chunks of several requests by a GPU's kernels, one launch per stage, into ``out``.
 
-        Parameters
-        ----------
-        q, out : Tensor ``[n, HQ, D]``
-            The chunks' queries, whose keys and values are in the pages already; the result is written to ``out``.
-        cache : Tensor uint8 ``[num_blocks, H, N, C]``
-        chunks : Chunks
-            Of this layer's window.
-        rules : Rules
-            Where ``takes_chunks``.
+        ``chunks`` are of this layer's window, and ``takes_chunks`` is true.
         """
         self.pool(cache).reader.attend(q, chunks, rules.kernels, out)

@@ -4,15 +4,15 @@
 key        meaning
 ========== ===========================================================================================================
 ``preset`` any spec of ``packedkv list``, with options; or the path of a recipe
-``params`` path of a file of ``packedkv fit``, for presets whose constants are fitted; ``fit``: the server makes the
-           file at its first start and keeps it (see ``fitting``)
+``params`` path of a file of ``packedkv fit``, for presets with calibrated constants; ``fit``: the server makes the file
+           at its first start and keeps it (see ``fitting``)
 ``window`` 0: serve a preset without its dense window of newest tokens
 ``sink``   0: serve a preset without its dense first tokens
 ``seed``   seed of random constants; default 0
-``draft``  spec of a draft model's layers in speculative decoding; default ``dense``: drafts keep 16 bit;
-           refused without a draft model
+``draft``  spec of a draft model's layers in speculative decoding; default ``dense``, 16 bit; refused without a draft
+           model
 ``probe``  for a preset that breaks on the model's key biases: ``refuse`` to start (default), ``warn`` in the log and
-           go on, or ``off``: do not check
+           start, or ``off``: skip the check
 ========== ===========================================================================================================
 """
 
@@ -33,10 +33,10 @@ KEY = "packedkv"
 DTYPE = "packedkv"
 """``--kv-cache-dtype``, where the engine lets plugins add one: alone, or ``packedkv:PRESET``."""
 FIT = "fit"
-"""``params``: no file, but what ``packedkv fit`` makes of the model when the server starts."""
+"""``params``: the server runs ``packedkv fit`` at its start."""
 NAMES = ("preset", "params", "window", "sink", "seed", "draft", "probe")
 ALIKE = 0.7
-"""Share of letters in common from which a key is taken for a misspelled ``packedkv``."""
+"""Share of common letters from which a key counts as a misspelled ``packedkv``."""
 EXAMPLE = """--additional-config '{"packedkv": {"preset": "saw-int4"}}'"""
 
 
@@ -47,16 +47,16 @@ class Options:
     Parameters
     ----------
     scheme : KVScheme
-        Of the model; its layers may differ.
+        Of the model; a mixture has one per layer.
     params : FittedParams or None
     seed : int
     probe : {"refuse", "warn", "off"}
     draft : KVScheme
-        Of the layers of a draft model.
+        Of a draft model's layers.
     to_fit : str
-        The preset as it was named, if its constants are yet to be fitted; ``params`` is None until they are.
+        The preset as the user wrote it, if the server fits its constants and has not done so yet.
     names_draft : bool
-        Whether ``draft`` was given.
+        Whether the user gave ``draft``.
     """
 
     scheme: KVScheme
@@ -76,14 +76,19 @@ class Options:
 def read_options(
     additional: Mapping[str, Any] | None, cache_dtype: str = "auto", made: Path | None = None
 ) -> Options | None:
-    """Read the engine's ``additional_config`` and KV-cache dtype; None if packedkv is not requested.
+    """Read the engine's ``additional_config`` and KV-cache dtype; None if no preset is named.
 
-    ``made`` is the file that ``"params": "fit"`` stands for, once there is one.
+    Parameters
+    ----------
+    additional : mapping or None
+    cache_dtype : str
+    made : Path, optional
+        The file that ``"params": "fit"`` stands for, once there is one.
 
     Raises
     ------
     SpecError
-        Unknown keys, presets or values; the text says what is allowed.
+        Unknown keys, presets or values.
     FormatError, FileNotFoundError
         The file of constants.
     """
@@ -122,30 +127,39 @@ def read_options(
     draft = given.get("draft", "dense")
     if not isinstance(draft, str):
         raise SpecError(f"packedkv: draft={draft!r}; name a spec of `packedkv list`, or leave it out for 16 bit.")
-    own = _without(get(draft), given)
-    to_fit = preset if fits and params is None else ""
-    probe = _probe(given.get("probe", "refuse"))
-    return Options(_without(scheme, given), params, seed, probe, own, to_fit, "draft" in given)
+    try:
+        probe = probe_option(given.get("probe", "refuse"))
+    except SpecError as error:
+        raise SpecError(f"packedkv: {error}") from None
+    return Options(
+        scheme=_without(scheme, given),
+        params=params,
+        seed=seed,
+        probe=probe,
+        draft=_without(get(draft), given),
+        to_fit=preset if fits and params is None else "",
+        names_draft="draft" in given,
+    )
 
 
 def _check_keys(additional: Mapping[str, Any]) -> None:
-    """Raise for keys beside ``packedkv`` that are meant for it: misspelled, or options that lie outside of its object.
+    """Raise for a misspelled ``packedkv`` and for options outside of its object; leave keys of other plugins alone.
 
-    Keys of other plugins are left alone.
+    Raises
+    ------
+    SpecError
     """
 
-    def letters(key: Any) -> str:
-        return re.sub(r"[^a-z0-9]", "", str(key).lower())
-
-    def is_ours(value: Any) -> bool:
+    def is_misspelled(key: Any, value: Any) -> bool:
+        letters = re.sub(r"[^a-z0-9]", "", str(key).lower())
         preset = value.get("preset") if isinstance(value, Mapping) else None
-        return isinstance(preset, str) and preset.partition(":")[0] in presets()
+        named = isinstance(preset, str) and preset.partition(":")[0] in presets()
+        return named or letters == FORMER_NAME or SequenceMatcher(None, letters, KEY).ratio() >= ALIKE
 
     for key, value in additional.items():
         if key == KEY:
             continue
-        alike = SequenceMatcher(None, letters(key), KEY).ratio() >= ALIKE
-        if alike or letters(key) == FORMER_NAME or is_ours(value):
+        if is_misspelled(key, value):
             raise SpecError(f"packedkv: --additional-config has {key!r}. Did you mean {KEY!r}? E.g. {EXAMPLE}.")
         if key == "preset" or (KEY in additional and key in NAMES):
             raise SpecError(
@@ -153,22 +167,15 @@ def _check_keys(additional: Mapping[str, Any]) -> None:
             )
 
 
-def _probe(given: Any) -> Probe:
-    try:
-        return probe_option(given)
-    except SpecError as error:
-        raise SpecError(f"packedkv: {error}") from None
-
-
 def _without(scheme: KVScheme, given: Mapping[str, Any]) -> KVScheme:
+    """Remove the dense tokens that ``window`` and ``sink`` switch off, in all layers."""
     for name in ("window", "sink"):
         if name in given and (isinstance(given[name], bool) or given[name] != 0):
             raise SpecError(f"packedkv: {name}={given[name]!r}; only 0 is supported: pages hold all tokens.")
 
     def bare(own: KVScheme) -> KVScheme:
         window, sink = (0 if name in given else getattr(own, name) for name in ("window", "sink"))
-        return replace(own, window=window, sink=sink, recent=own.recent if window else None)
+        layers = tuple(map(bare, own.layers)) if own.layers else own.layers
+        return replace(own, layers=layers, window=window, sink=sink, recent=own.recent if window else None)
 
-    if scheme.layers:
-        scheme = replace(scheme, layers=tuple(map(bare, scheme.layers)))
     return bare(scheme)

@@ -1,36 +1,36 @@
 """Pending tokens of unfinished groups: one slot per running request, found again in every step. No engine is imported.
 
-A codec that encodes G tokens together leaves up to G - 1 tokens of each request unencoded between two steps. They are
-held in 16 bit in a pool of slots of G tokens each, beside the pages. This module assigns slots to requests and computes
-the numbers of a step that follow from it::
+A codec that encodes G tokens together leaves up to G - 1 tokens of each request unencoded between two steps. A pool
+beside the pages stores them in 16 bit, in slots of G tokens. This module assigns slots to requests, and computes the
+indices with which a step reads and writes them::
 
-    tokens of a request     0 ........ packed | ........ length        packed = (length - 1) // G * G
+    tokens of a request     0 ........ packed | ........ seq_len       packed = (seq_len - 1) // G * G
                             groups in pages   | 1..G in the slot
 
-A request attends to its newest token's own group as the slot holds it, and to the groups before as the pages do: see
-``groups.py``. The step that completes a group encodes it, and the next token begins another.
+A request attends to its newest token's own group in the slot, and to the groups before in the pages: see ``groups.py``.
+The step that completes a group encodes it, and the next token begins another.
 
-With drafts a slot has two halves, which groups take in turn, because the draft that completes a group may be rejected:
-the next step then goes on in the group before, and completes it again. So the slot is kept as long as a step's tokens
-are not all accepted for certain, and each query of a request has its own length, group and half.
+With drafts a slot has two halves for alternating groups, because the draft that completes a group may be rejected. The
+next step then resumes the group before, and completes it again. A request therefore keeps its slot until all tokens of
+a step are certainly accepted, and each query of a request has its own length, group and half.
 
 An unfinished group belongs to one request, because requests share only whole blocks, which are whole groups. Its slot
 is found in one of two ways:
 
-- the runner reports each request's row in its table of requests (vLLM's second model runner): the slot is that row,
-  which is the request's until it ends or is preempted;
-- otherwise by the block that holds the next token, which no other request has while this one lives. The end of
-  a request is not reported, so its slot is reused when it is the least recently used. That slot is never a paused
-  request's: a scheduler that skips a running request for lack of budget admits no new one in that step, so since then
-  only requests that were already running took slots, at most one each, and there are enough slots for all of them.
-  Completed groups free their slots. (Pipeline stages alternate between batches: there are slots for each.)
+- By row: vLLM's second model runner reports each request's row in its table of requests. The slot is that row, which
+  the request keeps until it ends or is preempted.
+- By block: no other request has the block of the next token while this request lives. vLLM does not report the end of a
+  request, so a new request takes the least recently used slot. That slot never belongs to a paused request: a scheduler
+  that skips a running request for lack of budget admits no new one in that step. Since then only requests that were
+  already running took slots, at most one each, and there is a slot for each of them. Completed groups free their slots.
+  (Pipeline stages alternate between batches: each batch has its own slots.)
 
-If a request continues a group whose beginning is not in its slot, ``put`` raises instead of reading wrong tokens; on a
-GPU a step or two later, because nothing here synchronises. Shapes are fixed, and the tensors that graphs read keep
+If a request resumes a group whose first tokens are not in its slot, ``put`` raises instead of reading wrong tokens; on
+a GPU a step or two later, because nothing here synchronises. Shapes are fixed, and the tensors that graphs read keep
 their addresses.
 """
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -40,13 +40,41 @@ from packedkv.errors import UnsupportedError
 FREE = -1
 
 
+class _Rows(NamedTuple):
+    """A step's batch, a row per request: bool or int64 ``[B]``.
+
+    Parameters
+    ----------
+    block_table : Tensor int32 ``[B, M]``
+    computed, seq_len : Tensor
+        Tokens before and after this step.
+    real : Tensor
+        Whether the row has a request.
+    resumes : Tensor
+        Whether the step begins inside a group, whose first tokens are in a slot.
+    pends : Tensor
+        Whether the request needs a slot after this step.
+    first_block, last_block : Tensor
+        Blocks of the step's first and last token.
+    """
+
+    block_table: Tensor
+    computed: Tensor
+    seq_len: Tensor
+    real: Tensor
+    resumes: Tensor
+    pends: Tensor
+    first_block: Tensor
+    last_block: Tensor
+
+
 class PendingGroups:
-    """Slots of unfinished groups, and a step's numbers by row of the batch, or by query.
+    """Slots of unfinished groups, and a step's indices by row of the batch, or by query.
 
     Parameters
     ----------
     slots : int
-        As many as requests run at once; one more slot, number ``slots``, is for rows without a request.
+        The most requests that run at once; one more slot, number ``slots``, is for rows without a request.
     unit : int
         G, tokens of a group.
     page_tokens : int
@@ -64,7 +92,7 @@ class PendingGroups:
     slot : Tensor int64 ``[rows]``
         Slot of the row's request.
     at, place : Tensor int64 ``[rows]``
-        Half of a slot of the row's newest token, or of the query; and its place there.
+        Half of a slot that has the row's newest token, or the query's; and its place there.
     packed, dense_len : Tensor int32 ``[rows]``
         Tokens that are read from pages, and from the slot.
     page, first : Tensor int32 ``[rows]``
@@ -88,16 +116,16 @@ class PendingGroups:
             torch.zeros(rows, dtype=torch.int32, device=device) for _ in range(4)
         )
         self.order = torch.arange(rows, dtype=torch.int32, device=device)
-        # blocks that hold the groups of the halves
+        # of each slot: the blocks that its halves' groups belong to, its request's tokens, the step of its last use
         self.block = torch.full((halves, slots + 1), FREE, dtype=torch.int64, device=device)
-        self.end = torch.full((slots + 1,), FREE, dtype=torch.int64, device=device)  # tokens of the slot's request
-        self.seen = torch.full((slots + 1,), FREE, dtype=torch.int64, device=device)  # step of its last use
+        self.tokens = torch.full((slots + 1,), FREE, dtype=torch.int64, device=device)
+        self.used = torch.full((slots + 1,), FREE, dtype=torch.int64, device=device)
         self.lost = torch.zeros(1, dtype=torch.bool, device=device)
-        self.told = torch.zeros(1, dtype=torch.bool, pin_memory=device.type == "cuda")
+        self.lost_on_host = torch.zeros(1, dtype=torch.bool, pin_memory=device.type == "cuda")
         self.step = 0
 
     def blank(self, rows: int) -> None:
-        """Set the numbers of a batch without requests, for graph capture; assignments do not change."""
+        """Set the indices of a batch without requests, for graph capture; assignments do not change."""
         for numbers, none in (
             *((self.slot, self.slots), (self.at, self.slots * self.halves), (self.place, 0), (self.packed, 0)),
             *((self.dense_len, 0), (self.page, 0), (self.first, self.page_tokens)),
@@ -106,144 +134,154 @@ class PendingGroups:
 
     def put(
         self,
-        table: Tensor,
-        lengths: Tensor,
-        starts: Tensor,
-        where: Tensor,
-        requests: Any = None,
+        block_table: Tensor,
+        seq_lens: Tensor,
+        query_start_loc: Tensor,
+        slot_mapping: Tensor,
+        req_idx: Any = None,
         queries: int | None = None,
     ) -> None:
-        """Assign slots to the batch of a step, and set its numbers.
+        """Assign slots to the batch of a step, and set its indices.
 
         Parameters
         ----------
-        table : Tensor int32 ``[B, M]``
-            Block ids.
-        lengths : Tensor int32 ``[B]``
+        block_table : Tensor int32 ``[B, M]``
+        seq_lens : Tensor int32 ``[B]``
             Tokens, those of this step included; 0: a row without a request.
-        starts : Tensor int32 ``[B + 1]``
+        query_start_loc : Tensor int32 ``[B + 1]``
             First query of each row.
-        where : Tensor int64 ``[T]``
+        slot_mapping : Tensor int64 ``[T]``
             Slot of the pages for each query; below 0: it is not stored, and its row has no request. Neither has a row
             whose newest token is in block 0, which engines never assign.
-        requests : array of int ``[R]``, optional
+        req_idx : array of int ``[R]``, optional
             Row of each request in the runner's table; R <= B.
         queries : int, optional
-            Numbers are those of so many first queries; by default of the rows' newest ones.
+            Set the indices of so many first queries; by default those of each row's newest one.
 
         Raises
         ------
         UnsupportedError
-            A request continues a group whose beginning is not in its slot.
+            A request resumes a group whose first tokens are not in its slot.
         """
         self.step += 1
-        rows, unit = lengths.shape[0], self.unit
-        table, length = table[:rows], lengths.long()
-        new = (starts[1 : rows + 1] - starts[:rows]).long()
-        before, newest = length - new, self._block(table, length - 1)
-        # of drafts behind the longest request nothing is stored
-        stored = where[starts[:rows].long().clamp(max=where.shape[0] - 1)] >= 0
-        real = stored & (length > 0) & (new > 0) & (newest > 0)
-        begun, left = real & (before % unit != 0), real & (length % unit != 0)
-        if self.halves > 1:
-            left |= real & (new > 1)  # which of them are accepted is not known yet
-        half, block = before // unit % self.halves, self._block(table, before)
-        if requests is None:
-            slot = self._find(half, block, before, real, begun, left, table)
-        else:
-            slot = self._rows(requests, rows, begun | left)
-        end = self.end[slot]
-        found = end == before if self.halves == 1 else (end >= before) & (self.block[half, slot] == block)
-        self.lost |= (begun & ~found).any()
-        self._remember(slot, real, left, before, length, table)
+        rows = self._rows(block_table, seq_lens, query_start_loc, slot_mapping)
+        slot = self._find(rows) if req_idx is None else self._by_row(req_idx, rows)
+        self._check(rows, slot)
+        self._assign(rows, slot)
+        count = slot.shape[0]
         if queries is None:
-            self.slot[:rows] = slot
-            self._set(slot, real, length - 1, newest)
-        else:
-            at = self.order[:queries]
-            row = torch.searchsorted(starts[1 : rows + 1], at, right=True).clamp_(max=rows - 1)
-            position = length[row] - (starts[row + 1] - at)
-            real = real[row] & (position >= 0)
-            if self.longest:
-                real &= position < self.longest
-            self.blank(self.order.shape[0])  # a graph may hold more queries than the step has
-            self.slot[:rows] = slot
-            self._set(slot[row], real, position, self._block(table[row], position))
-        self._check()
+            self.slot[:count] = slot
+            self._set(slot, rows.real, rows.seq_len - 1, rows.last_block)
+            return
+        # each query is a sequence of its own, which ends with the query
+        at, ends = self.order[:queries], query_start_loc[1 : count + 1]
+        row = torch.searchsorted(ends, at, right=True).clamp_(max=count - 1)
+        position = rows.seq_len[row] - (ends[row] - at)
+        real = rows.real[row] & (position >= 0)
+        if self.longest:
+            real &= position < self.longest
+        self.blank(self.order.shape[0])  # a graph may have more queries than the step
+        self.slot[:count] = slot
+        self._set(slot[row], real, position, self._block_of(rows.block_table[row], position))
 
-    def _block(self, table: Tensor, position: Tensor) -> Tensor:
+    def _rows(self, block_table: Tensor, seq_lens: Tensor, query_start_loc: Tensor, slot_mapping: Tensor) -> _Rows:
+        count, seq_len = seq_lens.shape[0], seq_lens.long()
+        block_table, begin = block_table[:count], query_start_loc[:count].long()
+        new = (query_start_loc[1 : count + 1] - query_start_loc[:count]).long()
+        computed = seq_len - new
+        first_block, last_block = (self._block_of(block_table, at) for at in (computed, seq_len - 1))
+        stored = slot_mapping[begin.clamp(max=slot_mapping.shape[0] - 1)] >= 0  # not drafts behind the longest request
+        real = stored & (seq_len > 0) & (new > 0) & (last_block > 0)
+        resumes, pends = real & (computed % self.unit != 0), real & (seq_len % self.unit != 0)
+        if self.halves > 1:
+            pends |= real & (new > 1)  # some of these tokens are drafts that may be rejected
+        return _Rows(block_table, computed, seq_len, real, resumes, pends, first_block, last_block)
+
+    def _block_of(self, block_table: Tensor, position: Tensor) -> Tensor:
         """Block of a token of each row of the table."""
-        column = (position.clamp(min=0) // self.page_tokens).clamp_(max=table.shape[1] - 1)
-        return table.gather(1, column[:, None])[:, 0].long()
+        column = (position.clamp(min=0) // self.page_tokens).clamp_(max=block_table.shape[1] - 1)
+        return block_table.gather(1, column[:, None])[:, 0].long()
+
+    def _half(self, position: Tensor) -> Tensor:
+        """Half of a slot for the group of a token."""
+        return position.clamp(min=0) // self.unit % self.halves
 
     def _set(self, slot: Tensor, real: Tensor, position: Tensor, block: Tensor) -> None:
-        """Numbers of tokens at these positions."""
+        """Set the indices of tokens at these positions."""
         count, unit = slot.shape[0], self.unit
         position = torch.where(real, position, -1)
         base = position.clamp(min=0) // unit * unit
-        self.at[:count] = torch.where(real, slot, self.slots) * self.halves + base // unit % self.halves
+        self.at[:count] = torch.where(real, slot, self.slots) * self.halves + self._half(base)
         self.place[:count] = position.clamp(min=0) % unit
         self.packed[:count] = base
         self.dense_len[:count] = position + 1 - base
         self.page[:count] = torch.where(real, block, 0)
-        ends = real & ((position + 1) % unit == 0)
-        self.first[:count] = torch.where(ends, base % self.page_tokens, self.page_tokens)
+        completes = real & ((position + 1) % unit == 0)
+        self.first[:count] = torch.where(completes, base % self.page_tokens, self.page_tokens)
 
-    def _rows(self, requests: Any, rows: int, wanted: Tensor) -> Tensor:
-        found = torch.full((rows,), self.slots, dtype=torch.int64, pin_memory=self.device.type == "cuda")
-        found[: len(requests)] = torch.as_tensor(requests, dtype=torch.int64)
-        return torch.where(wanted, found.to(self.device, non_blocking=True), self.slots)
+    def _by_row(self, req_idx: Any, rows: _Rows) -> Tensor:
+        """Slot of each row: the row of its request in the runner's table."""
+        slot = torch.full(rows.real.shape, self.slots, dtype=torch.int64, pin_memory=self.device.type == "cuda")
+        slot[: len(req_idx)] = torch.as_tensor(req_idx, dtype=torch.int64)
+        return torch.where(rows.resumes | rows.pends, slot.to(self.device, non_blocking=True), self.slots)
 
-    def _find(
-        self, half: Tensor, block: Tensor, before: Tensor, real: Tensor, begun: Tensor, left: Tensor, table: Tensor
-    ) -> Tensor:
+    def _find(self, rows: _Rows) -> Tensor:
         """Slot of each row: the one with the block of its group, or else the least recently used."""
-        own = begun[:, None] & (self.block[half, : self.slots] == block[:, None])
-        if self.halves > 1:  # or the one that has rejected drafts there
-            rejected = (real & ~begun)[:, None] & (self.end[None, : self.slots] > before[:, None])
-            own |= rejected & (self.block[half, : self.slots] == block[:, None])
-            # one whose tokens are all accepted, and in pages, is free: its request may take another one
-            whole = (real & ~begun)[:, None] & (self.end[None, : self.slots] == before[:, None])
-            last = self._block(table, before - 1)
-            held = self.block[(before - 1).clamp(min=0) // self.unit % self.halves, : self.slots] == last[:, None]
-            self.seen[: self.slots].masked_fill_((whole & held).any(0), FREE)
-        known, used = own.any(1), own.any(0)
-        oldest = torch.where(used, self.step, self.seen[: self.slots]).argsort(stable=True)
-        fresh = left & ~known
-        nth = (fresh.cumsum(0) - 1).clamp(0, self.slots - 1)
-        return torch.where(known, own.int().argmax(1), torch.where(fresh, oldest[nth], self.slots))
+        block, used = self.block[:, : self.slots], self.used[: self.slots]
+        # match[b, s]: slot s has the first tokens of the group in which row b begins this step
+        same_block = block[self._half(rows.computed)] == rows.first_block[:, None]
+        match = rows.resumes[:, None] & same_block
+        if self.halves > 1:
+            begins = (rows.real & ~rows.resumes)[:, None]
+            tokens, computed = self.tokens[None, : self.slots], rows.computed[:, None]
+            # the slot has drafts of this group, all of them rejected: the row writes them again
+            match |= begins & same_block & (tokens > computed)
+            # all drafts were accepted and completed the group before: its slot is free, also for another row
+            previous_block = self._block_of(rows.block_table, rows.computed - 1)[:, None]
+            complete = begins & (block[self._half(rows.computed - 1)] == previous_block) & (tokens == computed)
+            used.masked_fill_(complete.any(0), FREE)
+        known = match.any(1)
+        # the n-th row without a slot takes the n-th oldest slot that no row of this step has
+        oldest = torch.where(match.any(0), self.step, used).argsort(stable=True)
+        unknown = rows.pends & ~known
+        nth = (unknown.cumsum(0) - 1).clamp(0, self.slots - 1)
+        return torch.where(known, match.int().argmax(1), torch.where(unknown, oldest[nth], self.slots))
 
-    def _remember(
-        self, slot: Tensor, real: Tensor, left: Tensor, before: Tensor, length: Tensor, table: Tensor
-    ) -> None:
-        """Free the slots of complete groups, keep the others; the extra slot stays free."""
-        group = (length - 1).clamp(min=0) // self.unit
-        newest = self._block(table, length - 1)
-        # a block was reassigned: the request that had it before has ended
-        over = (left[:, None, None] & (self.block[None] == newest[:, None, None])).any(0).any(0)
-        gone = torch.where(real & ~left, slot, self.slots)
-        kept = torch.where(left, slot, self.slots)
-        blocks = torch.full_like(self.block[:, :1], FREE).expand(-1, len(slot)).clone()
-        if self.halves > 1:  # of the group before only what this step has written there, or an earlier one
-            earlier = self._block(table, group * self.unit - 1)
-            blocks.scatter_(0, ((group + 1) % 2)[None], torch.where(before // self.unit < group, earlier, FREE)[None])
-        blocks.scatter_(0, (group % self.halves)[None], newest[None])
-        for numbers, new in ((self.end, length), (self.seen, torch.full_like(length, self.step))):
-            numbers.masked_fill_(over, FREE)
-            numbers.index_fill_(0, gone, FREE)  # an assignment would synchronise
-            numbers[kept] = new
-            numbers[self.slots :] = FREE
-        self.block.masked_fill_(over[None], FREE)
-        self.block.index_fill_(1, gone, FREE)
-        self.block[:, kept] = blocks
-        self.block[:, self.slots :] = FREE
-
-    def _check(self) -> None:
-        # on a GPU the copy is asynchronous: the next step sees it
-        self.told.copy_(self.lost, non_blocking=True)
-        if bool(self.told):
+    def _check(self, rows: _Rows, slot: Tensor) -> None:
+        """Raise if a slot does not have the first tokens of its row's group."""
+        tokens = self.tokens[slot]
+        if self.halves == 1:
+            right = tokens == rows.computed
+        else:  # some of the slot's tokens may be rejected drafts
+            right = (tokens >= rows.computed) & (self.block[self._half(rows.computed), slot] == rows.first_block)
+        self.lost |= (rows.resumes & ~right).any()
+        self.lost_on_host.copy_(self.lost, non_blocking=True)  # on a GPU a later step reads it
+        if bool(self.lost_on_host):
             raise UnsupportedError(
                 f"packedkv: a request goes on in a group of {self.unit} tokens whose beginning is not here, because "
                 f"the engine paused or moved it; serve such requests with a preset that encodes each token alone, such "
                 f"as saw-int4."
             )
+
+    def _assign(self, rows: _Rows, slot: Tensor) -> None:
+        """Record what slots contain after this step; slots of complete groups become free, as the extra slot is."""
+        group = (rows.seq_len - 1).clamp(min=0) // self.unit
+        # a slot with a block that now has a row's newest token: its request has ended, and the block was assigned again
+        ended = (rows.pends[:, None, None] & (self.block[None] == rows.last_block[:, None, None])).any(0).any(0)
+        freed = torch.where(rows.real & ~rows.pends, slot, self.slots)
+        filled = torch.where(rows.pends, slot, self.slots)
+        block = torch.full_like(self.block[:, :1], FREE).expand(-1, len(slot)).clone()
+        if self.halves > 1:  # the group before is in the other half if this step wrote to it
+            other = self._block_of(rows.block_table, group * self.unit - 1)
+            other = torch.where(rows.computed // self.unit < group, other, FREE)
+            block.scatter_(0, ((group + 1) % 2)[None], other[None])
+        block.scatter_(0, (group % self.halves)[None], rows.last_block[None])
+        for state, new in (
+            (self.tokens, rows.seq_len),
+            (self.used, torch.full_like(rows.seq_len, self.step)),
+            (self.block, block),
+        ):
+            state.masked_fill_(ended, FREE)
+            state.index_fill_(-1, freed, FREE)  # an assignment would synchronise
+            state[..., filled] = new
+            state[..., self.slots :] = FREE

@@ -1,10 +1,12 @@
 """What the plugin registers with vLLM: backends by dotted path, KV-cache dtypes, checks of the engine's options."""
 
+from contextlib import suppress
 from typing import Any
 
 from vllm.platforms import current_platform
 from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 
+from packedkv.errors import UnsupportedError
 from packedkv.integrations.vllm.engine_args import check_arguments
 from packedkv.integrations.vllm.options import DTYPE
 
@@ -33,8 +35,8 @@ def register_dtypes() -> None:
     import torch
     from vllm.v1.kv_cache_interface import KVQuantMode
 
-    from packedkv.integrations.vllm.servable import verdicts
-    from packedkv.registry import presets
+    from packedkv.integrations.vllm.servable import check_scheme
+    from packedkv.registry import get, presets
 
     class PackedBytes:
         """Bytes whose meaning only the backend knows."""
@@ -46,6 +48,11 @@ def register_dtypes() -> None:
             # not CUSTOM: in 0.33.0 that is an alias of OCTAVE_K3V4
             return KVQuantMode.NONE
 
-    for name in (DTYPE, *(f"{DTYPE}:{preset}" for preset, why in verdicts(presets()).items() if not why)):
+    names = [DTYPE]
+    for preset in presets():
+        with suppress(UnsupportedError):
+            check_scheme(get(preset))
+            names.append(f"{DTYPE}:{preset}")
+    for name in names:
         if not is_known_kv_cache_dtype(name):
             register_kv_cache_dtype(name)(type("PackedBytes", (PackedBytes,), {"name": name}))

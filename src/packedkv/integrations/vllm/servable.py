@@ -1,10 +1,11 @@
-"""What an engine with shared pages can serve: rules, each with its error message.
+"""Schemes that an engine with shared pages can serve: rules, each with its error message.
 
-Requests with the same prefix share pages: they are found by the hash of their tokens, evicted, and computed again. So
-the bytes of a page must be a pure function of its tokens' own keys and values. Dense tokens beside the pages and
-statistics of a sequence break this: a request that finds its prompt in the prefix cache would read other numbers than
-the one that computed it. Groups of tokens do not: requests share whole blocks, which are whole groups. Nor do dense
-first tokens of codecs that encode each token alone: pages have room for them (``store.kept_rows``).
+Requests with the same prefix share pages. The engine finds a page by the hash of its tokens, evicts it, and computes it
+again. The bytes of a page must therefore be a pure function of its tokens' own keys and values. Dense tokens beside the
+pages and statistics of a sequence break this: a request that finds its prompt in the prefix cache would read other
+numbers than the request that computed it. Groups of tokens do not break it, because requests share whole blocks, which
+are whole groups. Nor do dense first tokens of codecs that encode each token alone: pages reserve space for them
+(``store.kept_rows``).
 """
 
 import math
@@ -13,13 +14,10 @@ from typing import NamedTuple
 
 from packedkv.codec import ROLES
 from packedkv.errors import ShapeError, UnsupportedError
-from packedkv.registry import get
 from packedkv.scheme import KVScheme
 
 PAGE_STEP = 16
 """Page sizes are multiples of it: planes then need no padding, and kernels support them."""
-
-
 BLOCK = 64
 """Tokens of a page that kernels read fastest, if it is a multiple of ``page_step``."""
 
@@ -36,20 +34,9 @@ def page_step(scheme: KVScheme) -> int:
 
 
 def preferred_page(scheme: KVScheme) -> int:
-    """Tokens of a page that kernels read fastest; with a sink so many that its room takes a quarter bit a number."""
+    """Tokens of a page that kernels read fastest; with a sink, long enough that it takes a quarter bit a number."""
     step, sink = page_step(scheme), max(own.sink for own in scheme.layer_schemes)
     return -(-max(BLOCK, BLOCK * sink) // step) * step
-
-
-def page_refusal(scheme: KVScheme, page_tokens: int) -> str:
-    """Return why a page, which is an engine's block, cannot have so many tokens, or ``""`` if it can."""
-    step, unit = page_step(scheme), group_tokens(scheme)
-    if page_tokens % step == 0:
-        if page_tokens >= scheme.sink:
-            return ""
-        return f"--block-size {page_tokens}; the first {scheme.sink} tokens lie in one page, give as many or more."
-    why = f"{scheme} encodes {unit} tokens together and " if unit > 1 else ""
-    return f"--block-size {page_tokens}; {why}pages are multiples of {step} tokens, give one of these."
 
 
 class Rule(NamedTuple):
@@ -70,14 +57,10 @@ class Rule(NamedTuple):
     cure: str
 
 
-def _roles(scheme: KVScheme, attribute: str) -> bool:
-    return any(getattr(scheme.codec(role), attribute) for role in ROLES)
-
-
 RULES = (
     Rule(
         "statistics",
-        lambda s, fitted: not fitted and _roles(s, "needs"),
+        lambda s, fitted: not fitted and any(s.codec(role).needs for role in ROLES),
         "it takes constants from each sequence's own tokens, and sequences share pages",
         'run packedkv fit MODEL "{s}" --text TEXT -o FILE and pass that file, {{"params": FILE}}, or let the server do '
         'so at its start, {{"params": "fit"}}',
@@ -101,30 +84,39 @@ RULES = (
         "give {zeros} to serve it without",
     ),
 )
-"""In the order in which they are reported: what has no remedy first."""
+"""In the order in which they are reported: rules without a remedy first."""
 
 
-def refusal(
-    scheme: KVScheme, head_dim: int | None = None, page_tokens: int | None = None, *, fitted: bool = False
-) -> str:
-    """Return why the scheme of a layer cannot be served, in one sentence that says what to do, or ``""`` if it can.
+def check_scheme(scheme: KVScheme, *, fitted: bool = False) -> None:
+    """As ``check_layer``, for all layers of a scheme or mixture."""
+    for own in dict.fromkeys(scheme.layer_schemes):
+        check_layer(own, fitted=fitted)
 
-    Parameters
-    ----------
-    scheme : KVScheme
-        Of one layer (``for_layer``); a mixture is asked layer by layer.
-    head_dim : int, optional
-    page_tokens : int, optional
-        Tokens of a page, the engine's block size.
-    fitted : bool
-        Whether the constants come from a file.
+
+def check_layer(
+    scheme: KVScheme,
+    head_dim: int | None = None,
+    page_tokens: int | None = None,
+    *,
+    fitted: bool = False,
+    where: str = "packedkv",
+) -> None:
+    """Check that the scheme of a layer (``for_layer``) can be served.
+
+    ``page_tokens``: the engine's block size. ``fitted``: constants come from a file. ``where``: start of the message.
+
+    Raises
+    ------
+    UnsupportedError
+        One sentence says why not, and what to do.
 
     Examples
     --------
-    >>> refusal(get("saw-int4"), 128, 128)
-    ''
-    >>> refusal(get("octopus-3"))
-    'octopus-3: it keeps the newest 32 tokens dense, which is not in the pages that requests share; give "window": 0 to serve it without.'
+    >>> from packedkv.registry import get
+    >>> check_layer(get("saw-int4"), 128, 128)
+    >>> check_layer(get("octopus-3"))
+    Traceback (most recent call last):
+    packedkv.errors.UnsupportedError: packedkv: octopus-3: it keeps the newest 32 tokens dense, which is not in the pages that requests share; give "window": 0 to serve it without.
     """  # noqa: E501
     grouped = group_tokens(scheme) > 1
     dense = {"sink": ("first", scheme.sink if grouped else 0), "window": ("newest", scheme.window)}
@@ -135,27 +127,33 @@ def refusal(
     }
     for rule in RULES:
         if rule.broken(scheme, fitted):
-            return f"{scheme}: {rule.reason.format(**words)}; {rule.cure.format(**words)}."
+            raise UnsupportedError(f"{where}: {scheme}: {rule.reason.format(**words)}; {rule.cure.format(**words)}.")
     if head_dim is not None:
         for role in ROLES:
             try:
                 scheme.codec(role).layout(head_dim)
             except (ShapeError, UnsupportedError) as error:
-                return f"{scheme}: {error}"
+                raise UnsupportedError(f"{where}: {scheme}: {error}") from error
         step = page_step(scheme)
         if (size := scheme.page_layout(head_dim, step).page_bytes) % step:
-            return (
-                f"{scheme}: at head_dim={head_dim} {step} tokens take {size} bytes, and engines count whole bytes for "
-                f"each token; use shorter groups or a preset that encodes each token alone."
+            raise UnsupportedError(
+                f"{where}: {scheme}: at head_dim={head_dim} {step} tokens take {size} bytes, and engines count whole "
+                f"bytes for each token; use shorter groups or a preset that encodes each token alone."
             )
-    why = "" if page_tokens is None else page_refusal(scheme, page_tokens)
-    return why and f"{scheme}: {why}"
+    if page_tokens is not None:
+        check_page(scheme, page_tokens)
 
 
-def verdicts(presets: list[str], num_layers: int = 36) -> dict[str, str]:
-    """Return ``refusal`` of every preset: that of the first layer which has one."""
-    found = {}
-    for name in presets:
-        layers = {get(name).for_layer(i, num_layers): None for i in range(num_layers)}
-        found[name] = next(filter(None, map(refusal, layers)), "")
-    return found
+def check_page(scheme: KVScheme, page_tokens: int) -> None:
+    """Check that a page, which is an engine's block, can have so many tokens."""
+    step, unit = page_step(scheme), group_tokens(scheme)
+    if page_tokens % step:
+        why = f"{scheme} encodes {unit} tokens together and " if unit > 1 else ""
+        raise UnsupportedError(
+            f"packedkv: --block-size {page_tokens}; {why}pages are multiples of {step} tokens, give one of these."
+        )
+    if page_tokens < scheme.sink:
+        raise UnsupportedError(
+            f"packedkv: --block-size {page_tokens}; the first {scheme.sink} tokens lie in one page, give as many or "
+            f"more."
+        )

@@ -1,0 +1,438 @@
+"""Key biases, RoPE and key means of a served model, all read from its weights before the first token.
+
+A preset that breaks on the model's key biases is not served (``key_bias``). Other presets may encode keys without their
+mean. Requests with the same prefix share pages, so the mean must not come from a request: it is that of the weights'
+biases, or that of a file.
+
+vLLM passes only the attention layer to a backend. ``Around`` finds the modules around it while the model is built: a
+torch hook reports every module that becomes a child of another. Models of the Transformers backend exist before their
+attention layers do; ``complete`` finds their modules among the objects of the process.
+
+The engine passes keys after RoPE, and a token's index in its request is its position. The layer's rotary embedding
+gives the frequencies; they are verified with keys that the layer computes of one state at several positions. Where they
+differ, or a token has several positions (M-RoPE), only a mean after RoPE is subtracted.
+"""
+
+import gc
+import inspect
+import logging
+import math
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.module import register_module_module_registration_hook
+
+from packedkv.codec import Params
+from packedkv.errors import BrokenPresetError, UnsupportedError
+from packedkv.files.params import FittedParams
+from packedkv.integrations.vllm.options import Options
+from packedkv.kernels.mean import MOST_POSITIONS
+from packedkv.key_bias import KeyBiases
+from packedkv.key_layer import KeyLayer, key_layer
+from packedkv.ops.rope import Rotary
+from packedkv.registry import with_option
+from packedkv.scheme import KVScheme, Mean
+from packedkv.store.site import MEAN, MeanRemoval
+
+logger = logging.getLogger("vllm.packedkv")
+
+ALTERNATIVES = ("kivi-tq-4", "kivi-4:window=0", "octopus-4:window=0", "int-8")
+"""Presets to try where one breaks, with the options that a server needs."""
+PLACES = (0, 1, 7, 100, 1000)
+"""Positions at which a ``Rotary`` is verified; the last position is another one."""
+ALIKE = 0.02
+"""Largest difference there, relative to the length of a key; angles in bf16 are good to 0.006."""
+MEASURED = 2048
+"""Positions over which keys after RoPE are averaged."""
+STATES, POSITIONS, ANGLES = ("hidden_states", "x"), ("positions", "position_ids"), "position_embeddings"
+"""Names of arguments of attention modules; every other required argument is None."""
+
+
+class Around:
+    """The modules around an implementation's attention layer: its parent, which has the projections, and those above.
+
+    Parameters
+    ----------
+    impl
+        The implementation that vLLM's attention layer calls, its attribute ``impl``.
+    """
+
+    def __init__(self, impl: Any) -> None:
+        self.modules: list[nn.Module] = []
+        self._impl = weakref.ref(impl)
+        self._hook = register_module_module_registration_hook(self._registered)
+
+    def _registered(self, parent: nn.Module, name: str, child: nn.Module) -> None:
+        if len(self.modules) == 1 and child is self.modules[0]:
+            self.modules.append(parent)
+        impl = self._impl()
+        if not self.modules and impl is not None and getattr(child, "impl", None) is impl:
+            self.modules.append(parent)
+
+    def end(self) -> None:
+        """Remove the hook."""
+        self._hook.remove()
+
+
+def complete(arounds: Sequence[Around]) -> None:
+    """Find the modules above those that had a parent before they had an attention layer."""
+    if not (short := [around for around in arounds if len(around.modules) == 1]):
+        return
+    parents: dict[int, nn.Module] = {}
+    for found in gc.get_objects():
+        if issubclass(type(found), nn.Module):
+            parents |= {id(child): found for child in found.__dict__.get("_modules", {}).values() if child is not None}
+    for around in short:
+        while (above := parents.get(id(around.modules[-1]))) is not None and above not in around.modules:
+            around.modules.append(above)
+
+
+@contextmanager
+def _any_error() -> Iterator[None]:
+    """Turn errors of the model's own code, which may be of any class, into ``UnsupportedError``."""
+    try:
+        yield
+    except Exception as error:
+        raise UnsupportedError(str(error)) from error
+
+
+# -- biases ------------------------------------------------------------------------------------------------------------
+
+
+def find_biases(name: str, text_config: Any, order: Sequence[int], impls: Mapping[int, Any]) -> KeyBiases:
+    """Read the key biases of a model's layers.
+
+    ``order``: the layers that cache keys. ``impls``: by layer, the implementations of this process, with ``around,
+    num_heads, head_size, scale``.
+
+    Raises
+    ------
+    UnsupportedError
+        They are not known.
+    """
+    with _any_error():
+        complete([impl.around for impl in impls.values()])
+        layers = [own for index, impl in impls.items() if (own := _layer(index, impl, text_config)) is not None]
+        found = KeyBiases(name, layers, order)
+    if found.unread:
+        why = next(iter(found.unread.values()))
+        raise UnsupportedError(f"the projections cannot be called by themselves ({why})")
+    return found
+
+
+def _layer(index: int, impl: Any, text_config: Any) -> KeyLayer | None:
+    if not (around := impl.around.modules):
+        raise UnsupportedError(f"the module around the attention of layer {index} was not seen")
+    block = around[1] if len(around) > 1 else None
+    given = {"query_heads": impl.num_heads, "head_dim": impl.head_size, "scale": impl.scale}
+    return key_layer(around[0], block, index, text_config, **given)
+
+
+def check_biases(
+    options: Options,
+    biases: KeyBiases,
+    params: FittedParams | None = None,
+    starts: Callable[[str], bool] = lambda spec: True,
+) -> None:
+    """Check a preset against the key biases of a model's layers; with ``"probe": "warn"`` log a warning instead.
+
+    ``params``: only if they are for these heads. ``starts``: whether this engine can serve another spec; the message
+    names no others.
+
+    Raises
+    ------
+    BrokenPresetError
+    """
+    if options.probe == "off":
+        return
+    why = biases.refusal(
+        options.scheme,
+        params=params,
+        alternatives=ALTERNATIVES,
+        starts=starts,
+        further='give "probe": "warn" to serve it',
+    )
+    if why and options.probe == "refuse":
+        raise BrokenPresetError(f"packedkv: {why}")
+    if why:
+        logger.warning("packedkv: %s", why)
+
+
+# -- calling a layer's attention module --------------------------------------------------------------------------------
+
+
+class _Keys(Exception):
+    """Ends a layer's forward pass where its keys are known."""
+
+    def __init__(self, keys: Tensor) -> None:
+        self.keys = keys
+
+
+def keys_at(impl: Any, states: Tensor, positions: Tensor) -> Tensor:
+    """Compute the keys ``[n, H, D]`` of states ``[n, hidden]`` at ``positions [n]``, float32.
+
+    The layer's attention module is called as its model calls it, and ends where it calls its attention layer.
+    ``impl``: the layer's implementation, with ``around`` and ``head_size``.
+
+    Raises
+    ------
+    UnsupportedError
+        The module takes other arguments than states, positions, and cosines and sines of the positions.
+    """
+    if not (around := impl.around.modules):
+        raise UnsupportedError("the module around a layer's attention was not seen")
+    attention: nn.Module = around[0]
+    inner = next(child for child in attention.children() if getattr(child, "impl", None) is impl)
+
+    def stop(query: Tensor, key: Tensor, *rest: Any, **more: Any) -> None:
+        raise _Keys(key)
+
+    inner.forward = stop
+    try:
+        with torch.no_grad():
+            attention(**_arguments(around, states, positions))
+    except _Keys as found:
+        return found.keys.detach().reshape(len(positions), -1, impl.head_size).float()
+    finally:
+        del inner.forward
+    raise UnsupportedError(f"{type(attention).__name__} does not call its attention layer")
+
+
+def _arguments(around: Sequence[nn.Module], states: Tensor, positions: Tensor) -> dict[str, Any]:
+    """Arguments of an attention module by name; modules of transformers take a batch."""
+    attention, given = around[0], dict[str, Any]()
+    taken = inspect.signature(attention.forward).parameters
+    implementation = getattr(getattr(attention, "config", None), "_attn_implementation", None)
+    if str(implementation).startswith("vllm"):  # the name under which vLLM registers its attention with transformers
+        states, positions = states[None], positions[None]
+    for name, parameter in taken.items():
+        if name in STATES:
+            given[name] = states
+        elif name in POSITIONS:
+            given[name] = positions
+        elif name == ANGLES and (above := _embeddings(around)):
+            with torch.no_grad():
+                given[name] = above[0](states, positions)
+        elif parameter.default is parameter.empty and parameter.kind is parameter.POSITIONAL_OR_KEYWORD:
+            given[name] = None
+    if not set(STATES) & given.keys():
+        raise UnsupportedError(f"{type(attention).__name__} takes {', '.join(taken)}, not {' or '.join(STATES)}")
+    return given
+
+
+def _embeddings(around: Sequence[nn.Module]) -> list[nn.Module]:
+    """The rotary embeddings of a layer: beside its attention layer (vLLM), or of the whole decoder (transformers)."""
+    for module in around:
+        found = [m for m in module.children() if hasattr(m, "_compute_cos_sin_cache") or hasattr(m, "inv_freq")]
+        if found:
+            return found
+    return []
+
+
+# -- RoPE --------------------------------------------------------------------------------------------------------------
+
+_rotaries: "weakref.WeakKeyDictionary[nn.Module, list[Rotary]]" = weakref.WeakKeyDictionary()
+
+
+class Rotaries:
+    """How the layers of this process rotate keys, and their means after RoPE; both computed on demand.
+
+    Parameters
+    ----------
+    impls : mapping
+        The implementations by layer.
+    hidden, dtype
+        Width and dtype of the states.
+    most : int
+        Tokens of the longest request.
+    axes : bool
+        Whether a token has positions on several axes (M-RoPE).
+    """
+
+    def __init__(self, impls: Mapping[int, Any], hidden: int, dtype: torch.dtype, most: int, axes: bool) -> None:
+        self.impls, self.hidden, self.dtype, self.most, self.axes = impls, hidden, dtype, most, axes
+        self._rotary: dict[int, Rotary] = {}
+        self._mean_after: dict[int, Tensor] = {}
+
+    def removable(self, layers: Iterable[int]) -> Mean:
+        """Which mean the keys of all these layers can be encoded without."""
+        indices, ways = list(layers), {"pre": self.rotary, "post": self.mean_after}
+        kind: Mean
+        for kind in ("pre", "post"):
+            with suppress(UnsupportedError):
+                for index in indices:
+                    ways[kind](index)
+                return kind
+        return "none"
+
+    def rotary(self, index: int) -> Rotary:
+        """How a layer rotates its keys; layers that share a rotary embedding share the result.
+
+        Raises
+        ------
+        UnsupportedError
+            It is not known.
+        """
+        if self.axes:
+            raise UnsupportedError("a token has positions on several axes here (M-RoPE)")
+        if self.most > MOST_POSITIONS:
+            raise UnsupportedError(
+                f"kernels turn means to {MOST_POSITIONS} positions, and --max-model-len is {self.most}"
+            )
+        if index not in self._rotary:
+            with _any_error():
+                self._rotary[index] = self._verified(self.impls[index])
+        return self._rotary[index]
+
+    def _verified(self, impl: Any) -> Rotary:
+        around, last = impl.around.modules, self.most - 1
+        name = type(around[0] if around else nn.Module()).__name__
+        found = _embeddings(around)
+        if len(found) != 1:
+            raise UnsupportedError(f"{name} has {len(found) or 'no'} rotary embeddings beside it")
+        module, device = found[0], next(around[0].parameters()).device
+        if module not in _rotaries:
+            _rotaries[module] = _read(module, device)
+        # one state at several positions: its first key, rotated, must give the others
+        places = torch.tensor([*(p for p in PLACES if p < last), last], device=device)
+        state = torch.randn(1, self.hidden, generator=torch.Generator().manual_seed(0)).to(device, self.dtype)
+        keys = keys_at(impl, state.expand(len(places), -1).contiguous(), places).transpose(0, 1)[None]  # [1, H, n, D]
+        for rotary in _rotaries[module]:
+            rotated = rotary.turn(rotary.turn_back(keys[:, :, :1], places[None, :1]), places[None])
+            if bool(((rotated - keys).norm(dim=-1) <= ALIKE * keys.norm(dim=-1)).all()):
+                return rotary
+        raise UnsupportedError(f"{name} turns its keys in another way than {type(module).__name__}")
+
+    def mean_after(self, index: int) -> Tensor:
+        """Mean of a layer's keys after RoPE, of random states at the first positions: float32 ``[1, H, D]`` on the CPU.
+
+        Raises
+        ------
+        UnsupportedError
+            It is not known.
+        """
+        if index not in self._mean_after:
+            with _any_error():
+                self._mean_after[index] = self._averaged(self.impls[index])
+        return self._mean_after[index]
+
+    def _averaged(self, impl: Any) -> Tensor:
+        count = min(self.most, MEASURED)
+        attention, *above = impl.around.modules
+        device = next(attention.parameters()).device
+        h = torch.randn(count, self.hidden, generator=torch.Generator().manual_seed(0)).to(device, self.dtype)
+        states = torch.cat([h, -h])  # each with its negative: averaging over both leaves the bias
+        norm = next((m for m in above[0].children() if "norm" in type(m).__name__.lower()), None) if above else None
+        if norm is not None:
+            states = norm(states)
+        return keys_at(impl, states, torch.arange(count, device=device).repeat(2)).mean(0)[None].cpu()
+
+
+def _read(module: Any, device: torch.device) -> list[Rotary]:
+    """Frequencies and scaling of a rotary embedding, once for each pairing of channels that it may use.
+
+    vLLM's embeddings name the pairing. Their frequencies are read from the table of cosines and sines, in float32.
+    """
+    if not hasattr(module, "_compute_cos_sin_cache"):
+        scaling = float(getattr(module, "attention_scaling", 1.0))
+        return [Rotary(module.inv_freq.detach().float().to(device), scaling, pairs) for pairs in (False, True)]
+    try:
+        cosines, sines = module._compute_cos_sin_cache()[:2].double().cpu().chunk(2, -1)
+    except Exception as error:  # a class with other tables
+        raise UnsupportedError(f"{type(module).__name__} has no table of cosines and sines ({error})") from error
+    scaling, frequencies = float(cosines[0, 0]), torch.atan2(sines[1], cosines[1]).float()
+    for name in ("base", "scaling_factor"):  # the table is made of these numbers, which are more exact
+        with suppress(Exception):
+            exact = module._compute_inv_freq(getattr(module, name)).float().cpu()
+            if exact.shape == frequencies.shape and torch.allclose(exact, frequencies, rtol=1e-4, atol=1e-9):
+                frequencies = exact
+    scaling = round(scaling, 6) if math.isclose(scaling, 1.0, abs_tol=1e-6) else scaling
+    return [Rotary(frequencies.to(device), scaling, not module.is_neox_style)]
+
+
+# -- means -------------------------------------------------------------------------------------------------------------
+
+
+def decided(
+    scheme: KVScheme, order: Sequence[int], biases: KeyBiases | None, params: Mapping[int, Mapping[Any, Params]] | None
+) -> list[Mean]:
+    """``mean`` of every layer's scheme; the constants of a file decide ``auto``, or the key biases if they are known.
+
+    ``order``: the layers that cache keys.
+    """
+    own = [scheme.for_layer(place, len(order)).mean for place in range(len(order))]
+    if params is None and biases:
+        return biases.means(scheme)
+    given = [MEAN in (params or {}).get(index, {}).get("key", {}) for index in order]
+    return [mean if mean != "auto" else "pre" if there else "none" for mean, there in zip(own, given, strict=True)]
+
+
+def means_of(
+    scheme: KVScheme,
+    kinds: Mapping[int, Mean],
+    biases: KeyBiases | None,
+    params: Mapping[int, Mapping[Any, Params]] | None,
+    rotaries: Rotaries,
+    starts: Callable[[str], bool] = lambda spec: True,
+) -> dict[int, MeanRemoval]:
+    """Means of this process's layers that encode keys without one.
+
+    ``kinds``: ``mean`` of all layers in order, decided. ``biases``, and ``params`` of a file: of this process's heads.
+    ``starts``: whether this engine can serve another spec; errors name no others.
+
+    Raises
+    ------
+    UnsupportedError
+        ``mean=pre`` is not supported for a layer, or nothing gives the mean.
+    """
+    means: dict[int, MeanRemoval] = {}
+    order = list(kinds)
+    for index in rotaries.impls:
+        if (kind := kinds[index]) not in ("pre", "post"):
+            continue
+        given = None if params is None else params[index].get("key", {}).get(MEAN)
+        rotary = None
+        if kind == "pre":
+            try:
+                rotary = rotaries.rotary(index)
+            except UnsupportedError as error:
+                cure = _cure(scheme, starts) if given is None else "fit the constants again with mean=post"
+                raise UnsupportedError(
+                    f"packedkv: {scheme}, layer {index}: mean=pre cannot be followed: {error}; {cure}."
+                ) from error
+        if given is not None:
+            means[index] = MeanRemoval(kind, rotary, given.float(), "params")
+            continue
+        if not biases:
+            raise UnsupportedError(
+                f"packedkv: {scheme}, layer {index}: mean={kind} needs a mean that is independent of requests, "
+                f'and the weights add no large bias to keys; run packedkv fit MODEL "{scheme}" --text TEXT -o FILE '
+                f'and pass that file, {{"params": FILE}}, or let the server do so at its start, {{"params": "fit"}}, '
+                f"or use mean=none."
+            )
+        named = scheme.for_layer(order.index(index), len(order)).mean in ("pre", "post")
+        if index not in biases.known or (named and index not in biases.layers):
+            continue  # with a mean that the spec names, keys with a small bias keep it
+        if kind == "pre":
+            mean = biases.known[index].mean[None]
+        else:
+            try:
+                mean = rotaries.mean_after(index)
+            except UnsupportedError as error:
+                raise UnsupportedError(
+                    f"packedkv: {scheme}, layer {index}: mean=post is not known: {error}; {_cure(scheme, starts)}."
+                ) from error
+        means[index] = MeanRemoval(kind, rotary, mean, "weights")
+    return means
+
+
+def _cure(scheme: KVScheme, starts: Callable[[str], bool]) -> str:
+    """Name the specs that this engine can serve instead."""
+    named = scheme.spec and not scheme.layers
+    own = [with_option(scheme.spec, "mean", mean) for mean in ("post", "none")] if named else []
+    specs = [spec for spec in (*own, *ALTERNATIVES) if starts(spec)]
+    return f"use {' or '.join(map(repr, specs))}" if specs else "serve the model without packedkv"
