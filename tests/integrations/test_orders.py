@@ -3,6 +3,7 @@
 Every test compares with the same calls made one after the other by one cache of its own.
 """
 
+import ast
 import contextlib
 import copy
 import io
@@ -10,6 +11,7 @@ import pickle
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -21,6 +23,7 @@ from torch import Tensor
 import packedkv
 from packedkv.errors import UnsupportedError
 from packedkv.integrations.transformers import attention_hooks as watching
+from packedkv.integrations.transformers import source_check
 from packedkv.integrations.transformers.argument import passing
 from tests.conftest import tiny_model
 from tests.integrations.test_generate import prompt
@@ -288,6 +291,26 @@ def test_a_recording_sees_its_own_thread_only(shared_model: Any) -> None:
         logits(shared_model, None, prompt(1, 9))
     layers = len(shared_model.model.layers)
     assert lengths == {"one": [9] * layers, "other": [4] * layers}
+
+
+def test_threads_that_read_the_source_of_models_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """CPython 3.11 raises SystemError where two threads parse at once: one of ours parses, and others are survived."""
+    parse, inside, most, failures = ast.parse, [0], [0], iter([True] * 3)
+
+    def slow(source: str) -> ast.Module:
+        inside[0] += 1
+        most[0] = max(most[0], inside[0])
+        time.sleep(0.01)
+        inside[0] -= 1
+        if next(failures, False):
+            raise SystemError("AST constructor recursion depth mismatch (before=54, after=46)")
+        return parse(source)
+
+    monkeypatch.setattr(ast, "parse", slow)
+    source_check._use_in.cache_clear()
+    model = biased()
+    assert run_threads(*[lambda: source_check.use_of_cached(model)] * 8) == [""] * 8
+    assert most[0] == 1
 
 
 def test_threads_look_up_the_first_spec_of_a_process() -> None:

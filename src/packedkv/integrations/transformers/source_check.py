@@ -6,6 +6,7 @@ nothing else: attention that repeats, splits or measures what the cache returns 
 
 import ast
 import inspect
+import threading
 from functools import cache
 from typing import Any
 
@@ -15,6 +16,8 @@ from packedkv.errors import UnsupportedError
 
 INTERFACES = "ALL_ATTENTION_FUNCTIONS"
 """Name of the registry of attention functions in transformers' modules."""
+ATTEMPTS = 100
+_parsing = threading.Lock()
 
 
 def check_use_of_cached(model: Any) -> None:
@@ -40,9 +43,24 @@ def _use_in(kind: type[nn.Module]) -> str:
         return ""
     if ".update(" not in source and ".layers[" not in source:
         return ""
-    tree = ast.parse("class _:\n" + source if source[0].isspace() else source)
+    tree = _parsed("class _:\n" + source if source[0].isspace() else source)
     forward = next(node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef))
     return _Reader().block(forward.body)
+
+
+def _parsed(source: str) -> ast.Module:
+    """Parse source code in one thread at a time.
+
+    CPython 3.11 counts the depth of syntax trees over all threads and raises SystemError if another thread parses
+    (python/cpython#106905). The lock excludes threads of this module; a new attempt those of other libraries.
+    """
+    with _parsing:
+        for _ in range(ATTEMPTS - 1):
+            try:
+                return ast.parse(source)
+            except SystemError:
+                continue
+        return ast.parse(source)
 
 
 class _Reader:
