@@ -22,8 +22,7 @@ from torch import Tensor
 
 import packedkv
 from packedkv.errors import UnsupportedError
-from packedkv.integrations.transformers import attention_hooks as watching
-from packedkv.integrations.transformers import source_check
+from packedkv.integrations.transformers import attention_hooks, source_check
 from packedkv.integrations.transformers.argument import passing
 from tests.conftest import tiny_model
 from tests.integrations.test_generate import prompt
@@ -42,7 +41,7 @@ def shared_model() -> Any:
 
 @pytest.fixture(params=list(ATTENTIONS))
 def attention(request: pytest.FixtureRequest, shared_model: Any) -> Iterator[str]:
-    with watching.implementation(shared_model, ATTENTIONS[request.param]):
+    with attention_hooks.implementation(shared_model, ATTENTIONS[request.param]):
         yield request.param
 
 
@@ -86,10 +85,10 @@ def test_a_copy_goes_on_as_the_original(shared_model: Any, attention: str, spec:
 
 @pytest.mark.parametrize("spec", packedkv.presets())
 def test_caches_of_all_presets_are_copied_and_pickled(shared_model: Any, spec: str) -> None:
-    with watching.implementation(shared_model, "packedkv"):
+    with attention_hooks.implementation(shared_model, "packedkv"):
         cache = packedkv.cache_for(shared_model, spec, probe="off")  # fused where kernels serve it
     attention = cache.options["attention"]
-    with watching.implementation(shared_model, ATTENTIONS[attention]):
+    with attention_hooks.implementation(shared_model, ATTENTIONS[attention]):
         copies_go_on(shared_model, cache, spec, attention)
 
 
@@ -129,11 +128,11 @@ def test_a_cache_made_while_another_thread_records_is_that_of_the_models_attenti
     inside, done = threading.Event(), threading.Event()
 
     def record() -> None:
-        with contextlib.suppress(UnsupportedError), watching.watched(shared_model, lambda *_: None):
+        with contextlib.suppress(UnsupportedError), attention_hooks.watched(shared_model, lambda *_: None):
             inside.set()
             done.wait()
 
-    with watching.implementation(shared_model, attention):
+    with attention_hooks.implementation(shared_model, attention):
         alone = packedkv.cache_for(shared_model, "kivi-4", probe="off").options["attention"]
         thread = threading.Thread(target=record)
         thread.start()
@@ -266,7 +265,7 @@ def test_threads_that_make_the_first_caches_of_a_model() -> None:
 def test_implementations_are_restored_by_the_last_block(shared_model: Any) -> None:
     """Blocks of two threads overlap: the first to begin ends first."""
     for names in (("eager", "packedkv"), ("packedkv", "eager")):
-        first, second = (watching.implementation(shared_model, name) for name in names)
+        first, second = (attention_hooks.implementation(shared_model, name) for name in names)
         first.__enter__()
         second.__enter__()
         first.__exit__(None, None, None)
@@ -281,10 +280,10 @@ def test_a_recording_sees_its_own_thread_only(shared_model: Any) -> None:
     def record(name: str) -> Callable[..., None]:
         return lambda module, query, *_: lengths[name].append(query.shape[2])
 
-    with watching.watched(shared_model, record("one")):
+    with attention_hooks.watched(shared_model, record("one")):
 
         def other() -> None:
-            with watching.watched(shared_model, record("other")):
+            with attention_hooks.watched(shared_model, record("other")):
                 logits(shared_model, None, prompt(1, 4))
 
         in_another_thread(other)
@@ -297,19 +296,19 @@ def test_threads_that_read_the_source_of_models_at_once(monkeypatch: pytest.Monk
     """CPython 3.11 raises SystemError where two threads parse at once: one of ours parses, and others are survived."""
     parse, inside, most, failures = ast.parse, [0], [0], iter([True] * 3)
 
-    def slow(source: str) -> ast.Module:
+    def slow(source: str, *args: Any, **options: Any) -> ast.Module:
         inside[0] += 1
         most[0] = max(most[0], inside[0])
         time.sleep(0.01)
         inside[0] -= 1
         if next(failures, False):
             raise SystemError("AST constructor recursion depth mismatch (before=54, after=46)")
-        return parse(source)
+        return parse(source, *args, **options)
 
     monkeypatch.setattr(ast, "parse", slow)
     source_check._use_in.cache_clear()
     model = biased()
-    assert run_threads(*[lambda: source_check.use_of_cached(model)] * 8) == [""] * 8
+    assert run_threads(*[lambda: source_check.check_use_of_cached(model)] * 8) == [None] * 8
     assert most[0] == 1
 
 
