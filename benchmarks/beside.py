@@ -28,7 +28,6 @@ import torch
 from checkout import ROOT, environment
 
 import packedkv
-from packedkv.cache.device import DeviceCache
 from packedkv.cache.fused import FusedLayerCache, fused_refusal
 from packedkv.errors import KVError
 from packedkv.registry import split_specs
@@ -56,7 +55,7 @@ class Heads(NamedTuple):
 
 def filled(
     spec: str, batch: int, tokens: int, heads: Heads, device: torch.device, seed: int, most: int | None = None
-) -> DeviceCache:
+) -> FusedLayerCache:
     """Return a cache of distinct tokens, encoded chunk by chunk; ``most``: of a full cache's capacity, but no more."""
     generator = torch.Generator(device).manual_seed(seed)
     chunk = max(64, min(CHUNK_TOKENS, CHUNK_ELEMENTS // (batch * heads.kv * heads.dim)))

@@ -30,7 +30,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from packedkv.cache.device import DeviceCache
+from packedkv.cache.fused import FusedLayerCache
 from packedkv.cache.host import LayerCache
 from packedkv.codec import FP16_MAX, Codec, Dense, Params, Sample, Site, roundtrip, storage_dtype
 from packedkv.errors import BrokenPresetError, KVError, PackedKVWarning, ShapeError
@@ -173,7 +173,7 @@ class OutlierProbe:
         codec, (batch, _, fresh, dim) = cache.roles["key"].codec, keys.shape
         if isinstance(codec, Dense) or dim % 4 or not cache.is_fitted:
             return
-        unit = cache.unit if isinstance(cache, DeviceCache) else codec.block_tokens
+        unit = cache.together or codec.block_tokens
         known_at = fresh if cache.site.mean is None else len(cache)  # a sliding layer forgets positions
         tokens = min(fresh, known_at, max(SAMPLE_TOKENS, unit)) // unit * unit
         if tokens < FEWEST_TOKENS:
@@ -287,7 +287,7 @@ def _measured(layers: Sequence[_Noted]) -> Tensor:
 
 def _engine(cache: LayerCache) -> Engine | None:
     """The kernels that serve a cache, if any do."""
-    return cache.engine if isinstance(cache, DeviceCache) else None
+    return cache.engine if isinstance(cache, FusedLayerCache) else None
 
 
 def _foldable(layers: list[_Noted]) -> list[list[_Noted]]:

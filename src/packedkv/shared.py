@@ -15,11 +15,10 @@ T = TypeVar("T")
 
 
 @dataclass
-class _Held:
+class _Entry:
     value: Any
     tensors: tuple[Tensor, ...]
-    asked: int
-    """When it was last requested."""
+    last_use: int
 
 
 def _values(constants: Params) -> Iterable[Tensor]:
@@ -39,9 +38,9 @@ class Shared:
 
     def __init__(self, limit: int) -> None:
         self.limit = limit
-        self._held: dict[Hashable, _Held] = {}
-        self._uses: Counter[Tensor] = Counter()  # one tensor may be held by several: its bytes count once
-        self._bytes = self._asked = 0
+        self._entries: dict[Hashable, _Entry] = {}
+        self._uses: Counter[Tensor] = Counter()  # several entries may share a tensor: its bytes count once
+        self._bytes = self._requests = 0
         self._lock = threading.Lock()
 
     def get(
@@ -66,29 +65,29 @@ class Shared:
         if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
             return build()  # its memory belongs to the graph, and every replay overwrites it
         with self._lock:
-            if (held := self._held.get(key)) is not None:  # one look-up: hashing and comparing a key is slow
-                held.asked = self._asked = self._asked + 1
-                found: T = held.value
-                return found
+            if (entry := self._entries.get(key)) is not None:  # one look-up: hashing and comparing a key is slow
+                entry.last_use = self._requests = self._requests + 1
+                value: T = entry.value
+                return value
         with torch.inference_mode(False), torch.no_grad():  # inference tensors are of no use outside of it
             built = build()
         if device.type == "cuda":
             torch.cuda.current_stream(device).synchronize()  # other streams will read them
         with self._lock:
-            self._asked += 1
-            if key in self._held:  # another thread was faster
-                other: T = self._held[key].value
+            self._requests += 1
+            if key in self._entries:  # another thread was faster
+                other: T = self._entries[key].value
                 return other
-            self._held[key] = _Held(built, tuple(tensors(built)), self._asked)
-            for tensor in self._held[key].tensors:
+            entry = self._entries[key] = _Entry(built, tuple(tensors(built)), self._requests)
+            for tensor in entry.tensors:
                 self._bytes += 0 if self._uses[tensor] else tensor.nbytes
                 self._uses[tensor] += 1
-            while self._bytes > self.limit and len(self._held) > 1:
-                self._forget(min(self._held, key=lambda one: self._held[one].asked))
+            while self._bytes > self.limit and len(self._entries) > 1:
+                self._forget(min(self._entries, key=lambda one: self._entries[one].last_use))
             return built
 
     def _forget(self, key: Hashable) -> None:
-        for tensor in self._held.pop(key).tensors:
+        for tensor in self._entries.pop(key).tensors:
             self._uses[tensor] -= 1
             if not self._uses[tensor]:
                 del self._uses[tensor]
@@ -97,7 +96,7 @@ class Shared:
     def clear(self) -> None:
         """Drop every entry."""
         with self._lock:
-            self._held.clear()
+            self._entries.clear()
             self._uses.clear()
             self._bytes = 0
 

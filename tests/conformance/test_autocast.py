@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import packedkv
-from packedkv.cache.growing import GrowingCache
+from packedkv.cache.fused import FusedLayerCache
 from packedkv.cache.host import LayerCache
 
 
@@ -14,7 +14,7 @@ from packedkv.cache.host import LayerCache
     ("kind", "spec"),
     [
         *((LayerCache, spec) for spec in ("saw-int4", "turboquant-2", "polarquant-3", "octopus-qjl-2", "ghost-3")),
-        (GrowingCache, "octopus-qjl-2"),
+        (FusedLayerCache, "octopus-qjl-2"),
     ],
 )
 def test_a_cache_does_not_see_it(kind: Any, spec: str) -> None:

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import packedkv
-from packedkv.cache.growing import GrowingCache
+from packedkv.cache.fused import FusedLayerCache
 from packedkv.cache.host import LayerCache
 from packedkv.errors import UnsupportedError
 from packedkv.integrations.transformers.argument import passing
@@ -265,14 +265,14 @@ LENGTHS = ((1, 1), (3, 70))
 """Sequences and tokens."""
 
 
-@pytest.mark.parametrize("kind", [LayerCache, GrowingCache])
+@pytest.mark.parametrize("kind", [LayerCache, FusedLayerCache])
 @pytest.mark.parametrize("spec", packedkv.presets())
 def test_a_cache_is_never_larger_than_none(spec: str, kind: Any) -> None:
     """A sequence has at most one page that is not full, and a step reserves 1/32 of the pages."""
     for batch, tokens in LENGTHS:
         site = LayerSite(packedkv.get(spec).for_layer(1, 3))
         try:
-            cache = kind(site, kernels=Kernels(None)) if kind is GrowingCache else kind(site)
+            cache = kind(site, kernels=Kernels(None)) if kind is FusedLayerCache else kind(site)
             k, v = torch.randn(2, batch, 2, tokens, 64, generator=torch.Generator().manual_seed(0))
             cache.append(k, v)
         except UnsupportedError:

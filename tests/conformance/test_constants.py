@@ -87,7 +87,7 @@ def caches_of(scheme, dim: int, **options) -> list[packedkv.LayerCache]:
 
 
 def test_every_way_in_checks_the_constants_given(spec):
-    """LayerCache, GrowingCache and compress: a short constant does not reach a codec or a kernel."""
+    """LayerCache, FusedLayerCache and compress: a short constant does not reach a codec or a kernel."""
     scheme = packedkv.get(spec)
     dim = dim_of(scheme)
     k, v = kv(40, dim=dim)

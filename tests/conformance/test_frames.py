@@ -9,9 +9,8 @@ from torch import Tensor
 
 import packedkv
 from packedkv import FrameCache
-from packedkv.cache.growing import GrowingCache
+from packedkv.cache.fused import FusedLayerCache
 from packedkv.cache.host import LayerCache, attend
-from packedkv.cache.static import StaticCache
 from packedkv.errors import KVError, ShapeError, UnsupportedError
 from packedkv.kernels import flash
 from packedkv.ops.rope import Rotary
@@ -59,8 +58,8 @@ def live(cache: FrameCache) -> Tensor:
 @pytest.mark.parametrize(
     ("kind", "spec"),
     [
-        (GrowingCache, "saw-int4"),
-        (GrowingCache, "kivi-4:group=16"),
+        (FusedLayerCache, "saw-int4"),
+        (FusedLayerCache, "kivi-4:group=16"),
         pytest.param(LayerCache, "saw-int4", marks=pytest.mark.nightly),
     ],
 )
@@ -83,7 +82,7 @@ def test_a_thousand_frames_on_it_holds_what_a_cache_holds_that_never_rolled(kind
 @pytest.mark.parametrize("spec", ["saw-int4", "octopus-3", "turboquant-2"])
 def test_a_fused_cache_rolls_as_the_reference_does(spec: str) -> None:
     scheme, n, sizes = scheme_of(spec), 60, set[int]()
-    fused, plain = rolled(GrowingCache, scheme, n, sizes, 16), rolled(LayerCache, scheme, n)
+    fused, plain = rolled(FusedLayerCache, scheme, n, sizes, 16), rolled(LayerCache, scheme, n)
     assert fused.held == plain.held
     for mine, theirs in zip(fused.cache.decode(), plain.cache.decode(), strict=True):
         assert torch.equal(mine, theirs)
@@ -143,7 +142,7 @@ def restored(state: list[tuple[Any, str, Any]]) -> None:
 
 def replayed(scheme: KVScheme, tokens: int, page_tokens: int | None, batch: int) -> tuple[FrameCache, Any]:
     """A cache of which most frames were appended as the replay of CUDA graphs would, and one that never rolled."""
-    video = FrameCache(GrowingCache(scheme, page_tokens=page_tokens), tokens=tokens, frames=FRAMES, sinks=SINKS)
+    video = FrameCache(FusedLayerCache(scheme, page_tokens=page_tokens), tokens=tokens, frames=FRAMES, sinks=SINKS)
     before, flag = 2 * FRAMES, torch.zeros(1, dtype=torch.int32)
     for k, v in zip(*frames(before, 0, tokens, batch), strict=True):
         video.append(k, v)
@@ -158,7 +157,7 @@ def replayed(scheme: KVScheme, tokens: int, page_tokens: int | None, batch: int)
         video.append(*given[at], flag=flag)
     restored(captured[-1])
     video.replayed(n - before - phases)
-    oracle = GrowingCache(scheme)
+    oracle = FusedLayerCache(scheme)
     oracle.append(*given[0])
     oracle.append(*(torch.cat(list(x), 2) for x in zip(*given[1:], strict=True)))
     assert not flag.item()
@@ -210,7 +209,7 @@ def test_captured_frames_roll_as_eager_ones(spec: str) -> None:
     scheme, n = scheme_of(spec, tokens), 40
     generator = torch.Generator("cuda").manual_seed(0)
     k, v, q = torch.randn(3, n, 2, heads, tokens, DIM, generator=generator, device="cuda").half()
-    captured, eager = (FrameCache(GrowingCache(scheme), tokens=tokens, frames=FRAMES, sinks=SINKS) for _ in range(2))
+    captured, eager = (FrameCache(FusedLayerCache(scheme), tokens=tokens, frames=FRAMES, sinks=SINKS) for _ in range(2))
     flag = torch.zeros(1, dtype=torch.int32, device="cuda")
     with torch.inference_mode():
         for i in range(2 * FRAMES):
@@ -254,7 +253,7 @@ def test_frames_of_a_full_cache_are_attended_by_cudnn(
 
     monkeypatch.setattr(flash, "_cudnn", counted)
     tokens, scheme = 72, scheme_of("octopus-3", 72)  # so that packed tokens begin inside a tile
-    video = FrameCache(GrowingCache(scheme), tokens=tokens, frames=FRAMES, sinks=SINKS)
+    video = FrameCache(FusedLayerCache(scheme), tokens=tokens, frames=FRAMES, sinks=SINKS)
     generator = torch.Generator("cuda").manual_seed(0)
     for i in range(12):
         k, v = torch.randn(2, 2, 4, tokens, DIM, generator=generator, device="cuda", dtype=dtype)
@@ -271,7 +270,7 @@ def test_frames_of_a_full_cache_are_attended_by_cudnn(
 
 def test_with_a_flag_kernels_tell_what_codecs_cannot_hold() -> None:
     scheme, flag = replace(scheme_of("saw-int4"), window=0, sink=0), torch.zeros(1, dtype=torch.int32)
-    video, x = FrameCache(GrowingCache(scheme), tokens=TOKENS, frames=FRAMES), torch.zeros(1, HEADS, TOKENS, DIM)
+    video, x = FrameCache(FusedLayerCache(scheme), tokens=TOKENS, frames=FRAMES), torch.zeros(1, HEADS, TOKENS, DIM)
     x[:, :, 3, 0] = torch.nan
     with pytest.raises(ValueError, match="nan is not finite"):
         video.append(x, x)
@@ -303,7 +302,7 @@ def test_positions_may_count_within_what_is_held() -> None:
         return rotary.turn(x, torch.full((1, 1), frame))
 
     scheme = replace(packedkv.get("dense:dtype=float16"), window=TOKENS, sink=TOKENS)
-    video, (k, v) = FrameCache(GrowingCache(scheme), tokens=TOKENS, frames=FRAMES, sinks=1), frames(11)
+    video, (k, v) = FrameCache(FusedLayerCache(scheme), tokens=TOKENS, frames=FRAMES, sinks=1), frames(11)
     for i in range(11):
         video.append(turned(k[i], i), v[i])
         nearer = max(0, i + 1 - FRAMES)
@@ -316,7 +315,7 @@ def test_positions_may_count_within_what_is_held() -> None:
 
 
 def test_keys_that_are_not_those_of_the_sinks_turn_nothing() -> None:
-    video, x = rolled(GrowingCache, scheme_of("saw-int4"), 8), torch.zeros(1, HEADS, 2 * TOKENS, DIM)
+    video, x = rolled(FusedLayerCache, scheme_of("saw-int4"), 8), torch.zeros(1, HEADS, 2 * TOKENS, DIM)
     before = video.cache.decode()[0]
     with pytest.raises(ShapeError, match="turn: keys of 24 tokens; 5 frames of 12 are held, and 1 are sinks"):
         video.turn(x)
@@ -367,9 +366,9 @@ def test_a_cache_that_cannot_roll_is_refused() -> None:
         with pytest.raises(ShapeError, match=text):
             FrameCache(plain, **options)  # type: ignore[arg-type]
     with pytest.raises(UnsupportedError, match="does not use evicted slots again; leave the capacity out"):
-        FrameCache(StaticCache(packedkv.get("saw-int4"), capacity=64), tokens=4, frames=2)
+        FrameCache(FusedLayerCache(packedkv.get("saw-int4"), capacity=64), tokens=4, frames=2)
     with pytest.raises(UnsupportedError, match="sink is 0 tokens, and 1 frames of 4 are 4"):
-        FrameCache(GrowingCache(packedkv.get("saw-int4")), tokens=4, frames=2, sinks=1)
+        FrameCache(FusedLayerCache(packedkv.get("saw-int4")), tokens=4, frames=2, sinks=1)
     plain.append(*torch.zeros(2, 1, 1, 4, 64))
     with pytest.raises(ShapeError, match="holds 4 tokens already"):
         FrameCache(plain, tokens=4, frames=2)

@@ -18,10 +18,8 @@ from torch import Tensor
 
 import packedkv
 from packedkv.attention import Seen
-from packedkv.cache.device import DeviceCache
-from packedkv.cache.growing import GrowingCache
+from packedkv.cache.fused import FusedLayerCache
 from packedkv.cache.host import LayerCache, attend
-from packedkv.cache.static import StaticCache
 from packedkv.codec import ROLES, Role, Sample, Site
 from packedkv.errors import KVError, UnsupportedError
 from packedkv.files.caches import load_layers, save_layers
@@ -138,7 +136,7 @@ def _normal(seed: int, *shape: int) -> Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
 
-class HostStatic(StaticCache):
+class HostStatic(FusedLayerCache):
     """A static cache on the CPU kernels, which do not drop what a step writes behind the capacity, as CUDA's do."""
 
     def _write(self, new: Mapping[Role, Tensor], first: Tensor, bad: Tensor) -> None:
@@ -192,7 +190,7 @@ class Machine:
     def _cache(self) -> LayerCache:
         kind, pages = self.setting["kind"], self.setting["page_tokens"]
         if kind == "growing":
-            return GrowingCache(self.site, page_tokens=pages)
+            return FusedLayerCache(self.site, page_tokens=pages)
         if kind == "static":  # on a CPU no model is given one; its schedule is the same
             return HostStatic(self.site, page_tokens=pages, capacity=CAPACITY, kernels=Kernels(pages, static=False))
         capacity = 200 if kind == "fixed" else 0
@@ -219,7 +217,7 @@ class Machine:
 
     def _append(self, of: Held, n: int, seed: int, kind: int) -> None:
         tokens, batch = of.tokens, len(of.place)
-        if isinstance(of.cache, StaticCache):
+        if of.cache.static:
             n = min(n, CAPACITY - 2 * 128 - len(tokens))
             if n < 0:
                 return
@@ -234,7 +232,7 @@ class Machine:
         of.cache.append(keys, values, told)
         tokens.append(keys, values, positions)
         of.place = of.place + n
-        if isinstance(of.cache, DeviceCache):
+        if isinstance(of.cache, FusedLayerCache):
             of.cache.check()
 
     def _rows(self, batch: int, n: int, seed: int, kind: int, positions: Tensor) -> tuple[Tensor, Tensor]:
@@ -265,7 +263,7 @@ class Machine:
 
     def _static_refuses(self, of: Held, n: int) -> bool:
         tokens, wanted = of.tokens, self.site.fit_tokens
-        if not isinstance(of.cache, StaticCache) or wanted <= 1 or not n:
+        if not of.cache.static or wanted <= 1 or not n:
             return False
         probe = tokens.copy()
         batch = len(of.place)
@@ -287,7 +285,7 @@ class Machine:
     def _refused(self, of: Held, n: int, seed: int, kind: int) -> None:
         """Tokens that no codec can hold: refused, and the cache is as it was."""
         batch, n = len(of.place), 1 + n % 40
-        if isinstance(of.cache, StaticCache):  # takes a zero row for a single one
+        if of.cache.static:  # takes a zero row for a single one
             return
         positions = of.place[:, None] + torch.arange(n)
         keys, values = self._rows(batch, n, seed, 0, positions)
@@ -317,7 +315,7 @@ class Machine:
             return  # positions of what follows would go back behind evicted ones, which these caches refuse
         if self.setting["told"] != "always" and of.kept and length <= of.kept:
             return  # which position follows, of that before the gap or behind it, is for the caller to say
-        if self.fused and isinstance(of.cache, DeviceCache) and tokens.refuses(length, held):
+        if self.fused and isinstance(of.cache, FusedLayerCache) and tokens.refuses(length, held):
             self._refuses(lambda: of.cache.crop(length), UnsupportedError, f"crop({length}) cuts a block")
             tokens.check_decoded(of.cache.decode(), of="after a refusal: ")
             return
@@ -334,12 +332,12 @@ class Machine:
             n %= 30
         if keep and keep + n == held and (self.fused or self.setting["told"] != "always"):
             return  # which position follows is for the caller to say
-        if isinstance(of.cache, DeviceCache):
-            static = isinstance(of.cache, StaticCache) and keep < keep + n < held
+        if isinstance(of.cache, FusedLayerCache):
+            static = of.cache.static and keep < keep + n < held
             if static or tokens.refuses(keep, keep + n):
                 self._refuses(lambda: of.cache.evict(n, keep), UnsupportedError, f"evict({n}, {keep})")
                 return
-            if isinstance(of.cache, StaticCache) and n:
+            if of.cache.static and n:
                 return  # of all tokens behind the first: a crop, whose slots are used again
         of.cache.evict(n, keep)
         tokens.evict(n, keep)
@@ -376,7 +374,7 @@ class Machine:
 
     def _undo(self, of: Held, n: int, seed: int, kind: int) -> None:
         """Tokens that are taken back, as those of a pass that another layer refuses."""
-        if not isinstance(of.cache, GrowingCache) or not len(of.tokens) or of.tokens.missing:
+        if not isinstance(of.cache, FusedLayerCache) or of.cache.static or not len(of.tokens) or of.tokens.missing:
             return
         tokens, place, state = of.tokens.copy(), of.place, of.cache.state()
         self._append(of, 2 + n % 40, seed, kind)
@@ -407,7 +405,7 @@ class Machine:
 
     def _save(self, of: Held, _: int, __: int, both: int) -> None:
         """What is loaded is a cache of the host; how keys turn is the model's to say, and no file holds it."""
-        if isinstance(of.cache, StaticCache) and not of.tokens.roles:
+        if of.cache.static and not of.tokens.roles:
             return  # its pages stay after a reset, and in a file their batch would be for ever
         path = self.folder / "cache.safetensors"
         save_layers(path, [of.cache], {})
@@ -454,7 +452,7 @@ class Machine:
         softcap = 0.0
         if random.random() < 0.15:
             is_causal, visible = False, torch.ones(n, held, dtype=torch.bool)
-        fused = isinstance(cache, DeviceCache)
+        fused = isinstance(cache, FusedLayerCache)
         start: list[int] = []
         seen: Seen | None = None
         if fused and random.random() < 0.3:

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from transformers import AttentionInterface
 
 import packedkv
-from packedkv.cache.device import DeviceCache
+from packedkv.cache.fused import FusedLayerCache
 from packedkv.errors import KVError, UnsupportedError
 from packedkv.integrations.transformers import cache_for, load_cache
 from packedkv.integrations.transformers.argument import passing
@@ -165,7 +165,7 @@ class Machine:
     def _new(self, padding: list[int]) -> Held:
         cache, batch = made(self.setting), len(padding)
         for layer in cache.packed_layers:
-            self._watch(layer, LayerTokens(layer.cache.site, isinstance(layer.cache, DeviceCache)), 0)
+            self._watch(layer, LayerTokens(layer.cache.site, isinstance(layer.cache, FusedLayerCache)), 0)
         return Held(cache, torch.empty(batch, 0, dtype=torch.long), torch.empty(batch, 0, dtype=torch.long), padding)
 
     def _watch(self, layer: PackedCacheLayer, tokens: LayerTokens, seen: int) -> None:
@@ -249,7 +249,7 @@ class Machine:
         keep = min(number, seen) if number > 0 else max(seen + number, 0)
         left = len(tokens) - (seen - keep)
         gone = layer.window and keep < seen and left < min(keep, layer.window - 1)
-        if gone or (isinstance(layer.cache, DeviceCache) and tokens.refuses(max(left, 0), len(tokens))):
+        if gone or (isinstance(layer.cache, FusedLayerCache) and tokens.refuses(max(left, 0), len(tokens))):
             refusal: type[Exception] = RuntimeError if gone else UnsupportedError
             try:
                 call()

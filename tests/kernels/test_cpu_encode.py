@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 import packedkv
-from packedkv.cache.growing import GrowingCache
+from packedkv.cache.fused import FusedLayerCache
 from packedkv.cache.host import LayerCache
 from packedkv.codec import FP16_MAX, ROLES, Codec, Dense, DenseDtype, Role, Sample, Site
 from packedkv.codecs.fp8 import Fp8
@@ -280,7 +280,7 @@ def test_the_engine_encodes_both_roles_by_kernels(name: str) -> None:
 @pytest.mark.parametrize("held", ["float16", "bfloat16", "float32"])
 def test_a_step_rounds_as_the_reference(held: DenseDtype, dtype: torch.dtype) -> None:
     for scheme in (KVScheme(Dense(held), SawInt4()), KVScheme(SawInt4(), Dense(held))):
-        fused, plain = GrowingCache(scheme), LayerCache(scheme)
+        fused, plain = FusedLayerCache(scheme), LayerCache(scheme)
         for seed in range(3):
             k, v = torch.randn(2, 1, HEADS, 1, 64, generator=torch.Generator().manual_seed(seed)).to(dtype)
             fused.append(k, v)

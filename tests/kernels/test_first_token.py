@@ -19,7 +19,6 @@ import packedkv
 from packedkv import probe
 from packedkv.attention import Partial
 from packedkv.cache.fused import FusedLayerCache, fused_refusal
-from packedkv.cache.growing import GrowingCache
 from packedkv.cache.host import LayerCache
 from packedkv.codec import ROLES, Dense, Site
 from packedkv.codecs.hqmq import Hqmq
@@ -610,15 +609,15 @@ def test_tokens_that_wait_are_dropped_with_their_cache(machine: dict[str, Any], 
 def test_layers_behind_one_that_fails_are_empty(
     half: str, held: int, machine: dict[str, Any], waiting: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    cache, append = model_cache("saw-int4"), getattr(GrowingCache, half)
+    cache, append = model_cache("saw-int4"), getattr(FusedLayerCache, half)
     with monkeypatch.context() as patch:
 
-        def fail(own: GrowingCache, *given: Any, **more: Any) -> Any:
+        def fail(own: FusedLayerCache, *given: Any, **more: Any) -> Any:
             if own.layer == 2:
                 raise MemoryError
             return append(own, *given, **more)
 
-        patch.setattr(GrowingCache, half, fail)
+        patch.setattr(FusedLayerCache, half, fail)
         with pytest.raises(MemoryError):
             turn(cache, 90)
     assert [len(layer.cache) for layer in cache.packed_layers] == [90] * held + [0] * (LAYERS - held)

@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 
 import packedkv
-from packedkv.cache.device import DeviceCache
 from packedkv.cache.fused import FusedLayerCache
 from packedkv.cache.host import LayerCache
 from packedkv.errors import ShapeError, UnsupportedError
@@ -86,7 +85,7 @@ class Pair:
             cache.append(k, v, positions)
         self.at += n
 
-    def error(self, cache: DeviceCache | LayerCache, n: int) -> float:
+    def error(self, cache: FusedLayerCache | LayerCache, n: int) -> float:
         """Largest difference of attention by n query tokens from float64 over decoded ones, of the largest value.
 
         With learned sinks, which tell a score that is off by the same number for all tokens.
@@ -100,7 +99,7 @@ class Pair:
         want = torch.cat([scores, column], -1).softmax(-1)[..., :-1] @ v
         return float((cache.attend(q, sinks=sinks) - want).abs().max() / want.abs().max())
 
-    def check(self, cache: DeviceCache | LayerCache, near: float) -> None:
+    def check(self, cache: FusedLayerCache | LayerCache, near: float) -> None:
         """Attention of one and of several query tokens; where values and keys are encoded at once, equal tokens."""
         for n in (1, 5):
             assert self.error(cache, n) < near

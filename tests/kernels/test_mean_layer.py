@@ -9,11 +9,8 @@ from torch import Tensor
 
 import packedkv
 import packedkv.integrations.transformers.cache  # registers the attention named "packedkv"
-from packedkv.cache.device import DeviceCache
 from packedkv.cache.fused import FusedLayerCache
-from packedkv.cache.growing import GrowingCache
 from packedkv.cache.host import LayerCache, attend
-from packedkv.cache.static import StaticCache
 from packedkv.errors import UnsupportedError
 from packedkv.integrations.transformers.argument import passing
 from packedkv.kernels.choose import Kernels
@@ -48,7 +45,7 @@ def mean_of_keys() -> Tensor:
 
 def both(
     spec: str, turn: Rotary, capacity: int = 0, *, given: bool = True, kind: Literal["pre", "post"] = "pre"
-) -> tuple[DeviceCache, LayerCache]:
+) -> tuple[FusedLayerCache, LayerCache]:
     made = packedkv.get(spec + (":" if ":" not in spec else ",") + f"mean={kind}")
     mean = MeanRemoval(kind, turn if kind == "pre" else None, mean_of_keys() if given else None)
     site = LayerSite(made, mean=mean)
@@ -140,7 +137,7 @@ def test_a_static_cache_stays_empty_until_tokens_are_taken() -> None:
     """By an append without tokens, or one that is refused, before the first one and after a reset."""
     for given in (True, False):
         site = both("saw-int4", rotary(), given=given)[1].site
-        cache = StaticCache(site, capacity=256, kernels=Kernels(static=False))
+        cache = FusedLayerCache(site, capacity=256, kernels=Kernels(static=False))
         for _ in range(2):
             positions = torch.arange(200) - PADDED
             k, v = rows(200, 1, rotary(), mean_of_keys(), positions)
@@ -165,7 +162,7 @@ def test_constants_of_the_first_tokens(spec: str, served: str) -> None:
     pair = Pair(spec, rotary(), given=False)
     wanted = pair.fused.site.fit_tokens
     assert wanted == (512 if spec == "ghost-3" else 128)
-    assert isinstance(pair.fused, GrowingCache)
+    assert isinstance(pair.fused, FusedLayerCache)
     pair.append(60)
     pair.append(1)
     pair.agree()
@@ -282,7 +279,7 @@ def test_positions_that_do_not_go_on_are_refused(served: str) -> None:
     for wrong in (placed(41, 44), placed(40, 43)[:, [0, 2, 1]]):
         pair = Pair("saw-int4", rotary())
         pair.append(40)
-        assert isinstance(pair.fused, GrowingCache)
+        assert isinstance(pair.fused, FusedLayerCache)
         before = pair.fused.state()
         k, v = torch.randn(2, BATCH, HEADS, 3, DIM).half()
         with pytest.raises(UnsupportedError, match="are not consecutive"):
@@ -362,7 +359,7 @@ def test_a_step_of_a_static_cache_is_one_graph(spec: str, machine: dict[str, Any
     (traced, _), (plain, _) = (both(spec, rotary(), 128) for _ in range(2))
     q = torch.randn(BATCH, 2 * HEADS, 1, DIM, generator=torch.Generator().manual_seed(5))
 
-    def step(cache: DeviceCache, k: Tensor, v: Tensor, positions: Tensor, q: Tensor) -> Tensor:
+    def step(cache: FusedLayerCache, k: Tensor, v: Tensor, positions: Tensor, q: Tensor) -> Tensor:
         cache.append(k, v, positions)
         return cache.attend(q)
 

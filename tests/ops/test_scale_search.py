@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 import packedkv
-from packedkv.cache.growing import GrowingCache
+from packedkv.cache.fused import FusedLayerCache
 from packedkv.cache.host import LayerCache
 from packedkv.codec import ROLES, Codec, Role, Sample, Site
 from packedkv.errors import SpecError, UnsupportedError
@@ -118,7 +118,7 @@ def test_a_packed_cache_holds_the_same_bytes_as_the_reference(spec: str) -> None
     if reason := library.refusal(torch.device("cpu")):
         pytest.skip(reason)
     scheme = both(spec)[1].for_layer(4, 8)
-    fused, plain = GrowingCache(scheme), LayerCache(scheme)
+    fused, plain = FusedLayerCache(scheme), LayerCache(scheme)
     x = rows(64, 96).half()
     for part in x.split(32, 2):
         fused.append(part, part.flip(2))

@@ -1,446 +1,212 @@
-"""DeviceCache: a LayerCache whose writes and attention run in the fused kernels.
+"""Lengths, dense tokens and positions of a static cache: on the device, where a step changes them without the host."""
 
-Same pages, same bytes, same results as ``LayerCache``, but kernels read and write them. ``GrowingCache``
-(``growing.py``) grows page by page, ``StaticCache`` (``static.py``) has a fixed capacity and can be captured in a CUDA
-graph; ``FusedLayerCache`` (``fused.py``) makes one or the other.
-
-There is no fall-back: a scheme, head_dim or device that the kernels do not support raises ``UnsupportedError`` with the
-reason. Where kernels read a codec but do not encode it, PyTorch encodes into the same pages; ``kernels`` says so.
-"""
-
-import math
 from collections.abc import Mapping
-from functools import partial
-from typing import Any, NamedTuple
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
-from packedkv.attention import BEFORE_IT, Seen, check_queries
-from packedkv.cache.host import LayerCache
-from packedkv.codec import ROLES, Params, Role
-from packedkv.errors import ShapeError, UnsupportedError
-from packedkv.kernels.choose import Kernels
-from packedkv.kernels.engine import Engine
-from packedkv.kernels.tokens import ChunkTokens, Rules, StepTokens
-from packedkv.ops.precision import without_modes
-from packedkv.scheme import KVScheme
-from packedkv.shared import SHARED
-from packedkv.store.pages import PageStore
+from packedkv.codec import Role
+from packedkv.errors import UnsupportedError
+from packedkv.ops.rope import Rotary
+from packedkv.store.positions import NOT_CONSECUTIVE, angles_near, consecutive, first_of
 from packedkv.store.role import RoleState
-from packedkv.store.site import LayerSite, RoleSite
 
-ONE_RUN = (
-    "fused attention reads one run of packed tokens; evict(keep > 0) leaves two, unless it keeps the scheme's sink. "
-    "Use attention='streamed'."
-)
+BROKEN_ORDER = 3
+"""Value of a cache's flag: the position of a step's token does not follow the cached ones."""
 
 
-class _Ready(NamedTuple):
-    """Constants that follow from a layer's site alone; its caches share them, and none writes them."""
-
-    roles: Mapping[Role, RoleSite]
-    engine: Engine
-
-
-class DeviceCache(LayerCache):
-    """What ``GrowingCache`` and ``StaticCache`` share.
-
-    Tokens leave the window for keys and values together, in blocks of the least common multiple of both codecs'
-    ``block_tokens``: where one codec groups G tokens, the other one's window holds up to G - 1 tokens more than in
-    ``LayerCache`` (and is counted with them).
+class DeviceLengths:
+    """Lengths, sink and window of a static cache. Every tensor keeps its address while the batch stays the same.
 
     Parameters
     ----------
-    scheme, layer, seed, params, page_tokens, capacity, first_head, remember
-        As ``LayerCache``.
-    kernels : Kernels, optional
-        Of this page size and kind of cache, where layers share them.
-
-    Raises
-    ------
-    UnsupportedError
-        At the first append, if the kernels cannot take the scheme, head_dim or device; the text says why.
+    roles : mapping of Role to RoleState
+    batch : int
+    sink, window, unit : int
+        Of the scheme; tokens that leave the window together.
+    device : torch.device
     """
 
-    engine: Engine | None = None
-    """Reads and writes the pages; None until the first append."""
-    seq_lens: Tensor | None = None
-    """Slots written per sequence, int32 ``[B]`` on the device; None until the first append."""
-    bad: Tensor | None = None
-    """Error flag int32 ``[1]`` on the device, set by decode steps, which do not synchronise; see ``check``."""
+    fresh = True
+    """Whether all lengths are known to be 0, so that the device is not read."""
 
     def __init__(
-        self,
-        scheme: KVScheme | LayerSite,
-        *,
-        layer: int = 0,
-        seed: int = 0,
-        params: Mapping[Role, Params] | None = None,
-        page_tokens: int | None = None,
-        capacity: int = 0,
-        first_head: int = 0,
-        remember: bool = False,
-        kernels: Kernels | None = None,
+        self, roles: Mapping[Role, RoleState], batch: int, sink: int, window: int, unit: int, device: torch.device
     ) -> None:
-        super().__init__(
-            scheme, layer=layer, seed=seed, params=params, page_tokens=page_tokens, capacity=capacity,
-            first_head=first_head, remember=remember,
-        )  # fmt: skip
-        scheme = self.scheme
-        self.unit = math.lcm(scheme.key.block_tokens, scheme.value.block_tokens)
-        """Tokens that leave the window together."""
-        self.served_by = kernels or Kernels(page_tokens, static=capacity > 0)
+        self.sink, self.unit, self.width = sink, unit, sink + window + unit
+        self.last = torch.zeros(batch, dtype=torch.int32, device=device)
+        """Slots written of each sequence, int32 ``[B]``."""
+        self.first = torch.zeros_like(self.last)
+        """First live slot: always 0, because evicted slots are not used again."""
+        self.bad = torch.zeros(1, dtype=torch.int32, device=device)
+        """The cache's error flag."""
+        self.dense: Tensor | None = None
+        """With a sink, window or blocks: dense tokens of each sequence, int32 ``[B]``."""
+        self.buffers: dict[Role, Tensor] = {}
+        """Dense tokens ``[B, H, width, D]``, sink first."""
+        if self.width > 1:
+            self._allocate(roles, batch)
+        keep_addresses(self.last, self.first, self.bad)
+
+    def _allocate(self, roles: Mapping[Role, RoleState], batch: int) -> None:
+        device = self.last.device
+        for role, state in roles.items():
+            self.buffers[role] = state.sink.new_zeros(batch, state.sink.shape[1], self.width, state.sink.shape[3])
+        self.dense = torch.zeros(batch, dtype=torch.int32, device=device)
+        self.spare = torch.zeros(1, dtype=torch.int32, device=device)  # flag of an encode that may be dropped
+        self.places = torch.arange(self.width, dtype=torch.int64, device=device)
+        keep_addresses(*self.buffers.values(), self.dense, self.spare, self.places)
+
+    def zero(self) -> None:
+        """Set all lengths and the flag to 0."""
+        self.last.zero_()
+        self.bad.zero_()
+        if self.dense is not None:
+            self.dense.zero_()
 
     @property
-    def holds_dense(self) -> bool:
-        """Whether a token may be held dense: in the sink, the window, an unfinished block, or until a fit."""
-        scheme = self.scheme
-        kept = bool(scheme.sink or scheme.window or self.unit > 1)
-        return kept or (self.site.fit_tokens > 1 and not self.is_fitted)
+    def tokens(self) -> Tensor:
+        """Live tokens of each sequence, int32 ``[B]``."""
+        return self.last if self.dense is None else self.last + self.dense
 
-    def kernels(self) -> dict[str, str]:
-        """What serves this layer: ``decode``, ``encode.key``, ``encode.value``; empty before the first append."""
-        if self.engine is None:
-            return {}
-        return {"decode": self.engine.name, **{f"encode.{role}": self.engine.written_by(role) for role in ROLES}}
+    def read(self, roles: Mapping[Role, RoleState]) -> int:
+        """Set the host's runs, sink and window (one synchronisation); return the live tokens of a sequence."""
+        last = count = 0
+        if not self.fresh:
+            numbers = self.last[:1] if self.dense is None else torch.cat([self.last[:1], self.dense[:1]])
+            last, *dense = numbers.tolist()
+            count = dense[0] if dense else 0
+        for role, state in roles.items():
+            state.runs = [(0, last)] if last else []
+            if self.dense is not None:
+                sink = min(count, self.sink)
+                state.sink, state.window = self.buffers[role][:, :, :sink], self.buffers[role][:, :, sink:count]
+        return last + count
 
-    def append(
-        self, keys: Tensor, values: Tensor, positions: Tensor | None = None, *, flag: Tensor | None = None
-    ) -> None:
-        """Encode and write what leaves the window, in one launch where the codecs allow.
+    def write(self, roles: Mapping[Role, RoleState], batch: int) -> None:
+        """Set lengths and buffers from the host's runs, sink and window."""
+        if self.last.shape[0] != batch:  # else in place: captured graphs hold the addresses
+            self.last, self.first = self.last.new_zeros(batch), self.last.new_zeros(batch)
+        self.last.fill_(roles["key"].encoded)
+        self.write_dense(roles, batch)
 
-        Several tokens at once are checked as in ``LayerCache``. A single one is not (that would synchronise): NaN, Inf
-        or a magnitude above 65504 is stored as a zero row and raises a device flag that ``check`` reads. With a
-        ``flag``, int32 ``[1]``, several are not checked either: the caller reads the flag later, and checks the numbers
-        itself where ``unflagged`` says so. Positions are those of ``LayerCache.append``.
-        """
-        raise NotImplementedError
-
-    def _start(self, keys: Tensor, values: Tensor, slots: int) -> None:
-        """Allocate constants, kernels and pages of ``slots`` slots for the first tokens."""
-        heads, head_dim = keys.shape[1], keys.shape[3]
-        if values.shape[3] != head_dim:
-            raise UnsupportedError(
-                f"fused attention: keys have head_dim {head_dim}, values {values.shape[3]}; the kernels take one. "
-                f"Use attention='decoded' or 'streamed'."
-            )
-        try:
-            chosen = self.served_by.serve(self.scheme, head_dim, keys.dtype, keys.device)
-        except UnsupportedError as error:
-            raise UnsupportedError(f"fused attention: {error}. Use attention='decoded' or 'streamed'.") from error
-        site, mean = self.site, self.site.mean
-        where = chosen.name, site.layer, site.seed, site.first_head, heads
-        find = partial(site.roles, heads, (head_dim, head_dim), keys.dtype, keys.device)
-
-        def build() -> _Ready:
-            # without those of a file, and before a fit, they are the same in all caches
-            roles = find() if site.fitted else SHARED.get(("roles", *where), keys.device, find, _constants_of)
-            engine = chosen.engine.fresh()
-            if mean is not None and mean.given is not None:
-                engine.hold_without(mean.given.to(keys.device), mean.turning)
-            if all(role.params is not None for role in roles.values()) and (mean is None or mean.given is not None):
-                engine.prepare(roles)
-            return _Ready(roles, engine)
-
-        if site.is_drawn and (mean is None or mean.given is not None):  # the same in all caches
-            ready = SHARED.get((*where, None if mean is None else mean.name), keys.device, build, _tensors)
-        else:
-            ready = build()
-        self.engine = ready.engine
-        self._hold(keys, ready.roles, PageStore(chosen.layout, keys.shape[0], heads, keys.device, slots))
-
-    def _unit(self, state: RoleState) -> int:
-        return self.unit
-
-    def _held(self, keys: Tensor, values: Tensor) -> dict[Role, Tensor]:
-        """New tokens in the dtype in which the cache holds them."""
-        dtype = {role: state.sink.dtype for role, state in self.roles.items()}
-        both = zip(ROLES, (keys, values), strict=True)
-        return {role: x if x.dtype == dtype[role] else x.to(dtype[role]) for role, x in both}
-
-    def _prepare(self) -> bool:
-        """Pass the constants to the engine; False if they are fitted on tokens that have not come yet."""
-        assert self.engine is not None
-        if not self.engine.ready:
-            if not self.is_fitted:
-                return False
-            mean = self.site.mean
-            if mean is not None and mean.given is None and self.mean is not None:
-                self.engine.hold_without(self.mean, mean.turning, look=False)  # of first tokens no pair is zero
-            self.engine.prepare(self.roles)
-        return True
-
-    def _write(self, new: Mapping[Role, Tensor], first: Tensor, bad: Tensor) -> None:
-        """Encode tokens into the slots from ``first`` on, by kernels or, where there are none, by the codec."""
-        assert self.engine is not None
-        assert self.store is not None
-        self._prepare()
-        if not self.engine.flags_all:
-            for role in ROLES:
-                if self.engine.written_by(role) == "torch":
-                    state, x = self.roles[role], new[role]
-                    if role == "key" and (removed := self._removed(state.next_slot, x.shape[2])) is not None:
-                        x = x.float() - removed
-                    self.store.write(role, state.next_slot, state.encode(x))
-            new = {role: x for role, x in new.items() if self.engine.written_by(role) != "torch"}
-        self.engine.encode(new, self.store, first, bad, **self._less(new))
-
-    def _removed(self, slot: int, count: int) -> Tensor | None:
-        """What is subtracted from the keys of ``count`` slots from ``slot`` on, float32; None: they keep their mean."""
-        return None
-
-    def _less(self, new: Mapping[Role, Tensor]) -> dict[str, Any]:
-        """The engine's arguments for keys that are encoded without their mean."""
-        return {}
-
-    def _placed(self) -> dict[str, Any]:
-        """The engine's arguments for reading keys that are held without their mean."""
-        return {}
-
-    def unflagged(self, keys: Tensor) -> list[Tensor] | None:
-        """Tensors that hold the tokens just appended which no kernel has checked for NaN, Inf and overflow.
-
-        A kernel that encodes flags every number that codecs cannot hold. None: the caller has to look at all of them.
-        """
-        return None if self.holds_dense or not self._are_flagged(keys) else []
-
-    def _are_flagged(self, keys: Tensor) -> bool:
-        """Whether kernels encode both roles, and see what was appended before it is rounded."""
-        assert self.engine is not None
-        return keys.dtype == self.roles["key"].sink.dtype and self.engine.flags_all
-
-    # -- attention ---------------------------------------------------------------------------------------------------
-
-    def attend(
-        self,
-        q: Tensor,
-        *,
-        scale: float | None = None,
-        mask: Tensor | None = None,
-        causal: bool = True,
-        sinks: Tensor | None = None,
-        chunk: int = 1024,
-        start: Tensor | None = None,
-        softcap: float = 0.0,
-    ) -> Tensor:
-        """Fused attention over the packed pages: ``attend_token``, or ``attend_chunk`` of several query tokens.
-
-        Parameters
-        ----------
-        q : Tensor ``[B, HQ, n, D]``
-        scale, sinks, mask, causal
-            As ``packedkv.cache.host.attend``; the last two only with several query tokens.
-        start : Tensor int32 ``[B]``, optional
-            Left padding: tokens before it are not attended.
-        softcap : float
-            Scores become ``softcap * tanh(score / softcap)``; 0: they stay.
-
-        Raises
-        ------
-        UnsupportedError
-            For a mask with a single query token.
-        """
-        if q.shape[2] == 1:
-            if mask is not None:
-                raise UnsupportedError(
-                    "fused attention takes no mask of a single query token; pass start= for padding."
-                )
-            return self.attend_token(q, scale=scale, sinks=sinks, start=start, softcap=softcap)
-        seen = Seen(causal, start=() if start is None else tuple(start.tolist()), softcap=softcap, mask=mask)
-        return self.attend_chunk(q, scale=scale, sinks=sinks, seen=seen)
-
-    @without_modes
-    def attend_token(
-        self,
-        q: Tensor,
-        *,
-        scale: float | None = None,
-        sinks: Tensor | None = None,
-        start: Tensor | None = None,
-        softcap: float = 0.0,
-    ) -> Tensor:
-        """Attention of one query token per sequence, ``[B, HQ, 1, D]``; arguments as ``attend``."""
-        engine, store = self._readable(q)
-        if not engine.ready:  # all tokens are dense
-            seen = Seen(start=() if start is None else tuple(start.tolist()), softcap=softcap)
-            return self.attend_chunk(q, scale=scale, sinks=sinks, seen=seen)
-        seq_lens, first = self._device_lengths()
-        dense: dict[str, Any] = self._dense() if self.holds_dense else {}
-        if start is not None and self.holds_dense:
-            first, dense["dense_start"] = self._start_from(start, seq_lens, first)
-        elif start is not None:
-            first = first + start
-        scale = q.shape[-1] ** -0.5 if scale is None else scale
-        tokens = StepTokens(store.pages, store.table, seq_lens, start=first, **dense, **self._placed())
-        return engine.attend_step(q, tokens, Rules(scale, Seen(softcap=softcap), sinks))
-
-    @torch.no_grad()
-    @without_modes
-    def attend_chunk(
-        self, q: Tensor, *, scale: float | None = None, sinks: Tensor | None = None, seen: Seen = BEFORE_IT
-    ) -> Tensor:
-        """Attention of the newest n tokens, which the cache holds already; ``q [B, HQ, n, D]``.
-
-        Pages are unpacked on the GPU, part by part, to 16 bit: for flash attention, or for scores in PyTorch
-        (soft caps, any mask). Synchronises the host's state.
-
-        Parameters
-        ----------
-        scale, sinks
-            As ``packedkv.cache.host.attend``.
-        seen : Seen
-            Which tokens a query sees; default: all up to its own.
-
-        Raises
-        ------
-        ShapeError
-            If the cache holds fewer than n tokens, or ``seen`` does not fit it.
-        """
-        engine, store = self._readable(q)
-        self.synchronize()
-        n, held = q.shape[2], self.host_tokens()
-        if n > held:
-            raise ShapeError(f"attend: {n} queries over {held} tokens; queries are tokens held.")
-        if len(seen.start) not in (0, q.shape[0]) or (seen.window and not seen.causal):
-            raise ShapeError(
-                f"attend: start of {len(seen.start)} sequences, window={seen.window}, causal={seen.causal}; one start "
-                f"for each of {q.shape[0]} sequences or none is taken, and a window of causal attention."
-            )
-        if seen.mask is not None and (seen.mask.shape[-1] != held or seen.mask.shape[-2] not in (1, n)):
-            raise ShapeError(f"attend: mask {tuple(seen.mask.shape)} does not fit {n} queries over {held} tokens.")
-        scale = q.shape[-1] ** -0.5 if scale is None else scale
-        full = self.rolls and self.start > 0  # from the first eviction on the cache is as long at every frame
-        key, value = self.roles["key"], self.roles["value"]
-        first, last = key.runs[0] if key.runs else (0, 0)
-        tokens = ChunkTokens(
-            store.pages, store.table, first, last, (key.sink, value.sink), (key.window, value.window), recurring=full,
-            **self._placed(),
-        )  # fmt: skip
-        return engine.attend_chunk(q, tokens, Rules(scale, seen, sinks))
-
-    def host_tokens(self) -> int:
-        """Tokens held per sequence, as the host knows them."""
-        return self.roles["key"].encoded + self.roles["key"].dense_tokens
-
-    def _readable(self, q: Tensor) -> tuple[Engine, PageStore]:
-        """Validate queries; return the engine and the pages."""
-        if self.store is None or self.engine is None or self._is_empty() or not (self._prepare() or self.host_tokens()):
-            raise ShapeError("attend: the cache is empty; append keys and values first.")
-        check_queries(q, self.batch, self.roles["key"].site)
-        return self.engine, self.store
-
-    def _is_empty(self) -> bool:
-        """Whether the host knows that no token is held."""
-        raise NotImplementedError
-
-    def _device_lengths(self) -> tuple[Tensor, Tensor]:
-        """Slots written and first live slot of each sequence, int32 ``[B]`` on the device."""
-        raise NotImplementedError
-
-    def _dense(self) -> dict[str, Tensor | None]:
-        """Tokens held dense, sink first, as ``StepTokens`` takes them."""
-        raise NotImplementedError
-
-    def _sink_tokens(self) -> int:
-        """How many of the tokens of ``_dense`` precede the packed ones."""
-        raise NotImplementedError
-
-    def _start_from(self, start: Tensor, seq_lens: Tensor, first: Tensor) -> tuple[Tensor, Tensor]:
-        """First live slot, and first live token of those held dense, where the first ``start`` tokens are padding.
-
-        Tokens lie in the order sink, pages, window, so padding covers the sink before any page, and all pages before
-        any token of the window.
-        """
-        sink = self._sink_tokens()
-        behind = (start - (seq_lens - first)).clamp(min=sink)
-        dense_start = torch.minimum(start, behind).to(torch.int32)
-        return first + (start - sink).clamp(min=0), dense_start
-
-    def workspace_bytes(self, q: Tensor) -> int:
-        """Upper bound of what ``attend_token`` needs beside the cache."""
-        if self.engine is None or self.store is None:
-            return 0
-        return self.engine.workspace_bytes(q, self.store, self.holds_dense)
-
-    def chunk_workspace_bytes(self, q: Tensor, flash: bool = True) -> int:
-        """Upper bound of what ``attend_chunk`` needs beside the cache; ``flash``: as ``flash.by_flash``."""
-        if self.engine is None or self.store is None:
-            return 0
-        key = self.roles["key"]
-        return self.engine.chunk_workspace_bytes(q, self.store.heads, key.encoded, key.dense_tokens, flash)
-
-    # -- errors flagged on the device ----------------------------------------------------------------------------------
-
-    def check(self) -> None:
-        """Raise the errors that decode steps have flagged (one synchronisation).
-
-        Raises
-        ------
-        ValueError
-            A token was NaN, Inf or above 65504 in magnitude; it was stored as a zero row.
-        ShapeError
-            A captured or compiled step went on when the static cache was full; its tokens were dropped.
-        """
-        self.refuse(0 if self.bad is None else int(self.bad.item()))
-
-    def refuse(self, flag: float = 0) -> None:
-        """Raise the error that a non-zero flag stands for."""
-        if flag == 2:
-            assert self.store is not None
-            raise ShapeError(
-                f"layer {self.layer}: the static cache of {self.store.capacity} tokens per sequence is full; later "
-                f"tokens were dropped. Make it larger (max_len)."
-            )
-        if flag:
-            raise ValueError(
-                f"layer {self.layer}: a key or value appended in a decode step is not finite or above 65504; it was "
-                f"stored as a zero row. Check the model's dtype (fp16 overflow?)."
-            )
-
-    # -- host operations -----------------------------------------------------------------------------------------------
-
-    def synchronize(self) -> None:
-        """Bring the host's state up to date; raises what ``check`` raises (synchronises)."""
-        raise NotImplementedError
-
-    def refresh(self) -> None:
-        """Bring the device's state up to date after a change of the host's."""
-        raise NotImplementedError
-
-    def _range(self, first: int, last: int | None) -> tuple[int, int]:
-        self.synchronize()
-        return super()._range(first, last)
-
-    @without_modes
-    def select(self, indices: Tensor) -> None:
-        """Keep the sequences ``indices``."""
-        super().select(indices)
-        own_mean = self.site.mean is not None and self.site.mean.given is None
-        if self.engine is not None and (own_mean or not self.site.is_drawn):
-            self.engine.ready = False  # constants may belong to a sequence
-
-    def _one_run(self, first: int, last: int) -> None:
-        """Raise if removing tokens would leave two runs of slots, or a run that ends inside a block."""
-        state = self.roles.get("key")
-        if first == last:
+    def write_dense(self, roles: Mapping[Role, RoleState], batch: int) -> None:
+        """Copy the host's sink and window to the buffers."""
+        if self.dense is None:
             return
-        if first and last < self.length and (state is None or first != state.sink.shape[2]):
-            raise UnsupportedError(ONE_RUN)
-        if self.unit == 1 or state is None or not state.runs:
+        # copies: source and destination may overlap
+        parts = {role: torch.cat([state.sink, state.window], 2) for role, state in roles.items()}
+        if self.dense.shape[0] != batch:
+            self._allocate(roles, batch)
+        for role, state in roles.items():
+            count = parts[role].shape[2]
+            self.buffers[role][:, :, :count] = parts[role]
+            state.sink = state.window = parts[role].new_empty(*parts[role].shape[:2], 0, parts[role].shape[3])
+            self.dense.fill_(count)
+
+    def add_dense(self, new: Mapping[Role, Tensor]) -> tuple[dict[Role, Tensor], Tensor]:
+        """Put one token behind the dense ones; return the oldest block, and whether it leaves: int32 ``[B]``.
+
+        Only the device knows in which step the buffers are full; all sequences are alike.
+        """
+        assert self.dense is not None
+        at = self.dense[:1].long().clamp_(max=self.width - 1)
+        for role, x in new.items():
+            self.buffers[role].index_copy_(2, at, x)
+        full = (self.dense + 1 >= self.width).to(torch.int32)
+        return {role: buffer[:, :, self.sink : self.sink + self.unit] for role, buffer in self.buffers.items()}, full
+
+    def drop_oldest(self, full: Tensor) -> None:
+        """Finish a step: where the buffers were full, the oldest block is in the pages."""
+        assert self.dense is not None
+        shift = (full[:1] * self.unit).long()
+        kept = (self.places + torch.where(self.places >= self.sink, shift, 0)).clamp_(max=self.width - 1)
+        for buffer in self.buffers.values():
+            buffer.copy_(buffer.index_select(2, kept))
+        self.last.add_(full * self.unit)
+        self.dense.add_(1 - full * self.unit)
+
+
+class StepPositions:
+    """Positions of the slots of a static cache: slot s of a sequence has position ``placed + s``.
+
+    A step compares the position that the model gives its token with the next one, on the device.
+
+    Parameters
+    ----------
+    like : Tensor int32 ``[B]``
+    sink : int
+        Tokens before slot 0.
+    rotary : Rotary, optional
+        How the mean of the keys turns; None: the keys keep it.
+    """
+
+    cropped = False
+    """Whether tokens were removed since the last append."""
+    newest: Tensor | None = None
+    """In a step, the position of its token, ``[B or 1, 1]``."""
+
+    def __init__(self, like: Tensor, sink: int, rotary: Rotary | None) -> None:
+        self.sink, self.rotary, self.placed = sink, rotary, torch.full_like(like, sink)
+        if rotary is not None:
+            if rotary.frequencies.device != like.device:
+                self.rotary = rotary = replace(rotary, frequencies=rotary.frequencies.to(like.device))
+            keep_addresses(rotary.frequencies)
+        keep_addresses(self.placed)
+
+    def run(self, tokens: int) -> list[tuple[int, Tensor]]:
+        """``Positions.runs`` of a cache of so many tokens."""
+        return [(tokens, (self.placed - self.sink).long())] if tokens else []
+
+    def check(self, positions: Tensor | None) -> None:
+        """Raise unless the positions of several tokens count up; read once for all layers."""
+        if positions is not None and not consecutive(positions):
+            raise UnsupportedError(NOT_CONSECUTIVE)
+
+    def begin(self, n: int, positions: Tensor | None) -> None:
+        """Set the positions of the first n tokens."""
+        if positions is None:
+            positions = torch.arange(n, device=self.placed.device)[None]
+        self.placed.copy_((first_of(positions) + self.sink).expand_as(self.placed))
+        self.newest = positions if n == 1 else None
+
+    def follow(self, n: int, positions: Tensor | None, tokens: Tensor, bad: Tensor, *, ordered: bool) -> None:
+        """Add n tokens behind ``tokens`` (int32 ``[B]``) cached ones.
+
+        ``ordered``: tokens out of order raise, a single one by ``bad``.
+        """
+        expected = self.placed - self.sink + tokens
+        if positions is not None and len(expected) > 1 and (n > 1 or self.cropped):
+            first = first_of(positions)  # sequences of padding alone are moved right before the new tokens
+            self.placed.add_(torch.where((expected <= 1) & (first <= 0), first - expected, 0))
+            expected, self.cropped = self.placed - self.sink + tokens, False
+        self.newest = expected[:, None] if n == 1 else None
+        if not ordered or positions is None:
             return
-        encoded = first - state.sink.shape[2]
-        over = (state.runs[-1][0] + encoded) % self.unit
-        if 0 < encoded < state.encoded and over:
-            raise UnsupportedError(
-                f"crop({first}) cuts a block of {self.unit} tokens that is encoded already, behind which the fused "
-                f"kernels cannot go on; crop to {first - over}, or use attention='streamed'."
-            )
+        if n > 1:
+            if bool((first_of(positions) != expected).any()):
+                raise UnsupportedError(NOT_CONSECUTIVE)
+            return
+        wrong = (positions[:, 0] != expected).any().to(torch.int32) * BROKEN_ORDER
+        bad.copy_(torch.maximum(bad, wrong))
+        self.newest = positions
+
+    def angles(self, count: int, last: Tensor, window: int) -> tuple[Tensor, Tensor]:
+        """``Rotary.angles`` of the ``count`` tokens that leave the window for the slots from ``last`` on."""
+        assert self.rotary is not None
+        if self.newest is None:
+            ahead = torch.arange(count, device=self.placed.device)
+            return self.rotary.angles((self.placed + last)[:, None] + ahead)
+        return angles_near(self.newest, self.rotary, 1 - count - window, count)
+
+    def select(self, index: Tensor) -> None:
+        """Keep these sequences of the batch, in this order."""
+        placed = self.placed[index]
+        self.placed = self.placed.copy_(placed) if placed.shape == self.placed.shape else placed
 
 
-def _constants_of(roles: Mapping[Role, RoleSite]) -> list[Tensor]:
-    return [x for role in roles.values() for x in (role.params or {}).values()]
-
-
-def _tensors(ready: _Ready) -> list[Tensor]:
-    return [*_constants_of(ready.roles), *ready.engine.tensors()]
+def keep_addresses(*tensors: Tensor) -> None:
+    """Mark tensors as static for torch.compile: compiled graphs rely on their addresses."""
+    for tensor in tensors:
+        torch._dynamo.mark_static_address(tensor)

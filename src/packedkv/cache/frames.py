@@ -1,16 +1,16 @@
 """FrameCache: a rolling cache of frames, for causal video and streaming encoders, on top of a layer's cache.
 
-A frame is a block of tokens that see each other and every frame held. A rollout appends frame after frame; the oldest
+A frame is a block of tokens that see each other and every cached frame. A rollout appends frame after frame; the oldest
 are evicted, but for the first ones (sinks). Video diffusion passes a frame several times while it is denoised:
-``replace`` puts the newest frame anew.
+``replace`` overwrites the newest frame.
 
-Keys keep the positions by which the model turned them, whatever is evicted: ``seen`` counts frames from the beginning.
-Where positions count within what is held instead, all frames but the sinks move alike, which no score sees; ``turn``
-puts the sinks' keys anew. Tokens go through ``append``, ``crop`` and ``evict`` of the layer's cache.
+Keys keep the positions to which the model rotated them, whatever is evicted: ``seen`` counts frames from the beginning.
+Where positions count within the cache instead, all frames but the sinks move alike, which changes no score; ``turn``
+replaces the sinks' keys.
 
-Memory is allocated once: pages of evicted frames are written anew, for which the block table turns, and sink and window
-keep their addresses. When the cache is full a frame does what the frame ``phases`` before it did, on the same memory.
-So frames can be captured in CUDA graphs: one for each phase, replayed in turn.
+Memory is allocated once: pages of evicted frames are reused, and sink and window keep their addresses. When the cache
+is full, a frame repeats the memory accesses of the frame ``phases`` before it. CUDA graphs can capture frames: one
+graph for each phase, replayed in that order.
 """
 
 import math
@@ -18,9 +18,8 @@ import math
 import torch
 from torch import Tensor
 
-from packedkv.cache.device import DeviceCache
+from packedkv.cache.fused import FusedLayerCache
 from packedkv.cache.host import LayerCache
-from packedkv.cache.static import StaticCache
 from packedkv.checks import check_tensors
 from packedkv.errors import ShapeError, UnsupportedError
 from packedkv.layout import PAGE_TOKENS
@@ -33,12 +32,12 @@ class FrameCache:
     Parameters
     ----------
     cache : LayerCache
-        Empty; packed or fused, of any preset. Its scheme's window is the newest tokens held in 16 bit: ``window=F``
-        for one frame of F tokens. Its scheme's sink is the first tokens, alike.
+        Empty; of any preset. ``window=F`` in its spec keeps the newest frame of F tokens in 16 bit, ``sink=F`` the
+        first one.
     tokens : int
         Tokens of a frame, F.
     frames : int
-        Frames held at most, the newest and the sinks included.
+        Capacity in frames, the newest and the sinks included.
     sinks : int
         First frames, which are never evicted.
 
@@ -69,7 +68,7 @@ class FrameCache:
             )
         if len(cache):
             raise ShapeError(f"the cache holds {len(cache)} tokens already; begin with an empty one.")
-        if isinstance(cache, StaticCache):
+        if cache.static:
             raise UnsupportedError(
                 "a static cache (capacity) does not use evicted slots again; leave the capacity out: frames roll in "
                 "memory that is allocated once."
@@ -79,7 +78,7 @@ class FrameCache:
                 "the cache holds keys without their mean before RoPE, which is put back by positions in one dimension; "
                 "frames have positions of their own. Use mean=post or mean=none."
             )
-        if isinstance(cache, DeviceCache) and cache.scheme.sink != sinks * tokens:
+        if isinstance(cache, FusedLayerCache) and cache.scheme.sink != sinks * tokens:
             raise UnsupportedError(
                 f"the fused kernels read one run of packed tokens, so they keep first frames in 16 bit only: the "
                 f"scheme's sink is {cache.scheme.sink} tokens, and {sinks} frames of {tokens} are {sinks * tokens}. "
@@ -122,24 +121,24 @@ class FrameCache:
 
     @without_modes
     def append(self, keys: Tensor, values: Tensor, *, flag: Tensor | None = None) -> None:
-        """Add frames, and evict the oldest of those that no longer fit.
+        """Add n whole frames; evict the oldest frames that no longer fit.
 
         Parameters
         ----------
         keys, values : Tensor ``[B, H, F * n, D]``
-            n whole frames; keys after the model's RoPE, at positions of its own.
+            Keys after the model's RoPE, at positions of its own.
         flag : Tensor int32 ``[1]``, optional
-            Of fused caches: do not look at the numbers, which synchronises, and a CUDA graph cannot; kernels raise the
-            flag where they encode what codecs cannot hold.
+            Of fused caches: do not check the numbers, which synchronizes, as a CUDA graph cannot; kernels raise the
+            flag for numbers that codecs cannot store.
 
         Raises
         ------
         ShapeError
-            A frame of another size, or more new frames than are held beside the sinks.
+            A frame of another size, or more new frames than fit beside the sinks.
         ValueError
-            As ``LayerCache.append``; nothing has changed then.
+            As ``LayerCache.append``; the cache is unchanged then.
         UnsupportedError
-            A flag for a cache that is not fused, or of keys that are held without a mean.
+            A flag for a cache that is not fused, or whose keys are encoded without their mean.
         """
         n = self._frames_of(keys)
         if n > self.frames - min(self.sinks, self.seen):
@@ -155,22 +154,7 @@ class FrameCache:
 
     @without_modes
     def replace(self, keys: Tensor, values: Tensor, *, flag: Tensor | None = None) -> None:
-        """Replace the newest frames, after a denoising pass, by less noisy ones.
-
-        Parameters
-        ----------
-        keys, values : Tensor ``[B, H, F * n, D]``
-            Of the newest n frames.
-        flag : Tensor int32 ``[1]``, optional
-            As of ``append``.
-
-        Raises
-        ------
-        ShapeError
-            A frame of another size, or more frames than are held beside the sinks.
-        ValueError, UnsupportedError
-            As ``append``; nothing has changed then.
-        """
+        """Replace the newest n frames after a denoising pass; arguments and errors as ``append``."""
         n = self._frames_of(keys)
         if n > len(self) or (self.seen > len(self) and n > len(self) - self.sinks):
             raise ShapeError(f"replace: {n} frames, and {len(self)} are held, {self.sinks} of them sinks; pass fewer.")
@@ -185,24 +169,19 @@ class FrameCache:
     @torch.no_grad()
     @without_modes
     def turn(self, keys: Tensor) -> None:
-        """Replace the sinks' keys by the same keys rotated to other positions; their values stay.
+        """Replace the sinks' keys ``[B, H, F * sinks, D]`` by the same keys rotated to other positions.
 
-        For positions that count within what is held: when a frame is evicted, the sinks come a frame nearer to all
-        others. The model keeps their keys as they are before RoPE.
-
-        Parameters
-        ----------
-        keys : Tensor ``[B, H, F * sinks, D]``
-            After RoPE. A call that a CUDA graph captures does not look at the numbers.
+        For positions that count within the cache: when a frame is evicted, the sinks come a frame nearer to all others.
+        The model stores their keys before RoPE. A call that a CUDA graph captures does not check the numbers.
 
         Raises
         ------
         ShapeError
-            Keys of other tokens than all sinks, which are held.
+            Keys of other tokens than all sinks, or not all sinks are cached.
         ValueError
-            NaN, Inf or |x| > 65504; nothing has changed then.
+            NaN, Inf or |x| > 65504; the cache is unchanged then.
         UnsupportedError
-            Sinks that are packed: their keys are encoded once.
+            The sinks are packed: keys are encoded once.
         """
         wanted, state = self.sinks * self.tokens, self.cache.roles.get("key")
         if state is None or not wanted or len(self.cache) < wanted or keys.shape[2] != wanted:
@@ -222,13 +201,7 @@ class FrameCache:
 
     @without_modes
     def evict(self, n: int) -> None:
-        """Drop the oldest ``n`` frames behind the sinks.
-
-        Raises
-        ------
-        ShapeError
-            More frames than are held there.
-        """
+        """Drop the oldest ``n`` frames behind the sinks; ShapeError if there are fewer."""
         loose = max(len(self) - self.sinks, 0)
         if not 0 <= n <= loose:
             raise ShapeError(f"evict({n}): {len(self)} frames are held, {len(self) - loose} of them sinks; 0..{loose}.")
@@ -237,27 +210,16 @@ class FrameCache:
 
     @without_modes
     def attend(self, q: Tensor, *, scale: float | None = None) -> Tensor:
-        """Attention of the newest frames' queries over every token held, their own included.
-
-        Parameters
-        ----------
-        q : Tensor ``[B, HQ, n, D]``
-        scale : float, optional
-            Default ``D ** -0.5``.
-
-        Returns
-        -------
-        Tensor ``[B, HQ, n, D]``
-        """
+        """Attention of the newest frames' queries ``[B, HQ, n, D]`` over every cached token, their own included."""
         return self.cache.attend(q, scale=scale, causal=False)
 
     def replayed(self, n: int) -> None:
-        """Count ``n`` frames that CUDA graphs appended to a full cache, of which this object has not seen anything.
+        """Count ``n`` frames that replayed CUDA graphs appended to a full cache.
 
         Raises
         ------
         ShapeError
-            The cache is not full, or n is no multiple of ``phases``: one graph of each is replayed in turn.
+            The cache is not full, or n is no multiple of ``phases``.
         """
         if len(self) < self.frames or n < 0 or n % self.phases:
             raise ShapeError(
@@ -274,14 +236,15 @@ class FrameCache:
         self.seen = 0
 
     def _check_flag(self, flag: Tensor | None) -> None:
-        if flag is None or (isinstance(self.cache, DeviceCache) and self.cache.site.mean is None):
+        fused = isinstance(self.cache, FusedLayerCache)
+        if flag is None or (fused and self.cache.site.mean is None):
             return
-        why = "keys are held without their mean" if isinstance(self.cache, DeviceCache) else "the cache is not fused"
+        why = "keys are held without their mean" if fused else "the cache is not fused"
         raise UnsupportedError(f"a flag is raised by fused kernels, of keys as they are, and {why}; leave it out.")
 
     def _add(self, keys: Tensor, values: Tensor, flag: Tensor | None) -> None:
         self._check_flag(flag)
-        if flag is None or not isinstance(self.cache, DeviceCache):
+        if flag is None or not isinstance(self.cache, FusedLayerCache):
             self.cache.append(keys, values)
         else:
             self.cache.append(keys, values, flag=flag)

@@ -1,18 +1,18 @@
 """LayerCache: the packed cache of one attention layer: sink | encoded pages | window; every token is encoded once.
 
-With age tiers (``KVScheme.recent``) the window is a ``LayerCache`` of its own, whose codecs hold the newest tokens.
-What leaves it is decoded and encoded into the pages: a token is encoded once by each, and how calls were split does not
-show in the bytes. Aged tokens stay aged: a crop drops tokens and moves none back, as with a dense window.
+It takes bare tensors, returns decoded tensors or attention, and needs no model library. Both roles share the page pool,
+but each has its own schedule (``scheme.py``): keys may leave their window in blocks and values one by one.
 
-Takes bare tensors, returns decoded tensors or attention; needs no model library. Both roles share the page pool, but
-each has its own schedule (``scheme.py``), so keys may leave their window in blocks and values one by one (``role.py``).
+With age tiers (``KVScheme.recent``) the window is a ``LayerCache`` of its own, with other codecs. Tokens that leave it
+are decoded and encoded into the pages: each tier encodes a token once, and the split of calls does not show in the
+bytes. A crop drops tokens and moves none back into the window.
 """
 
 import bisect
 import copy
 from collections.abc import Iterator, Mapping
 from functools import lru_cache
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
 import torch
 from torch import Tensor
@@ -26,9 +26,22 @@ from packedkv.ops.precision import without_modes
 from packedkv.ops.rope import NOT_TURNED
 from packedkv.scheme import KVScheme, page_layout
 from packedkv.store.pages import PageStore
-from packedkv.store.positions import Positions
+from packedkv.store.positions import Positions, SlotPositions
 from packedkv.store.role import RoleState
 from packedkv.store.site import WITHOUT_MODEL, LayerSite, MeanRemoval, Removed, RoleSite
+
+
+class State(NamedTuple):
+    """What an append replaces. Nothing is copied: sink and window are new tensors after an append."""
+
+    roles: list[tuple[Role, Tensor, Tensor, list[tuple[int, int]], Params | None]]
+    mean: Tensor | None
+    start: int
+    length: int
+    positions: list[tuple[int, Tensor]]
+    recent: int
+    unchecked: bool = False
+    slots: SlotPositions | None = None
 
 
 class LayerCache:
@@ -66,6 +79,8 @@ class LayerCache:
 
     store: PageStore | None = None
     """The pages; None until the first append."""
+    static = False
+    """Whether lengths lie on the device, where a captured step changes them."""
     recent: "LayerCache | None" = None
     """With age tiers, the newest tokens, behind the pages."""
 
@@ -190,56 +205,67 @@ class LayerCache:
         keys, values : Tensor ``[B, H, n, D]``
             New tokens in the model basis (after RoPE); n may be 0.
         positions : Tensor of int ``[B, n]`` or ``[1, n]``, optional
-            By which RoPE turned the keys, below 0 or clipped there for left padding; used with a mean, and where
-            constants are fitted on a number of tokens. Default: those that follow the tokens held.
+            Positions of the keys' RoPE, below 0 or clipped there for left padding; used with a mean, and where
+            constants are fitted on a number of tokens. Default: they follow the cached tokens.
 
         Raises
         ------
         ValueError
             NaN, Inf or |x| > 65504, with the position; the cache is unchanged then.
         ShapeError
-            Shapes that do not fit each other or the tokens already held.
+            Shapes that do not fit each other or the cached tokens.
         """
         check_tensors(keys, values)
         self.check_shapes(keys, values)
         first = self.store is None
         if first:
             self._allocate(keys, values)
-        n = keys.shape[2]
-        before = [(s, s.sink, s.window, list(s.runs), s.params) for s in self.roles.values()]
-        placed, mean, newest = list(self.positions.runs), self.mean, self._recent_tokens
+        assert self.store is not None
+        n, before = keys.shape[2], self.state()
         try:
             if self.places_tokens:
                 if positions is None:
                     positions = self.positions.next(n, self.start + self.length, keys.device)
                 self.positions.append(positions)
-            both = zip(ROLES, (keys, values), strict=True)
-            new = {role: x.to(self.roles[role].sink.dtype) for role, x in both}
-            leaving = self._pass_dense(new, self._waits())
+            leaving = self._pass_dense(self._rounded(keys, values), self._waits())
             for role, x in leaving.items():
-                self._write_role(self.roles[role], x)
+                if count := x.shape[2]:
+                    of = self.roles[role]
+                    self.store.ensure(of.next_slot + count, exact=count > 1 and not of.runs)
+                    self._encode(of, x)
+                    of.extend(count)
             if self.recent is not None and leaving:
                 self.recent._remove(0, leaving["key"].shape[2])
         except BaseException:  # out of memory, an interrupt: keep keys and values consistent
             if first:  # refused first tokens leave no batch and no dtype behind
                 self.reset()
-                raise
-            for state, sink, window, runs, params in before:
-                state.sink, state.window, state.runs, state.params = sink, window, runs, params
-            self.positions.runs, self.mean = placed, mean
-            if self.recent is not None:
-                self.recent.crop(newest)
+            else:
+                self._restore(before)
             raise
         self.length += n
 
+    def state(self) -> State:
+        """What an append replaces."""
+        roles = [(role, s.sink, s.window, list(s.runs), s.params) for role, s in self.roles.items()]
+        return State(roles, self.mean, self.start, self.length, list(self.positions.runs), self._recent_tokens)
+
+    def _restore(self, state: State) -> None:
+        """Undo the appends since ``state``, but for the pages that they allocated."""
+        self.mean, self.start, self.length, self.positions.runs = state[1:5]
+        for role, sink, window, runs, params in state.roles:
+            of = self.roles[role]
+            of.sink, of.window, of.runs, of.params = sink, window, runs, params
+        if self.recent is not None:
+            self.recent.crop(state.recent)
+
     @property
     def places_tokens(self) -> bool:
-        """Whether the tokens' positions are needed: for a mean, or to tell tokens from padding in a fit."""
+        """Whether positions are needed: for a mean, or to distinguish tokens from padding in a fit."""
         return self.site.mean is not None or self.site.fit_tokens > 1
 
     @property
     def needs_order(self) -> bool:
-        """Whether the positions must count up: for a mean before RoPE. Otherwise they only tell tokens from padding."""
+        """Whether positions must count up: for a mean before RoPE. Otherwise they only mark padding."""
         return self.site.mean is not None and self.site.mean.kind == "pre"
 
     @property
@@ -257,7 +283,7 @@ class LayerCache:
         return placed < sink + wanted + self._most_padding(sink)
 
     def _most_padding(self, sink: int) -> int:
-        """Largest number of ``_padding``."""
+        """Largest of ``_padding``."""
         return int(self._padding(sink).max())
 
     def _padding(self, sink: int) -> Tensor:
@@ -267,7 +293,12 @@ class LayerCache:
     def _fit(self, behind: Mapping[Role, Tensor], whole: Mapping[Role, Tensor] | None) -> None:
         """Fit the missing constants.
 
-        ``behind`` are new tokens behind the sink; ``whole``: those of the sink as well, where one call brought all.
+        Parameters
+        ----------
+        behind : mapping of Role to Tensor
+            New tokens behind the sink.
+        whole : mapping of Role to Tensor, optional
+            All tokens, where one call brought them.
         """
         for role in ROLES:
             state = self.roles[role]
@@ -276,7 +307,6 @@ class LayerCache:
                 self._fit_role(state, pending, None if whole is None else whole[role])
 
     def _fit_role(self, state: RoleState, pending: Tensor, whole: Tensor | None) -> None:
-        """As ``_fit``, of one role; ``pending`` are all its tokens behind the sink, none encoded yet."""
         mean = self.site.mean if state.role == "key" else None
         if (wanted := self.site.fit_tokens) > 1:
             batch, heads, _, head_dim = pending.shape
@@ -298,24 +328,22 @@ class LayerCache:
             energy = None if energy is None else energy.to(sample.device)
             state.params = state.codec.fit(state.site, Sample(sample, energy=energy))
 
-    def _write_role(self, state: RoleState, leaving: Tensor) -> None:
-        """Encode what leaves the window."""
+    def _rounded(self, keys: Tensor, values: Tensor) -> dict[Role, Tensor]:
+        """New tokens in the dtype of dense ones."""
+        return {role: x.to(self.roles[role].sink.dtype) for role, x in zip(ROLES, (keys, values), strict=True)}
+
+    def _encode(self, state: RoleState, x: Tensor) -> None:
+        """Encode tokens into the next slots of a role."""
         assert self.store is not None
-        count = leaving.shape[2]
-        if count:
-            at = state.sink.shape[2] + state.encoded
-            if (mean := self._mean(state.role, at, at + count)) is not None:
-                leaving = leaving.float() - mean
-            payload, first = state.encode(leaving), state.next_slot
-            self.store.ensure(first + count, exact=count > 1 and not state.runs)
-            self.store.write(state.role, first, payload)
-            state.extend(count)
+        at = state.sink.shape[2] + state.encoded
+        if (mean := self._mean(state.role, at, at + x.shape[2])) is not None:
+            x = x.float() - mean
+        self.store.write(state.role, state.next_slot, state.encode(x))
 
     def _pass_dense(self, new: Mapping[Role, Tensor], waits: bool = False) -> dict[Role, Tensor]:
-        """Put new tokens into sinks and windows; return those that leave the windows, in whole blocks.
+        """Put new tokens into sinks and windows; return tokens that leave the windows, in whole blocks.
 
-        Constants that are missing are fitted in between, unless it ``waits``: then all tokens stay dense, because there
-        are too few to fit on.
+        Missing constants are fitted in between, unless it ``waits``: then all tokens stay dense, too few to fit on.
         """
         key = self.roles["key"]
         held = key.sink.shape[2] + key.window.shape[2]
@@ -327,7 +355,7 @@ class LayerCache:
         return {role: self._pass_window(self.roles[role], x, waits) for role, x in behind.items()}
 
     def _pass_recent(self, recent: "LayerCache", behind: Mapping[Role, Tensor]) -> dict[Role, Tensor]:
-        """Hold new tokens as the newest ones; return those that age, decoded, in whole blocks of both roles."""
+        """Put new tokens into the newest tier; return tokens that leave it, decoded, in whole blocks of both roles."""
         new = {role: self._pending(self.roles[role], x) for role, x in behind.items()}  # those that waited for a fit
         n = new["key"].shape[2]
         for role, x in new.items():
@@ -348,7 +376,7 @@ class LayerCache:
 
     @property
     def _recent_tokens(self) -> int:
-        """Tokens held as the newest ones, with age tiers."""
+        """Tokens of the newest tier."""
         return 0 if self.recent is None else len(self.recent)
 
     def _pass_sink(self, state: RoleState, x: Tensor) -> Tensor:
@@ -365,7 +393,7 @@ class LayerCache:
         return torch.cat([state.window, x], 2) if state.window.shape[2] else x
 
     def _pass_window(self, state: RoleState, x: Tensor, waits: bool) -> Tensor:
-        """Put tokens behind the sink into the window; return those that leave it, in whole blocks."""
+        """Put tokens behind the sink into the window; return tokens that leave it, in whole blocks."""
         old, held = state.window, state.window.shape[2]
         total, unit = held + x.shape[2], self._unit(state)
         count = 0 if waits else unit * max(0, (total - self.scheme.window) // unit)
@@ -633,6 +661,10 @@ class LayerCache:
             raise ShapeError(
                 f"select: {index.tolist()} does not fit a batch of {self.batch}; pass 0..{self.batch - 1}."
             )
+        self._select(index)
+
+    def _select(self, index: Tensor) -> None:
+        assert self.store is not None
         batch = self.batch
         self._forget_decoded()
         for state in self.roles.values():
@@ -661,11 +693,15 @@ class LayerCache:
         """Every tensor held for the sequences (constants of the site are not among them)."""
         if self.store is not None:
             yield from self.store.tensors()
-            for state in self.roles.values():
-                yield state.sink
-                yield state.window
+            yield from (dense for _, dense in self._dense_tensors())
         if self.recent is not None:
             yield from self.recent.tensors()
+
+    def _dense_tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """Memory of the dense tokens, by the name of its part."""
+        for role, state in self.roles.items():
+            yield f"{role}.sink", state.sink
+            yield f"{role}.window", state.window
 
     def nbytes(self) -> dict[str, int]:
         """Bytes really held, by part; the sum is the bytes of ``tensors()``.
@@ -686,10 +722,9 @@ class LayerCache:
             name = f"{plane.role}.{plane.field.part}"
             parts[name] = parts.get(name, 0) + held
             used += held
-        for role, state in self.roles.items():
-            for name, dense in (("sink", state.sink), ("window", state.window)):
-                if bytes_ := _storage_bytes(dense):
-                    parts[f"{role}.{name}"] = bytes_
+        for name, dense in self._dense_tensors():
+            if bytes_ := _storage_bytes(dense):
+                parts[name] = bytes_
         parts["reserve"] = _storage_bytes(self.store.pages) - used
         parts["table"] = _storage_bytes(self.store.table)
         for name, size in ({} if self.recent is None else self.recent.nbytes()).items():

@@ -14,7 +14,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from packedkv.cache.device import DeviceCache
 from packedkv.cache.host import LayerCache
 from packedkv.checks import check_constant, check_constants, largest
 from packedkv.codec import LIMIT, ROLES, Constant, Params, Role, Site
@@ -108,7 +107,6 @@ def load_layers(path: str | Path, *, device: torch.device | str = "cpu") -> tupl
 def _layer_state(name: str, layer: LayerCache, tensors: dict[str, Tensor], schemes: list[str]) -> dict[str, Any]:
     layer.nbytes()  # a static cache keeps its lengths on the device: any host operation brings them here
     scheme = layer.scheme.to_json()
-    together = layer.unit if isinstance(layer, DeviceCache) and layer.unit > 1 else layer.together
     if scheme not in schemes:
         schemes.append(scheme)
     state: dict[str, Any] = {
@@ -119,7 +117,7 @@ def _layer_state(name: str, layer: LayerCache, tensors: dict[str, Tensor], schem
         "capacity": layer.reserve,
         "first_head": layer.site.first_head,
         "most": layer.site.most,
-        **({} if together is None else {"together": together}),
+        **({} if layer.together is None else {"together": layer.together}),
         **({} if layer.site.energy is None else {"energy": store_params({ENERGY: layer.site.energy}, tensors)}),
         "fitted": {role: store_params(params, tensors) for role, params in layer.fitted.items()},
     }

@@ -1,8 +1,8 @@
 """Positions of the tokens that a cache holds: what RoPE turned each key by."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Hashable, Iterator
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -17,17 +17,14 @@ NOT_CONSECUTIVE = (
 )
 
 
-def consecutive(positions: Tensor | None) -> bool:
-    """Whether each row of ``positions [B, n]`` counts up by one, padding at its start aside; None: no.
+T = TypeVar("T")
 
-    Computed once for all layers that share the tensor.
-    """
+
+def consecutive(positions: Tensor | None) -> bool:
+    """Whether each row of ``positions [B, n]`` counts up by one, padding at its start aside; None: no."""
     if positions is None or positions.shape[1] == 0:
         return positions is not None
-    computed: dict[Any, Any] = getattr(positions, COMPUTED, {})
-    if (known := computed.get("in order")) is None:
-        known = computed["in order"] = not int(_call_of(positions).broken)
-    return bool(known)
+    return _once(positions, "in order", lambda: not int(_call_of(positions).broken))
 
 
 class Positions:
@@ -78,12 +75,12 @@ class Positions:
 
     def padding(self) -> Tensor:
         """How many of the first tokens are padding: int64 ``[B]``, or ``[1]`` for all."""
-        found, leading = torch.zeros(1, dtype=torch.long), torch.ones(1, dtype=torch.bool)
+        padding, leading = torch.zeros(1, dtype=torch.long), torch.ones(1, dtype=torch.bool)
         for count, start in self.runs:
-            own = (-start).clamp(0, count)
-            found = found.to(own.device) + torch.where(leading.to(own.device), own, 0)
-            leading = leading.to(own.device) & (own == count)
-        return found
+            more = (-start).clamp(0, count)
+            padding = padding.to(more.device) + torch.where(leading.to(more.device), more, 0)
+            leading = leading.to(more.device) & (more == count)
+        return padding
 
     def next(self, n: int, first: int, device: torch.device) -> Tensor:
         """Positions of n tokens that follow the last run, or ``first`` where there is none: int64 ``[B or 1, n]``."""
@@ -131,36 +128,36 @@ COMPUTED = "packedkv_computed"
 """Attribute of a positions tensor: what its layers share."""
 
 
-def computed_of(positions: Tensor) -> dict[Any, Any]:
-    """What is computed of this tensor, for all layers that get the same one: those of one forward pass."""
-    found: dict[Any, Any] | None = getattr(positions, COMPUTED, None)
-    if found is None:
-        found = {}
-        setattr(positions, COMPUTED, found)
-    return found
-
-
 def shared(positions: Tensor) -> Tensor:
-    """Let all layers that get this tensor share what is computed of it."""
+    """Let all layers that get this tensor, the layers of one forward pass, share what is computed of it."""
     computed_of(positions)
     return positions
 
 
+def computed_of(positions: Tensor) -> dict[Any, Any]:
+    """What layers share of this tensor, by name."""
+    computed: dict[Any, Any] | None = getattr(positions, COMPUTED, None)
+    if computed is None:
+        computed = {}
+        setattr(positions, COMPUTED, computed)
+    return computed
+
+
+def _once(positions: Tensor, name: Hashable, compute: Callable[[], T]) -> T:
+    """Compute something of a tensor once for all layers that share it; of another tensor each time."""
+    computed: dict[Any, T] = getattr(positions, COMPUTED, {})
+    if (value := computed.get(name)) is None:
+        value = computed[name] = compute()
+    return value
+
+
 def part_of(positions: Tensor, first: int, last: int) -> Tensor:
     """Return ``positions[:, first:last]``; layers that share the tensor share the part."""
-    computed: dict[Any, Any] = getattr(positions, COMPUTED, {})
-    found: Tensor | None = computed.get((first, last))
-    if found is None:
-        found = computed[first, last] = shared(positions[:, first:last])
-    return found
+    return _once(positions, (first, last), lambda: shared(positions[:, first:last]))
 
 
 def _call_of(positions: Tensor) -> _Call:
-    computed: dict[Any, Any] = getattr(positions, COMPUTED, {})
-    known: _Call | None = computed.get("call")
-    if known is None:
-        known = computed["call"] = _read(positions)
-    return known
+    return _once(positions, "call", lambda: _read(positions))
 
 
 def _read(positions: Tensor) -> _Call:
@@ -187,22 +184,17 @@ def first_of(positions: Tensor) -> Tensor:
 
 def angles_near(positions: Tensor, rotary: Rotary, offset: int, count: int) -> tuple[Tensor, Tensor]:
     """``Rotary.angles`` of ``count`` tokens, the first of them ``offset`` behind the first of ``positions``."""
-    computed: dict[Any, Any] = getattr(positions, COMPUTED, {})
-    asked = rotary, offset, count
-    if (known := computed.get(asked)) is None:
-        at = first_of(positions)[:, None] + torch.arange(offset, offset + count, device=positions.device)
-        known = computed[asked] = rotary.angles(at)
-    cosines, sines = known
-    return cosines, sines
+
+    def angles() -> tuple[Tensor, Tensor]:
+        near = torch.arange(offset, offset + count, device=positions.device)
+        return rotary.angles(first_of(positions)[:, None] + near)
+
+    return _once(positions, (rotary, offset, count), angles)
 
 
 def angles_at(positions: Tensor, rotary: Rotary) -> tuple[Tensor, Tensor]:
     """``Rotary.angles`` of the positions, whatever their order."""
-    computed: dict[Any, Any] = getattr(positions, COMPUTED, {})
-    if (known := computed.get(rotary.name)) is None:
-        known = computed[rotary.name] = rotary.angles(positions)
-    cosines, sines = known
-    return cosines, sines
+    return _once(positions, rotary.name, lambda: rotary.angles(positions))
 
 
 class SlotPositions:
@@ -220,10 +212,14 @@ class SlotPositions:
         Whether sequences may hold nothing but padding: then several new tokens may move it.
     cropped : bool
         Whether tokens were removed since the last call, so that a single new token may move padding as well.
+    freed : int
+        By how much the numbers of the slots are lower than at first, because pages before them were freed.
     """
 
-    def __init__(self, placed: Tensor, broken: Tensor, padded: bool = True, cropped: bool = False) -> None:
-        self.placed, self.broken, self.padded, self.is_cropped = placed, broken, padded, cropped
+    def __init__(
+        self, placed: Tensor, broken: Tensor, padded: bool = True, cropped: bool = False, freed: int = 0
+    ) -> None:
+        self.placed, self.broken, self.padded, self.is_cropped, self.freed = placed, broken, padded, cropped, freed
         self._cropped: SlotPositions | None = None
         self._angles: tuple[Rotary, int, int, tuple[Tensor, Tensor]] | None = None
         self._begins: tuple[int, Tensor] | None = None
@@ -232,7 +228,10 @@ class SlotPositions:
 
     def __getstate__(self) -> dict[str, Any]:
         """What a copy or a pickle holds: not what is computed of it."""
-        return {"placed": self.placed, "broken": self.broken, "padded": self.padded, "cropped": self.is_cropped}
+        return {"placed": self.placed, "broken": self.broken, **self._flags()}
+
+    def _flags(self) -> dict[str, Any]:
+        return {"padded": self.padded, "cropped": self.is_cropped, "freed": self.freed}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Restore ``__getstate__``."""
@@ -241,15 +240,15 @@ class SlotPositions:
     @classmethod
     def starting(cls, positions: Tensor, batch: int, sink: int) -> "SlotPositions":
         """Of a cache whose first tokens have ``positions [B or 1, n]``; ``sink`` tokens lie before slot 0."""
-        computed: dict[Any, Any] = getattr(positions, COMPUTED, {})
-        found: SlotPositions | None = computed.get((batch, sink))
-        if found is None:
+
+        def begin() -> SlotPositions:
             first = _call_of(positions).first
             placed = (first + sink).expand(batch).contiguous()
             with torch.inference_mode(False):  # written to by later calls, in whatever mode
                 broken = torch.zeros(1, dtype=torch.int32, device=first.device)
-            found = computed[batch, sink] = cls(placed, broken, padded=positions.shape[0] > 1)
-        return found
+            return cls(placed, broken, padded=positions.shape[0] > 1)
+
+        return _once(positions, ("slots", batch, sink), begin)
 
     def follow(self, positions: Tensor, slot: int, check: bool) -> "SlotPositions":
         """Positions of the slots once tokens at ``positions [B or 1, n]`` follow, the first of them in slot ``slot``.
@@ -257,17 +256,14 @@ class SlotPositions:
         Sequences that hold nothing but padding are moved right before the new tokens. With ``check``, tokens that are
         not in order raise ``broken``.
         """
-        computed: dict[Any, Any] = getattr(positions, COMPUTED, {})
-        found: SlotPositions | None = computed.get((self, slot))
-        if found is None:
-            found = computed[self, slot] = self._follow(_call_of(positions), positions.shape[1], slot, check)
-        return found
+        n = positions.shape[1]
+        return _once(positions, (self, slot), lambda: self._follow(_call_of(positions), n, slot, check))
 
     def _follow(self, call: _Call, n: int, slot: int, check: bool) -> "SlotPositions":
         expected, after = self.placed + slot, self
         if self.padded and (n > 1 or self.is_cropped):
             move = torch.where((expected <= 1) & (call.first <= 0), call.first - expected, 0).to(torch.int32)
-            expected, after = expected + move, SlotPositions(self.placed + move, self.broken)
+            expected, after = expected + move, SlotPositions(self.placed + move, self.broken, freed=self.freed)
         if not check:
             return after
         wrong = (call.first != expected).any().to(torch.int32).view(1)
@@ -279,7 +275,7 @@ class SlotPositions:
         if not self.padded or self.is_cropped:
             return self
         if self._cropped is None:
-            self._cropped = SlotPositions(self.placed, self.broken, cropped=True)
+            self._cropped = SlotPositions(self.placed, self.broken, cropped=True, freed=self.freed)
         return self._cropped
 
     def begin(self, slot: int) -> Tensor:
@@ -294,10 +290,10 @@ class SlotPositions:
         if last is None or last[0] is not rotary or not last[1] <= slot <= slot + count <= last[1] + last[2]:
             last = self._angles = rotary, slot, count, rotary.angles(self.of(slot, count))
             self._parts = {(slot, count): last[3]}
-        if (found := self._parts.get((slot, count))) is None:
+        if (angles := self._parts.get((slot, count))) is None:
             cosines, sines = (part.narrow(1, slot - last[1], count) for part in last[3])
-            found = self._parts[slot, count] = cosines, sines
-        return found
+            angles = self._parts[slot, count] = cosines, sines
+        return angles
 
     def angles_back(self, rotary: Rotary, count: int) -> tuple[Tensor, Tensor]:
         """``Rotary.angles_back`` of the first ``count`` slots; the same tensors for layers of one pass."""
@@ -321,8 +317,10 @@ class SlotPositions:
 
     def moved(self, slots: int) -> "SlotPositions":
         """The same tokens in slots with numbers that are lower by ``slots``."""
-        return SlotPositions(self.placed + slots, self.broken, self.padded, self.is_cropped) if slots else self
+        if not slots:
+            return self
+        return SlotPositions(self.placed + slots, self.broken, self.padded, self.is_cropped, self.freed + slots)
 
     def select(self, indices: Tensor) -> "SlotPositions":
         """These sequences of the batch, in this order."""
-        return SlotPositions(self.placed.index_select(0, indices), self.broken, self.padded, self.is_cropped)
+        return SlotPositions(self.placed.index_select(0, indices), self.broken, **self._flags())

@@ -21,7 +21,6 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from packedkv.attention import rounded_queries
-from packedkv.cache.device import DeviceCache
 from packedkv.cache.fused import FusedLayerCache, fused_refusal
 from packedkv.codec import ROLES, Params, Role, Sample, Site
 from packedkv.errors import UnsupportedError
@@ -181,7 +180,7 @@ def _fitted(scheme: KVScheme, sample: Tensor, seed: int) -> dict[Role, Params]:
     return found
 
 
-def _allocated(site: LayerSite, nothing: Tensor, tokens: int) -> DeviceCache:
+def _allocated(site: LayerSite, nothing: Tensor, tokens: int) -> FusedLayerCache:
     """Return an empty cache of fixed capacity, as a captured decode step needs it; else one that grows."""
     try:
         cache = FusedLayerCache(site, capacity=tokens)

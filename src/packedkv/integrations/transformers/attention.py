@@ -15,7 +15,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import causal_mask_function, sdpa_mask
 
 from packedkv.attention import Seen, attend_parts
-from packedkv.cache.device import DeviceCache
+from packedkv.cache.fused import FusedLayerCache
 from packedkv.cache.host import attend
 from packedkv.errors import ShapeError, UnsupportedError
 from packedkv.integrations.transformers.layers import LAYER, PackedCacheLayer, PackedKV
@@ -109,7 +109,7 @@ class Scoring(NamedTuple):
 def _packed(query: Tensor, layer: PackedCacheLayer, mask: Tensor | None, scoring: Scoring) -> Tensor:
     """Attention over packed pages: by kernels, or by the reference, which decodes a chunk at a time."""
     cache, (scale, causal, sink_logits, softcap) = layer.cache, scoring
-    if not isinstance(cache, DeviceCache):
+    if not isinstance(cache, FusedLayerCache):
         if mask is not None:
             mask = _fit_mask(mask, len(cache), layer.is_sliding)
         out = attend(query, cache, scale=scale, mask=mask, causal=causal, sinks=sink_logits, softcap=softcap)
@@ -128,7 +128,7 @@ def _packed(query: Tensor, layer: PackedCacheLayer, mask: Tensor | None, scoring
 def _several(query: Tensor, layer: PackedCacheLayer, mask: Tensor | None, scoring: Scoring) -> Tensor:
     """Attention of several query tokens over a fused cache."""
     cache = layer.cache
-    assert isinstance(cache, DeviceCache)
+    assert isinstance(cache, FusedLayerCache)
     cache.synchronize()
     rules = Seen(scoring.causal, mask=mask)
     if mask is not None and not layer.is_cross:

@@ -11,9 +11,8 @@ from typing import Any, NamedTuple
 import torch
 from transformers.cache_utils import DYNAMIC_LAYER_TYPE_MAPPING
 
-from packedkv.cache.growing import GrowingCache
+from packedkv.cache.fused import FusedLayerCache
 from packedkv.cache.host import LayerCache
-from packedkv.cache.static import StaticCache
 from packedkv.codec import ROLES, Params, Role, Site
 from packedkv.errors import (
     BrokenPresetError,
@@ -310,10 +309,8 @@ def _layer(
     cache: LayerCache
     if kernels is None:
         cache = LayerCache(site, page_tokens=page_tokens, capacity=0 if planned.is_cross else max_len or 0)
-    elif max_len:
-        cache = StaticCache(site, page_tokens=page_tokens, capacity=max_len, kernels=kernels)
     else:
-        cache = GrowingCache(site, page_tokens=page_tokens, kernels=kernels)
+        cache = FusedLayerCache(site, page_tokens=page_tokens, capacity=max_len or 0, kernels=kernels)
     of_kind = CrossLayer if planned.is_cross else PackedCacheLayer
     window, kind = planned.window or 0, planned.type
     return of_kind(cache, planned.index, options["attention"], options["prefill"], deferred, window=window, kind=kind)

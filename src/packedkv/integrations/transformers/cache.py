@@ -24,7 +24,7 @@ from typing import Any, get_args
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.cache_utils import Cache, EncoderDecoderCache
 
-from packedkv.cache.device import DeviceCache
+from packedkv.cache.fused import FusedLayerCache
 from packedkv.cache.host import LayerCache
 from packedkv.errors import BrokenPresetError, FitError, FormatError, SpecError, UnsupportedError, nearest
 from packedkv.files.container import BROKEN_JSON
@@ -465,5 +465,5 @@ def _layer_report(layer: PackedCacheLayer) -> dict[str, Any]:
         "bytes": parts,
         "total_bytes": sum(parts.values()),
         "calls": {path: count for path, count in layer.calls.items() if count},
-        "kernels": layer.cache.kernels() if isinstance(layer.cache, DeviceCache) else {},
+        "kernels": layer.cache.kernels() if isinstance(layer.cache, FusedLayerCache) else {},
     }

@@ -12,8 +12,7 @@ from typing import Literal, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from packedkv.cache.device import DeviceCache
-from packedkv.cache.growing import GrowingCache
+from packedkv.cache.fused import FusedLayerCache
 from packedkv.cache.host import LayerCache
 from packedkv.checks import largest, largest_of
 from packedkv.codec import FP16_MAX, ROLES
@@ -88,7 +87,7 @@ class PendingCheck(NamedTuple):
     def disorder(self) -> Tensor | None:
         """Flag of a layer whose keys are held without their mean: whether positions are not in order."""
         cache = self.layer.cache
-        return cache.slots.broken if isinstance(cache, GrowingCache) and cache.slots is not None else None
+        return cache.slots.broken if isinstance(cache, FusedLayerCache) and cache.slots is not None else None
 
     def where(self) -> str:
         """Role and position of a token that cannot be held: in the pages a row of zeros, otherwise as it came."""
@@ -128,18 +127,17 @@ class Deferred:
         Those that fill the layer may be appended at the pass's end.
         """
         cache, first = layer.cache, not layer.filled
-        if not isinstance(cache, DeviceCache) or keys.shape[2] == 1 or not synchronizes(keys):
+        if not isinstance(cache, FusedLayerCache) or keys.shape[2] == 1 or not synchronizes(keys):
             return False
-        growing = cache if isinstance(cache, GrowingCache) else None
-        if layer.prefill != "exact" if first else growing is None:  # a static cache synchronizes anyway
+        if layer.prefill != "exact" if first else cache.static:  # a static cache synchronizes anyway
             return False
         if (flags := self.flags.get(keys.device)) is None:
             zeros = torch.zeros(self.layers, dtype=torch.int32, device=keys.device)
             flags = self.flags[keys.device] = zeros.split(1)
         new = PendingAppend(layer, keys, values, positions, flags[len(self.checks) % self.layers])
-        if first and growing is not None and layer.can_defer:
+        if first and not cache.static and layer.can_defer:
             if not self.appends:  # the GPU has little to do yet
-                growing.expect(positions, keys.shape[0])
+                cache.expect(positions, keys.shape[0])
             self.appends.append(new)
             self.checks[layer.index] = PendingCheck(layer, keys.shape[2])
             layer.has_deferred = True
@@ -147,17 +145,16 @@ class Deferred:
                 self.flush()
             return True
         undo = None if first else layer.undo()
-        earlier = growing.bad if growing is not None and growing.unchecked else None
+        earlier = cache.bad if cache.unchecked else None
         with self._flags_dropped():
             cache.append(keys, values, positions, flag=new.flag)
         self._check_later(cache, new, undo, earlier)
         return True
 
     def _check_later(
-        self, cache: DeviceCache, new: PendingAppend, undo: Callable[[], None] | None, earlier: Tensor | None
+        self, cache: FusedLayerCache, new: PendingAppend, undo: Callable[[], None] | None, earlier: Tensor | None
     ) -> None:
-        if isinstance(cache, GrowingCache):
-            cache.unchecked = False  # ``settle`` reads its flag as well
+        cache.unchecked = False  # ``settle`` reads its flag as well
         # numbers, not the tokens themselves: a pass would keep all layers' alive
         unseen = cache.unflagged(new.keys)
         most = (largest(new.keys), largest(new.values)) if unseen is None else ()
@@ -184,7 +181,7 @@ class Deferred:
             with self._flags_dropped():
                 for new in appends:  # all layers begin, so that their constants are fitted together
                     cache = new.layer.cache
-                    assert isinstance(cache, GrowingCache)
+                    assert isinstance(cache, FusedLayerCache)
                     begun.append((cache, cache.begin_append(new.keys, new.values, new.positions, flag=new.flag)))
                 for new, (cache, leaving) in zip(appends, begun, strict=True):
                     cache.end_append(leaving)
@@ -251,7 +248,7 @@ class Deferred:
         """Undo the pass and raise; ``earlier``: what the flag of earlier steps says, which is another error."""
         where = "" if earlier else check.where()
         self._undo(checks)
-        if earlier and isinstance(check.layer.cache, DeviceCache):
+        if earlier and isinstance(check.layer.cache, FusedLayerCache):
             check.layer.cache.refuse(earlier)
         what, now = ("prefill", "empty again") if check.undo is None else ("call", "as it was before the call")
         raise ValueError(

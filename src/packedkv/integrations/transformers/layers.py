@@ -13,9 +13,8 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin
 
-from packedkv.cache.growing import GrowingCache, State
-from packedkv.cache.host import LayerCache
-from packedkv.cache.static import StaticCache
+from packedkv.cache.fused import FusedLayerCache
+from packedkv.cache.host import LayerCache, State
 from packedkv.checks import check_tensor
 from packedkv.codec import ROLES, Role
 from packedkv.errors import ShapeError, UnsupportedError
@@ -108,7 +107,7 @@ class PackedCacheLayer(CacheLayerMixin):  # type: ignore[misc]
         self.deferred = deferred or Deferred(1)
         self.window, self.kind, self.is_sliding = window, kind, window > 0
         self.can_defer = not window  # what no later query sees is dropped after attention
-        self.is_compileable = isinstance(cache, StaticCache)
+        self.is_compileable = cache.static
         self.sampled = cache.site.fit_tokens == 1  # constants are fitted on the whole prefill
         self.handles = PackedKV(self, "key"), PackedKV(self, "value")
         self.workspace_bytes = 0
@@ -379,13 +378,13 @@ class PackedCacheLayer(CacheLayerMixin):  # type: ignore[misc]
     def undo(self) -> Callable[[], None]:
         """Return a function that undoes every later append, and the eviction after attention."""
         cache = self.cache
-        assert isinstance(cache, GrowingCache)
+        assert isinstance(cache, FusedLayerCache)
         assert cache.store is not None
         return partial(self._go_back, cache.state(), cache.store.pages, cache.store.table, self.dropped)
 
     def _go_back(self, state: State, pages: Tensor, table: Tensor, dropped: int) -> None:
         cache = self.cache
-        assert isinstance(cache, GrowingCache)
+        assert isinstance(cache, FusedLayerCache)
         assert cache.store is not None
         if self.window:  # pages may have been dropped after attention; they are few
             cache.store.pages, cache.store.table, self.dropped = pages, table, dropped
@@ -395,7 +394,7 @@ class PackedCacheLayer(CacheLayerMixin):  # type: ignore[misc]
 
     def get_seq_length(self) -> Any:
         """Tokens seen, evicted ones included; a device tensor for a static cache, which must not synchronize."""
-        if isinstance(self.cache, StaticCache):
+        if isinstance(self.cache, FusedLayerCache) and self.cache.static:
             return self.cache.device_length() if self.filled else 0
         return self.dropped + self.cache.length
 
