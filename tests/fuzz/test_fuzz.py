@@ -12,8 +12,9 @@ from torch import Tensor
 
 from packedkv.integrations.transformers import cache_for
 from packedkv.integrations.transformers.argument import passing
-from packedkv.kernels.cpu.held import HeldAttention
+from packedkv.kernels.cpu.layer import CpuAttention
 from packedkv.kernels.cpu.library import refusal
+from packedkv.kernels.tokens import Rules
 from packedkv.store.pages import PageStore
 from packedkv.store.positions import Positions
 from packedkv.store.role import RoleState
@@ -42,12 +43,12 @@ def test_fresh_seeds(part: int, capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def _wrong_scale(monkeypatch: pytest.MonkeyPatch) -> None:
-    own = HeldAttention.attend
+    own = CpuAttention.attend
 
-    def attend(self: HeldAttention, *args: Any, scale: float, **options: Any) -> Any:
-        return own(self, *args, scale=scale * 1.001, **options)
+    def attend(self: CpuAttention, q: Tensor, roles: Any, store: Any, rules: Rules, **options: Any) -> Any:
+        return own(self, q, roles, store, rules._replace(scale=rules.scale * 1.001), **options)
 
-    monkeypatch.setattr(HeldAttention, "attend", attend)
+    monkeypatch.setattr(CpuAttention, "attend", attend)
 
 
 def _one_more_removed(monkeypatch: pytest.MonkeyPatch) -> None:

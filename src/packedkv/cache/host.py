@@ -21,7 +21,8 @@ from packedkv.attention import Partial, Seen, attend_parts, check_queries, merge
 from packedkv.checks import check_tensors
 from packedkv.codec import ROLES, Params, Role, Sample, saturated
 from packedkv.errors import ShapeError, SpecError, UnsupportedError
-from packedkv.kernels.cpu.held import HeldAttention
+from packedkv.kernels.cpu.layer import CpuAttention
+from packedkv.kernels.tokens import Rules
 from packedkv.ops.precision import without_modes
 from packedkv.ops.rope import NOT_TURNED
 from packedkv.scheme import KVScheme, page_layout
@@ -125,7 +126,7 @@ class LayerCache:
         self.store = None
         if self.site.recent is not None:
             self.recent = LayerCache(self.site.recent, page_tokens=self.page_tokens)
-        self._held_attention: HeldAttention | str | None = None  # or why there is none
+        self._cpu_attention: CpuAttention | str | None = None  # or why there is none
         self.start = 0  # absolute position of the oldest live token
         self.length = 0  # live tokens
         self.positions = Positions()  # only with a mean, or constants that are fitted on a number of tokens
@@ -540,32 +541,25 @@ class LayerCache:
         mask = _checked_mask(q, self, mask, causal, chunk)
         if self.unfused():
             return attend(q, self, scale=scale, mask=mask, causal=causal, sinks=sinks, chunk=chunk)
-        scale, seen = q.shape[-1] ** -0.5 if scale is None else scale, Seen(causal=causal, mask=mask)
+        rules = Rules(q.shape[-1] ** -0.5 if scale is None else scale, Seen(causal=causal, mask=mask), sinks)
         if self.recent is None or not len(self.recent):
-            return self._by_kernels(q, scale, seen, sinks).out
-        key, aged, total = self.roles["key"], self.length - len(self.recent), self.length
-        newest = self.recent._by_kernels(
-            rounded_queries(q, key.codec, key.params or {}, key.site.num_heads), scale, seen, part=(aged, total)
-        )
-        both = merge(self._by_kernels(q, scale, seen, part=(0, total)), newest) if aged else newest
+            return self._by_kernels(q, rules).out
+        key, total, rules = self.roles["key"], self.length, rules._replace(sinks=None)
+        aged = total - len(self.recent)
+        rounded = rounded_queries(q, key.codec, key.params or {}, key.site.num_heads)
+        both = self.recent._by_kernels(rounded, rules, part=(aged, total))
+        if aged:
+            both = merge(self._by_kernels(q, rules, part=(0, total)), both)
         return saturated(with_sinks(both, sinks), q.dtype)
 
-    def _by_kernels(
-        self,
-        q: Tensor,
-        scale: float,
-        seen: Seen,
-        sinks: Tensor | None = None,
-        part: tuple[int, int] | None = None,
-    ) -> Partial:
-        """Attention over sink, pages and window; ``part``: as ``attend_held``."""
+    def _by_kernels(self, q: Tensor, rules: Rules, part: tuple[int, int] | None = None) -> Partial:
+        """Attention over sink, pages and window; ``part``: as ``CpuAttention.attend``."""
         assert self.store is not None
-        assert isinstance(self._held_attention, HeldAttention)
-        mean = self.site.mean
-        return self._held_attention.attend(
-            q, self.roles, self.store, scale=scale, seen=seen, sinks=sinks, mean=self.mean,
-            rotary=NOT_TURNED if mean is None else mean.turning, runs=self.positions.runs, part=part,
-        )  # fmt: skip
+        assert isinstance(self._cpu_attention, CpuAttention)
+        rotary = NOT_TURNED if self.site.mean is None else self.site.mean.turning
+        return self._cpu_attention.attend(
+            q, self.roles, self.store, rules, mean=self.mean, rotary=rotary, runs=self.positions.runs, part=part
+        )
 
     def unfused(self) -> str:
         """Return why ``attend`` uses the PyTorch reference, or ``""`` if it uses the CPU kernels."""
@@ -573,13 +567,13 @@ class LayerCache:
             return "the cache is empty"
         if self.site.mean is not None and self.site.mean.kind == "pre" and self.site.mean.rotary is None:
             return WITHOUT_MODEL
-        if self._held_attention is None:
+        if self._cpu_attention is None:
             try:
-                self._held_attention = HeldAttention(self.roles, self.store)
+                self._cpu_attention = CpuAttention(self.roles, self.store)
             except UnsupportedError as error:
-                self._held_attention = str(error)
-        if not isinstance(self._held_attention, HeldAttention):
-            return self._held_attention
+                self._cpu_attention = str(error)
+        if isinstance(self._cpu_attention, str):
+            return self._cpu_attention
         return self.recent.unfused() if self.recent is not None and len(self.recent) else ""
 
     # -- removing and rearranging ----------------------------------------------------------------------------------

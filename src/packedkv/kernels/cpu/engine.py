@@ -11,7 +11,7 @@ from packedkv.kernels.constants import NO_CONSTANTS
 from packedkv.kernels.cpu import library
 from packedkv.kernels.cpu.attend import Piece, attend, workspace_bytes
 from packedkv.kernels.cpu.encode import encode, prepared
-from packedkv.kernels.cpu.held import additive, ranges
+from packedkv.kernels.cpu.layer import additive, ranges
 from packedkv.kernels.cpu.library import EncodeArgsStruct
 from packedkv.kernels.cpu.mean import CpuMean, cpu_mean
 from packedkv.kernels.cpu.spec import cpu_spec

@@ -9,11 +9,12 @@ from torch import Tensor
 from packedkv.attention import Partial, Seen
 from packedkv.codec import ROLES, Params, Role
 from packedkv.errors import UnsupportedError
-from packedkv.kernels.constants import Constants, constants
+from packedkv.kernels.constants import NO_CONSTANTS, Constants, constants
 from packedkv.kernels.cpu import library
 from packedkv.kernels.cpu.attend import Piece, attend
 from packedkv.kernels.cpu.mean import CpuMean, cpu_mean
 from packedkv.kernels.cpu.spec import CpuSpec, cpu_spec
+from packedkv.kernels.tokens import Rules
 from packedkv.ops.rope import NOT_TURNED, Rotary
 from packedkv.store.pages import PageStore
 from packedkv.store.role import RoleState
@@ -22,8 +23,8 @@ Runs = Sequence[tuple[int, Tensor]]
 """Tokens of consecutive positions: how many, and the position of the first, ``[B or 1]``, as ``Positions.runs``."""
 
 
-class HeldAttention:
-    """The kernels and constants of one layer.
+class CpuAttention:
+    """Attention of one layer, with its kernels and constants.
 
     Parameters
     ----------
@@ -44,9 +45,9 @@ class HeldAttention:
             raise UnsupportedError(
                 f"keys have head_dim {key.site.head_dim}, values {value.site.head_dim}; the kernels take one"
             )
-        self.read = key.codec, value.codec, key.site.head_dim, store.layout.page_tokens
-        cpu_spec(*self.read)  # not held: it has functions, which are not pickled
-        self.made: dict[Role, tuple[Params, Constants]] = {}
+        self.arguments = key.codec, value.codec, key.site.head_dim, store.layout.page_tokens
+        cpu_spec(*self.arguments)  # not an attribute: it has functions, which are not pickled
+        self.constants: dict[Role, tuple[Params, Constants]] = {}
         self.mean: tuple[Tensor, CpuMean] | None = None
 
     def attend(
@@ -54,89 +55,65 @@ class HeldAttention:
         q: Tensor,
         roles: Mapping[Role, RoleState],
         store: PageStore,
+        rules: Rules,
         *,
-        scale: float,
-        seen: Seen,
-        sinks: Tensor | None = None,
         mean: Tensor | None = None,
         rotary: Rotary = NOT_TURNED,
         runs: Runs | None = None,
         part: tuple[int, int] | None = None,
     ) -> Partial:
-        """Attention of the newest ``q [B, HQ, n, D]``; as ``attend_held``, with a mean that ``rotary`` turns."""
+        """Attention of the newest queries.
+
+        Parameters
+        ----------
+        q : Tensor ``[B, HQ, n, D]``
+            Model basis.
+        roles : mapping of Role to RoleState
+            As many tokens of both, but not necessarily the same dense ones.
+        store : PageStore
+        rules : Rules
+        mean : Tensor float32 ``[1 or B, H, D]``, optional
+            Of the keys, subtracted before they were packed.
+        rotary : Rotary
+            How the mean turns with the positions.
+        runs : Runs, optional
+            The positions of all tokens, with a mean.
+        part : (int, int), optional
+            The roles have the tokens from this one on, of so many in all, to which ``rules`` refer; default: all.
+
+        Returns
+        -------
+        Partial
+            ``out [B, HQ, n, D]`` of q's dtype.
+        """
+        spec, seen, pieces = cpu_spec(*self.arguments), rules.seen, _pieces(roles["key"], roles["value"])
+        key, value = (self._constants_of(roles[role], spec) for role in ROLES)
         if mean is not None and (self.mean is None or self.mean[0] is not mean):
             self.mean = mean, cpu_mean(mean, rotary)
-        spec = cpu_spec(*self.read)
-        for role in ROLES:
-            state, old = roles[role], self.made.get(role)
-            if state.params is None:  # not fitted yet: every token is dense
-                assert not state.encoded
-                self.made[role] = {}, Constants(None, None, 1)
-            elif old is None or old[0] is not state.params:
-                side = spec.key if role == "key" else spec.value
-                made = constants(side, state.codec, state.site, state.params, None, drawn=state.drawn)
-                self.made[role] = state.params, made
-        key, value = (self.made[role][1] for role in ROLES)
-        return attend_held(
-            q, roles, store, spec=spec, key=key, value=value, scale=scale, seen=seen, sinks=sinks,
-            mean=None if mean is None or self.mean is None else self.mean[1], runs=runs, part=part,
+        batch, tokens = q.shape[0], sum(piece.tokens for piece in pieces)
+        first, total = part or (0, tokens)
+        out, lse = attend(
+            q, store.pages, store.table,
+            [pieces] * batch if mean is None or runs is None else _with_positions(pieces, runs, batch),
+            spec=spec, key=key, value=value, scale=rules.scale, dense_k=_dense(roles["key"]),
+            dense_v=_dense(roles["value"]), softcap=seen.softcap, sinks=rules.sinks,
+            seen=_of_part(ranges(seen, batch, q.shape[2], total), first, tokens),
+            mask=None if seen.mask is None else additive(seen.mask[..., first : first + tokens]),
+            mean=None if mean is None or self.mean is None else self.mean[1],
         )  # fmt: skip
+        return Partial(out, lse)
 
-
-def attend_held(
-    q: Tensor,
-    roles: Mapping[Role, RoleState],
-    store: PageStore,
-    *,
-    spec: CpuSpec,
-    key: Constants,
-    value: Constants,
-    scale: float,
-    seen: Seen,
-    sinks: Tensor | None = None,
-    mean: CpuMean | None = None,
-    runs: Runs | None = None,
-    part: tuple[int, int] | None = None,
-) -> Partial:
-    """Attention of the newest ``q [B, HQ, n, D]`` over what a cache holds.
-
-    Parameters
-    ----------
-    q : Tensor
-        Model basis.
-    roles : mapping of Role to RoleState
-        They hold as many tokens, but not necessarily the same ones dense.
-    store : PageStore
-    spec, key, value
-        As ``attend``.
-    scale : float
-    seen : Seen
-        Which tokens a query sees.
-    sinks : Tensor ``[HQ]``, optional
-        Learned logits that join the softmax's denominator only.
-    mean : CpuMean, optional
-        Of the keys, which packed ones are held without.
-    runs : Runs, optional
-        The positions of all tokens, with a mean.
-    part : (int, int), optional
-        What is held are the tokens from this one on, of so many in all, which ``seen`` counts; default: all of them.
-
-    Returns
-    -------
-    Partial
-        ``out [B, HQ, n, D]`` of q's dtype.
-    """
-    pieces = _pieces(roles["key"], roles["value"])
-    batch, held = q.shape[0], sum(piece.tokens for piece in pieces)
-    first, total = part or (0, held)
-    placed = [pieces] * batch if mean is None or runs is None else _placed(pieces, runs, batch)
-    found = attend(
-        q, store.pages, store.table, placed, spec=spec, key=key, value=value, scale=scale,
-        dense_k=_dense(roles["key"]), dense_v=_dense(roles["value"]), softcap=seen.softcap, sinks=sinks,
-        seen=_of_part(ranges(seen, batch, q.shape[2], total), first, held),
-        mask=None if seen.mask is None else additive(seen.mask[..., first : first + held]), mean=mean,
-    )  # fmt: skip
-    return Partial(*found)
+    def _constants_of(self, state: RoleState, spec: CpuSpec) -> Constants:
+        """Constants of a role for the kernels, made once for its params; none before a fit: every token is dense."""
+        if state.params is None:
+            assert not state.encoded
+            return NO_CONSTANTS
+        old = self.constants.get(state.role)
+        if old is None or old[0] is not state.params:
+            side = spec.key if state.role == "key" else spec.value
+            made = constants(side, state.codec, state.site, state.params, None, drawn=state.drawn)
+            old = self.constants[state.role] = state.params, made
+        return old[1]
 
 
 def _pieces(key: RoleState, value: RoleState) -> list[Piece]:
@@ -161,7 +138,7 @@ def _pieces(key: RoleState, value: RoleState) -> list[Piece]:
     return pieces
 
 
-def _placed(pieces: Sequence[Piece], runs: Runs, batch: int) -> list[list[Piece]]:
+def _with_positions(pieces: Sequence[Piece], runs: Runs, batch: int) -> list[list[Piece]]:
     """The pieces of each sequence with their positions; they are cut where these are not consecutive."""
     ends = list(accumulate(piece.tokens for piece in pieces))
     edges = {0, *ends, *(end for end in accumulate(count for count, _ in runs) if end < ends[-1])}
