@@ -181,15 +181,15 @@ def _compress_role(
     codec = scheme.codec(role).for_dtype(x.dtype)
     site = Site(layer, role, x.shape[1], x.shape[3], seed, x.device)
     codec.layout(site.head_dim)  # refuses a head_dim it cannot take, before any work
-    held = x.to(codec.held_dtype(x.dtype))
+    x = x.to(codec.held_dtype(x.dtype))
     if params is None:
-        params = codec.fit(site, Sample(held))
+        params = codec.fit(site, Sample(x))
     else:
         check_constants(codec, site, params, x.shape[0])
     params = {name: constant.to(x.device) for name, constant in params.items()}
     sink = min(scheme.sink, x.shape[2])
     end = sink + scheme.encoded_tokens(role, x.shape[2])
     # a cache rounds float32 to fp16 in its window first; doing so here makes compress() equal to append()
-    body = codec.to_code(held[:, :, sink:end].float(), params)
+    body = codec.to_code(x[:, :, sink:end].float(), params)
     payload = codec.encode(body, params)
-    return CompressedRole(codec, params, payload, held[:, :, :sink].clone(), held[:, :, end:].clone())
+    return CompressedRole(codec, params, payload, x[:, :, :sink].clone(), x[:, :, end:].clone())

@@ -121,15 +121,15 @@ class DeviceLengths:
         """Finish a step: where the buffers were full, the oldest block is in the pages."""
         assert self.dense is not None
         shift = (full[:1] * self.unit).long()
-        kept = (self.places + torch.where(self.places >= self.sink, shift, 0)).clamp_(max=self.width - 1)
+        order = (self.places + torch.where(self.places >= self.sink, shift, 0)).clamp_(max=self.width - 1)
         for buffer in self.buffers.values():
-            buffer.copy_(buffer.index_select(2, kept))
+            buffer.copy_(buffer.index_select(2, order))
         self.last.add_(full * self.unit)
         self.dense.add_(1 - full * self.unit)
 
 
 class StepPositions:
-    """Positions of the slots of a static cache: slot s of a sequence has position ``placed + s``.
+    """Positions of the slots of a static cache: slot s of a sequence has position ``origin + s``.
 
     A step compares the position that the model gives its token with the next one, on the device.
 
@@ -148,16 +148,16 @@ class StepPositions:
     """In a step, the position of its token, ``[B or 1, 1]``."""
 
     def __init__(self, like: Tensor, sink: int, rotary: Rotary | None) -> None:
-        self.sink, self.rotary, self.placed = sink, rotary, torch.full_like(like, sink)
+        self.sink, self.rotary, self.origin = sink, rotary, torch.full_like(like, sink)
         if rotary is not None:
             if rotary.frequencies.device != like.device:
                 self.rotary = rotary = replace(rotary, frequencies=rotary.frequencies.to(like.device))
             keep_addresses(rotary.frequencies)
-        keep_addresses(self.placed)
+        keep_addresses(self.origin)
 
     def run(self, tokens: int) -> list[tuple[int, Tensor]]:
         """``Positions.runs`` of a cache of so many tokens."""
-        return [(tokens, (self.placed - self.sink).long())] if tokens else []
+        return [(tokens, (self.origin - self.sink).long())] if tokens else []
 
     def check(self, positions: Tensor | None) -> None:
         """Raise unless the positions of several tokens count up; read once for all layers."""
@@ -167,8 +167,8 @@ class StepPositions:
     def begin(self, n: int, positions: Tensor | None) -> None:
         """Set the positions of the first n tokens."""
         if positions is None:
-            positions = torch.arange(n, device=self.placed.device)[None]
-        self.placed.copy_((first_of(positions) + self.sink).expand_as(self.placed))
+            positions = torch.arange(n, device=self.origin.device)[None]
+        self.origin.copy_((first_of(positions) + self.sink).expand_as(self.origin))
         self.newest = positions if n == 1 else None
 
     def follow(self, n: int, positions: Tensor | None, tokens: Tensor, bad: Tensor, *, ordered: bool) -> None:
@@ -176,11 +176,11 @@ class StepPositions:
 
         ``ordered``: tokens out of order raise, a single one by ``bad``.
         """
-        expected = self.placed - self.sink + tokens
+        expected = self.origin - self.sink + tokens
         if positions is not None and len(expected) > 1 and (n > 1 or self.cropped):
             first = first_of(positions)  # sequences of padding alone are moved right before the new tokens
-            self.placed.add_(torch.where((expected <= 1) & (first <= 0), first - expected, 0))
-            expected, self.cropped = self.placed - self.sink + tokens, False
+            self.origin.add_(torch.where((expected <= 1) & (first <= 0), first - expected, 0))
+            expected, self.cropped = self.origin - self.sink + tokens, False
         self.newest = expected[:, None] if n == 1 else None
         if not ordered or positions is None:
             return
@@ -196,14 +196,14 @@ class StepPositions:
         """``Rotary.angles`` of the ``count`` tokens that leave the window for the slots from ``last`` on."""
         assert self.rotary is not None
         if self.newest is None:
-            ahead = torch.arange(count, device=self.placed.device)
-            return self.rotary.angles((self.placed + last)[:, None] + ahead)
+            ahead = torch.arange(count, device=self.origin.device)
+            return self.rotary.angles((self.origin + last)[:, None] + ahead)
         return angles_near(self.newest, self.rotary, 1 - count - window, count)
 
     def select(self, index: Tensor) -> None:
         """Keep these sequences of the batch, in this order."""
-        placed = self.placed[index]
-        self.placed = self.placed.copy_(placed) if placed.shape == self.placed.shape else placed
+        origin = self.origin[index]
+        self.origin = self.origin.copy_(origin) if origin.shape == self.origin.shape else origin
 
 
 def keep_addresses(*tensors: Tensor) -> None:

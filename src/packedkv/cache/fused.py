@@ -152,7 +152,7 @@ class FusedLayerCache(LayerCache):
         if self.site.mean is not None and self.site.mean.given is None:
             self.mean, self.engine.ready = None, False
         if self.steps is not None:
-            self.steps.placed.fill_(self.scheme.sink)
+            self.steps.origin.fill_(self.scheme.sink)
         self.start, self.emptied = 0, True
 
     def _forget_all(self) -> None:
@@ -467,8 +467,8 @@ class FusedLayerCache(LayerCache):
     def _flags_now(self, keys: Tensor) -> bool:
         """Whether the CPU kernels flag what ``check_tensors`` refuses: they see every token before it is rounded."""
         assert self.engine is not None
-        held = self.roles["key"].sink.dtype
-        seen = held == keys.dtype or (held, keys.dtype) == (torch.float16, torch.float32)
+        dense = self.roles["key"].sink.dtype
+        seen = dense == keys.dtype or (dense, keys.dtype) == (torch.float16, torch.float32)
         known = all(state.params is not None for state in self.roles.values())
         return known and not self.holds_dense and seen and self.engine.flags_all
 
@@ -508,7 +508,7 @@ class FusedLayerCache(LayerCache):
             if len(runs) == 1:
                 runs[0] = runs[0][0], slots.begin(at - runs[0][0])
             else:
-                move = slots.placed - before.placed
+                move = slots.origin - before.origin
                 runs[:] = [(count, start + move) for count, start in runs]
         self.positions.extend(n)
 
@@ -553,10 +553,10 @@ class FusedLayerCache(LayerCache):
     def _fit(self, behind: Mapping[Role, Tensor], whole: Mapping[Role, Tensor] | None) -> None:
         assert self.engine is not None
         if not self.static and (samples := self._samples(self.engine, behind, whole)):
-            for role, found in self.engine.fit(samples).items():
-                self.roles[role].params = found.params
-                if found.mean is not None:
-                    self.mean = found.mean
+            for role, fitted in self.engine.fit(samples).items():
+                self.roles[role].params = fitted.params
+                if fitted.mean is not None:
+                    self.mean = fitted.mean
         if not self.is_fitted:
             super()._fit(behind, whole)
 
@@ -625,7 +625,7 @@ class FusedLayerCache(LayerCache):
     def _placed(self) -> dict[str, Any]:
         """The engine's arguments for reading keys that are encoded without their mean."""
         places = self.slots or self.steps
-        return {} if places is None or self.site.mean is None else {"placed": places.placed}
+        return {} if places is None or self.site.mean is None else {"placed": places.origin}
 
     # -- attention ---------------------------------------------------------------------------------------------------
 
@@ -716,16 +716,16 @@ class FusedLayerCache(LayerCache):
         """
         engine, store = self._readable(q)
         self.synchronize()
-        n, held = q.shape[2], self.host_tokens()
-        if n > held:
-            raise ShapeError(f"attend: {n} queries over {held} tokens; queries are tokens held.")
+        n, total = q.shape[2], self.host_tokens()
+        if n > total:
+            raise ShapeError(f"attend: {n} queries over {total} tokens; queries are tokens held.")
         if len(seen.start) not in (0, q.shape[0]) or (seen.window and not seen.causal):
             raise ShapeError(
                 f"attend: start of {len(seen.start)} sequences, window={seen.window}, causal={seen.causal}; one start "
                 f"for each of {q.shape[0]} sequences or none is taken, and a window of causal attention."
             )
-        if seen.mask is not None and (seen.mask.shape[-1] != held or seen.mask.shape[-2] not in (1, n)):
-            raise ShapeError(f"attend: mask {tuple(seen.mask.shape)} does not fit {n} queries over {held} tokens.")
+        if seen.mask is not None and (seen.mask.shape[-1] != total or seen.mask.shape[-2] not in (1, n)):
+            raise ShapeError(f"attend: mask {tuple(seen.mask.shape)} does not fit {n} queries over {total} tokens.")
         scale = q.shape[-1] ** -0.5 if scale is None else scale
         full = self.rolls and self.start > 0  # from the first eviction on the cache is as long at every frame
         key, value = self.roles["key"], self.roles["value"]

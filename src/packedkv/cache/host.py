@@ -276,12 +276,12 @@ class LayerCache:
         return known and None not in [state.params for state in self.roles.values()]
 
     def _waits(self) -> bool:
-        """Whether constants are missing, and the tokens placed are too few to fit them on."""
-        if self.is_fitted or (wanted := self.site.fit_tokens) <= 1 or not (placed := len(self.positions)):
+        """Whether constants are missing, and the tokens so far are too few to fit them on."""
+        if self.is_fitted or (wanted := self.site.fit_tokens) <= 1 or not (count := len(self.positions)):
             return False
-        fresh = placed - self.length
+        fresh = count - self.length
         sink = self.roles["key"].sink.shape[2] + min(max(self.scheme.sink - self.start - self.length, 0), fresh)
-        return placed < sink + wanted + self._most_padding(sink)
+        return count < sink + wanted + self._most_padding(sink)
 
     def _most_padding(self, sink: int) -> int:
         """Largest of ``_padding``."""
@@ -316,10 +316,10 @@ class LayerCache:
             at = padding[:, None] + torch.arange(0, wanted, state.codec.fit_every, device=pending.device)
             sample = pending.gather(2, at[:, None, :, None].expand(-1, heads, -1, head_dim))
             if mean is not None:
-                placed = self.positions.of(0, len(self.positions)).expand(batch, -1).gather(1, at + sink)
+                positions = self.positions.of(0, len(self.positions)).expand(batch, -1).gather(1, at + sink)
                 if self.mean is None:
-                    self.mean = mean.of(sample, placed)
-                sample = sample.float() - mean.at(self.mean, placed)
+                    self.mean = mean.of(sample, positions)
+                sample = sample.float() - mean.at(self.mean, positions)
         else:  # everything seen so far is the sample
             sample = torch.cat([state.sink, pending], 2) if whole is None else whole
             if (removed := self._mean(state.role, 0, sample.shape[2])) is not None:
@@ -347,10 +347,10 @@ class LayerCache:
         Missing constants are fitted in between, unless it ``waits``: then all tokens stay dense, too few to fit on.
         """
         key = self.roles["key"]
-        held = key.sink.shape[2] + key.window.shape[2]
+        dense = key.dense_tokens
         behind = {role: self._pass_sink(self.roles[role], x) for role, x in new.items()}
-        if not waits and not self.is_fitted and held + new["key"].shape[2]:
-            self._fit(behind, None if held else new)
+        if not waits and not self.is_fitted and dense + new["key"].shape[2]:
+            self._fit(behind, None if dense else new)
         if self.recent is not None and not waits:
             return self._pass_recent(self.recent, behind)
         return {role: self._pass_window(self.roles[role], x, waits) for role, x in behind.items()}
@@ -365,9 +365,9 @@ class LayerCache:
         at, total = 0, len(self.positions)
         runs = self.positions.within(total - n, total) if recent.places_tokens else [(n, None)]
         for count, start in runs:  # tokens that waited may have lost others between them
-            placed = None if start is None else start[:, None] + torch.arange(count, device=start.device)
+            positions = None if start is None else start[:, None] + torch.arange(count, device=start.device)
             key, value = (new[role].narrow(2, at, count).to(self._dtype) for role in ROLES)
-            recent.append(key, value, placed)
+            recent.append(key, value, positions)
             at += count
         unit = self.scheme.unit("key")
         if not (count := max(0, len(recent) - self.scheme.window) // unit * unit):
@@ -395,16 +395,16 @@ class LayerCache:
 
     def _pass_window(self, state: RoleState, x: Tensor, waits: bool) -> Tensor:
         """Put tokens behind the sink into the window; return tokens that leave it, in whole blocks."""
-        old, held = state.window, state.window.shape[2]
-        total, unit = held + x.shape[2], self._unit(state)
+        old, width = state.window, state.window.shape[2]
+        total, unit = width + x.shape[2], self._unit(state)
         count = 0 if waits else unit * max(0, (total - self.scheme.window) // unit)
         if count == total:
-            if not held:
+            if not width:
                 return x
             state.window = _no_tokens(x.shape[0], x.shape[1], x.shape[3], x.dtype, x.device)
             return torch.cat([old, x], 2)
-        if held and count <= held:  # each copied once: most steps
-            state.window = torch.cat([old.narrow(2, count, held - count), x], 2)
+        if width and count <= width:  # each copied once: most steps
+            state.window = torch.cat([old.narrow(2, count, width - count), x], 2)
             return old.narrow(2, 0, count)
         pending = self._pending(state, x)
         # a clone: a view would keep the prefill's 16-bit tensor alive
@@ -441,11 +441,11 @@ class LayerCache:
         if self.store is None:
             return
         for role, x in zip(ROLES, (keys, values), strict=True):
-            held = self.roles[role].sink.shape
-            if (x.shape[0], x.shape[1], x.shape[3]) != (held[0], held[1], held[3]):
+            batch, heads, _, head_dim = self.roles[role].sink.shape
+            if (x.shape[0], x.shape[1], x.shape[3]) != (batch, heads, head_dim):
                 raise ShapeError(
-                    f"{role}s {tuple(x.shape)} do not fit the cache, which holds batch={held[0]}, "
-                    f"kv_heads={held[1]}, head_dim={held[3]}; use another cache or reset() this one."
+                    f"{role}s {tuple(x.shape)} do not fit the cache, which holds batch={batch}, "
+                    f"kv_heads={heads}, head_dim={head_dim}; use another cache or reset() this one."
                 )
 
     # -- reading ---------------------------------------------------------------------------------------------------
@@ -504,8 +504,8 @@ class LayerCache:
     def _recall(self, state: RoleState, first: int, last: int, dtype: torch.dtype) -> Tensor:
         """As ``_decode_slots``, in one piece; tokens that were decoded before are taken from memory, in float32."""
         known = [] if state.remembered is None else [state.remembered]
-        if last > (held := known[0].shape[2] if known else 0):
-            state.remembered = torch.cat([*known, *self._decode_slots(state, held, last, torch.float32)], 2)
+        if last > (count := known[0].shape[2] if known else 0):
+            state.remembered = torch.cat([*known, *self._decode_slots(state, count, last, torch.float32)], 2)
         assert state.remembered is not None
         return saturated(state.remembered[:, :, first:last], dtype)
 
@@ -712,10 +712,10 @@ class LayerCache:
             state = self.roles["key" if plane.role == "key" else "value"]
             tokens = self.store.layout.page_tokens // plane.blocks
             blocks = sum(-(-b // tokens) - a // tokens for a, b in state.runs)
-            held = blocks * plane.field.nbytes * self.batch * self.store.heads
+            size = blocks * plane.field.nbytes * self.batch * self.store.heads
             name = f"{plane.role}.{plane.field.part}"
-            parts[name] = parts.get(name, 0) + held
-            used += held
+            parts[name] = parts.get(name, 0) + size
+            used += size
         for name, dense in self._dense_tensors():
             if bytes_ := _storage_bytes(dense):
                 parts[name] = bytes_
@@ -729,8 +729,8 @@ class LayerCache:
 
     def constant_bytes(self) -> int:
         """Bytes of the sites' constants (signs, codebooks): fixed per layer, whatever the length."""
-        own = sum(p.nbytes for s in self.roles.values() if s.params is not None for p in s.params.values())
-        return own if self.recent is None else own + self.recent.constant_bytes()
+        size = sum(p.nbytes for s in self.roles.values() if s.params is not None for p in s.params.values())
+        return size if self.recent is None else size + self.recent.constant_bytes()
 
     def elements(self) -> int:
         """Elements of K and V of the live tokens."""
@@ -744,11 +744,11 @@ def _stretches(numbers: list[int]) -> list[tuple[int, int]]:
     >>> _stretches([2, 3, 7])
     [(2, 4), (7, 8)]
     """
-    found: list[tuple[int, int]] = []
+    ranges: list[tuple[int, int]] = []
     for number in numbers:
-        joins = found and found[-1][1] == number
-        found[-1:] = [(found[-1][0], number + 1)] if joins else [*found[-1:], (number, number + 1)]
-    return found
+        joins = ranges and ranges[-1][1] == number
+        ranges[-1:] = [(ranges[-1][0], number + 1)] if joins else [*ranges[-1:], (number, number + 1)]
+    return ranges
 
 
 @lru_cache(maxsize=64)

@@ -200,13 +200,13 @@ def angles_at(positions: Tensor, rotary: Rotary) -> tuple[Tensor, Tensor]:
 class SlotPositions:
     """Positions of the slots of a layer on a GPU, for kernels; only ``least`` synchronises.
 
-    Slot s of a sequence has position ``placed + s``. What does not go on where the last call ended raises ``broken``.
+    Slot s of a sequence has position ``origin + s``. What does not go on where the last call ended raises ``broken``.
     Layers that begin with the same ``shared`` positions have one, so that each step's check and angles are computed
     once.
 
     Parameters
     ----------
-    placed : Tensor int32 ``[B]``
+    origin : Tensor int32 ``[B]``
     broken : Tensor int32 ``[1]``
     padded : bool
         Whether sequences may hold nothing but padding: then several new tokens may move it.
@@ -217,9 +217,9 @@ class SlotPositions:
     """
 
     def __init__(
-        self, placed: Tensor, broken: Tensor, padded: bool = True, cropped: bool = False, freed: int = 0
+        self, origin: Tensor, broken: Tensor, padded: bool = True, cropped: bool = False, freed: int = 0
     ) -> None:
-        self.placed, self.broken, self.padded, self.is_cropped, self.freed = placed, broken, padded, cropped, freed
+        self.origin, self.broken, self.padded, self.is_cropped, self.freed = origin, broken, padded, cropped, freed
         self._cropped: SlotPositions | None = None
         self._angles: tuple[Rotary, int, int, tuple[Tensor, Tensor]] | None = None
         self._begins: tuple[int, Tensor] | None = None
@@ -228,7 +228,7 @@ class SlotPositions:
 
     def __getstate__(self) -> dict[str, Any]:
         """What a copy or a pickle holds: not what is computed of it."""
-        return {"placed": self.placed, "broken": self.broken, **self._flags()}
+        return {"origin": self.origin, "broken": self.broken, **self._flags()}
 
     def _flags(self) -> dict[str, Any]:
         return {"padded": self.padded, "cropped": self.is_cropped, "freed": self.freed}
@@ -243,10 +243,10 @@ class SlotPositions:
 
         def begin() -> SlotPositions:
             first = _call_of(positions).first
-            placed = (first + sink).expand(batch).contiguous()
+            origin = (first + sink).expand(batch).contiguous()
             with torch.inference_mode(False):  # written to by later calls, in whatever mode
                 broken = torch.zeros(1, dtype=torch.int32, device=first.device)
-            return cls(placed, broken, padded=positions.shape[0] > 1)
+            return cls(origin, broken, padded=positions.shape[0] > 1)
 
         return _once(positions, ("slots", batch, sink), begin)
 
@@ -260,10 +260,10 @@ class SlotPositions:
         return _once(positions, (self, slot), lambda: self._follow(_call_of(positions), n, slot, check))
 
     def _follow(self, call: _Call, n: int, slot: int, check: bool) -> "SlotPositions":
-        expected, after = self.placed + slot, self
+        expected, after = self.origin + slot, self
         if self.padded and (n > 1 or self.is_cropped):
             move = torch.where((expected <= 1) & (call.first <= 0), call.first - expected, 0).to(torch.int32)
-            expected, after = expected + move, SlotPositions(self.placed + move, self.broken, freed=self.freed)
+            expected, after = expected + move, SlotPositions(self.origin + move, self.broken, freed=self.freed)
         if not check:
             return after
         wrong = (call.first != expected).any().to(torch.int32).view(1)
@@ -275,13 +275,13 @@ class SlotPositions:
         if not self.padded or self.is_cropped:
             return self
         if self._cropped is None:
-            self._cropped = SlotPositions(self.placed, self.broken, cropped=True, freed=self.freed)
+            self._cropped = SlotPositions(self.origin, self.broken, cropped=True, freed=self.freed)
         return self._cropped
 
     def begin(self, slot: int) -> Tensor:
         """Positions of one slot, int64 ``[B]``; the same tensor for layers of one pass, never written to."""
         if self._begins is None or self._begins[0] != slot:
-            self._begins = slot, (self.placed + slot).long()
+            self._begins = slot, (self.origin + slot).long()
         return self._begins[1]
 
     def angles(self, rotary: Rotary, slot: int, count: int) -> tuple[Tensor, Tensor]:
@@ -304,23 +304,23 @@ class SlotPositions:
     @cached_property
     def padding(self) -> Tensor:
         """How many slots from the first one on hold left padding, int32 ``[B]``."""
-        return (-self.placed).clamp_min(0)
+        return (-self.origin).clamp_min(0)
 
     @cached_property
     def least(self) -> int:
-        """Smallest of ``placed``; read from the device once for all layers that share this."""
-        return int(self.placed.min()) if len(self.placed) else 0
+        """Smallest of ``origin``; read from the device once for all layers that share this."""
+        return int(self.origin.min()) if len(self.origin) else 0
 
     def of(self, slot: int, count: int) -> Tensor:
         """Positions of ``count`` slots from ``slot`` on, ``[B, count]``."""
-        return self.placed[:, None] + torch.arange(slot, slot + count, device=self.placed.device)
+        return self.origin[:, None] + torch.arange(slot, slot + count, device=self.origin.device)
 
     def moved(self, slots: int) -> "SlotPositions":
         """The same tokens in slots with numbers that are lower by ``slots``."""
         if not slots:
             return self
-        return SlotPositions(self.placed + slots, self.broken, self.padded, self.is_cropped, self.freed + slots)
+        return SlotPositions(self.origin + slots, self.broken, self.padded, self.is_cropped, self.freed + slots)
 
     def select(self, indices: Tensor) -> "SlotPositions":
         """These sequences of the batch, in this order."""
-        return SlotPositions(self.placed.index_select(0, indices), self.broken, **self._flags())
+        return SlotPositions(self.origin.index_select(0, indices), self.broken, **self._flags())

@@ -48,14 +48,14 @@ class RoleState(RoleSite):
 
     def remove(self, first: int, last: int) -> None:
         """Drop the encoded tokens ``[first, last)``, counted among the live encoded ones."""
-        kept, at = [], 0
+        live, at = [], 0
         for a, b in self.runs:
             for lo, hi in ((0, first), (last, at + b - a)):
                 x, y = a + max(lo - at, 0), a + min(hi, at + b - a) - at
                 if x < y:
-                    kept.append((x, y))
+                    live.append((x, y))
             at += b - a
-        self.runs = kept
+        self.runs = live
 
     @property
     def dense_tokens(self) -> int:

@@ -239,15 +239,15 @@ class LayerSite:
         for role, head_dim in zip(ROLES, head_dims, strict=True):
             codec = self.scheme.codec(role).for_dtype(dtype)
             site = Site(self.layer, role, heads, head_dim, self.seed, device, self.first_head)
-            own = codec_params(self.fitted, role)
+            given = codec_params(self.fitted, role)
             params: Params | None = None
             check_role(codec, site, self.fitted)
             self.check_energy(site)
-            if own is not None:
-                params = {k: v.to(device) for k, v in own.items()}
+            if given is not None:
+                params = {k: v.to(device) for k, v in given.items()}
             elif "tensor" not in codec.needs:
                 params = drawn(codec, site)
-            made[role] = RoleSite(role, codec, site, params, own is None)
+            made[role] = RoleSite(role, codec, site, params, given is None)
         return made
 
     def check_energy(self, site: Site) -> None:
@@ -309,8 +309,8 @@ def check_role(codec: Codec, site: Site, fitted: Mapping[Role, Params]) -> None:
     if mean is not None:
         cure = "; pass what `packedkv fit` made, or leave it out."
         check_constant(f"the mean of the keys of layer {site.layer}", mean_constant(site), mean, 1, cure)
-    if (own := codec_params(fitted, site.role)) is not None:
-        check_constants(codec, site, own)
+    if (params := codec_params(fitted, site.role)) is not None:
+        check_constants(codec, site, params)
 
 
 def mean_constant(site: Site) -> Constant:
@@ -327,5 +327,5 @@ def codec_params(fitted: Mapping[Role, Params], role: Role) -> Params | None:
     """Return the constants of a role's codec without the keys' mean; None if there are no other constants."""
     if (given := fitted.get(role)) is None:
         return None
-    own = {name: x for name, x in given.items() if role == "value" or name != MEAN}
-    return own if own or MEAN not in given else None
+    params = {name: x for name, x in given.items() if role == "value" or name != MEAN}
+    return params if params or MEAN not in given else None
