@@ -34,6 +34,7 @@ def compile_ahead(
         if (this := (given, impl.num_heads, layer.heads, impl.rules.softcap > 0, pairs, layer.sink > 0)) in asked:
             continue
         asked.add(this)
+        # launch constants depend on batch size and capacity, so one layer may need several programs
         heads = tuple(layer.heads * n for n in range(1, config.scheduler_config.max_num_seqs + 1))
         dense = (layer.dtype if layer.holds_dense else None,)
         steps = Steps((impl.num_heads // layer.heads,), dense, impl.rules.softcap > 0, heads, capacity)

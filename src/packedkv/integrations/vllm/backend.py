@@ -345,7 +345,7 @@ class PackedImpl(AttentionImpl[PackedMetadata]):  # type: ignore[misc]
         """Check the preset against the model's key biases and decide means, once, when the first layer is bound."""
         self.around.end()
         impls = {name: impl for name, impl in self._impls().items() if not impl.draft}
-        if next(iter(impls.values())) is not self:
+        if next(iter(impls.values())) is not self:  # the first layer has set the results
             return
         options = self.options if again else skipping(self.config, self.options, impls)
         if options is not self.options:

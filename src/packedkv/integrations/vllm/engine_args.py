@@ -65,6 +65,7 @@ def before(args: EngineArgs) -> Options | None:
             f"leave it out."
         )
     check_scheme(options.scheme, fitted=options.fitted)
+    # options that change the layout of the cache, or free memory of packed layers
     refused = {
         "decode context parallelism (--decode-context-parallel-size)": args.decode_context_parallel_size > 1,
         "prefill context parallelism (--prefill-context-parallel-size)": args.prefill_context_parallel_size > 1,
@@ -158,6 +159,7 @@ def check_backend(config: VllmConfig, options: Options) -> None:
 def check_engine(config: VllmConfig, options: Options) -> None:
     """Raise for models and drafts that the backend does not support."""
     model, drafts = config.model_config, config.speculative_config
+    # the model, then its drafts, then the preset's first tokens
     if model.is_attention_free:
         raise UnsupportedError(
             f"packedkv: {model.model} has no attention, so {options.scheme} would pack nothing; serve it without "

@@ -24,7 +24,7 @@ def flash_for(head_dim: int, softcap: bool = False) -> Flash | None:
         version = get_flash_attn_version(head_size=head_dim)
     except (ImportError, AssertionError):
         return None
-    if version != 3:
+    if version != 3:  # on other GPUs vLLM's version 2 gains only the soft cap
         if version is None or not softcap:
             return None
         version = 2

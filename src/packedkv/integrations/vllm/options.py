@@ -119,6 +119,7 @@ def read_options(
         raise SpecError(f'packedkv: params={path!r}; give the path of a file of `packedkv fit`, or "{FIT}".')
     if (fits := path == FIT) and not scheme.is_fitted:
         raise SpecError(f'packedkv: {preset} has no constants to fit; leave "params": "{FIT}" out.')
+    # the file's scheme replaces the preset's, because a fit decides ``mean=auto``
     if (path := made if fits else path) is not None:
         params = read_params(path)
         if not scheme.allows(params.scheme):

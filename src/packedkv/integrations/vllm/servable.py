@@ -125,6 +125,7 @@ def check_layer(
         "s": str(scheme),
         "zeros": " and ".join(f'"{name}": 0' for name, (_, count) in dense.items() if count),
     }
+    # rules that depend on the scheme alone, then its layout at this head_dim, then the page
     for rule in RULES:
         if rule.broken(scheme, fitted):
             raise UnsupportedError(f"{where}: {scheme}: {rule.reason.format(**words)}; {rule.cure.format(**words)}.")
