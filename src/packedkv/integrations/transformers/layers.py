@@ -212,9 +212,7 @@ class PackedCacheLayer(CacheLayerMixin):  # type: ignore[misc]
         self._drop_unseen()
         return out
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator]  # lengths on the host would make one graph per step
-    def _update_apart(self, keys: Tensor, values: Tensor) -> tuple[Any, Any]:
-        return self.update(keys, values)
+    _update_apart = torch.compiler.disable(update)  # lengths on the host would make one graph per step
 
     def _take(self, keys: Tensor, values: Tensor, skip: int, first: bool) -> None:
         """Append new tokens, but the first ``skip`` of them."""
@@ -233,9 +231,7 @@ class PackedCacheLayer(CacheLayerMixin):  # type: ignore[misc]
         if first or self.deferred.checks:
             self.deferred.appended(self, keys, first)
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator]  # pages are allocated, lengths read on the host
-    def _take_several(self, keys: Tensor, values: Tensor, skip: int, first: bool) -> None:
-        self._take(keys, values, skip, first)
+    _take_several = torch.compiler.disable(_take)  # pages are allocated, lengths read on the host
 
     def _count(self, fresh: int, first: bool) -> None:
         """Raise for tokens beyond a static cache's pages. Counts on the host, so not in captured or compiled steps."""
