@@ -274,7 +274,7 @@ def test_a_model_that_turns_keys_otherwise_is_refused(model: Any, monkeypatch: p
     keys = torch.stack([x[0] for x in own_keys(model, prompt(1, 9))])[:1]
     assert cache.layers[0].hook is not None
     record_positions(torch.arange(9)[None], cache.layers[0].hook.name)
-    with pytest.raises(UnsupportedError, match="turns its keys in another way"):
+    with pytest.raises(UnsupportedError, match="rotates its keys in another way"):
         cache.layers[0].update(keys, keys)
 
 
@@ -290,7 +290,7 @@ def test_a_function_that_turns_other_pairs_is_refused(monkeypatch: pytest.Monkey
             modeling_qwen2, "apply_rotary_pos_emb", lambda q, k, cos, sin: turn(q, k.roll(1, -1), cos, sin)
         )
     made = biased()
-    with pytest.raises(UnsupportedError, match="this model turns its keys in another way"):
+    with pytest.raises(UnsupportedError, match="this model rotates its keys in another way"):
         packedkv.cache_for(made, SPEC)
     assert packedkv.cache_for(made, "saw-int4").layer_caches[0].scheme.mean == "post"
 

@@ -308,7 +308,7 @@ class PackedCacheLayer(CacheLayerMixin):  # type: ignore[misc]
             rest = keys.float() - mean.at(mean.given.to(keys.device), positions)
             if float(rest.square().sum()) > float(keys.float().square().sum()):
                 raise UnsupportedError(
-                    f"layer {self.index}: keys without their mean are larger than with it, so this model turns its "
+                    f"layer {self.index}: keys without their mean are larger than with it, so this model rotates its "
                     f"keys in another way than its rotary embedding says; use mean=post or mean=none."
                 )
         return positions

@@ -202,7 +202,7 @@ class Rope:
                 why = "a token has positions on several axes here (M-RoPE)"
             if why:
                 raise UnsupportedError(
-                    f"{self.name}: mean=pre needs keys that are turned by fixed frequencies; {why}. Use mean=post or "
+                    f"{self.name}: mean=pre needs keys that are rotated by fixed frequencies; {why}. Use mean=post or "
                     f"mean=none."
                 )
 
@@ -222,8 +222,8 @@ class Rope:
             if wanted is not None and wanted.shape == x.shape and _alike(rotary.turn(x, places), wanted):
                 return rotary
         raise UnsupportedError(
-            f"{self.name}: mean=pre takes pairs of channels turned by the frequencies of the rotary embedding, and "
-            f"this model turns its keys in another way. Use mean=post or mean=none."
+            f"{self.name}: mean=pre takes pairs of channels rotated by the frequencies of the rotary embedding, and "
+            f"this model rotates its keys in another way. Use mean=post or mean=none."
         )
 
 
