@@ -88,16 +88,23 @@ def build(
     if attention == "fused":
         kernels = _kernels(plan, sites, model_or_config, max_len, page_tokens)
     probe = _probe(model_or_config, plan, scheme, given, action, accepts)
-    deferred, packed = Deferred(len(sites), probe), iter(sites)
-    layers = [
-        _layer(planned, next(packed), kernels, deferred, max_len, options)
-        if planned.holds_kv
-        else DYNAMIC_LAYER_TYPE_MAPPING[planned.type](**planned.options)
-        for planned in plan.layers
-    ]
-    placing = [x for x in layers if isinstance(x, PackedCacheLayer) and x.cache.places_tokens and not x.is_cross]
-    for layer in placing:
-        layer.hook = hook_of(model_or_config)
+    deferred, by_index = Deferred(len(sites), probe), {site.layer: site for site in sites}
+    layers: list[Any] = []
+    for planned in plan.layers:
+        if not planned.holds_kv:
+            layers.append(DYNAMIC_LAYER_TYPE_MAPPING[planned.type](**planned.options))
+            continue
+        site = by_index[planned.index]
+        if kernels is not None:
+            cache: LayerCache = FusedLayerCache(site, page_tokens=page_tokens, capacity=max_len or 0, kernels=kernels)
+        else:  # max_len is of the decoder, not of the encoder's output
+            cache = LayerCache(site, page_tokens=page_tokens, capacity=0 if planned.is_cross else max_len or 0)
+        layer = (CrossLayer if planned.is_cross else PackedCacheLayer)(
+            cache, planned.index, attention, options["prefill"], deferred, window=planned.window or 0, kind=planned.type
+        )
+        if cache.places_tokens and not planned.is_cross:
+            layer.hook = hook_of(model_or_config)
+        layers.append(layer)
     return Parts(layers, scheme, plan, options, probe)
 
 
@@ -294,26 +301,6 @@ def _kernels(
             f"not; leave max_len out."
         )
     return kernels
-
-
-def _layer(
-    planned: LayerPlan,
-    site: LayerSite,
-    kernels: Kernels | None,
-    deferred: Deferred,
-    max_len: int | None,
-    options: dict[str, Any],
-) -> PackedCacheLayer:
-    """One packed layer; without ``kernels`` served by the reference."""
-    page_tokens = options["page_tokens"]
-    cache: LayerCache
-    if kernels is None:
-        cache = LayerCache(site, page_tokens=page_tokens, capacity=0 if planned.is_cross else max_len or 0)
-    else:
-        cache = FusedLayerCache(site, page_tokens=page_tokens, capacity=max_len or 0, kernels=kernels)
-    of_kind = CrossLayer if planned.is_cross else PackedCacheLayer
-    window, kind = planned.window or 0, planned.type
-    return of_kind(cache, planned.index, options["attention"], options["prefill"], deferred, window=window, kind=kind)
 
 
 def _probe(
