@@ -25,7 +25,7 @@ import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -108,17 +108,19 @@ def _channel_errors(keys: Tensor, decoded: Tensor, layers: int) -> Tensor:
     return ratio.median(-1).values.view(layers, -1).amax(1)
 
 
-class _Noted(NamedTuple):
-    """A layer and the newest keys that filled it, ``[1, H, n, D]``; their mean, if they are held without it."""
+@dataclass
+class _Sample:
+    """The newest keys ``[1, H, n, D]`` that filled a layer, what is subtracted from them, and the measured figures."""
 
     layer: int
     cache: LayerCache
-    sample: Tensor
+    rows: Tensor
     removed: Removed | None
+    figures: Tensor | None = None
 
     def keys(self) -> Tensor:
         """Return what is encoded of them."""
-        return self.sample if self.removed is None else self.removed.from_keys(self.sample)
+        return self.rows if self.removed is None else self.removed.from_keys(self.rows)
 
 
 class OutlierProbe:
@@ -147,8 +149,7 @@ class OutlierProbe:
         self.undo: Callable[[], None] = lambda: None
         """Called before a refusal, to drop the prefill."""
         self.found: dict[int, KeyProbe] = {}
-        self.noted: dict[int, _Noted] = {}
-        self.measured: dict[int, Tensor] = {}
+        self.samples: dict[int, _Sample] = {}
         self.warned = False
 
     def __getstate__(self) -> dict[str, Any]:
@@ -168,7 +169,7 @@ class OutlierProbe:
 
         On a GPU the result comes with ``settle``.
         """
-        if layer in self.found or layer in self.noted:
+        if layer in self.found or layer in self.samples:
             return
         codec, (batch, _, fresh, dim) = cache.roles["key"].codec, keys.shape
         if isinstance(codec, Dense) or dim % 4 or not cache.is_fitted:
@@ -184,64 +185,71 @@ class OutlierProbe:
         if sample.untyped_storage().nbytes() > VIEW * sample.nbytes:
             sample = sample.clone()
         removed = cache.removed_from_newest(tokens)
-        self.noted[layer] = _Noted(layer, cache, sample, removed and removed.first())
+        self.samples[layer] = _Sample(layer, cache, sample, removed and removed.first())
         if not synchronizes(keys):
             self.settle()
 
     def forget(self, layer: int) -> None:
-        """Drop what was noted of a layer."""
-        self.noted.pop(layer, None)
-        self.measured.pop(layer, None)
+        """Drop the sample of a layer."""
+        self.samples.pop(layer, None)
 
     @without_modes
     def measure(self) -> None:
         """Start the measurements on the GPU whose results ``settle`` reads."""
-        fresh = [one for one in self.noted.values() if one.layer not in self.measured]
-        groups: dict[Any, list[_Noted]] = {}
-        for one in fresh:
+        groups: dict[Any, list[_Sample]] = {}
+        for one in self.samples.values():
+            if one.figures is not None:
+                continue
             engine = _engine(one.cache)
             kernels = None if engine is None else engine.alike
             turned = one.removed and (one.removed.turning, *map(id, one.removed.angles))
-            alike = one.cache.roles["key"].codec, kernels, one.sample.shape, one.sample.device, turned
+            alike = one.cache.roles["key"].codec, kernels, one.rows.shape, one.rows.device, turned
             groups.setdefault(alike, []).append(one)
         for group in groups.values():
             for part in _foldable(group):
-                self.measured |= zip((one.layer for one in part), _measured(part).unbind(1), strict=True)
+                for one, figures in zip(part, _measured(part).unbind(1), strict=True):
+                    one.figures = figures
 
     @without_modes
     def settle(self) -> None:
-        """Report on the layers that were noted: one synchronisation per device."""
+        """Warn of the sampled layers, or refuse: one synchronization per device."""
         self.measure()
-        noted, self.noted = list(self.noted.values()), {}
-        measured, self.measured = self.measured, {}
-        for device in {one.sample.device for one in noted}:
-            here = [one for one in noted if one.sample.device == device]
-            figures = torch.stack([measured[one.layer] for one in here]).tolist()
+        samples, self.samples = list(self.samples.values()), {}
+        for device in {one.rows.device for one in samples}:
+            here = [one for one in samples if one.rows.device == device]
+            figures = torch.stack([one.figures for one in here if one.figures is not None]).tolist()
             for one, (ratio, error) in zip(here, figures, strict=True):
                 self.found[one.layer] = KeyProbe(one.layer, ratio, error)
-        for one in noted:
+        for one in samples:
             found, codec, mean = self.found[one.layer], one.cache.roles["key"].codec, one.cache.scheme.mean
             if found.broken and not (self.biases and self.biases.holds(one.layer, codec, mean)):
                 self._warn_or_refuse(found, one)
 
-    def _warn_or_refuse(self, found: KeyProbe, noted: _Noted) -> None:
+    def _warn_or_refuse(self, found: KeyProbe, sample: _Sample) -> None:
         if self.action == "refuse" and found.outlier_ratio >= OUTLIERS:
             self.found.clear()  # so that the next prefill is probed and refused as well
             self.undo()
-            raise BrokenPresetError(self._text(found, noted, "pass probe='warn' to go on"))
+            raise BrokenPresetError(self._text(found, sample, "pass probe='warn' to go on"))
         if not self.warned:
             self.warned = True
-            warnings.warn(self._text(found, noted, "pass probe='off'"), PackedKVWarning, stacklevel=3)
+            warnings.warn(self._text(found, sample, "pass probe='off'"), PackedKVWarning, stacklevel=3)
 
-    def _text(self, found: KeyProbe, noted: _Noted, further: str) -> str:
-        sample = noted.keys().float()
+    def report(self) -> dict[int, dict[str, float]]:
+        """Return what was found, as plain values by layer."""
+        return {
+            layer: {"outlier_ratio": round(found.outlier_ratio, 2), "channel_error": round(found.channel_error, 4)}
+            for layer, found in self.found.items()
+        }
+
+    def _text(self, found: KeyProbe, sample: _Sample, further: str) -> str:
+        keys = sample.keys().float()
         text = (
             f"{self.scheme} breaks on this model's keys: in layer {found.layer} the largest key chunk is "
             f"{found.outlier_ratio:.0f} times the median one, and encoding loses {min(found.channel_error, 1):.0%} of "
             f"what tells keys apart in the median channel."
         )
         for name in CANDIDATES:
-            if (error := self._error_of(name, sample)) is not None and error < LIMIT and self.starts(name):
+            if (error := self._error_of(name, keys)) is not None and error < LIMIT and self.starts(name):
                 return f"{text} Use {name!r} instead ({error:.0%} there), or {further}."
         return f"{text} Every preset tried does; use 'dense' or dense_keys where the codec has it, or {further}."
 
@@ -266,9 +274,9 @@ def _starts_nothing(spec: str) -> bool:
     return False
 
 
-def _measured(layers: Sequence[_Noted]) -> Tensor:
+def _measured(layers: Sequence[_Sample]) -> Tensor:
     """Outlier ratios and channel errors, ``[2, layers]``, of layers that one call can encode and decode."""
-    caches, keys = [one.cache for one in layers], torch.cat([one.sample for one in layers], 1)
+    caches, keys = [one.cache for one in layers], torch.cat([one.rows for one in layers], 1)
     if (removed := layers[0].removed) is not None:
         means = torch.cat([one.removed.mean for one in layers if one.removed is not None], 1)
         keys = removed._replace(mean=means).from_keys(keys)
@@ -290,10 +298,10 @@ def _engine(cache: LayerCache) -> Engine | None:
     return cache.engine if isinstance(cache, FusedLayerCache) else None
 
 
-def _foldable(layers: list[_Noted]) -> list[list[_Noted]]:
+def _foldable(layers: list[_Sample]) -> list[list[_Sample]]:
     """All layers together, or each alone where their constants cannot be concatenated."""
     first = layers[0]
-    together = len(layers) == 1 or _by_head(first.cache.roles["key"].codec, first.sample.shape[3]) is not None
+    together = len(layers) == 1 or _by_head(first.cache.roles["key"].codec, first.rows.shape[3]) is not None
     return [layers] if together else [[one] for one in layers]
 
 
@@ -329,11 +337,3 @@ def _by_head(codec: Codec, head_dim: int) -> tuple[str, ...] | None:
         elif not torch.equal(two, three):
             return None
     return tuple(own)
-
-
-def report(probe: OutlierProbe) -> dict[int, dict[str, float]]:
-    """Return what a probe found, as plain values by layer."""
-    return {
-        layer: {"outlier_ratio": round(found.outlier_ratio, 2), "channel_error": round(found.channel_error, 4)}
-        for layer, found in probe.found.items()
-    }

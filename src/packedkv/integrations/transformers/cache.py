@@ -36,7 +36,6 @@ from packedkv.integrations.transformers.layers import CrossCache, PackedCacheLay
 from packedkv.integrations.transformers.plan import ATTENTION_NAME, Attention, LayerPlan, ModelPlan
 from packedkv.integrations.transformers.rope import hook_of
 from packedkv.key_bias import Probe, probe_option
-from packedkv.probe import report as probe_report
 from packedkv.registry import from_json, get
 from packedkv.scheme import KVScheme
 
@@ -135,7 +134,7 @@ class KVCache(Cache):  # type: ignore[misc]
             "unfused": self.unfused,
             "paths": dict(paths),
             "compiled": any(layer.compiled for layer in self.packed_layers),
-            "keys": probe_report(self.probe) if self.probe else {},
+            "keys": self.probe.report() if self.probe else {},
             "layers": layers,
             "unpacked_layers": [
                 {"layer": i, "note": f"{planned.type}: {_unpacked_note(planned)}"}
