@@ -46,12 +46,7 @@ _argument = lru_cache(maxsize=64)(_find)
 
 
 def passing(model: Any, cache: Any) -> dict[str, Any]:
-    """Keyword argument that hands a cache to a model, or to its ``generate``.
-
-    Parameters
-    ----------
-    model : PreTrainedModel, or a wrapper around one
-    cache : Cache
+    """Keyword argument that hands a cache to a model, also inside a wrapper, or to its ``generate``.
 
     Raises
     ------

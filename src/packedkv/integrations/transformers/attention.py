@@ -177,14 +177,10 @@ def _rules(mask: Tensor, layer: PackedCacheLayer, held: int) -> Seen:
 
 
 def _read_mask(mask: Tensor, window: int, chunk: int, place: int) -> Seen | None:
-    """Return the rules of ``mask [B, 1, n, N]`` if it hides only later tokens, those out of reach and left padding.
+    """Return the rules of a mask if it hides only later tokens, those out of reach and left padding.
 
-    Parameters
-    ----------
-    mask : Tensor
-        Boolean (True = attend) or additive, of the newest n of N tokens.
-    window, chunk, place : int
-        As ``Seen``.
+    The mask ``[B, 1, n, N]``, boolean (True = attend) or additive, is of the newest n of N tokens; ``window, chunk,
+    place`` are those of ``Seen``.
     """
     n, held = mask.shape[-2:]
     rules = Seen(window=window, chunk=chunk, place=place)
@@ -275,12 +271,9 @@ def _fit_mask(mask: Tensor, held: int, sliding: bool) -> Tensor:
 
 
 def left_padding(mask: Tensor) -> Tensor:
-    """Count the hidden tokens before the first visible one: int32 ``[B]``, without synchronizing.
+    """Count the tokens that the mask ``[B, 1, 1, N]`` of one query hides before the first visible one: int32 ``[B]``.
 
-    Parameters
-    ----------
-    mask : Tensor ``[B, 1, 1, N]``
-        Mask of one query token: boolean, or additive with large negative numbers for hidden tokens.
+    Without synchronizing. The mask is boolean, or additive with large negative numbers for hidden tokens.
     """
     return _seen(mask).to(torch.uint8).argmax(-1).to(torch.int32)
 

@@ -18,11 +18,7 @@ _known: "weakref.WeakKeyDictionary[nn.Module, tuple[tuple[Any, ...], KeyBiases]]
 def biases_of(model: Any, plan: ModelPlan) -> KeyBiases | None:
     """Return the key biases of a model; None: unknown, because it is a config, has no weights or another structure.
 
-    Parameters
-    ----------
-    model : PreTrainedModel or PreTrainedConfig
-    plan : ModelPlan
-        Its name, and the layers that cache keys.
+    Of ``plan``, its name and the layers that cache keys are used.
     """
     if not isinstance(model, nn.Module):
         return None

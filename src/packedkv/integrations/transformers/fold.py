@@ -52,20 +52,14 @@ class ChangedWeights:
         return {part.dtype for part, _ in self._before}
 
     def scale(self, part: Tensor, factor: Tensor, cause: str, *, offset: float = 0.0, remedy: str = "") -> None:
-        """Set ``part`` to ``(part + offset) * factor - offset``, computed in float32 at least.
+        """Set ``part``, a parameter or some of its rows, to ``(part + offset) * factor - offset``, in float32 at least.
 
         Parameters
         ----------
-        part : Tensor
-            A parameter, or a view of some of its rows.
-        factor : Tensor
-            Broadcasts against ``part``.
-        cause : str
-            What the error names as the operation, e.g. ``"LlamaForCausalLM: folding"``.
+        cause, remedy : str
+            Of the error: the operation, e.g. ``"LlamaForCausalLM: folding"``, and advice, e.g. ``"pass ..., or "``.
         offset : float
             What the model itself adds to the weight, e.g. 1 for Gemma's ``x (1 + w)``.
-        remedy : str
-            Further advice for the error, e.g. ``"pass a smaller factor, or "``.
 
         Raises
         ------
@@ -94,17 +88,8 @@ class ChangedWeights:
 class FoldedKeyNorms(ChangedWeights):
     """Undoes ``fold_key_norms``; as a context manager at the end of the block.
 
-    Holds a copy of the original weights, so that ``unfold`` is exact; delete it to free them.
-
-    Parameters
-    ----------
-    name : str
-        The model's class.
-
-    Attributes
-    ----------
-    layers : list of int
-        Layers that were folded.
+    Holds a copy of the original weights, so that ``unfold`` is exact; delete it to free them. ``name`` is the model's
+    class, ``layers`` lists the layers that were folded.
     """
 
     def __init__(self, name: str) -> None:

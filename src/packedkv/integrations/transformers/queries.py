@@ -22,15 +22,8 @@ _known: "weakref.WeakKeyDictionary[nn.Module, tuple[list[Any], dict[int, Tensor]
 def query_energies(model: Any) -> dict[int, Tensor]:
     """Mean squares of the queries of each KV head's group, by layer: float64 ``[1, H, D]`` where the layer's keys are.
 
-    Parameters
-    ----------
-    model : PreTrainedModel
-        It runs once on 128 tokens, and again after a change of its weights.
-
-    Returns
-    -------
-    dict
-        Empty for a model without weights (meta), and, with a warning, for one that does not run on tokens alone.
+    The model runs once on 128 tokens, and again after a change of its weights. The dict is empty for a model without
+    weights (meta), and, with a warning, for one that does not run on tokens alone.
     """
     with _LOCK:  # caches that several threads make share one run of the model
         parameters = _parameters(model)

@@ -45,34 +45,22 @@ _numbers = itertools.count(1)
 
 
 def record_positions(positions: Tensor, hook: str) -> None:
-    """Record the positions of the forward pass that this thread begins, as a hook does.
-
-    Parameters
-    ----------
-    positions : Tensor of int ``[B, n]`` or ``[1, n]``
-    hook : str
-        ``PositionHook.name``.
-    """
+    """Record the positions ``[B or 1, n]`` of the forward pass that this thread begins; ``hook``: its hook's name."""
     _newest.positions, _newest.hook = positions.detach(), hook
 
 
 def take_positions(taken: int, cache: int, hook: "PositionHook | None") -> tuple[Tensor | None, int]:
-    """Positions of this thread's forward pass, and the number of the pass.
+    """Positions ``[B or 1, n]`` of this thread's forward pass, and the number of the pass.
+
+    All layers of a pass get the same tensor. None: no pass was recorded, or the newest one is known to be another: of
+    another model, or this layer has taken its positions already, or a layer of another cache has.
 
     Parameters
     ----------
-    taken : int
-        Number of the pass whose positions the layer took last.
-    cache : int
-        Number of the layer's cache.
+    taken, cache : int
+        Number of the pass whose positions the layer took last, and of the layer's cache.
     hook : PositionHook or None
         Of the model that the cache was made for.
-
-    Returns
-    -------
-    (Tensor of int ``[B, n]`` or ``[1, n]``, or None; int)
-        The same tensor for all layers of a pass. None: no pass was recorded, or the newest one is known to be another:
-        of another model, or this layer has taken its positions already, or a layer of another cache has.
     """
     positions = _newest.positions
     if positions is None or hook is None or hook.name != _newest.hook:
