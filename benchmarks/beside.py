@@ -31,7 +31,7 @@ import packedkv
 from packedkv.cache.fused import FusedLayerCache, fused_refusal
 from packedkv.errors import KVError
 from packedkv.registry import split_specs
-from packedkv_lab.bench.attention_rivals import MOST_ERROR, Dense, library_rivals, torch_rivals
+from packedkv_lab.bench.rivals import MOST_ERROR, Dense, library_rivals, torch_rivals
 from packedkv_lab.bench.shapes import Shape
 
 BANDWIDTH = {"H200": 4.8e6, "H100": 3.35e6}

@@ -7,10 +7,10 @@ import sys
 
 import pytest
 import torch
+from packedkv_lab.bench.attention_rivals import Dense, library_rivals
 
 from lab.tests.bench.gpu_stubs import CPU
 from packedkv_lab.bench import attention_rivals as rivals
-from packedkv_lab.bench.attention_rivals import Dense, library_rivals
 from packedkv_lab.bench.shapes import Shape
 
 ODD = Shape("odd", 2, 4, 2, 128, 77)

@@ -6,6 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from packedkv_lab.bench.quantizer_rivals import QuantizerRival, quantizer_rivals
 
 import packedkv
 from packedkv.cli import stamp
@@ -13,7 +14,6 @@ from packedkv.errors import ShapeError, SpecError, UnsupportedError
 from packedkv_lab.bench import codec as bench
 from packedkv_lab.bench import turns
 from packedkv_lab.bench.codec import codec_rows
-from packedkv_lab.bench.quantizer_rivals import QuantizerRival, quantizer_rivals
 from packedkv_lab.bench.record import spread
 
 CODEC = {"kv_heads": 2, "head_dim": 64, "tokens": 96, "repeats": 2}

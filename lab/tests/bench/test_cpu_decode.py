@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+from packedkv_lab.bench.cpu_rivals import CpuRival
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
@@ -14,7 +15,6 @@ from packedkv.errors import KVError, UnsupportedError
 from packedkv.kernels.cpu import compile as sources
 from packedkv.kernels.cpu import library
 from packedkv_lab.bench import cpu_decode
-from packedkv_lab.bench.cpu_rivals import CpuRival
 
 SHAPE = {"batch": 1, "kv_heads": 2, "query_heads": 4, "head_dim": 64, "tokens": 300}
 SECONDS = {"sdpa": 8e-3, "sdpa bfloat16": 9e-3, "two-matmuls": 4e-3, "two-matmuls-kt": 2e-3, "int-4": 1e-3}

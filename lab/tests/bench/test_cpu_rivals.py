@@ -4,11 +4,11 @@ from typing import Any
 
 import pytest
 import torch
+from packedkv_lab.bench.cpu_rivals import CpuRival
 from torch import Tensor
 
 from packedkv.errors import KVError
 from packedkv_lab.bench import cpu_rivals
-from packedkv_lab.bench.cpu_rivals import CpuRival
 
 RIVALS = {rival.spec: rival for rival in cpu_rivals.cpu_rivals()}
 BITS = {

@@ -4,13 +4,13 @@ import json
 
 import pytest
 import torch
+from packedkv_lab.bench.attention_rivals import AttentionRival, Dense, missing
 
 from lab.tests.bench.gpu_stubs import CPU, Clock, use_reference
 from packedkv.cli.page.rows import read_rows
 from packedkv.cli.stamp import stamp
 from packedkv.errors import FormatError, UnsupportedError
 from packedkv_lab.bench import decode, packed
-from packedkv_lab.bench.attention_rivals import AttentionRival, Dense, missing
 from packedkv_lab.bench.decode import decode_rows, ratio
 from packedkv_lab.bench.packed import Gate
 from packedkv_lab.bench.record import Deadline, DeviceLostError, Recorder, newest

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from packedkv_lab.bench.packed_encode import differing_bytes, encode_operator
 
 from lab.tests.bench.gpu_stubs import CPU, Clock
 from packedkv.cli.stamp import stamp
@@ -10,7 +11,6 @@ from packedkv.errors import SpecError, UnsupportedError
 from packedkv_lab.bench import encode, packed_encode
 from packedkv_lab.bench.encode import append_shape, append_times, encode_rows
 from packedkv_lab.bench.packed import scheme_of
-from packedkv_lab.bench.packed_encode import differing_bytes, encode_operator
 from packedkv_lab.bench.record import Recorder
 from packedkv_lab.bench.shapes import PRESETS, Shape
 

@@ -19,26 +19,168 @@ they are importable: ``encode_us`` with their name as spec.
 """
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from packedkv.codec import ROLES
-from packedkv.errors import KVError, UnsupportedError
+from packedkv.codec import ROLES, Params, Role, Sample, Site
+from packedkv.errors import UnsupportedError
+from packedkv.kernels.constants import Constants, constants_for
+from packedkv.kernels.cuda import build, encode
+from packedkv.kernels.mean import Turned
+from packedkv.kernels.spec import encode_spec
 from packedkv.ops.qjl import hadamard_matrix
+from packedkv.scheme import KVScheme
+from packedkv.store.pages import PageStore
+from packedkv.store.site import MeanRemoval
 from packedkv_lab.bench.decode import ROOFLINE_BYTES_PER_US
-from packedkv_lab.bench.packed import scheme_of
-from packedkv_lab.bench.packed_encode import Encoding, differing_bytes, encode_operator
-from packedkv_lab.bench.quantizer_rivals import quantizer_rivals
-from packedkv_lab.bench.record import Deadline, DeviceLostError, Recorder, Row, device_lost
+from packedkv_lab.bench.packed import FIT_TOKENS, LAYER, mean_of, scheme_of
+from packedkv_lab.bench.record import Case, GateError, Recorder
+from packedkv_lab.bench.rivals import quantizer_rivals
 from packedkv_lab.bench.shapes import SHAPES, Shape, shapes_named
-from packedkv_lab.bench.timing import Timer
+from packedkv_lab.bench.timing import Spread, Timer, flat
 
 ENCODE_SHAPES = tuple(SHAPES[name] for name in ("llm64k", "video", "audio", "b32_8k"))
 APPEND_BATCHES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 MOST_DIFFERENT = 1e-4
 STEPS_OF = "saw-int4"
+CHECKED_TOKENS = 128
+
+
+@dataclass
+class Encoding:
+    """Keys and values, bf16 ``[B, H, T, D]``, empty pages in random order, and the call that writes them there.
+
+    ``write(keys or None, values or None)`` encodes from slot 0 on. ``mean`` is subtracted from the keys, whose
+    positions count from 0.
+    """
+
+    spec: str
+    shape: Shape
+    keys: Tensor
+    values: Tensor
+    store: PageStore
+    params: dict[Role, Params]
+    mean: MeanRemoval | None
+    write: Callable[[Tensor | None, Tensor | None], object]
+    path = "cuda"
+    """Which kernels encode, as rows name them."""
+
+    def encode(self) -> None:
+        """Encode all tokens, whole blocks of them."""
+        key, value = (self.whole(role, x) for role, x in zip(ROLES, (self.keys, self.values), strict=True))
+        self.write(key, value)
+
+    def whole(self, role: Role, x: Tensor) -> Tensor:
+        """Return ``x`` without an unfinished block at its end."""
+        block = self.block(role)
+        return x[:, :, : x.shape[2] // block * block]
+
+    def block(self, role: Role) -> int:
+        """Tokens of a block."""
+        return scheme_of(self.spec).codec(role).block_tokens
+
+    @property
+    def bytes_moved(self) -> int:
+        """Bytes that encoding must read and write: K and V in bf16, the planes of all whole blocks."""
+        s, written = self.shape, 0
+        for plane in self.store.layout.planes:
+            tokens = self.store.layout.page_tokens // plane.blocks
+            written += s.tokens // tokens * plane.field.nbytes * s.batch * s.kv_heads
+        return s.bf16_bytes + written
+
+
+def encode_operator(spec: str, shape: Shape, device: torch.device, seed: int) -> Encoding:
+    """Draw keys and values and find the kernel that encodes them; ``UnsupportedError`` without one for both roles."""
+    scheme = scheme_of(spec)
+    layout = scheme.page_layout(shape.head_dim)
+    generator = torch.Generator(device).manual_seed(seed)
+    size = (shape.batch, shape.kv_heads, shape.tokens, shape.head_dim)
+    keys, values = (torch.randn(size, generator=generator, device=device, dtype=torch.bfloat16) for _ in ROLES)
+    params: dict[Role, Params] = {}
+    for role, x in zip(ROLES, (keys, values), strict=True):
+        codec = scheme.codec(role)
+        site = Site(LAYER, role, shape.kv_heads, shape.head_dim, seed)
+        sample = x[:1, :, :FIT_TOKENS].float().cpu()
+        params[role] = {name: p.to(device) for name, p in codec.fit(site, Sample(sample)).items()}
+    store = PageStore(layout, shape.batch, shape.kv_heads, device, shape.tokens)
+    order = torch.randperm(store.table.numel(), generator=generator, device=device)
+    store.table = order.view(store.table.shape).int().contiguous()
+    first = torch.zeros(shape.batch, dtype=torch.int32, device=device)
+    if (mean := mean_of(scheme, shape.kv_heads, shape.head_dim, device)) is not None:
+        keys += mean.at(mean.given, torch.arange(shape.tokens, device=device)[None]).to(keys.dtype)
+    write = writer(scheme, shape, store, params, first, mean)
+    return Encoding(spec, shape, keys, values, store, params, mean, write)
+
+
+Write = Callable[[Tensor | None, Tensor | None], object]
+
+
+def writer(
+    scheme: KVScheme,
+    shape: Shape,
+    store: PageStore,
+    params: dict[Role, Params],
+    first: Tensor,
+    mean: MeanRemoval | None = None,
+) -> Write:
+    """Return the call that encodes keys and values into the pages; ``UnsupportedError`` without a kernel."""
+    if reason := build.refusal(first.device):
+        raise UnsupportedError(f"no kernel encodes {scheme}: {reason}")
+    target = encode_spec(scheme.key, scheme.value, shape.head_dim, store.layout.page_tokens, mean=mean is not None)
+    both: dict[Role, Constants] = {}
+    for role in ROLES:
+        if (found := target.encoder(role)) is None:
+            raise UnsupportedError(f"no kernel encodes the {role}s of {scheme}")
+        both[role] = constants_for(found, params[role], shape.kv_heads, shape.head_dim)
+    text, less = encode.text_of(target), None
+    if mean is not None and mean.given is not None:
+        at = torch.arange(shape.tokens, device=first.device)[None]
+        less = Turned(mean.given, *mean.turning.angles(at), mean.turning.interleaved)
+
+    def write(keys: Tensor | None, values: Tensor | None) -> None:
+        own = less if less is None or keys is None else less._replace(
+            cosines=less.cosines[:, : keys.shape[2]], sines=less.sines[:, : keys.shape[2]]
+        )  # fmt: skip
+        encode.encode_to_pages(
+            keys, values, store.pages, store.table, first, spec=text, key=both["key"], value=both["value"], less=own
+        )
+
+    return write
+
+
+@torch.no_grad()
+def differing_bytes(work: Encoding) -> float:
+    """Share of bytes that differ from the reference on the CPU: first and last tokens of two sequences, all heads.
+
+    On the CPU, because there the reference's bytes are defined.
+    """
+    work.encode()
+    scheme, different, total = scheme_of(work.spec), 0, 0
+    for role, x in zip(ROLES, (work.keys, work.values), strict=True):
+        codec, block = scheme.codec(role), work.block(role)
+        params = {name: p.cpu() for name, p in work.params[role].items()}
+        whole = work.whole(role, x).shape[2]
+        count = min(-(-CHECKED_TOKENS // block) * block, whole)
+        for at in sorted({0, whole - count}):
+            found = work.store.read(role, at, at + count)
+            for b in sorted({0, work.shape.batch - 1}):
+                part = x[b : b + 1, :, at : at + count].float().cpu()
+                if role == "key" and work.mean is not None and work.mean.given is not None:
+                    places, turning = torch.arange(at, at + count)[None], work.mean.turning
+                    part = part - turning.turned(work.mean.given.cpu()[:, :, None], *turning.angles(places))
+                want = codec.encode(codec.to_code(part, params), params)
+                for name, field in want.items():
+                    a = field[0].contiguous().view(torch.uint8)
+                    other = found[name][b].cpu().contiguous().view(torch.uint8)
+                    different += int((a != other).sum())
+                    total += a.numel()
+    return different / max(total, 1)
+
+
+# -- rows --------------------------------------------------------------------------------------------------------------
 
 
 def append_shape(batch: int) -> Shape:
@@ -74,98 +216,51 @@ def encode_shapes(names: str) -> tuple[tuple[Shape, ...], tuple[int, ...]]:
 def encode_rows(
     specs: Sequence[str],
     recorder: Recorder,
-    *,
-    timer: Timer,
-    device: torch.device,
-    seed: int = 0,
-    libraries: bool = True,
-    deadline: Deadline | None = None,
     shapes: Sequence[Shape] = ENCODE_SHAPES,
     batches: Sequence[int] = APPEND_BATCHES,
-) -> Iterator[Row]:
+) -> None:
     """Time presets, the steps of saw-int4 and other libraries; what the recorder's file holds is left out.
 
-    Parameters
-    ----------
-    specs : sequence of str
-    recorder, timer, device, seed, libraries, deadline
-        As ``decode.decode_rows``.
-    shapes : sequence of Shape
-        Of the prefill.
-    batches : sequence of int
-        Sequences that append one token each.
-
-    Returns
-    -------
-    iterator of dict
-        Rows as they are measured.
+    ``shapes`` are of prefills; of ``batches`` each is a number of sequences that append one token.
     """
-    deadline = deadline or Deadline()
     for shape in (*shapes, *map(append_shape, batches)):
         metric = "append_us" if shape.name.startswith("append") else "encode_us"
         for spec in specs:
-            if deadline.passed:
-                recorder.say(f"out of time before {spec} at {shape.name}; run again to go on")
+            if recorder.late(f"{spec} at {shape.name}"):
                 return
             if not recorder.has(spec, metric, shape.name):
-                yield from _preset_rows(spec, shape, metric, recorder, timer, device, seed)
-        if metric == "encode_us" and libraries and shape.name == "llm64k":
-            yield from _library_rows(shape, recorder, timer, device, seed)
-        if device.type == "cuda":
+                _preset_rows(spec, shape, metric, recorder)
+        if metric == "encode_us" and recorder.libraries and shape.name == "llm64k":
+            _library_rows(shape, recorder)
+        if recorder.device.type == "cuda":
             torch.cuda.empty_cache()
 
 
 @torch.no_grad()
-def _preset_rows(
-    spec: str,
-    shape: Shape,
-    metric: str,
-    recorder: Recorder,
-    timer: Timer,
-    device: torch.device,
-    seed: int,
-) -> Iterator[Row]:
-    bits = scheme_of(spec).effective_bits(shape.head_dim)
-    common: dict[str, Any] = {"sizes": shape.sizes()}
-
-    def refused(status: str) -> Row:
-        return recorder.add(spec, bits, metric, "us", shape.name, None, status=status, **common)
-
-    try:
-        work = encode_operator(spec, shape, device, seed)
-        common["path"] = work.path
+def _preset_rows(spec: str, shape: Shape, metric: str, recorder: Recorder) -> None:
+    bits, timer = scheme_of(spec).effective_bits(shape.head_dim), recorder.timer
+    with recorder.case(spec, shape.name, metric, bits=bits, more={"sizes": shape.sizes()}) as case:
+        work = encode_operator(spec, shape, recorder.device, recorder.seed)
+        case.more["path"] = work.path
         share = differing_bytes(work)
         if share > MOST_DIFFERENT:
-            yield refused(f"failed its gate: {share:.1e} of the bytes are not the reference's")
-            return
-        same = {"p20": share, "p50": share, "p80": share}
+            raise GateError(f"{share:.1e} of the bytes are not the reference's")
         if metric == "append_us":
             times = append_times(work, timer)
             if spec == STEPS_OF:
                 token = [x[:, :, :1].clone() for x in (work.keys, work.values)]
-                apart = timer.cold(rotated_apart(work, token[0], token[1]), 30)
-                yield recorder.add(spec, bits, "append_us_unfused", "us", shape.name, apart, **common)
-            yield recorder.add(spec, bits, metric, "us", shape.name, times, differing_bytes=share, **common)
+                case.add("append_us_unfused", "us", timer.cold(rotated_apart(work, token[0], token[1]), 30))
+            case.add(metric, "us", times, differing_bytes=share)
             return
-        reps = 30 if shape.batch == 1 else 12
-        times = timer.cold(work.encode, reps)
-        yield recorder.add(spec, bits, "differing_bytes", "x", shape.name, same, **common)
-        floor = round(work.bytes_moved / ROOFLINE_BYTES_PER_US, 3)
-        flat = {"p20": floor, "p50": floor, "p80": floor}
-        yield recorder.add(spec, bits, "encode_roofline_us", "us", shape.name, flat, bytes=work.bytes_moved, **common)
+        times = timer.cold(work.encode, 30 if shape.batch == 1 else 12)
+        case.add("differing_bytes", "x", flat(share, 12))
+        case.add("encode_roofline_us", "us", flat(work.bytes_moved / ROOFLINE_BYTES_PER_US), bytes=work.bytes_moved)
         if spec == STEPS_OF and shape.name in ("llm64k", "b32_8k"):
-            yield from _step_rows(work, recorder, timer, bits, common)
-        yield recorder.add(spec, bits, metric, "us", shape.name, times, **common)
-    except UnsupportedError as error:
-        yield refused(f"no kernel: {error}")
-    except (KVError, RuntimeError) as error:  # as in decode: the others are timed
-        lost = device_lost(device)
-        yield refused(f"{'device lost' if lost else 'failed'}: {type(error).__name__}: {str(error)[:300]}")
-        if lost:
-            raise DeviceLostError(f"bench encode: {spec} at {shape.name} broke the CUDA context.") from error
+            _step_rows(work, case, timer)
+        case.add(metric, "us", times)
 
 
-def append_times(work: Encoding, timer: Timer) -> dict[str, float]:
+def append_times(work: Encoding, timer: Timer) -> Spread:
     """Time one token per sequence; a role with blocks of n tokens counts with a block's time / n."""
     given = dict(zip(ROLES, (work.keys, work.values), strict=True))
     groups: dict[int, list[Any]] = {}
@@ -193,10 +288,8 @@ def rotated_apart(work: Encoding, keys: Tensor, values: Tensor) -> Callable[[], 
     return apart
 
 
-def _step_rows(work: Encoding, recorder: Recorder, timer: Timer, bits: float, common: dict[str, Any]) -> Iterator[Row]:
-    shape = work.shape
-    times = timer.cold(rotated_apart(work, work.keys, work.values), 20)
-    yield recorder.add(work.spec, bits, "encode_us_unfused", "us", shape.name, times, **common)
+def _step_rows(work: Encoding, case: Case, timer: Timer) -> None:
+    case.add("encode_us_unfused", "us", timer.cold(rotated_apart(work, work.keys, work.values), 20))
     scheme = scheme_of(work.spec)
 
     def steps() -> None:
@@ -205,7 +298,7 @@ def _step_rows(work: Encoding, recorder: Recorder, timer: Timer, bits: float, co
             for part, first in _pieces(x):
                 work.store.write(role, first, codec.encode(codec.to_code(part.float(), params), params))
 
-    yield recorder.add(work.spec, bits, "encode_us_torch", "us", shape.name, timer.eager(steps, 5), **common)
+    case.add("encode_us_torch", "us", timer.eager(steps, 5))
 
 
 def _pieces(x: Tensor, tokens: int = 8192) -> Iterator[tuple[Tensor, int]]:
@@ -215,24 +308,18 @@ def _pieces(x: Tensor, tokens: int = 8192) -> Iterator[tuple[Tensor, int]]:
 
 
 @torch.no_grad()
-def _library_rows(shape: Shape, recorder: Recorder, timer: Timer, device: torch.device, seed: int) -> Iterator[Row]:
+def _library_rows(shape: Shape, recorder: Recorder) -> None:
     size = (shape.kv_heads * shape.tokens * shape.batch, shape.head_dim)
-    generator = torch.Generator(device).manual_seed(seed)
-    kv = [torch.randn(size, generator=generator, device=device, dtype=torch.bfloat16) for _ in ROLES]
+    generator = torch.Generator(recorder.device).manual_seed(recorder.seed)
+    kv = [torch.randn(size, generator=generator, device=recorder.device, dtype=torch.bfloat16) for _ in ROLES]
     for rival in quantizer_rivals(shape.head_dim):
         more = {"job": rival.job, "sizes": shape.sizes()}
         if recorder.has(rival.name, "encode_us", shape.name):
             continue
-        if rival.missing:
-            status = "not installed"
-            yield recorder.add(rival.name, None, "encode_us", "us", shape.name, None, status=status, **more)
-            continue
-        try:
-            held = [rival.encode(x) for x in kv]
-            bits = sum(map(rival.nbytes, held)) * 8 / sum(x.numel() for x in kv)
-            times = timer.eager(lambda rival=rival: [rival.encode(x) for x in kv], 5)  # type: ignore[misc]
-        except Exception as error:  # another library's failure is a row
-            status = f"not available: {type(error).__name__}: {str(error)[:160]}"
-            yield recorder.add(rival.name, None, "encode_us", "us", shape.name, None, status=status, **more)
-            continue
-        yield recorder.add(rival.name, bits, "encode_us", "us", shape.name, times, **more)
+        with recorder.case(rival.name, shape.name, "encode_us", more=more) as case:
+            if rival.missing:
+                raise ModuleNotFoundError(rival.module)
+            packed = [rival.encode(x) for x in kv]
+            case.bits = sum(map(rival.nbytes, packed)) * 8 / sum(x.numel() for x in kv)
+            times = recorder.timer.eager(lambda rival=rival: [rival.encode(x) for x in kv], 5)  # type: ignore[misc]
+            case.add("encode_us", "us", times)

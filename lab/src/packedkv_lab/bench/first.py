@@ -24,7 +24,7 @@ cache's report.
 import importlib
 import time
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from statistics import median
 from typing import Any, NamedTuple
@@ -33,11 +33,11 @@ import torch
 
 from packedkv.cli.measure.generation import FORMS, attention_backends
 from packedkv.description import describe
-from packedkv.errors import KVError, UnsupportedError
 from packedkv.integrations.transformers.argument import passing
 from packedkv.registry import presets
-from packedkv_lab.bench.record import Deadline, DeviceLostError, Recorder, Row, device_lost, spread
-from packedkv_lab.bench.timing import synchronize
+from packedkv_lab.bench.generate import make_model, require_transformers
+from packedkv_lab.bench.record import Recorder
+from packedkv_lab.bench.timing import Spread, flat, spread, synchronize
 
 PROMPTS = (512, 1024, 4096, 16384)
 FIRST_PROMPT = 1024
@@ -63,22 +63,8 @@ def shape_name(tokens: int, new: int = 0) -> str:
     return f"llama_1b_{tokens}" + (f"_{new}" if new else "")
 
 
-def make_model(device: torch.device, layers: int = 16, **sizes: Any) -> Any:
-    """Return a randomly initialised Llama-3.2-1B (or another size, for tests)."""
-    transformers = importlib.import_module("transformers")
-    shape = {
-        "vocab_size": 128256, "hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": layers,
-        "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 64, "max_position_embeddings": 131072,
-        "tie_word_embeddings": True,
-    }  # fmt: skip
-    config = transformers.LlamaConfig(**(shape | sizes))
-    torch.manual_seed(0)
-    with device:
-        return transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).eval()
-
-
 class Subject(NamedTuple):
-    """A cache to time: spec and form as rows carry them, and how one is made."""
+    """A cache to benchmark: fields of its rows, and its factory."""
 
     spec: str
     cache: str
@@ -94,14 +80,7 @@ class Fastest(NamedTuple):
 
 
 class Runner:
-    """Runs prompts and turns of a model.
-
-    Parameters
-    ----------
-    model : PreTrainedModel
-    held : int
-        Tokens of a cache that a turn goes on with.
-    """
+    """Runs prompts of a model, and turns over a cache that holds ``held`` tokens."""
 
     def __init__(self, model: Any, held: int) -> None:
         self.model, self.held, self.device = model, held, model.device
@@ -161,7 +140,7 @@ class Runner:
 
 def repeated(
     one: Callable[[], tuple[float, Any]], repeats: int, rival: Callable[[], float] | None = None
-) -> tuple[dict[str, float], dict[str, Any]]:
+) -> tuple[Spread, dict[str, Any]]:
     """Spread of the times of ``one``, and what the last cache reports; with a rival that goes before and after each."""
     times: list[float] = []
     others: list[float] = []
@@ -195,121 +174,109 @@ def beside(times: Sequence[float], rivals: Sequence[float]) -> dict[str, float]:
     }
 
 
+Turn = Callable[[Callable[[], Any], int], tuple[float, Any]]
+
+
+class Timing(NamedTuple):
+    """One figure: metric, shape, tokens of the prompt or turn, and the method of ``Runner`` that times it."""
+
+    metric: str
+    shape: str
+    tokens: int
+    run: Turn
+
+
 def first_rows(
     specs: Sequence[str],
     recorder: Recorder,
     *,
-    device: torch.device,
-    seed: int = 0,
-    deadline: Deadline | None = None,
     prompts: Sequence[int] = PROMPTS,
     first_prompt: int = FIRST_PROMPT,
     held: int = HELD,
     new: Sequence[int] = NEW,
     repeats: int = REPEATS,
     model: Any = None,
-) -> Iterator[Row]:
+) -> None:
     """Time DynamicCache and presets; presets whose rows are there already are left out.
 
-    Parameters
-    ----------
-    specs : sequence of str
-    recorder, device, deadline
-        As ``decode.decode_rows``.
-    seed : int
-        Stamped; weights and tokens are drawn from 0.
-    prompts : sequence of int
-    first_prompt : int
-        Of the first cache of a spec.
-    held : int
-    new : sequence of int
-        New tokens over ``held``.
-    repeats : int
-        Caches that a median is of, at most.
-    model : PreTrainedModel, optional
-        Default ``make_model``.
-
-    Returns
-    -------
-    iterator of dict
-        Rows as they are measured.
-
-    Raises
-    ------
-    UnsupportedError
-        If transformers is not installed.
+    ``first_prompt`` is that of the first cache of a spec; ``new`` tokens are run over ``held``. A median is of at most
+    ``repeats`` caches. Weights and tokens are random, seed 0. ``UnsupportedError`` without transformers.
     """
-    deadline = deadline or Deadline()
-    try:
-        importlib.import_module("transformers")
-        importlib.import_module("packedkv.integrations.transformers.cache")  # registers the attention function
-    except ModuleNotFoundError as error:
-        raise UnsupportedError("bench first needs transformers; run: pip install 'packedkv[transformers]'") from error
+    require_transformers("first")
     last = shape_name(held, new[-1])
     wanted = [spec for spec in specs if not recorder.has(spec, "next_turn_ms", last)]
-    if not wanted or deadline.passed:
+    if not wanted or recorder.deadline.passed:
         return
-    runner = Runner(model or make_model(device), held)
-    dynamic: dict[str, Fastest] = {}
+    runner = Runner(model or make_model("Llama-3.2-1B", recorder.device), held)
+    timings = [Timing("first_token_ms", shape_name(n), n, runner.first) for n in prompts]
+    timings += [Timing("next_turn_ms", shape_name(held, n), n, runner.turn) for n in new]
+    dynamic: dict[tuple[str, str], Fastest] = {}
     subjects = [Subject("dense", "DynamicCache", form, runner.dense) for form in FORMS]
     subjects += [Subject(spec, "packedkv fused", "", partial(runner.packed, spec)) for spec in wanted]
-    for before, subject in enumerate(subjects):
-        if deadline.passed:
-            recorder.say(f"out of time before {subject.spec}; run again to go on")
+    for before, subject in enumerate(subjects, -len(FORMS)):
+        if recorder.late(subject.spec):
             return
-        runner.model.set_attn_implementation("sdpa" if subject.spec == "dense" else "packedkv")
+        dense = subject.spec == "dense"
+        runner.model.set_attn_implementation("sdpa" if dense else "packedkv")
         with attention_backends(subject.form), warnings.catch_warnings():
             warnings.simplefilter("ignore")  # the probe warns on random weights
-            plan = [("first_token_ms", shape_name(n), n, runner.first) for n in prompts]
-            plan += [("next_turn_ms", shape_name(held, n), n, runner.turn) for n in new]
-            common = {"before": max(before - len(FORMS), 0), "first_prompt": first_prompt, "repeats": repeats}
-            yield from _subject_rows(subject, plan, recorder, runner, dynamic, **common)
+            if dense:
+                _dense_rows(subject, timings, recorder, runner, dynamic, repeats)
+            elif _first_cache(subject, first_prompt, recorder, runner, dynamic, before):
+                for timing in timings:
+                    _packed_row(subject, timing, recorder, runner, dynamic, repeats)
 
 
-Turn = Callable[[Callable[[], Any], int], tuple[float, Any]]
-Plan = Sequence[tuple[str, str, int, Turn]]
-
-
-def _subject_rows(
+def _dense_rows(
     subject: Subject,
-    plan: Plan,
+    timings: Sequence[Timing],
     recorder: Recorder,
     runner: Runner,
-    dynamic: dict[str, Fastest],
-    *,
-    before: int,
-    first_prompt: int,
+    dynamic: dict[tuple[str, str], Fastest],
     repeats: int,
-) -> Iterator[Row]:
-    dense = subject.spec == "dense"
-    common: dict[str, Any] = {"cache": subject.cache} | ({"form": subject.form} if subject.form else {})
-    metric, shape = "first_cache_ms", shape_name(first_prompt)
-    try:
-        ms, _ = runner.first(subject.make, first_prompt)
-        if not dense:  # DynamicCache's first call includes the start-up of the process
-            values = dict.fromkeys(("p20", "p50", "p80"), round(ms, 3))
-            told = {}
-            if (known := dynamic.get(f"first_token_ms {shape}")) is not None:
-                told = {"vs_dynamic": round(ms / known.ms, 3), "dynamic_ms": known.ms}
-            yield recorder.add(subject.spec, None, metric, "ms", shape, values, caches_before=before, **told, **common)
-        for metric, shape, n, one in plan:
-            if dense:
-                one(subject.make, n)  # plans of shapes that the process has not seen
-            key = f"{metric} {shape}"
-            fastest = None if dense else dynamic.get(key)
-            rival = None if fastest is None else partial(runner.dynamic, one, n, fastest.form)
-            values, found = repeated(partial(one, subject.make, n), repeats, rival)
-            bits = found.pop("effective_bits", 16.0 if dense else None)
-            if dense:
-                mine = Fastest(values["p50"], subject.form)
-                dynamic[key] = min(dynamic.get(key, mine), mine)
-            yield recorder.add(subject.spec, bits, metric, "ms", shape, values, **found, **common)
-    except Exception as error:  # a failed cache must not lose the others' results
-        lost = device_lost(runner.device)
-        word = "device lost" if lost else "no kernel" if isinstance(error, UnsupportedError) else "failed"
-        status = f"{word}: {type(error).__name__}: {str(error)[:300]}"
-        yield recorder.add(subject.spec, None, metric, "ms", shape, None, status=status, **common)
-        if lost:
-            raise DeviceLostError(f"bench first: {subject.spec} broke the CUDA context.") from error
-        if not isinstance(error, KVError | RuntimeError | ValueError):
-            recorder.say(f"unexpected {type(error).__name__}; the row says what")
+) -> None:
+    more = {"cache": subject.cache, "form": subject.form}
+    for metric, shape, n, run in timings:
+        with recorder.case("dense", shape, metric, "ms", bits=16.0, more=more) as case:
+            run(subject.make, n)  # plans of shapes that the process has not seen
+            values, found = repeated(partial(run, subject.make, n), repeats)
+            mine = Fastest(values["p50"], subject.form)
+            dynamic[metric, shape] = min(dynamic.get((metric, shape), mine), mine)
+            case.add(metric, "ms", values, **found)
+
+
+def _first_cache(
+    subject: Subject,
+    prompt: int,
+    recorder: Recorder,
+    runner: Runner,
+    dynamic: dict[tuple[str, str], Fastest],
+    before: int,
+) -> bool:
+    """Time the first cache of a spec; return whether it works."""
+    shape = shape_name(prompt)
+    with recorder.case(subject.spec, shape, "first_cache_ms", "ms", more={"cache": subject.cache}) as case:
+        ms, _ = runner.first(subject.make, prompt)
+        told = {}
+        if (known := dynamic.get(("first_token_ms", shape))) is not None:
+            told = {"vs_dynamic": round(ms / known.ms, 3), "dynamic_ms": known.ms}
+        case.add("first_cache_ms", "ms", flat(ms), caches_before=before, **told)
+        return True
+    return False
+
+
+def _packed_row(
+    subject: Subject,
+    timing: Timing,
+    recorder: Recorder,
+    runner: Runner,
+    dynamic: dict[tuple[str, str], Fastest],
+    repeats: int,
+) -> None:
+    metric, shape, n, run = timing
+    with recorder.case(subject.spec, shape, metric, "ms", more={"cache": subject.cache}) as case:
+        fastest = dynamic.get((metric, shape))
+        rival = None if fastest is None else partial(runner.dynamic, run, n, fastest.form)
+        values, found = repeated(partial(run, subject.make, n), repeats, rival)
+        case.bits = found.pop("effective_bits", None)
+        case.add(metric, "ms", values, **found)

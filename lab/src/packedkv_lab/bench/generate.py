@@ -19,26 +19,28 @@ the same call under ``torch.backends.cuda.enable_cudnn_sdp(False)``. What is com
 its faster form.
 """
 
+import contextlib
 import gc
 import importlib
+import os
 import re
 import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from itertools import pairwise
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 
 from packedkv.cli.measure.generation import FORMS, attention_backends
 from packedkv.description import describe
-from packedkv.errors import KVError, SpecError, UnsupportedError
+from packedkv.errors import SpecError, UnsupportedError
 from packedkv.fitting.samples import capture
 from packedkv.integrations.transformers.argument import passing
-from packedkv_lab.bench.gpu_lock import GpuLock
-from packedkv_lab.bench.quantizer_rivals import quantizer_rivals
-from packedkv_lab.bench.record import Deadline, DeviceLostError, Recorder, Row, device_lost, spread
-from packedkv_lab.bench.timing import synchronize
+from packedkv_lab.bench.record import Recorder
+from packedkv_lab.bench.rivals import quantizer_rivals
+from packedkv_lab.bench.timing import spread, synchronize
 
 WAYS = ("generate", "graph", "compiled")
 BATCHES = (8, 1)
@@ -47,6 +49,19 @@ RIVALS = {"generate": "DynamicCache", "graph": "StaticCache", "compiled": "Stati
 """16-bit caches of transformers that each way is compared with."""
 QUANTIZED_BITS = 4
 """Of transformers' QuantizedCache."""
+SHAPES = {
+    "Qwen3-8B": ("Qwen3Config", {
+        "vocab_size": 151936, "hidden_size": 4096, "intermediate_size": 12288, "num_hidden_layers": 36,
+        "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128, "max_position_embeddings": 40960,
+        "rope_theta": 1e6,
+    }),
+    "Llama-3.2-1B": ("LlamaConfig", {
+        "vocab_size": 128256, "hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16,
+        "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 64, "max_position_embeddings": 131072,
+        "tie_word_embeddings": True,
+    }),
+}  # fmt: skip
+"""Models by name: class of the config, and its sizes."""
 UNCOUNTED = 3
 """Steps of a call that are not counted: the first ones of a compiled call record its graphs."""
 
@@ -63,13 +78,6 @@ def shape_name(batch: int, prompt: int) -> str:
 def batches_of(names: str) -> tuple[int, ...]:
     """Sequences of shapes by name, comma-separated; of the default prompt only.
 
-    Raises
-    ------
-    SpecError
-        Another name.
-
-    Examples
-    --------
     >>> batches_of("qwen3_8b_b1_32k,qwen3_8b_b8_32k")
     (1, 8)
     """
@@ -82,31 +90,60 @@ def batches_of(names: str) -> tuple[int, ...]:
     return tuple(found)
 
 
-def make_model(device: torch.device, layers: int = 36, **sizes: Any) -> Any:
-    """Return a randomly initialised Qwen3-8B (or another size, for tests)."""
+def require_transformers(bench: str) -> None:
+    """Import transformers and register the attention function; ``UnsupportedError`` without transformers."""
+    try:
+        importlib.import_module("transformers")
+        importlib.import_module("packedkv.integrations.transformers.cache")
+    except ModuleNotFoundError as error:
+        raise UnsupportedError(
+            f"bench {bench} needs transformers; run: pip install 'packedkv[transformers]'"
+        ) from error
+
+
+def make_model(name: str, device: torch.device, **sizes: Any) -> Any:
+    """Return a model of ``SHAPES`` (or of other sizes, for tests) with random bf16 weights."""
     transformers = importlib.import_module("transformers")
-    shape = {
-        "vocab_size": 151936, "hidden_size": 4096, "intermediate_size": 12288, "num_hidden_layers": layers,
-        "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128, "max_position_embeddings": 40960,
-        "rope_theta": 1e6,
-    }  # fmt: skip
-    config = transformers.Qwen3Config(**(shape | sizes))
+    kind, shape = SHAPES[name]
     torch.manual_seed(0)
     with device:
+        config = getattr(transformers, kind)(**(shape | sizes))
         model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).eval()
     model.generation_config.pad_token_id = 0
     model.generation_config.eos_token_id = None
     return model
 
 
-class Filler:
-    """Makes caches that hold random tokens, one short of the prompt.
+class GpuLock:
+    """A lock for processes that share a GPU, through a file; without a file there is no other process.
 
-    Parameters
-    ----------
-    model : PreTrainedModel
-    batch, prompt, room : int
-        Sequences, tokens of the prompt, and how many more a cache of fixed capacity holds.
+    torch.compile takes most of a minute of CPU time per cache and hardly uses the GPU. Processes compile in parallel
+    (``exclusive=False``); while one is timed, no other process runs.
+    """
+
+    def __init__(self, path: Path | None = None) -> None:
+        self.path = path
+
+    @contextlib.contextmanager
+    def held(self, *, exclusive: bool) -> Iterator[None]:
+        """Hold the lock; waits for the processes that exclude this one."""
+        if self.path is None:
+            yield
+            return
+        import fcntl  # not on every system
+
+        handle = os.open(self.path, os.O_CREAT | os.O_RDWR, 0o644)
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX if exclusive else fcntl.LOCK_SH)
+            yield
+        finally:
+            os.close(handle)  # releases the lock, as does the end of the process
+
+
+class Filler:
+    """Makes caches of ``batch`` sequences that hold random tokens, one short of the prompt.
+
+    A cache of fixed capacity holds ``room`` tokens more than the prompt.
     """
 
     def __init__(self, model: Any, batch: int, prompt: int, room: int) -> None:
@@ -144,10 +181,7 @@ class Filler:
     def packed(self, spec: str, fixed: bool) -> Any:
         """Return an empty packed cache served by the kernels; ``fixed``: of fixed capacity.
 
-        Raises
-        ------
-        UnsupportedError
-            If a role has no kernel to be encoded: the reference would take minutes to fill all layers.
+        ``UnsupportedError`` if no kernel encodes a role: the reference would take minutes to fill all layers.
         """
         written = describe(spec)["kernels"]["encode"]
         if not written or "none" in str(written):
@@ -157,90 +191,49 @@ class Filler:
         return cache_for(self.model, spec, attention="fused", max_len=max_len, probe=False)
 
 
-def generate_rows(
-    specs: Sequence[str],
-    recorder: Recorder,
-    *,
-    device: torch.device,
-    seed: int = 0,
-    deadline: Deadline | None = None,
-    batches: Sequence[int] = BATCHES,
-    ways: Sequence[str] = WAYS,
-    libraries: bool = True,
-    dense: bool = True,
-    lock: GpuLock | None = None,
-    prompt: int = PROMPT,
-    new_tokens: int = 16,
-    model: Any = None,
-) -> Iterator[Row]:
-    """Time transformers' caches and presets; what is there already is left out.
-
-    Parameters
-    ----------
-    specs : sequence of str
-    recorder, device, deadline
-        As ``decode.decode_rows``.
-    seed : int
-        Stamped; weights and tokens are drawn from 0.
-    batches : sequence of int
-    ways : sequence of str
-        Of ``WAYS``.
-    libraries : bool
-        Whether to time QuantizedCache as well.
-    dense : bool
-        Whether to time the 16-bit caches.
-    lock : GpuLock, optional
-        Shared with processes that time other specs at the same time.
-    prompt, new_tokens : int
-    model : PreTrainedModel, optional
-        Default ``make_model``.
-
-    Returns
-    -------
-    iterator of dict
-        Rows as they are measured.
-
-    Raises
-    ------
-    UnsupportedError
-        If transformers is not installed.
-    SpecError
-        An unknown way.
-    """
-    deadline, lock = deadline or Deadline(), lock or GpuLock()
-    if unknown := set(ways) - set(WAYS):
-        raise SpecError(f"bench generate: no way {', '.join(sorted(unknown))}; there are {', '.join(WAYS)}.")
-    try:
-        importlib.import_module("transformers")
-        importlib.import_module("packedkv.integrations.transformers.cache")  # registers the attention function
-    except ModuleNotFoundError as error:
-        raise UnsupportedError("bench generate needs transformers: pip install 'packedkv[transformers]'") from error
-    for way in ways:
-        for batch in batches:
-            jobs = _jobs(way, specs, dense, libraries)
-            metric, name = f"ms_per_token_{way}", shape_name(batch, prompt)
-            jobs = [job for job in jobs if not recorder.has(job.spec, metric, name, job.form or None)]
-            if not jobs:
-                continue
-            if model is None and not deadline.passed:
-                with lock.shared():
-                    model = make_model(device)
-            filler = None
-            for job in jobs:
-                if deadline.passed:
-                    recorder.say(f"out of time before {way} of {job.spec}, {batch} sequences; run again to go on")
-                    return
-                filler = filler or Filler(model, batch, prompt, new_tokens + 32)
-                yield _row(job, way, filler, new_tokens, recorder, lock)
-
-
 class Job(NamedTuple):
-    """One cache to time: what its row says, and how a filler makes it; ``form`` of those that grow."""
+    """A cache to benchmark: fields of its row, and its factory; ``form`` of caches that grow."""
 
     spec: str
     cache: str
     make: Callable[[Filler], Any]
     form: str = ""
+
+
+def generate_rows(
+    specs: Sequence[str],
+    recorder: Recorder,
+    *,
+    batches: Sequence[int] = BATCHES,
+    ways: Sequence[str] = WAYS,
+    dense: bool = True,
+    lock: GpuLock | None = None,
+    prompt: int = PROMPT,
+    new_tokens: int = 16,
+    model: Any = None,
+) -> None:
+    """Time transformers' caches (16-bit ones if ``dense``) and presets; what is recorded already is left out.
+
+    Weights and tokens are random, seed 0. ``UnsupportedError`` without transformers, ``SpecError`` for an unknown way.
+    """
+    if unknown := set(ways) - set(WAYS):
+        raise SpecError(f"bench generate: no way {', '.join(sorted(unknown))}; there are {', '.join(WAYS)}.")
+    require_transformers("generate")
+    lock = lock or GpuLock()
+    for way in ways:
+        for batch in batches:
+            jobs = _jobs(way, specs, dense, recorder.libraries)
+            metric, name = f"ms_per_token_{way}", shape_name(batch, prompt)
+            jobs = [job for job in jobs if not recorder.has(job.spec, metric, name, job.form or None)]
+            filler = None
+            for job in jobs:
+                if recorder.late(f"{way} of {job.spec}, {batch} sequences"):
+                    return
+                if model is None:
+                    with lock.held(exclusive=False):
+                        model = make_model("Qwen3-8B", recorder.device)
+                filler = filler or Filler(model, batch, prompt, new_tokens + 32)
+                _row(job, way, filler, new_tokens, recorder, lock)
 
 
 def _jobs(way: str, specs: Sequence[str], dense: bool, libraries: bool) -> list[Job]:
@@ -257,37 +250,28 @@ def _jobs(way: str, specs: Sequence[str], dense: bool, libraries: bool) -> list[
     return found
 
 
-def _row(job: Job, way: str, filler: Filler, new_tokens: int, recorder: Recorder, lock: GpuLock) -> Row:
-    model, device = filler.model, filler.model.device
+def _row(job: Job, way: str, filler: Filler, new_tokens: int, recorder: Recorder, lock: GpuLock) -> None:
+    model, name = filler.model, shape_name(filler.batch, filler.prompt)
     model.set_attn_implementation("packedkv" if job.cache == "packedkv fused" else "sdpa")
     model.generation_config.disable_compile = way != "compiled"
-    name = shape_name(filler.batch, filler.prompt)
+    more = {"cache": job.cache, "prompt_tokens": filler.prompt, "new_tokens": new_tokens,
+            "model": f"Qwen3-8B-shaped, {model.config.num_hidden_layers} layers, random bf16 weights"}  # fmt: skip
+    more |= {"form": job.form} if job.form else {}
     bits = 16.0 if job.spec == "dense" else None
-    common = {"cache": job.cache, "prompt_tokens": filler.prompt, "new_tokens": new_tokens,
-              "model": f"Qwen3-8B-shaped, {model.config.num_hidden_layers} layers, random bf16 weights"}  # fmt: skip
-    common |= {"form": job.form} if job.form else {}
     timed, make = timed_graph if way == "graph" else timed_generate, partial(job.make, filler)
-    try:
-        with attention_backends(job.form):
-            if way != "graph":
-                with lock.shared():
-                    timed(filler, make, UNCOUNTED + 2)  # compiles
-            with lock.exclusive():
-                found = timed(filler, make, new_tokens)
-    except Exception as error:  # a failed cache must not lose the others' results
-        lost = device_lost(device)
-        word = "device lost" if lost else "no kernel" if isinstance(error, UnsupportedError) else "failed"
-        status = f"{word}: {type(error).__name__}: {str(error)[:300]}"
-        if isinstance(error, ImportError) and job.cache == "QuantizedCache":
-            status = "not installed"
-        row = recorder.add(job.spec, bits, f"ms_per_token_{way}", "ms", name, None, status=status, **common)
-        if lost:
-            raise DeviceLostError(f"bench generate: {way} of {job.spec} broke the CUDA context.") from error
-        if not isinstance(error, KVError | RuntimeError | ValueError | NotImplementedError | ImportError):
-            recorder.say(f"unexpected {type(error).__name__}; the row says what")
-        return row
-    bits = found.pop("effective_bits", bits)
-    return recorder.add(job.spec, bits, f"ms_per_token_{way}", "ms", name, found.pop("values"), **found, **common)
+    with (
+        recorder.case(
+            job.spec, name, f"ms_per_token_{way}", "ms", bits=bits, name=f"{way} of {job.spec}", more=more
+        ) as case,
+        attention_backends(job.form),
+    ):
+        if way != "graph":
+            with lock.held(exclusive=False):
+                timed(filler, make, UNCOUNTED + 2)  # compiles
+        with lock.held(exclusive=True):
+            found = timed(filler, make, new_tokens)
+        case.bits = found.pop("effective_bits", bits)
+        case.add(f"ms_per_token_{way}", "ms", found.pop("values"), **found)
 
 
 def _clean(device: torch.device) -> int:

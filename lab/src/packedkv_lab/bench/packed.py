@@ -7,13 +7,15 @@ from pages and table as written, so that a bench of any size can be verified on 
 Copies of a few pages would not do: the output of attention shrinks with the square root of the number of different
 tokens, but a biased error does not.
 
-Keys that are encoded without their mean (``mean=pre`` or ``post``, ``ghost``) have one in every pair of channels.
+Keys that are encoded without their mean (``mean=pre`` or ``post``, ``ghost``) have one in every pair of channels; no
+model has more.
 
-Only ``packed_operator``, ``packed_encode.encode_operator`` and ``prefill.prefill_operator`` know the kernels' callers.
+Only ``packed_operator``, ``encode.encode_operator`` and ``prefill.prefill_operator`` know the kernels' callers.
 """
 
 import math
 from collections.abc import Iterable
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
@@ -24,11 +26,11 @@ from packedkv.attention import rounded_queries
 from packedkv.cache.fused import FusedLayerCache, fused_refusal
 from packedkv.codec import ROLES, Params, Role, Sample, Site
 from packedkv.errors import UnsupportedError
+from packedkv.ops.rope import Rotary
 from packedkv.registry import get
 from packedkv.scheme import KVScheme
 from packedkv.store.pages import PageStore
-from packedkv.store.site import LayerSite
-from packedkv_lab.bench.key_means import decided, mean_of
+from packedkv.store.site import LayerSite, MeanRemoval
 from packedkv_lab.bench.shapes import Shape
 
 CHUNK_TOKENS, CHUNK_ELEMENTS = 16384, 1 << 27
@@ -42,6 +44,8 @@ SCALES = (0.1, 1.0, 4.0)
 """Of the queries in the gate: nearly all tokens count, as drawn, a few count."""
 LAYER, LAYERS = 16, 32
 """A middle layer: presets that hold the outer layers dense pack this one."""
+ROPE_BASE, MEAN_SIZE = 1e6, 3.0
+"""Base of RoPE, as in Qwen2.5; standard deviation of a mean's channels, of keys whose own is 1."""
 
 
 def scheme_of(spec: str) -> KVScheme:
@@ -49,21 +53,25 @@ def scheme_of(spec: str) -> KVScheme:
     return decided(get(spec).for_layer(LAYER, LAYERS))
 
 
+def decided(scheme: KVScheme) -> KVScheme:
+    """Decide ``mean=auto`` of a layer: codecs that are made for keys without their mean (``ghost``) hold them so."""
+    if scheme.mean != "auto":
+        return scheme
+    return replace(scheme, mean="pre" if scheme.key.without_mean else "none")
+
+
+def mean_of(scheme: KVScheme, heads: int, head_dim: int, device: torch.device) -> MeanRemoval | None:
+    """Return what a layer of a ``decided`` scheme subtracts from its keys; None: nothing."""
+    if scheme.mean not in ("pre", "post"):
+        return None
+    given = MEAN_SIZE * torch.randn(1, heads, head_dim, generator=torch.Generator().manual_seed(1))
+    frequencies = ROPE_BASE ** -(torch.arange(0, head_dim, 2) / head_dim)
+    rotary = Rotary(frequencies.to(device)) if scheme.mean == "pre" else None
+    return MeanRemoval("pre" if rotary else "post", rotary, given.to(device), "weights")
+
+
 class Packed:
-    """A filled cache, a query, and the decoded reference.
-
-    Parameters
-    ----------
-    spec : str
-    shape : Shape
-    device : torch.device
-    seed : int
-
-    Raises
-    ------
-    UnsupportedError
-        If no kernel reads this scheme; the text says why.
-    """
+    """A filled cache, a query, and the decoded reference."""
 
     path = "cuda"
     """Which kernels serve the cache, as rows name them."""
@@ -247,13 +255,7 @@ def _attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 @torch.no_grad()
 def packed_operator(spec: str, shape: Shape, device: torch.device, seed: int = 0) -> Packed:
-    """Return a filled cache whose ``attend`` is what the benches time.
-
-    Raises
-    ------
-    UnsupportedError
-        If no kernel reads this scheme at this head_dim on this device.
-    """
+    """Return a filled cache whose ``attend`` is what the benches time; ``UnsupportedError`` without a kernel here."""
     if reason := fused_refusal(scheme_of(spec), shape.head_dim, device):
         raise UnsupportedError(reason)
     return Packed(spec, shape, device, seed)

@@ -17,9 +17,8 @@ the very least (``least_apart_us``): bytes read and written at 4.3 TB/s, then fl
 """
 
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -28,14 +27,14 @@ from torch.nn.attention.bias import causal_lower_right
 from torch.nn.functional import scaled_dot_product_attention
 
 from packedkv.attention import rounded_queries
-from packedkv.errors import KVError, SpecError, UnsupportedError
+from packedkv.errors import SpecError
 from packedkv.kernels.cuda.engine import CudaEngine
 from packedkv.kernels.tokens import ChunkTokens, Rules
-from packedkv_lab.bench.decode import ROOFLINE_BYTES_PER_US, ratio
+from packedkv_lab.bench.decode import ROOFLINE_BYTES_PER_US
 from packedkv_lab.bench.packed import SCALES, Gate, Packed, packed_operator, worst
-from packedkv_lab.bench.record import Deadline, DeviceLostError, Recorder, Row, device_lost
+from packedkv_lab.bench.record import GateError, Recorder
 from packedkv_lab.bench.shapes import Shape
-from packedkv_lab.bench.timing import Timer
+from packedkv_lab.bench.timing import ratio
 
 QUERIES = (16, 128, 512, 2048)
 HISTORIES = ((1, 2048), (1, 32768), (8, 8192))
@@ -56,13 +55,6 @@ def prefill_shape(batch: int, tokens: int, queries: int) -> Shape:
 def prefill_shapes(names: str) -> list[Shape]:
     """Shapes by name, comma-separated: ``prefill_b1_t2048_q16``; ``all`` is the default, ``hqmq`` HQMQ's tables.
 
-    Raises
-    ------
-    SpecError
-        Another name.
-
-    Examples
-    --------
     >>> [shape.name for shape in prefill_shapes("prefill_b1_t2048_q16")], len(prefill_shapes("all,hqmq"))
     (['prefill_b1_t2048_q16'], 20)
     """
@@ -81,50 +73,24 @@ def prefill_shapes(names: str) -> list[Shape]:
 _NAME = re.compile(r"prefill_b(\d+)_t(\d+)_q(\d+)")
 
 
-def prefill_rows(
-    specs: Sequence[str],
-    recorder: Recorder,
-    *,
-    timer: Timer,
-    device: torch.device,
-    seed: int = 0,
-    deadline: Deadline | None = None,
-    shapes: Sequence[Shape] | None = None,
-) -> Iterator[Row]:
-    """Time presets and flash attention; what the recorder's file already holds is left out.
-
-    Parameters
-    ----------
-    specs : sequence of str
-    recorder, timer, device, seed, deadline
-        As ``decode.decode_rows``.
-    shapes : sequence of Shape, optional
-        Of ``prefill_shapes``; default ``all``.
-
-    Returns
-    -------
-    iterator of dict
-        Rows as they are measured.
-    """
-    deadline = deadline or Deadline()
-    for shape in prefill_shapes("all") if shapes is None else shapes:
+def prefill_rows(specs: Sequence[str], shapes: Sequence[Shape], recorder: Recorder) -> None:
+    """Time presets and flash attention at shapes of ``prefill_shapes``; what is recorded already is left out."""
+    for shape in shapes:
         n = shape.queries
         wanted = [spec for spec in specs if not recorder.has(spec, "prefill_us", shape.name)]
         if not wanted:
             continue
-        if deadline.passed:
-            recorder.say(f"out of time before {shape.name}; run again to go on")
+        if recorder.late(shape.name):
             return
-        draw = partial(_draw, torch.Generator(device).manual_seed(seed), shape.batch)
+        draw = partial(_draw, torch.Generator(recorder.device).manual_seed(recorder.seed), shape.batch)
         k, v = draw(8, shape.tokens + n), draw(8, shape.tokens + n)
-        flash = timer.eager(partial(dense_attention, draw(32, n), k, v), 12)
-        yield recorder.add("dense", 16.0, "prefill_us", "us", shape.name, flash, sizes=shape.sizes())
+        flash = recorder.timer.eager(partial(dense_attention, draw(32, n), k, v), 12)
+        recorder.add("dense", 16.0, "prefill_us", "us", shape.name, flash, sizes=shape.sizes())
         del k, v
         for spec in wanted:
-            if deadline.passed:
-                recorder.say(f"out of time before {spec} at {shape.name}; run again to go on")
+            if recorder.late(f"{spec} at {shape.name}"):
                 return
-            yield from _preset_rows(spec, shape, recorder, timer, flash["p50"], device, seed)
+            _preset_rows(spec, shape, recorder, flash["p50"])
 
 
 def _draw(generator: torch.Generator, batch: int, heads: int, n: int) -> Tensor:
@@ -134,10 +100,9 @@ def _draw(generator: torch.Generator, batch: int, heads: int, n: int) -> Tensor:
 
 def dense_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """Flash attention of the newest ``q [B, HQ, n, D]`` over bf16 ``k, v [B, H, T, D]``: query i sees T - n + i + 1."""
-    backends = [SDPBackend.FLASH_ATTENTION] if q.is_cuda else [SDPBackend.MATH]
-    mask = causal_lower_right(q.shape[2], k.shape[2])
     if q.is_cuda:
-        with sdpa_kernel(backends):
+        mask = causal_lower_right(q.shape[2], k.shape[2])
+        with sdpa_kernel([SDPBackend.FLASH_ATTENTION]):
             return scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=True)
     hidden = torch.arange(k.shape[2])[None] > torch.arange(q.shape[2])[:, None] + k.shape[2] - q.shape[2]
     bias = torch.zeros(hidden.shape, dtype=q.dtype).masked_fill_(hidden, -torch.inf)
@@ -145,44 +110,24 @@ def dense_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def _preset_rows(
-    spec: str, shape: Shape, recorder: Recorder, timer: Timer, flash: float, device: torch.device, seed: int
-) -> Iterator[Row]:
-    n = shape.queries
-    common: dict[str, Any] = {"sizes": shape.sizes() | {"queries": n}}
-    bits = None
-
-    def refused(status: str) -> Row:
-        return recorder.add(spec, bits, "prefill_us", "us", shape.name, None, status=status, **common)
-
-    try:
-        packed = packed_operator(spec, shape, device, seed)
-        draw = partial(_draw, torch.Generator(device).manual_seed(seed), shape.batch)
+def _preset_rows(spec: str, shape: Shape, recorder: Recorder, flash: float) -> None:
+    n, timer = shape.queries, recorder.timer
+    with recorder.case(spec, shape.name, "prefill_us", more={"sizes": shape.sizes() | {"queries": n}}) as case:
+        packed = packed_operator(spec, shape, recorder.device, recorder.seed)
+        draw = partial(_draw, torch.Generator(recorder.device).manual_seed(recorder.seed), shape.batch)
         q, k, v = draw(shape.query_heads, n), draw(shape.kv_heads, n), draw(shape.kv_heads, n)
         fused = prefill_operator(packed, q, k, v)
         asked = [(q * scale).bfloat16() for scale in SCALES]
         checked = worst(prefill_error(packed, x, k, v, prefill_operator(packed, x, k, v)()) for x in asked)
         if not checked.passed:
-            yield refused(f"failed its gate: {checked}")
-            return
+            raise GateError(str(checked))
         ours = timer.eager(fused, 12)
         apart = timer.eager(lambda: prefill_apart(packed, q, k, v), 3)
-        decode = timer.eager(packed.cache.decode, 3)
-    except UnsupportedError as error:
-        yield refused(f"no kernel: {error}")
-        return
-    except (KVError, RuntimeError) as error:  # as in decode: the others are timed
-        lost = device_lost(device)
-        yield refused(f"{'device lost' if lost else 'failed'}: {type(error).__name__}: {str(error)[:300]}")
-        if lost:
-            raise DeviceLostError(f"bench prefill: {spec} at {shape.name} broke the CUDA context.") from error
-        return
-    least = (packed.bytes_read + 2 * shape.bf16_bytes) / ROOFLINE_BYTES_PER_US + flash
-    yield recorder.add(spec, bits, "dequant_us", "us", shape.name, decode, **common)
-    yield recorder.add(spec, bits, "prefill_apart_us", "us", shape.name, apart, least_apart_us=least, **common)
-    speedup = ratio(apart["p50"], ours)
-    yield recorder.add(spec, bits, "prefill_speedup", "x", shape.name, speedup, **common)
-    yield recorder.add(spec, bits, "prefill_us", "us", shape.name, ours, flash_us=flash, **common)
+        least = (packed.bytes_read + 2 * shape.bf16_bytes) / ROOFLINE_BYTES_PER_US + flash
+        case.add("dequant_us", "us", timer.eager(packed.cache.decode, 3))
+        case.add("prefill_apart_us", "us", apart, least_apart_us=least)
+        case.add("prefill_speedup", "x", ratio(apart["p50"], ours))
+        case.add("prefill_us", "us", ours, flash_us=flash)
 
 
 def prefill_apart(packed: Packed, q: Tensor, k: Tensor, v: Tensor) -> Tensor:

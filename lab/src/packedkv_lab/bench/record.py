@@ -8,7 +8,10 @@ are always within one run) and, where nothing was timed, ``values`` null and ``s
 
 import json
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -16,19 +19,13 @@ import torch
 
 from packedkv.cli.page.rows import read_rows
 from packedkv.errors import KVError, UnsupportedError
+from packedkv_lab.bench import timing
 
 Row = dict[str, Any]
-Values = Mapping[str, float]
 
 
 def usable_device(bench: str, device: str) -> torch.device:
-    """Return the device.
-
-    Raises
-    ------
-    UnsupportedError
-        If torch does not know it, or cannot use it.
-    """
+    """Return the device; ``UnsupportedError`` if torch does not know it, or cannot use it."""
     try:
         return torch.empty(0, device=device).device
     except (RuntimeError, AssertionError) as error:
@@ -39,13 +36,7 @@ def usable_device(bench: str, device: str) -> torch.device:
 
 
 def require_gpu(what: str, device: str) -> torch.device:
-    """Return the device.
-
-    Raises
-    ------
-    UnsupportedError
-        If it is not an available CUDA device.
-    """
+    """Return the device; ``UnsupportedError`` if it is not an available CUDA device."""
     if device.split(":")[0] != "cuda":
         raise UnsupportedError(
             f"bench {what} times kernels on a GPU; pass --device cuda. On a CPU: packedkv bench cache, or bench codec."
@@ -55,15 +46,8 @@ def require_gpu(what: str, device: str) -> torch.device:
     return torch.device(device)
 
 
-def spread(values: Sequence[float], digits: int = 4) -> dict[str, float]:
-    """20th, 50th and 80th percentile, interpolated linearly.
-
-    >>> spread([1.0, 2.0, 3.0, 4.0, 11.0])
-    {'p20': 1.8, 'p50': 3.0, 'p80': 5.4}
-    """
-    points = torch.tensor([0.2, 0.5, 0.8], dtype=torch.float64)
-    found = torch.tensor(list(values), dtype=torch.float64).quantile(points)
-    return {name: round(float(x), digits) for name, x in zip(("p20", "p50", "p80"), found, strict=True)}
+class GateError(KVError):
+    """A result that is checked before timing is wrong."""
 
 
 class DeviceLostError(KVError):
@@ -81,8 +65,36 @@ def device_lost(device: torch.device) -> bool:
     return False
 
 
+def status_of(error: Exception) -> str:
+    """Return what a row says of an error in place of values."""
+    if isinstance(error, GateError):
+        return f"failed its gate: {error}"
+    if isinstance(error, UnsupportedError):
+        return f"no kernel: {error}"
+    if isinstance(error, ModuleNotFoundError):
+        return "not installed"
+    word = "not available" if isinstance(error, ImportError) else "failed"
+    return f"{word}: {_named(error)}"
+
+
+def _named(error: Exception) -> str:
+    return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0][:300]}"
+
+
+class Deadline:
+    """Seconds that a run may take, from its making; None: no end."""
+
+    def __init__(self, seconds: float | None = None) -> None:
+        self.end = None if seconds is None else time.monotonic() + seconds
+
+    @property
+    def passed(self) -> bool:
+        """Whether the time is over."""
+        return self.end is not None and time.monotonic() > self.end
+
+
 class Recorder:
-    """Rows in a file, appended one by one.
+    """Rows in a file, appended one by one, and what all benches of a run share.
 
     Parameters
     ----------
@@ -92,12 +104,41 @@ class Recorder:
         Added to every row.
     say : callable
         Gets a line of text per row.
+    device, seed
+        What is measured, and the seed of random tensors.
+    deadline : Deadline
+        Nothing is started after it.
+    libraries : bool
+        Whether other libraries are timed as well.
     """
 
-    def __init__(self, path: Path | None, common: Mapping[str, Any], say: Callable[[str], None]) -> None:
+    def __init__(
+        self,
+        path: Path | None,
+        common: Mapping[str, Any],
+        say: Callable[[str], None],
+        *,
+        device: torch.device | str = "cpu",
+        seed: int = 0,
+        deadline: Deadline | None = None,
+        libraries: bool = True,
+    ) -> None:
         self.path, self.common, self.say = path, common, say
+        self.device, self.seed, self.libraries = torch.device(device), seed, libraries
+        self.deadline = deadline or Deadline()
         self.rows: list[Row] = read_rows([path]) if path is not None and path.is_file() else []
         self.begun = len(self.rows)
+
+    @cached_property
+    def timer(self) -> "timing.Timer":
+        """The timer of a GPU; made on first use, because its buffer is large."""
+        return timing.Timer(self.device)
+
+    def late(self, before: str) -> bool:
+        """Whether the deadline has passed; says before what."""
+        if self.deadline.passed:
+            self.say(f"out of time before {before}; run again to go on")
+        return self.deadline.passed
 
     def add(
         self,
@@ -106,12 +147,12 @@ class Recorder:
         metric: str,
         unit: str,
         shape: str,
-        values: Values | None,
+        values: Mapping[str, float] | None,
         **more: Any,
     ) -> Row:
         """Write one row and return it; ``values`` None needs a ``status``."""
         row = {"spec": spec, "effective_bits": bits, "metric": metric, "unit": unit,
-               "values": None if values is None else dict(values), "shape": shape, **more, **self.common}  # fmt: skip
+               "values": None if values is None else dict(values), "shape": shape, **self.common, **more}  # fmt: skip
         if values is None and "status" not in more:
             raise ValueError(f"row {spec} {metric} {shape} has neither values nor a status")
         self.rows.append(row)
@@ -121,6 +162,35 @@ class Recorder:
         shown = row.get("status") if values is None else f"{values['p50']:.4g} {unit}"
         self.say(f"{shape:<18} {spec:<22} {metric:<28} {shown}")
         return row
+
+    @contextmanager
+    def case(
+        self,
+        spec: str,
+        shape: str,
+        metric: str,
+        unit: str = "us",
+        *,
+        bits: float | None = None,
+        name: str = "",
+        more: Mapping[str, Any] | None = None,
+    ) -> Iterator["Case"]:
+        """Yield a case; an error of the block becomes a row of ``metric`` with a status, and the other cases go on.
+
+        Raises
+        ------
+        DeviceLostError
+            The block broke the CUDA context; its row says so.
+        """
+        case = Case(self, spec, shape, bits, dict(more or {}))
+        try:
+            yield case
+        except Exception as error:
+            lost = device_lost(self.device)
+            status = f"device lost: {_named(error)}" if lost else status_of(error)
+            self.add(spec, case.bits, metric, unit, shape, None, status=status, **case.more)
+            if lost:
+                raise DeviceLostError(f"bench: {name or spec} at {shape} broke the CUDA context.") from error
 
     def has(self, spec: str, metric: str, shape: str, form: str | None = None) -> bool:
         """Whether such a row was measured, in this run or an earlier one, or broke the device; others are retried."""
@@ -135,6 +205,21 @@ class Recorder:
     def new(self) -> list[Row]:
         """Rows of this run."""
         return self.rows[self.begun :]
+
+
+@dataclass
+class Case:
+    """A spec at a shape, and what all of its rows say."""
+
+    recorder: Recorder
+    spec: str
+    shape: str
+    bits: float | None
+    more: dict[str, Any]
+
+    def add(self, metric: str, unit: str, values: Mapping[str, float], **more: Any) -> None:
+        """Write one row."""
+        self.recorder.add(self.spec, self.bits, metric, unit, self.shape, values, **(self.more | more))
 
 
 def key_of(row: Mapping[str, Any]) -> tuple[Any, ...]:
@@ -156,21 +241,3 @@ def newest(rows: Sequence[Row]) -> list[Row]:
         if old is None or rank >= (old.get("values") is not None, old.get("run") or ""):
             kept[key] = row
     return list(kept.values())
-
-
-class Deadline:
-    """Seconds that a run may take, from its making.
-
-    Parameters
-    ----------
-    seconds : float, optional
-        None: no end.
-    """
-
-    def __init__(self, seconds: float | None = None) -> None:
-        self.end = None if seconds is None else time.monotonic() + seconds
-
-    @property
-    def passed(self) -> bool:
-        """Whether the time is over."""
-        return self.end is not None and time.monotonic() > self.end

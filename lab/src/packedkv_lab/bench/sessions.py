@@ -29,7 +29,8 @@ from urllib.parse import urlsplit
 import numpy as np
 
 from packedkv.errors import KVError, SpecError
-from packedkv_lab.bench.record import Recorder, Row, spread
+from packedkv_lab.bench.record import Recorder
+from packedkv_lab.bench.timing import spread
 
 FIRST_ID = 100
 """Ids below this are special tokens in most vocabularies."""
@@ -37,17 +38,10 @@ FIRST_ID = 100
 
 @dataclass(frozen=True)
 class Server:
-    """A running server.
+    """A running server; without a model, the first one that it lists.
 
-    Parameters
-    ----------
-    url : str
-    model : str, optional
-        None: the first model that the server lists.
-    headers : mapping
-        Sent with every request, e.g. an authorization.
-    timeout : float
-        Seconds between two pieces of an answer.
+    ``headers`` are sent with every request, e.g. an authorization; ``timeout`` is in seconds between two pieces of an
+    answer.
     """
 
     url: str
@@ -58,12 +52,7 @@ class Server:
     def request(self, path: str, body: object = None) -> http.client.HTTPResponse:
         """Send one request on a connection of its own.
 
-        Raises
-        ------
-        SpecError
-            The URL is not an http address.
-        KVError
-            The server cannot be reached or returns an error.
+        ``SpecError`` if the URL is not an http address; ``KVError`` if the server does not answer, or with an error.
         """
         parts = urlsplit(self.url if "//" in self.url else f"http://{self.url}")
         kinds = {"http": http.client.HTTPConnection, "https": http.client.HTTPSConnection}
@@ -90,24 +79,16 @@ class Server:
 
 @dataclass(frozen=True)
 class Sessions:
-    """Sizes of the load, in tokens where not said otherwise.
-
-    Parameters
-    ----------
-    sessions, rounds : int
-        Concurrent sessions, and rounds of each.
-    shared, context, turn, answer : int
-        Prefix of all sessions, context of one session, output of a tool, answer.
-    pause : float
-        Seconds between an answer and the next round.
+    """Concurrent sessions, and rounds of each; tokens of the prefix of all sessions, of the context of one session, of
+    a tool's output and of an answer; seconds between an answer and the next round.
     """
 
-    sessions: int = 32
-    rounds: int = 6
-    shared: int = 1024
-    context: int = 16384
-    turn: int = 2048
-    answer: int = 256
+    sessions: int
+    rounds: int
+    shared: int
+    context: int
+    turn: int
+    answer: int
     pause: float = 0.0
 
     @property
@@ -178,31 +159,23 @@ def play(server: Server, model: str, load: Sessions, number: int, seed: int, voc
         time.sleep(load.pause if turn < load.rounds else 0)
 
 
-def session_rows(
-    server: Server, load: Sessions, recorder: Recorder, *, label: str, seed: int = 0, vocabulary: int = 30_000
-) -> Iterator[Row]:
-    """Send the load and yield rows by round: times, residency, and how many requests were answered.
-
-    Raises
-    ------
-    SpecError, KVError
-        Before the load: the server does not answer.
-    """
+def session_rows(server: Server, load: Sessions, recorder: Recorder, *, label: str, vocabulary: int = 30_000) -> None:
+    """Send the load and write rows by round: times, residency, and how many requests were answered."""
     model = server.model or server.first_model()
     begin = time.perf_counter()
     with ThreadPoolExecutor(load.sessions) as pool:
-        played = pool.map(lambda i: list(play(server, model, load, i, seed, vocabulary)), range(load.sessions))
+        played = pool.map(lambda i: list(play(server, model, load, i, recorder.seed, vocabulary)), range(load.sessions))
         replies = list(chain.from_iterable(played))
     wall = time.perf_counter() - begin
     good = [reply for reply in replies if not reply.error]
 
-    def row(metric: str, unit: str, shape: str, values: list[float], **more: object) -> Row:
-        return recorder.add(label, None, metric, unit, shape, spread(values), n=len(values), **more)
+    def row(metric: str, unit: str, shape: str, values: list[float], **more: object) -> None:
+        recorder.add(label, None, metric, unit, shape, spread(values), n=len(values), **more)
 
     errors = sorted({reply.error for reply in replies if reply.error})
     asked = load.sessions * load.rounds
-    yield row("requests_done", "requests", load.name, [float(len(good))], requests=asked, errors=errors)
-    yield row("output_tokens_per_s", "tokens/s", load.name, [len(good) * load.answer / wall])
+    row("requests_done", "requests", load.name, [float(len(good))], requests=asked, errors=errors)
+    row("output_tokens_per_s", "tokens/s", load.name, [len(good) * load.answer / wall])
     measures: dict[tuple[str, str], Callable[[Reply], float | None]] = {
         ("ttft_ms", "ms"): lambda r: 1e3 * r.ttft,
         ("tpot_ms", "ms"): lambda r: 1e3 * (r.last - r.ttft) / (load.answer - 1) if load.answer > 1 else None,
@@ -213,4 +186,4 @@ def session_rows(
         for (metric, unit), measure in measures.items():
             values = [value for reply in good if reply.round == turn and (value := measure(reply)) is not None]
             if values:
-                yield row(metric, unit, f"{load.name}_r{turn}", values)
+                row(metric, unit, f"{load.name}_r{turn}", values)

@@ -1,72 +1,136 @@
 """``packedkv bench``: times of encode, decode and attention on this machine, and sessions against a server.
 
-Rows of GPU benches and of ``serve`` go to ``OUT/<part>.jsonl`` as they are measured. At the end ``OUT/<part>.json``
-and one page ``OUT/bench.html`` over everything in the folder are written from them.
-
-At module level only light modules are imported, so that ``packedkv --help`` does not load torch.
+Each bench is a command of its own, ``packedkv bench BENCH``; without a name it is ``cache``. With ``--out``, rows go to
+``OUT/<bench>.jsonl`` as they are measured; at the end ``OUT/<bench>.json`` and one page ``OUT/bench.html`` over
+everything in the folder are written from them.
 """
 
 import argparse
 import contextlib
-import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
+from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
-from packedkv.cli.arguments import add_device, add_head_dim, add_seed, positive, seconds, specs, tokens
-from packedkv.cli.result import Result, collected
-from packedkv.errors import KVError, SpecError
-from packedkv_lab.bench import PARTS
-
-if TYPE_CHECKING:
-    import torch
-
-    from packedkv_lab.bench.record import Recorder, Row
+from packedkv.cli.arguments import add_codec_file, positive, seconds, specs, tokens
+from packedkv.cli.result import Result
+from packedkv.errors import SpecError, UnsupportedError
 
 DEVICE_LOST, FAILED = 3, 1
 """Exit statuses: a kernel broke the CUDA context, and the same command continues; a server failed requests."""
+
+
+class Option(NamedTuple):
+    """An option of some benches."""
+
+    name: str
+    default: Any
+    help: str
+    form: dict[str, Any]
+
+
+def _number(name: str, default: int, text: str, kind: Callable[[str], float] = positive) -> Option:
+    return Option(f"--{name}", default, f"{text} ({default})", {"type": kind, "metavar": "N"})
+
+
+def _text(name: str, metavar: str, text: str, default: str | None = None, **form: Any) -> Option:
+    return Option(f"--{name}", default, text, {"metavar": metavar, **form})
+
+
+def _flag(name: str, text: str) -> Option:
+    return Option(f"--{name}", False, text, {"action": "store_true"})
+
+
+SPECS = _text("specs", "A,B", "presets (a list of the bench's own)", type=specs)
+DEVICE = (
+    Option("--device", "cpu", "torch device (cpu)", {}),
+    Option("--seed", 0, "of everything drawn at random (0)", {"type": int, "metavar": "N"}),
+    _flag("no-libraries", "compare with torch alone, with no other library"),
+)
+SIZES = (
+    _number("batch", 1, "sequences"),
+    _number("kv-heads", 8, "KV heads"),
+    _number("query-heads", 32, "query heads"),
+    Option("--head-dim", 128, "channels of a head (128)", {"type": positive, "metavar": "D"}),
+    _number("tokens", 4096, "tokens of a sequence"),
+    _number("repeats", 5, "repetitions of each measurement"),
+    Option("--dtype", "float32", "of keys and values (float32)", {"choices": ("float32", "float16", "bfloat16")}),
+)
+OUT = (
+    _text("out", "DIR", "folder for rows and page; a run continues from the rows there"),
+    _text("commit", "ID", "stamped on the rows (what git says)"),
+    _flag("rows-only", "write rows and no page"),
+)
+GPU = (
+    Option("--deadline", None, "begin nothing later than this", {"type": float, "metavar": "SECONDS"}),
+    # as the programs would be where shared memory is short, to bound their times: docs/kernels.md
+    Option("--shared-memory", None, argparse.SUPPRESS, {"type": int, "metavar": "KB"}),
+)
+ENGINE = _text("engine", "cuda", "the kernels to time; there is one engine, cuda")
+SESSIONS = (
+    _number("sessions", 32, "concurrent sessions"),
+    _number("rounds", 6, "rounds of a session"),
+    _number("shared", 1024, "tokens that all sessions share", tokens),
+    _number("context", 16384, "tokens of a session's own context", tokens),
+    _number("turn", 2048, "tokens of a tool's output", tokens),
+    _number("answer", 256, "tokens of an answer"),
+    _number("pause", 0, "seconds between an answer and the next round", seconds),
+)
+SERVER = (
+    _text("label", "NAME", "name of the server in the rows (server)", "server"),
+    _text("model", "NAME", "model to ask for (the first that the server lists)"),
+    _number("vocabulary", 30_000, "prompts' ids are below it"),
+    Option("--timeout", 1800.0, "of one request (1800)", {"type": seconds, "metavar": "SECONDS"}),
+    Option("--header", [], "sent with every request", {"metavar": "'NAME: VALUE'", "action": "append"}),
+    Option("--seed", 0, "of the prompts (0)", {"type": int, "metavar": "N"}),
+)
 DECODE_SHAPES = "spine,corners,octopus,saw,per-head,sweep"
-WHAT = (
-    "cache: append, decode and attend beside SDPA (default); codec: encode and decode of K and V, in tokens/s and "
-    "beside int-4, hqq and quanto; decode, encode, prefill, generate, first: GPU kernels beside 16-bit attention, with "
-    "--device cuda (first: time to the first token); decode --device cpu: CPU kernels beside PyTorch, llama.cpp and "
-    "transformers' quantized caches; serve: sessions against the server at URL; page: the page of a run's folder"
-)
-GPU_OPTIONS: tuple[tuple[str, dict[str, Any], str], ...] = (
-    ("--shapes", {"metavar": "A,B"}, "names or groups: spine,saw,sweep1 (decode), llm64k,append (encode), all,hqmq "
-     "(prefill), qwen3_8b_b1_32k (generate); default: all"),
-    ("--also", {"metavar": "A,B@X,Y", "action": "append", "default": []}, "of decode: also these specs at these "
-     "shapes; may be repeated; without --shapes nothing else"),
-    ("--ways", {"metavar": "A,B"}, "of generate: generate, graph, compiled (all)"),
-    ("--turns", {"metavar": "FILE"}, "of generate: a lock file for processes that compile at once and are timed one "
-     "by one"),
-    ("--no-dense", {"action": "store_true"}, "of generate: do not time the uncompressed model"),
-    ("--out", {"metavar": "DIR"}, "folder for rows and page; a run continues from the rows there"),
-    ("--deadline", {"type": float, "metavar": "SECONDS"}, "begin nothing later than this"),
-    ("--commit", {"metavar": "ID"}, "stamped on the rows (what git says)"),
-    ("--add", {"metavar": "DIR"}, "of page: first add the rows of this folder, e.g. of another machine"),
-    ("--engine", {"metavar": "cuda"}, "of decode and encode: the kernels to time; there is one engine, cuda"),
-    ("--rows-only", {"action": "store_true"}, "write rows and no page"),
-)  # fmt: skip
-SESSIONS: dict[str, tuple[Callable[[str], float], float, str]] = {
-    "sessions": (positive, 32, "concurrent sessions"),
-    "rounds": (positive, 6, "rounds of a session"),
-    "shared": (tokens, 1024, "tokens that all sessions share"),
-    "context": (tokens, 16384, "tokens of a session's own context"),
-    "turn": (tokens, 2048, "tokens of a tool's output"),
-    "answer": (positive, 256, "tokens of an answer"),
-    "pause": (seconds, 0.0, "seconds between an answer and the next round"),
+SHAPES = {
+    "decode": f"with --device cuda: names or groups of shapes ({DECODE_SHAPES})",
+    "encode": "names of shapes, e.g. llm64k,append_b8; append for all batches of one token (all)",
+    "prefill": "all, hqmq, or e.g. prefill_b1_t2048_q16 (all)",
+    "generate": "e.g. qwen3_8b_b1_32k (1 and 8 sequences)",
 }
-SERVER: tuple[tuple[str, dict[str, Any], str], ...] = (
-    ("--label", {"metavar": "NAME", "default": "server"}, "name of the server in the rows (%(default)s)"),
-    ("--model", {"metavar": "NAME"}, "model to ask for (the first that the server lists)"),
-    ("--vocabulary", {"type": positive, "default": 30_000, "metavar": "N"}, "prompts' ids are below it (%(default)s)"),
-    ("--timeout", {"type": seconds, "default": 1800.0, "metavar": "SECONDS"}, "of one request (%(default)s)"),
-    ("--header", {"metavar": "'NAME: VALUE'", "action": "append", "default": []}, "sent with every request"),
-)
+ALSO = Option("--also", [], "with --device cuda: also these specs at these shapes; may be repeated; without --shapes "
+              "nothing else", {"metavar": "A,B@X,Y", "action": "append"})  # fmt: skip
 MOVED = ("--start", "--load", "--concurrency", "--rate", "--input-len", "--output-len", "--requests", "--warmups",
          "--together", "--start-timeout", "--gpu")  # fmt: skip
 """Options of a load generator that vLLM brings."""
+
+
+def _shapes(bench: str) -> Option:
+    return _text("shapes", "A,B", SHAPES[bench])
+
+
+BENCHES: dict[str, tuple[str, tuple[Option, ...]]] = {
+    "cache": ("append, decode and attend beside SDPA; without a name it is this one", (SPECS, *DEVICE, *SIZES)),
+    "codec": ("encode and decode of K and V, beside int-4, hqq and quanto", (SPECS, *DEVICE, *SIZES)),
+    "decode": (
+        "decode attention: on a GPU beside 16-bit attention, on a CPU beside PyTorch, llama.cpp and QuantizedCache",
+        (SPECS, *DEVICE, *SIZES, *OUT, *GPU, ENGINE, _shapes("decode"), ALSO),
+    ),
+    "encode": ("encoding into pages on a GPU", (SPECS, *DEVICE, *OUT, *GPU, ENGINE, _shapes("encode"))),
+    "prefill": ("new tokens over packed history on a GPU", (SPECS, *DEVICE, *OUT, *GPU, _shapes("prefill"))),
+    "generate": (
+        "decode steps of a whole model on a GPU",
+        (
+            SPECS, *DEVICE, *OUT, *GPU, _shapes("generate"),
+            _text("ways", "A,B", "generate, graph, compiled (all)"),
+            _text("turns", "FILE", "a lock file for processes that compile at once and are timed one by one"),
+            _flag("no-dense", "do not time the uncompressed model"),
+        ),
+    ),
+    "first": ("time to the first token on a GPU", (SPECS, *DEVICE, *OUT, *GPU)),
+    "serve": ("sessions of several rounds against a running server", (*SESSIONS, *SERVER, *OUT)),
+    "page": (
+        "the page of a run's folder",
+        (
+            _text("out", "DIR", "folder of the rows", required=True),
+            _text("add", "DIR", "first add the rows of this folder, e.g. of another machine"),
+        ),
+    ),
+}  # fmt: skip
+"""Help and options of each bench."""
 
 
 class _Moved(argparse.Action):
@@ -78,186 +142,161 @@ class _Moved(argparse.Action):
 
 
 def add_arguments(p: argparse.ArgumentParser) -> None:
-    """Add the command's arguments."""
-    p.add_argument("what", nargs="?", choices=("cache", "codec", *PARTS, "page"), default="cache", help=WHAT)
-    p.add_argument("url", nargs="?", metavar="URL", help="of serve: e.g. http://localhost:8000")
-    p.add_argument("--specs", type=specs, metavar="A,B", help="default: dense,saw-int4; codec: all; GPU: a list")
-    for name, default, of in (
-        ("batch", 1, "sequences"),
-        ("kv-heads", 8, "KV heads"),
-        ("query-heads", 32, "query heads"),
-        ("tokens", 4096, "tokens held"),
-        ("repeats", 5, "repetitions of each measurement"),
-    ):
-        p.add_argument(f"--{name}", type=positive, default=default, metavar="N", help=f"{of} (%(default)s)")
-    add_head_dim(p)
-    add_seed(p)
-    add_device(p)
-    for option, form, text in GPU_OPTIONS:
-        p.add_argument(option, **form, help=f"GPU benches: {text}")
-    p.add_argument("--no-libraries", action="store_true", help="compare with torch alone, with no other library")
-    # as the programs would be where shared memory is short, to bound their times: docs/kernels.md
-    p.add_argument("--shared-memory", type=int, metavar="KB", help=argparse.SUPPRESS)
-    group = p.add_argument_group("bench serve")
-    for name, (kind, number, of) in SESSIONS.items():
-        group.add_argument(f"--{name}", type=kind, default=number, metavar="N", help=f"{of} (%(default)s)")
-    for option, form, text in SERVER:
-        group.add_argument(option, **form, help=text)
-    for option in MOVED:
-        group.add_argument(option, action=_Moved, nargs="?", help=argparse.SUPPRESS)
+    """Add a command for each bench; options before its name are those of ``cache``."""
+    p.set_defaults(what="cache")
+    for option in BENCHES["cache"][1]:
+        p.add_argument(option.name, default=option.default, help=option.help, **option.form)
+    benches = p.add_subparsers(title="benches", metavar="BENCH")
+    for name, (summary, options) in BENCHES.items():
+        bench = benches.add_parser(name, help=summary, description=f"Time {summary}.")
+        bench.add_argument("--json", metavar="FILE", default=argparse.SUPPRESS, help="as before the bench's name")
+        add_codec_file(bench, argparse.SUPPRESS)
+        bench.set_defaults(what=name)
+        if name == "serve":
+            bench.add_argument("url", metavar="URL", help="e.g. http://localhost:8000")
+            for moved in MOVED:
+                bench.add_argument(moved, action=_Moved, nargs="?", help=argparse.SUPPRESS)
+        for option in options:
+            # a default here would replace what stands before the bench's name
+            p.set_defaults(**{option.name[2:].replace("-", "_"): option.default})
+            bench.add_argument(option.name, default=argparse.SUPPRESS, help=option.help, **option.form)
 
 
 def run(args: argparse.Namespace) -> Result | int:
     """Run the bench that ``args.what`` names."""
-    from packedkv.progress import Progress
-    from packedkv.registry import get
-    from packedkv_lab.report.bench import write_page
-
-    say = Progress().say
-    if args.url is not None and args.what != "serve":
-        raise KVError(f"bench {args.what} takes no address; {args.url!r} would be that of bench serve.")
-    if args.what == "page":
-        if args.out is None:
-            raise SpecError("bench page: name the folder of the rows with --out DIR.")
-        rows = write_page(Path(args.out), say, None if args.add is None else Path(args.add))
-        return Result(rows, _text(rows))
-    if args.what != "codec":  # which refuses more
-        for spec in args.specs or ():
-            get(spec)
-    if args.what in ("cache", "codec") or (args.what, args.device) == ("decode", "cpu"):
-        return _run_here(args, say)
-    return _run_recorded(args, say)
-
-
-def _run_here(args: argparse.Namespace, say: Callable[[str], None]) -> Result:
-    """Run a bench that needs no GPU; options of GPU benches are refused."""
-    for option, _, _ in GPU_OPTIONS:
-        if getattr(args, option[2:].replace("-", "_")):
-            raise SpecError(
-                f"bench {args.what} on {args.device}: {option} is of the GPU benches; sizes are --batch, --kv-heads, "
-                f"--query-heads, --head-dim and --tokens, and --json writes the rows."
-            )
-    from packedkv.registry import presets
-
-    shape = {"kv_heads": args.kv_heads, "head_dim": args.head_dim, "tokens": args.tokens}
-    heads = {"batch": args.batch, "query_heads": args.query_heads}
-    common = {"repeats": args.repeats, "seed": args.seed, "progress": say}
-    if args.what == "codec":
-        from packedkv_lab.bench.codec import codec_rows
-
-        rows = codec_rows(args.specs or presets(), device=args.device, **shape, **common)
-    elif args.what == "cache":
-        from packedkv_lab.bench.cache import cache_rows
-
-        chosen = args.specs or ["dense", "saw-int4"]
-        rows = cache_rows(chosen, device=args.device, dtype=args.dtype, **heads, **shape, **common)
-    else:
-        from packedkv_lab.bench.cpu_decode import PRESETS, decode_rows
-
-        rows = decode_rows(args.specs or PRESETS, libraries=not args.no_libraries, **heads, **shape, **common)
-    found = collected(rows)
-    return Result(found, _text(found))
-
-
-def _run_recorded(args: argparse.Namespace, say: Callable[[str], None]) -> Result | int:
-    """Run a bench whose rows go to a folder as they are measured."""
     import torch
 
     from packedkv.cli.measure.rows import check_writable
     from packedkv.cli.stamp import stamp
-    from packedkv_lab.bench.record import DeviceLostError, Recorder, require_gpu
+    from packedkv.progress import Progress
+    from packedkv.registry import get
+    from packedkv_lab.bench.record import Deadline, DeviceLostError, Recorder, require_gpu, usable_device
     from packedkv_lab.report.bench import write_page
 
-    served = args.what == "serve"
-    device = torch.device("cpu") if served else require_gpu(args.what, args.device)
+    say, what = Progress().say, args.what
+    if what == "page":
+        rows = write_page(Path(args.out), say, None if args.add is None else Path(args.add))
+        return Result(rows, _table(rows))
+    for spec in args.specs or ():
+        get(spec)
+    on_gpu = what in ("encode", "prefill", "generate", "first") or (what == "decode" and args.device != "cpu")
+    if what == "serve":
+        device = torch.device("cpu")
+    else:
+        device = require_gpu(what, args.device) if on_gpu else usable_device(f"bench {what}", args.device)
     out = None if args.out is None else check_writable(args.out)
     common = stamp(device, args.seed, args.commit)
+    if not on_gpu and what != "serve":
+        common["device"] = common.pop("gpu")
     limit: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
     if args.shared_memory:
         from packedkv.kernels.cuda.launch import limited
 
         common, limit = common | {"shared_memory_kb": args.shared_memory}, limited(args.shared_memory)
-    recorder = Recorder(None if out is None else out / f"{args.what}.jsonl", common, say)
-    status = 0
+    recorder = Recorder(
+        None if out is None else out / f"{what}.jsonl",
+        common,
+        say,
+        device=device,
+        seed=args.seed,
+        deadline=Deadline(args.deadline),
+        libraries=not args.no_libraries,
+    )
+    partial = {}
     try:
         with limit:
-            for row in _serve(args, recorder) if served else _gpu_rows(args, recorder, device):
-                status = FAILED if row.get("errors") else status
+            (_on_gpu if on_gpu else _here)(args, recorder)
     except KeyboardInterrupt:
+        if not recorder.new:
+            raise
         say("interrupted: the rows hold what was finished")
+        partial = {"partial": True}
     except DeviceLostError as error:
         say(str(error))
-        status = DEVICE_LOST
-    if out is not None and not args.rows_only:
-        write_page(out, say)
-    return DEVICE_LOST if status == DEVICE_LOST else Result(recorder.new, _text(recorder.new), status)
+        return DEVICE_LOST
+    finally:
+        if out is not None and not args.rows_only and recorder.rows:
+            write_page(out, say)
+    rows = [row | partial for row in recorder.new]
+    return Result(rows, _table(rows), FAILED if any(row.get("errors") for row in rows) else 0)
 
 
-def _serve(args: argparse.Namespace, recorder: "Recorder") -> "Iterator[Row]":
-    from packedkv_lab.bench.sessions import Server, Sessions, session_rows
+def _here(args: argparse.Namespace, recorder: Any) -> None:
+    """Run a bench that needs no GPU."""
+    from packedkv.registry import presets
+    from packedkv_lab.bench.shapes import Shape
 
-    if args.url is None:
-        raise SpecError("bench serve: name a running server's URL, e.g. http://localhost:8000.")
-    headers = dict(line.split(": ", 1) for line in args.header if ": " in line)
-    server = Server(args.url, args.model, headers, args.timeout)
-    load = Sessions(**{name: getattr(args, name) for name in SESSIONS})
-    return session_rows(server, load, recorder, label=args.label, seed=args.seed, vocabulary=args.vocabulary)
+    if args.what == "serve":
+        from packedkv_lab.bench.sessions import Server, Sessions, session_rows
+
+        headers = dict(line.split(": ", 1) for line in args.header if ": " in line)
+        server = Server(args.url, args.model, headers, args.timeout)
+        load = Sessions(**{option.name[2:]: getattr(args, option.name[2:]) for option in SESSIONS})
+        session_rows(server, load, recorder, label=args.label, vocabulary=args.vocabulary)
+        return
+    if args.shapes or args.also:
+        raise SpecError(
+            "bench decode on a CPU: --shapes and --also are for --device cuda; sizes are --batch, --kv-heads, "
+            "--query-heads, --head-dim and --tokens."
+        )
+    sizes, codec = (args.batch, args.query_heads, args.kv_heads, args.head_dim, args.tokens), args.what == "codec"
+    b, hq, h, d, t = sizes
+    if codec:
+        from packedkv_lab.bench.codec import codec_rows
+
+        shape = Shape(f"b1_h{h}_d{d}_t{t}", 1, h, h, d, t)
+        codec_rows(args.specs or presets(), shape, recorder, repeats=args.repeats)
+        return
+    shape = Shape(f"b{b}_hq{hq}_h{h}_d{d}_t{t}", *sizes)
+    if args.what == "cache":
+        from packedkv_lab.bench.cache import cache_rows
+
+        chosen = args.specs or ["dense", "saw-int4"]
+        cache_rows(chosen, shape, recorder, dtype=args.dtype, repeats=args.repeats)
+    else:
+        from packedkv_lab.bench.cpu_decode import PRESETS, cpu_decode_rows
+
+        cpu_decode_rows(args.specs or PRESETS, shape, recorder, repeats=args.repeats)
 
 
-def _gpu_rows(args: argparse.Namespace, recorder: "Recorder", device: "torch.device") -> "Iterator[Row]":
-    """Rows of the GPU bench that ``args.what`` names."""
-    from packedkv.errors import UnsupportedError
+def _on_gpu(args: argparse.Namespace, recorder: Any) -> None:
+    """Run a bench of the GPU's kernels."""
     from packedkv.registry import get, split_specs
-    from packedkv_lab.bench.record import Deadline
     from packedkv_lab.bench.shapes import KMEANS, PRESETS, shapes_named
-    from packedkv_lab.bench.timing import Timer
 
-    chosen: Sequence[str] = args.specs or (*PRESETS, *([KMEANS] if args.what == "decode" else []))
-    common: dict[str, Any] = {"device": device, "seed": args.seed, "deadline": Deadline(args.deadline)}
-    libraries: dict[str, Any] = {"libraries": not args.no_libraries}
     if args.engine not in (None, "cuda"):
         raise UnsupportedError(f"--engine {args.engine}: there are no such kernels; use cuda, or leave it out.")
-    if args.what == "decode":
-        from packedkv_lab.bench.decode import decode_rows
-
-        jobs = [(chosen, shapes_named(args.shapes or DECODE_SHAPES))] if args.shapes or not args.also else []
+    what, chosen = args.what, args.specs or list(PRESETS)
+    bench = import_module(f"packedkv_lab.bench.{what}")
+    if what == "decode":
+        jobs = []
+        if args.shapes or not args.also:
+            jobs.append((args.specs or [*PRESETS, KMEANS], shapes_named(args.shapes or DECODE_SHAPES)))
         for text in args.also:
             names, _, shapes = text.partition("@")
-            found = split_specs(names)
-            for spec in found:
+            for spec in split_specs(names):
                 get(spec)
-            jobs.append((found, shapes_named(shapes)))
-        shared = common | libraries | {"timer": Timer(device)}
-        return itertools.chain.from_iterable(decode_rows(*job, recorder, **shared) for job in jobs)
-    if args.what == "encode":
-        from packedkv_lab.bench.encode import encode_rows, encode_shapes
-
-        sizes: dict[str, Any] = {}
-        if args.shapes:
-            sizes["shapes"], sizes["batches"] = encode_shapes(args.shapes)
-        return encode_rows(chosen, recorder, timer=Timer(device), **common, **libraries, **sizes)
-    if args.what == "prefill":
-        from packedkv_lab.bench.prefill import prefill_rows, prefill_shapes
-
-        asked = prefill_shapes(args.shapes or "all")
-        return prefill_rows(chosen, recorder, timer=Timer(device), shapes=asked, **common)
-    if args.what == "first":
-        from packedkv_lab.bench.first import first_rows, served
-
-        return first_rows(args.specs or served(), recorder, **common)
-    from packedkv_lab.bench.generate import BATCHES, WAYS, batches_of, generate_rows
-    from packedkv_lab.bench.gpu_lock import GpuLock
-
-    options: dict[str, Any] = {
-        "batches": batches_of(args.shapes) if args.shapes else BATCHES,
-        "ways": args.ways.split(",") if args.ways else WAYS,
-        "lock": GpuLock(Path(args.turns) if args.turns else None),
-        "dense": not args.no_dense,
-    }
-    return generate_rows(chosen, recorder, **common, **libraries, **options)
+            jobs.append((split_specs(names), shapes_named(shapes)))
+        for some, where in jobs:
+            bench.decode_rows(some, where, recorder)
+    elif what == "encode":
+        bench.encode_rows(chosen, recorder, *(bench.encode_shapes(args.shapes) if args.shapes else ()))
+    elif what == "prefill":
+        bench.prefill_rows(chosen, bench.prefill_shapes(args.shapes or "all"), recorder)
+    elif what == "first":
+        bench.first_rows(args.specs or bench.served(), recorder)
+    else:
+        bench.generate_rows(
+            chosen,
+            recorder,
+            batches=bench.batches_of(args.shapes) if args.shapes else bench.BATCHES,
+            ways=args.ways.split(",") if args.ways else bench.WAYS,
+            lock=bench.GpuLock(Path(args.turns) if args.turns else None),
+            dense=not args.no_dense,
+        )
 
 
-def _text(rows: Sequence[dict[str, Any]]) -> str:
+def _table(rows: Sequence[dict[str, Any]]) -> str:
     """Return the table of a bench's rows for a terminal."""
     lines = [f"{'spec':<20} {'bits':>6}  {'metric':<20} {'p20':>12} {'p50':>12} {'p80':>12}  {'unit':<8}  shape"]
     for r in rows:

@@ -203,7 +203,7 @@ class QuantizedCacheMaker:
         """Bytes and elements of one sequence."""
         layers = [layer for layer in cache.layers if layer.is_initialized]
         batch = max((layer.shape[0] for layer in layers), default=1)
-        nbytes = sum(sum(map(_counted, _tensors(layer.everything()))) for layer in layers)
+        nbytes = sum(sum(map(_counted, tensors_of(layer.everything()))) for layer in layers)
         elements = sum(2 * math.prod(layer.shape) * layer.get_seq_length() for layer in layers)
         return nbytes // batch, elements // batch
 
@@ -213,19 +213,19 @@ def _counted(x: Tensor) -> int:
     return x.numel() * (2 if x.dtype == torch.float32 else x.dtype.itemsize)
 
 
-def _tensors(held: Any) -> Iterator[Tensor]:
+def tensors_of(held: Any) -> Iterator[Tensor]:
     """Every plain tensor in what a library holds: tensors made of others, tuples, dictionaries."""
     if isinstance(held, Tensor):
         if hasattr(held, "__tensor_flatten__"):
             for name in held.__tensor_flatten__()[0]:
-                yield from _tensors(getattr(held, name))
+                yield from tensors_of(getattr(held, name))
         else:
             yield held
     elif isinstance(held, dict):
-        yield from _tensors(list(held.values()))
+        yield from tensors_of(list(held.values()))
     elif isinstance(held, Sequence) and not isinstance(held, str):
         for one in held:
-            yield from _tensors(one)
+            yield from tensors_of(one)
 
 
 @lru_cache

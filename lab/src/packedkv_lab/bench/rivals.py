@@ -1,7 +1,7 @@
-"""Decode attention of torch and of other libraries at a shape, quantized caches included.
+"""Other libraries at the jobs that are timed: decode attention on GPUs and CPUs, and quantizers. None is required.
 
-Every rival gets the same queries, keys and values in its own layout; building the layout is not timed. Before timing,
-its output is compared with torch's (``error_of``), and a wrong result is not timed.
+**Attention on a GPU.** Every rival gets the same queries, keys and values in its own layout; building the layout is not
+timed. Before timing, its output is compared with torch's (``error_of``), and a wrong result is not timed.
 
 vLLM's attention is called by its operators, without an engine, where vLLM is importable. The caches, split counts and
 launches are those that vLLM 0.33's backends make for one decode step: Triton kernels for INT4 per token and head
@@ -9,15 +9,34 @@ launches are those that vLLM 0.33's backends make for one decode step: Triton ke
 FlashAttention-3 for 16-bit and fp8. TurboQuant comes in both of vLLM's layouts: a record per token, and arrays of
 codes and of scales in a block (the structure-of-arrays step of Ultra-TQ's kernel ladder). Each of these calls returns
 ``[B, HQ, D]`` or a shape with the same elements in the same order.
+
+**Attention on a CPU**, one layer and one new token; each output is compared with float32 SDPA before it is timed:
+
+``flex``
+    ``flex_attention`` of PyTorch, compiled, on float32 keys and values.
+``llama.cpp-f16``, ``llama.cpp-q8_0``, ``llama.cpp-q4_0``
+    The operator ``ggml_flash_attn_ext`` alone, by ggml's CPU backend in the libraries that llama-cpp-python brings.
+    Keys and values lie as in llama.cpp's cache (a token's heads side by side), without a mask, which it would add.
+    Storing the new token, and rotating it, are not counted.
+``quantized-cache-quanto``, ``quantized-cache-hqq``
+    A layer of transformers' ``QuantizedCache`` with its default options: ``update``, which decodes everything, and SDPA
+    on what it returns. That it encodes everything again every 128 tokens is not counted.
+
+**Quantizers**: hqq and optimum-quanto quantize a matrix in groups along its rows; a token of a head is a row here, so
+that ``group=128`` at head_dim 128 is one scale per token and head, as ``int-4`` has it. Bits are those of the tensors
+that they hold.
 """
 
+import ctypes
 import importlib
+import importlib.metadata
 import importlib.util
-import math
 import sys
 from collections.abc import Callable, Iterator
-from functools import cached_property, partial
+from ctypes import c_bool, c_float, c_int, c_int64, c_size_t, c_void_p
+from functools import cache, cached_property, partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import torch
@@ -25,7 +44,10 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
+from packedkv.cli.measure.quantized_cache import tensors_of
+from packedkv.errors import KVError
 from packedkv.kernels.flash import WIDEST
+from packedkv.ops.hadamard import block_hadamard
 from packedkv_lab.bench.shapes import Shape
 
 Call = Callable[[], Tensor]
@@ -57,14 +79,7 @@ class AttentionRival(NamedTuple):
 
 
 class Dense:
-    """Uncompressed queries, keys and values of one shape, bf16 ``[B, H, T, D]``.
-
-    Parameters
-    ----------
-    shape : Shape
-    device : torch.device
-    seed : int
-    """
+    """Uncompressed queries, keys and values of one shape, bf16 ``[B, H, T, D]``."""
 
     def __init__(self, shape: Shape, device: torch.device, seed: int = 0) -> None:
         self.shape = shape
@@ -137,7 +152,7 @@ def _sdpa(dense: Dense, backend: SDPBackend, packed: bool) -> Call:
 
 def library_rivals(dense: Dense) -> Iterator[AttentionRival]:
     """FlexAttention, FlashInfer, FlashAttention-3 (its own package and vLLM's build), vLLM's quantized caches."""
-    yield AttentionRival("flex", "flex_attention, compiled", 16.0, lambda: _flex(dense))
+    yield AttentionRival("flex", "flex_attention, compiled", 16.0, lambda: _flex(dense.q, dense.k, dense.v))
     yield AttentionRival("flashinfer", "paged decode", 16.0, lambda: _flashinfer(dense))
     yield AttentionRival("flash-attention-3", "contiguous", 16.0, lambda: _flash3(dense, torch.bfloat16))
     yield AttentionRival("flash-attention-3", "contiguous, fp8", 8.0, lambda: _flash3(dense, torch.float8_e4m3fn))
@@ -147,10 +162,10 @@ def library_rivals(dense: Dense) -> Iterator[AttentionRival]:
         yield AttentionRival("vllm", form, bits, partial(make, dense))
 
 
-def _flex(dense: Dense) -> Call:
+def _flex(q: Tensor, k: Tensor, v: Tensor) -> Call:
     flex = importlib.import_module("torch.nn.attention.flex_attention").flex_attention
     compiled: Any = torch.compile(flex, dynamic=False)
-    return lambda: compiled(dense.q, dense.k, dense.v, enable_gqa=dense.shape.group > 1)
+    return lambda: compiled(q, k, v, enable_gqa=q.shape[1] > k.shape[1])
 
 
 def _flashinfer(dense: Dense) -> Call:
@@ -173,27 +188,13 @@ def _flash3(dense: Dense, dtype: torch.dtype) -> Call:
     return lambda: attend(q, k, v, cache_seqlens=lengths)
 
 
-def missing(error: BaseException) -> str:
-    """Return the status of a rival's row for an error."""
-    if isinstance(error, ModuleNotFoundError):
-        return "not installed"
-    return f"not available: {type(error).__name__}: {(str(error).splitlines() or [''])[0][:160]}"
-
-
 # -- vLLM --------------------------------------------------------------------------------------------------------------
 
 
 class VllmBlocks:
-    """A paged cache of any bytes: blocks in random order behind a table.
+    """A paged cache of any bytes: blocks of ``block`` tokens in random order behind a table.
 
-    Parameters
-    ----------
-    dense : Dense
-        What is to be stored.
-    block : int
-        Tokens of a block.
-    slot : int
-        Bytes of a token of a head.
+    ``slot`` is the number of bytes of a token of a head.
     """
 
     def __init__(self, dense: Dense, block: int, slot: int) -> None:
@@ -226,10 +227,7 @@ class VllmBlocks:
 
 def hadamard(dim: int, device: torch.device) -> Tensor:
     """Orthonormal and symmetric, float32 ``[D, D]``."""
-    matrix = torch.ones(1, 1, device=device)
-    while matrix.shape[0] < dim:
-        matrix = torch.cat([torch.cat([matrix, matrix], 1), torch.cat([matrix, -matrix], 1)])
-    return matrix / math.sqrt(dim)
+    return block_hadamard(torch.eye(dim, device=device), dim)
 
 
 def _vllm_file(name: str) -> Any:
@@ -355,3 +353,247 @@ VLLM_QUANTIZED: dict[str, tuple[float, Callable[[Dense], Call]]] = {
     "ultraquant_4bit (Triton, made for another GPU)": (4.25, vllm_ultraquant),
 }
 """Forms by name: bits per element at head_dim 128, and what makes the call."""
+
+
+# -- attention on a CPU ------------------------------------------------------------------------------------------------
+
+
+def _missing(module: str) -> bool:
+    try:
+        return importlib.util.find_spec(module) is None
+    except ModuleNotFoundError:  # not even the package above it
+        return True
+
+
+class CpuRival(NamedTuple):
+    """Attention on a CPU: name of its rows, distribution, module, largest relative difference from SDPA, factory.
+
+    ``make(q, k, v)``, float32 ``[B, HQ, 1, D]`` and ``[B, H, T, D]``, returns the call that is timed, which returns
+    ``[B, HQ, 1, D]``, and the bytes that the library holds.
+    """
+
+    spec: str
+    package: str
+    module: str
+    error: float
+    make: Callable[[Tensor, Tensor, Tensor], tuple[Call, int]]
+
+    @property
+    def missing(self) -> bool:
+        """Whether the library is not installed."""
+        return _missing(self.module)
+
+    def version(self) -> dict[str, str]:
+        """Return the library's version by its name, for the rows."""
+        return {self.package: importlib.metadata.version(self.package)}
+
+    @torch.no_grad()
+    def checked(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Call, float]:
+        """Return the call that is timed, and the bits of a number held; ``KVError`` if it does not attend as SDPA."""
+        call, held = self.make(q, k, v)
+        want = scaled_dot_product_attention(q, k, v, enable_gqa=True)
+        found = float((call() - want).norm() / want.norm())
+        if not found <= self.error:
+            raise KVError(
+                f"bench decode: {self.spec} differs from SDPA by {found:.2g} of its norm ({self.error} allowed)."
+            )
+        return call, 8 * held / (k.numel() + v.numel())
+
+
+def cpu_rivals() -> list[CpuRival]:
+    """Every rival, installed or not."""
+    return [
+        CpuRival("flex", "torch", "torch.nn.attention.flex_attention", 1e-4, _flex_on_cpu),
+        *(
+            CpuRival(f"llama.cpp-{name}", "llama-cpp-python", "llama_cpp", error, partial(_llama, number))
+            for name, (number, error) in GGML_TYPES.items()
+        ),
+        *(
+            CpuRival(f"quantized-cache-{name}", package, module, 0.5, partial(_quantized_cache, layer))
+            for name, package, module, layer in QUANTIZED_CACHES
+        ),
+    ]
+
+
+def _flex_on_cpu(q: Tensor, k: Tensor, v: Tensor) -> tuple[Call, int]:
+    return _flex(q, k, v), k.nbytes + v.nbytes
+
+
+GGML_TYPES = {"f16": (1, 0.2), "q8_0": (8, 5e-2), "q4_0": (2, 0.5)}
+"""ggml_type and largest difference, by name; over f16 it sums values in fp16, which shows at 64k tokens."""
+F32 = 0
+
+
+class _InitParams(ctypes.Structure):
+    _fields_ = (("mem_size", c_size_t), ("mem_buffer", c_void_p), ("no_alloc", c_bool))
+
+
+FUNCTIONS: dict[str, tuple[Any, tuple[Any, ...]]] = {
+    "ggml_init": (c_void_p, (_InitParams,)),
+    "ggml_new_tensor_3d": (c_void_p, (c_void_p, c_int, c_int64, c_int64, c_int64)),
+    "ggml_permute": (c_void_p, (c_void_p, c_void_p, c_int, c_int, c_int, c_int)),
+    "ggml_flash_attn_ext": (c_void_p, (c_void_p,) * 5 + (c_float,) * 3),
+    "ggml_new_graph": (c_void_p, (c_void_p,)),
+    "ggml_build_forward_expand": (None, (c_void_p, c_void_p)),
+    "ggml_nbytes": (c_size_t, (c_void_p,)),
+    "ggml_quantize_chunk": (c_size_t, (c_int, c_void_p, c_void_p, c_int64, c_int64, c_int64, c_void_p)),
+    "ggml_backend_alloc_ctx_tensors": (c_void_p, (c_void_p, c_void_p)),
+    "ggml_backend_tensor_set": (None, (c_void_p, c_void_p, c_size_t, c_size_t)),
+    "ggml_backend_tensor_get": (None, (c_void_p, c_void_p, c_size_t, c_size_t)),
+    "ggml_backend_graph_compute": (c_int, (c_void_p, c_void_p)),
+    "ggml_backend_cpu_init": (c_void_p, ()),
+    "ggml_backend_cpu_set_n_threads": (None, (c_void_p, c_int)),
+    "ggml_backend_buffer_free": (None, (c_void_p,)),
+    "ggml_backend_free": (None, (c_void_p,)),
+    "ggml_free": (None, (c_void_p,)),
+}
+"""Results and arguments of ggml's functions by name."""
+
+
+@cache
+def _ggml() -> Any:
+    """Functions of both of ggml's libraries that are called here."""
+    found = importlib.util.find_spec("llama_cpp")
+    assert found is not None
+    assert found.submodule_search_locations
+    folder = Path(found.submodule_search_locations[0], "lib")
+    libraries = [ctypes.CDLL(str(folder / f"lib{name}.so")) for name in ("ggml-base", "ggml-cpu")]
+    functions = SimpleNamespace()
+    for name, (result, arguments) in FUNCTIONS.items():
+        function = next(getattr(one, name) for one in libraries if hasattr(one, name))
+        function.restype, function.argtypes = result, arguments
+        setattr(functions, name, function)
+    return functions
+
+
+class _LlamaAttention:
+    """One graph of one ``ggml_flash_attn_ext`` over a cache of a type, for one sequence."""
+
+    def __init__(self, kind: int, q: Tensor, k: Tensor, v: Tensor) -> None:
+        self.ggml = g = _ggml()
+        self.context = context = g.ggml_init(_InitParams(1 << 20, None, True))
+        heads, tokens, dim = k.shape[1:]
+        self.q = g.ggml_new_tensor_3d(context, F32, dim, 1, q.shape[1])
+        held = [g.ggml_new_tensor_3d(context, kind, dim, heads, tokens) for _ in "kv"]
+        views = [g.ggml_permute(context, x, 0, 2, 1, 3) for x in held]
+        self.out = g.ggml_flash_attn_ext(context, self.q, *views, None, dim**-0.5, 0.0, 0.0)
+        self.graph = g.ggml_new_graph(context)
+        g.ggml_build_forward_expand(self.graph, self.out)
+        self.backend = g.ggml_backend_cpu_init()
+        g.ggml_backend_cpu_set_n_threads(self.backend, torch.get_num_threads())
+        self.buffer = g.ggml_backend_alloc_ctx_tensors(context, self.backend)
+        self.nbytes = sum(g.ggml_nbytes(x) for x in held)
+        self._set(self.q, q.contiguous())
+        for tensor, x in zip(held, (k, v), strict=True):
+            rows = x[0].transpose(0, 1).contiguous()  # a token's heads side by side
+            packed = torch.empty(g.ggml_nbytes(tensor), dtype=torch.uint8)
+            g.ggml_quantize_chunk(kind, rows.data_ptr(), packed.data_ptr(), 0, heads * tokens, dim, None)
+            self._set(tensor, packed)
+        self.found = torch.empty(q.shape)
+
+    def _set(self, tensor: int, x: Tensor) -> None:
+        self.ggml.ggml_backend_tensor_set(tensor, x.data_ptr(), 0, x.nbytes)
+
+    def __call__(self) -> Tensor:
+        if status := self.ggml.ggml_backend_graph_compute(self.backend, self.graph):
+            raise KVError(f"bench decode: ggml's attention failed with status {status}.")
+        self.ggml.ggml_backend_tensor_get(self.out, self.found.data_ptr(), 0, self.found.nbytes)
+        return self.found
+
+    def __del__(self) -> None:
+        self.ggml.ggml_backend_buffer_free(self.buffer)
+        self.ggml.ggml_backend_free(self.backend)
+        self.ggml.ggml_free(self.context)
+
+
+def _llama(kind: int, q: Tensor, k: Tensor, v: Tensor) -> tuple[Call, int]:
+    if q.shape[0] != 1:
+        raise KVError(f"bench decode: llama.cpp's attention is timed for one sequence, not {q.shape[0]}; --batch 1.")
+    call = _LlamaAttention(kind, q, k, v)
+    return call, call.nbytes
+
+
+QUANTIZED_CACHES = (
+    ("quanto", "optimum-quanto", "optimum.quanto", "QuantoQuantizedLayer"),
+    ("hqq", "hqq", "hqq.core.quantize", "HQQQuantizedLayer"),
+)
+
+
+def _quantized_cache(layer: str, q: Tensor, k: Tensor, v: Tensor) -> tuple[Call, int]:
+    cache = getattr(importlib.import_module("transformers.cache_utils"), layer)()
+    cache.update(k[:, :, :-1], v[:, :, :-1])
+    new, dense = (k[:, :, -1:], v[:, :, -1:]), (cache.keys, cache.values)
+
+    def call() -> Tensor:
+        cache.keys, cache.values = dense  # so that the cache does not grow from call to call
+        keys, values = cache.update(*new)
+        return scaled_dot_product_attention(q, keys, values, enable_gqa=True)
+
+    return call, sum(x.nbytes for x in tensors_of([cache._quantized_keys, cache._quantized_values]))
+
+
+# -- quantizers --------------------------------------------------------------------------------------------------------
+
+
+class QuantizerRival(NamedTuple):
+    """A quantizer: name of its rows, module, the spec whose job it does, and its calls on ``x [rows, D]``."""
+
+    name: str
+    module: str
+    job: str
+    encode: Callable[[Tensor], Any]
+    decode: Callable[[Any], Tensor]
+
+    @property
+    def missing(self) -> bool:
+        """Whether the library is not installed, or cannot be imported."""
+        if _missing(self.module):
+            return True
+        try:
+            importlib.import_module(self.module)
+        except ImportError:
+            return True
+        return False
+
+    def nbytes(self, packed: Any) -> int:
+        """Bytes of the tensors of what ``encode`` returned."""
+        return sum(x.nbytes for x in tensors_of(packed))
+
+
+def _hqq(bits: int, group: int, x: Tensor) -> Any:
+    # optimize=False is plain rounding, the job of int-4; the default refines zero points for weights
+    return importlib.import_module("hqq.core.quantize").Quantizer.quantize(
+        x, nbits=bits, group_size=group, axis=1, optimize=False, device=str(x.device), compute_dtype=x.dtype
+    )
+
+
+def _hqq_back(packed: Any) -> Tensor:
+    found: Tensor = importlib.import_module("hqq.core.quantize").Quantizer.dequantize(*packed)
+    return found
+
+
+def _quanto(bits: int, group: int, x: Tensor) -> Any:
+    quanto = importlib.import_module("optimum.quanto")
+    kind = {2: quanto.qint2, 4: quanto.qint4}[bits]
+    scale, shift = quanto.MaxOptimizer()(x, qtype=kind, axis=0, group_size=group)
+    return quanto.quantize_weight(x, qtype=kind, axis=0, scale=scale, shift=shift, group_size=group)
+
+
+def _quanto_back(packed: Any) -> Tensor:
+    found: Tensor = packed.dequantize()
+    return found
+
+
+QUANTIZERS: dict[str, tuple[str, Callable[[int, int, Tensor], Any], Callable[[Any], Tensor]]] = {
+    "hqq": ("hqq.core.quantize", _hqq, _hqq_back),
+    "quanto": ("optimum.quanto", _quanto, _quanto_back),
+}
+
+
+def quantizer_rivals(head_dim: int) -> list[QuantizerRival]:
+    """Quantizers that do the job of ``int-4`` and ``int-2`` at this head_dim, installed or not."""
+    return [
+        QuantizerRival(f"{library}-{bits}", module, f"int-{bits}", partial(encode, bits, head_dim), decode)
+        for library, (module, encode, decode) in QUANTIZERS.items()
+        for bits in (4, 2)
+    ]
