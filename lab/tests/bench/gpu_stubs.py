@@ -1,12 +1,16 @@
 """Stand-ins for the GPU: a clock that counts calls, and a packed cache whose attention is the reference's."""
 
 from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from packedkv.cache.host import LayerCache
-from packedkv_lab.bench import attention_rivals, packed
+from packedkv.cli.stamp import stamp
+from packedkv_lab.bench import packed, rivals
+from packedkv_lab.bench.record import Recorder
 
 CPU = torch.device("cpu")
 
@@ -30,6 +34,13 @@ class Clock:
         return self.cold(call)
 
 
+def recorder(clock: Clock | None = None, path: Path | None = None, **options: Any) -> Recorder:
+    """A recorder with a stand-in for the GPU's timer; other libraries are left out."""
+    found = Recorder(path, stamp(CPU, 0, "abc"), lambda _: None, **{"libraries": False, **options})
+    found.timer = clock or Clock()  # type: ignore[assignment]
+    return found
+
+
 class ReferenceCache(LayerCache):
     """What the benches need of a fused cache, served by the reference."""
 
@@ -40,4 +51,4 @@ class ReferenceCache(LayerCache):
 def use_reference(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(packed, "FusedLayerCache", ReferenceCache)
     monkeypatch.setattr(packed, "fused_refusal", lambda *_: "")
-    monkeypatch.setattr(attention_rivals, "BACKENDS", {"cudnn": torch.nn.attention.SDPBackend.MATH})
+    monkeypatch.setattr(rivals, "BACKENDS", {"cudnn": torch.nn.attention.SDPBackend.MATH})

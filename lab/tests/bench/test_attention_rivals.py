@@ -7,10 +7,10 @@ import sys
 
 import pytest
 import torch
-from packedkv_lab.bench.attention_rivals import Dense, library_rivals
 
 from lab.tests.bench.gpu_stubs import CPU
-from packedkv_lab.bench import attention_rivals as rivals
+from packedkv_lab.bench import rivals
+from packedkv_lab.bench.rivals import Dense, library_rivals
 from packedkv_lab.bench.shapes import Shape
 
 ODD = Shape("odd", 2, 4, 2, 128, 77)
@@ -56,9 +56,9 @@ import sys, torch
 from triton.backends import backends
 for backend in backends.values():
     backend.driver.is_active = staticmethod(lambda: backend is backends["nvidia"])  # or vLLM does without Triton
-from packedkv_lab.bench.attention_rivals import Dense
+from packedkv_lab.bench.rivals import Dense
 from packedkv_lab.bench.shapes import Shape
-from packedkv_lab.bench import attention_rivals as rivals
+from packedkv_lab.bench import rivals
 dense = Dense(Shape("odd", 1, 2, 2, 128, 40), torch.device("cpu"))
 dense.q, dense.k, dense.v = (x.half() for x in (dense.q, dense.k, dense.v))  # the interpreter has no bf16 products
 print(dense.error_of(rivals.VLLM_QUANTIZED[sys.argv[1]][1](dense)()))

@@ -73,7 +73,7 @@ def test_the_rival_is_the_fastest_that_attends(beside, monkeypatch):
 
     def beside_rival(name, answer):
 
-        from packedkv_lab.bench.attention_rivals import AttentionRival
+        from packedkv_lab.bench.rivals import AttentionRival
 
         return AttentionRival(name, "form", 16.0, lambda: lambda: answer)
 

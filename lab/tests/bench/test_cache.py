@@ -6,17 +6,26 @@ import pytest
 import torch
 
 import packedkv
+from lab.tests.bench.gpu_stubs import recorder
 from packedkv.cache.host import LayerCache
-from packedkv.errors import KVError, ShapeError, SpecError, UnsupportedError
-from packedkv_lab.bench.cache import CacheWork, cache_rows
+from packedkv.cli.main import main
+from packedkv.errors import KVError, SpecError
+from packedkv_lab.bench.cache import append_block, cache_rows
+from packedkv_lab.bench.shapes import Shape
 
-CACHE = {"batch": 2, "kv_heads": 1, "query_heads": 2, "head_dim": 64, "tokens": 192, "repeats": 2}
+SHAPE = Shape("b2_hq2_h1_d64_t192", 2, 2, 1, 64, 192)
 CACHE_METRICS = ["encode_us", "decode_us", "attend_us", "speedup_vs_sdpa", "append_us"]
 
 
 @pytest.fixture(scope="module")
 def cached():
-    return list(cache_rows(["dense", "int-4", "kivi-2"], **CACHE, seed=3))
+    return timed(["dense", "int-4", "kivi-2"])
+
+
+def timed(specs, shape=SHAPE, **options):
+    found = recorder()
+    cache_rows(specs, shape, found, repeats=2, **options)
+    return found.new
 
 
 def test_one_row_per_spec_and_metric_behind_the_baseline(cached):
@@ -27,10 +36,10 @@ def test_one_row_per_spec_and_metric_behind_the_baseline(cached):
 def test_rows_are_json_with_everything_needed_to_repeat_them(cached):
     for row in json.loads(json.dumps(cached)):
         assert row["shape"] == "b2_hq2_h1_d64_t192"
-        assert (row["dtype"], row["seed"], row["repeats"]) == ("float32", 3, 2)
+        assert (row["dtype"], row["seed"], row["repeats"]) == ("float32", 0, 2)
         assert row["versions"]["torch"] == torch.__version__
         assert row["versions"]["packedkv"] == packedkv.__version__
-        assert row["device"].startswith("cpu")
+        assert row["gpu"].startswith("cpu")
         assert row["unit"] == ("x" if row["metric"] == "speedup_vs_sdpa" else "us")
         assert row["path"] == ("torch" if row["spec"] == "sdpa" else "reference")
         assert 0 < row["values"]["p20"] <= row["values"]["p50"] <= row["values"]["p80"]
@@ -49,18 +58,9 @@ def test_effective_bits_are_the_bytes_the_cache_holds(cached):
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 def test_sixteen_bit_models(dtype):
-    first, *rest = cache_rows(["saw-int4"], **CACHE, dtype=dtype)
+    first, *rest = timed(["saw-int4"], dtype=dtype)
     assert (first["effective_bits"], first["dtype"]) == (16, dtype)
     assert len(rest) == len(CACHE_METRICS)
-
-
-def test_rows_come_as_they_are_measured_and_progress_is_told():
-    said: list[str] = []
-    rows = cache_rows(["int-4", "fp8"], **CACHE, progress=said.append)
-    assert said == []
-    assert next(rows)["spec"] == "sdpa"
-    assert next(rows)["spec"] == "int-4"
-    assert said == ["sdpa (float32)", "int-4 (1 of 2)"]
 
 
 def test_append_is_timed_over_a_whole_block_so_that_a_group_is_encoded_in_it():
@@ -69,7 +69,7 @@ def test_append_is_timed_over_a_whole_block_so_that_a_group_is_encoded_in_it():
         cache = LayerCache(packedkv.get(spec))
         cache.append(k, k)
         before = cache.roles["key"].encoded
-        CacheWork(spec, cache, k[:, :, :1], k, k).append_block()
+        append_block(cache, k, k)
         assert len(cache) == 160 + unit
         assert cache.roles["key"].encoded == before + unit
 
@@ -77,24 +77,38 @@ def test_append_is_timed_over_a_whole_block_so_that_a_group_is_encoded_in_it():
 def test_a_cache_that_attends_wrongly_is_not_timed(monkeypatch):
     monkeypatch.setattr(LayerCache, "attend", lambda self, q: torch.zeros_like(q))
     with pytest.raises(KVError, match=r"attention of int-4 differs from SDPA .* times of a wrong result mean nothing"):
-        list(cache_rows(["int-4"], **CACHE))
+        timed(["int-4"])
 
 
 @pytest.mark.parametrize(
-    ("changed", "error", "message"),
+    ("arguments", "message"),
     [
-        ({"tokens": 0}, ShapeError, "tokens=0; expected a number >= 1"),
-        ({"query_heads": 3, "kv_heads": 2}, ShapeError, "query_heads=3 is not a multiple of kv_heads=2"),
-        ({"dtype": "int8"}, SpecError, "dtype='int8' is not allowed; use float32, float16, bfloat16"),
-        ({"device": "nowhere"}, UnsupportedError, "device 'nowhere' cannot be used here .*; try device='cpu'"),
-        ({"head_dim": 20}, ShapeError, "head_dim=20 is not a multiple of 8"),
+        (["--query-heads", "3", "--kv-heads", "2"], "3 query heads are no multiple of 2"),
+        (["--device", "nowhere"], "device 'nowhere' cannot be used here"),
+        (["--head-dim", "20"], "head_dim=20 is not a multiple of 8"),
     ],
 )
-def test_what_cannot_be_timed_is_refused_at_once(changed, error, message):
-    with pytest.raises(error, match=message):
-        cache_rows(["int-4"], **(CACHE | changed))
+def test_what_cannot_be_timed_is_refused(capsys, arguments, message):
+    assert main(["bench", "cache", "--specs", "int-4", *arguments]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_an_interrupt_keeps_what_was_measured(monkeypatch, capsys):
+    """Options may stand before the bench's name or behind it, and without a name the bench is ``cache``."""
+    sizes = ["--tokens", "64", "--kv-heads", "1", "--query-heads", "2", "--repeats", "1", "--json", "-"]
+    assert main(["bench", *sizes, "--specs", "int-4"]) == 0
+    whole = json.loads(capsys.readouterr().out)
+    assert {row["shape"] for row in whole} == {"b1_hq2_h1_d128_t64"}
+
+    def interrupted(self):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(LayerCache, "decode", interrupted)
+    assert main(["bench", *sizes, "cache", "--specs", "int-4"]) == 130
+    (row,) = json.loads(capsys.readouterr().out)
+    assert (row["spec"], row["partial"], row["shape"]) == ("sdpa", True, whole[0]["shape"])
 
 
 def test_an_unknown_spec_is_refused_before_the_known_ones_are_timed():
     with pytest.raises(SpecError, match="unknown codec 'int4'"):
-        cache_rows(["dense", "int4"], **CACHE)
+        timed(["dense", "int4"])

@@ -6,23 +6,32 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from packedkv_lab.bench.quantizer_rivals import QuantizerRival, quantizer_rivals
 
 import packedkv
+from lab.tests.bench.gpu_stubs import recorder
 from packedkv.cli import stamp
 from packedkv.errors import ShapeError, SpecError, UnsupportedError
 from packedkv_lab.bench import codec as bench
-from packedkv_lab.bench import turns
+from packedkv_lab.bench import timing
 from packedkv_lab.bench.codec import codec_rows
-from packedkv_lab.bench.record import spread
+from packedkv_lab.bench.record import Recorder
+from packedkv_lab.bench.rivals import QuantizerRival, quantizer_rivals
+from packedkv_lab.bench.shapes import Shape
+from packedkv_lab.bench.timing import spread
 
-CODEC = {"kv_heads": 2, "head_dim": 64, "tokens": 96, "repeats": 2}
+SHAPE = Shape("b1_h2_d64_t96", 1, 2, 2, 64, 96)
 CODEC_METRICS = ["encode_tokens_per_s", "decode_tokens_per_s", "encode_vs_int4", "decode_vs_int4"]
 
 
 @pytest.fixture(scope="module")
 def rows():
-    return list(codec_rows(["int-4", "kivi-2", "hqmq-s24_r3"], **CODEC, seed=1))
+    return timed(["int-4", "kivi-2", "hqmq-s24_r3"])
+
+
+def timed(specs, shape=SHAPE, repeats=2, **options):
+    found = recorder(**options)
+    codec_rows(specs, shape, found, repeats=repeats)
+    return found.new
 
 
 def test_rows_of_every_spec_and_metric(rows):
@@ -47,10 +56,10 @@ def test_int4_beside_itself_costs_the_same_on_a_machine_that_slows_down(monkeypa
     def slower(work):
         now[0] += 0.01 * 1.01 ** next(calls)
 
-    monkeypatch.setattr(turns, "time", SimpleNamespace(perf_counter=lambda: now[0]))
+    monkeypatch.setattr(timing, "time", SimpleNamespace(perf_counter=lambda: now[0]))
     monkeypatch.setattr(bench.CodecWork, "encode", slower)
     monkeypatch.setattr(bench.CodecWork, "decode", slower)
-    found = {r["metric"]: r["values"] for r in codec_rows(["int-4"], **CODEC | {"repeats": 9}) if "job" not in r}
+    found = {r["metric"]: r["values"] for r in timed(["int-4"], repeats=9)}
     for job in ("encode", "decode"):
         assert found[f"{job}_vs_int4"] == pytest.approx(dict.fromkeys(found[f"{job}_vs_int4"], 1 / 1.01), rel=1e-3)
     # encode: warmed up by two calls, then nine pairs
@@ -59,19 +68,15 @@ def test_int4_beside_itself_costs_the_same_on_a_machine_that_slows_down(monkeypa
 
 def test_refused_before_anything_is_timed():
     with pytest.raises(SpecError, match="int5"):
-        codec_rows(["int5"])
-    with pytest.raises(ShapeError, match="tokens=0"):
-        codec_rows(["int-4"], tokens=0)
+        timed(["int5"])
     with pytest.raises(ShapeError, match="32 tokens at once"):
-        codec_rows(["kivi-2"], tokens=16)
-    with pytest.raises(UnsupportedError, match="bench codec: device 'nowhere' cannot be used here"):
-        codec_rows(["int-4"], device="nowhere")
+        timed(["kivi-2"], Shape("short", 1, 2, 2, 64, 16))
 
 
 def test_a_codec_that_needs_queries_is_refused(monkeypatch):
     monkeypatch.setattr(type(packedkv.get("saw-int4").key), "needs", frozenset({"queries"}))
     with pytest.raises(UnsupportedError, match="queries"):
-        codec_rows(["saw-int4"])
+        timed(["saw-int4"])
 
 
 class Copy:
@@ -91,7 +96,7 @@ class Copy:
 
 def test_a_rival_is_timed_beside_the_preset_whose_job_it_does(monkeypatch):
     monkeypatch.setattr(bench, "quantizer_rivals", lambda dim: [Copy()])
-    rows = [r for r in codec_rows([], **CODEC) if r["spec"] == "copy-16"]
+    rows = timed([], libraries=True)
     metrics = [*CODEC_METRICS[:2], "encode_vs_preset", "decode_vs_preset"]
     assert [(r["metric"], r["job"], r["effective_bits"]) for r in rows] == [(m, "int-4", 16.0) for m in metrics]
     assert rows[0]["relative_mse"] < 1e-6
@@ -99,10 +104,10 @@ def test_a_rival_is_timed_beside_the_preset_whose_job_it_does(monkeypatch):
 
 def test_a_rival_that_is_not_installed_is_left_out_and_named(monkeypatch):
     monkeypatch.setattr(
-        bench, "quantizer_rivals", lambda dim: [QuantizerRival("nobody-4", "nobody_has_this", "int-4", 4, dim)]
+        bench, "quantizer_rivals", lambda dim: [QuantizerRival("nobody-4", "nobody_has_this", "int-4", None, None)]
     )
     said = []
-    assert list(codec_rows([], **CODEC, progress=said.append)) == []
+    codec_rows([], SHAPE, Recorder(None, {}, said.append))
     assert said == ["nobody-4: nobody_has_this is not installed, left out"]
 
 
@@ -115,7 +120,8 @@ def test_rivals_do_the_job_they_are_timed_for(rival):
     ours, _ = packedkv.fake_quant(rival.job, x[None, None], x[None, None])
     error = float((rival.decode(held).float() - x).square().sum())
     assert 0.5 < error / float((ours[0, 0] - x).square().sum()) < 2
-    assert rival.bits <= rival.nbytes(held) * 8 / x.numel() <= rival.bits + 2
+    bits = int(rival.name[-1])
+    assert bits <= rival.nbytes(held) * 8 / x.numel() <= bits + 2
 
 
 # -- values and commit -------------------------------------------------------------------------------------------------

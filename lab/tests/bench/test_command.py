@@ -42,9 +42,9 @@ def _gpu(monkeypatch):
     monkeypatch.setattr(timing, "Timer", lambda device: Clock())
 
 
-def rows(specs, shapes, recorder, **options):
+def rows(specs, shapes, recorder):
     for spec in specs:
-        yield recorder.add(spec, 4.0, "decode_us_cold", "us", shapes[0].name, {"p20": 1.0, "p50": 2.0, "p80": 3.0})
+        recorder.add(spec, 4.0, "decode_us_cold", "us", shapes[0].name, {"p20": 1.0, "p50": 2.0, "p80": 3.0})
 
 
 @pytest.mark.usefixtures("_gpu")
@@ -69,10 +69,10 @@ def test_rows_only_writes_neither_page_nor_json(monkeypatch, tmp_path):
 
 
 @pytest.mark.usefixtures("_gpu")
-@pytest.mark.parametrize(("error", "status"), [(DeviceLostError("lost"), 3), (KeyboardInterrupt(), 0)])
+@pytest.mark.parametrize(("error", "status"), [(DeviceLostError("lost"), 3), (KeyboardInterrupt(), 130)])
 def test_what_ends_a_run_keeps_its_rows(monkeypatch, tmp_path, error, status):
-    def broken(*args, **options):
-        yield from rows(*args, **options)
+    def broken(*args):
+        rows(*args)
         raise error
 
     monkeypatch.setattr(decode, "decode_rows", broken)
@@ -108,9 +108,8 @@ def test_shapes_are_named_in_every_part(monkeypatch, tmp_path):
     told = {}
 
     def note(part):
-        def rows_of(specs, recorder, **options):
-            told[part] = options
-            return iter([])
+        def rows_of(specs, *given, **options):
+            told[part] = given, options
 
         return rows_of
 
@@ -125,20 +124,22 @@ def test_shapes_are_named_in_every_part(monkeypatch, tmp_path):
     }  # fmt: skip
     for part, arguments in given.items():
         assert main(["bench", part, "--device", "cuda", *arguments]) == 0
-    assert [s.name for s in told["encode"]["shapes"]] == ["video"]
-    assert told["encode"]["batches"] == encode.APPEND_BATCHES
-    names = [s.name for s in told["prefill"]["shapes"]]
+    _, shapes, batches = told["encode"][0]
+    assert [s.name for s in shapes] == ["video"]
+    assert batches == encode.APPEND_BATCHES
+    names = [s.name for s in told["prefill"][0][0]]
     assert len(names) == 11
     assert (names[0], names[-1]) == ("prefill_b1_t2048_q1", "prefill_b8_t8192_q16")
-    chosen = told["generate"]
+    chosen = told["generate"][1]
     assert (chosen["batches"], chosen["ways"], chosen["dense"]) == ((1,), ["graph", "compiled"], False)
     assert chosen["lock"].path == tmp_path / "t"
     assert main(["bench", "prefill", "--device", "cuda", "--shapes", "spine"]) == 2
 
 
 def test_page_without_rows_or_folder(capsys, tmp_path):
-    assert main(["bench", "page"]) == 2
-    assert "name the folder of the rows with --out DIR" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        main(["bench", "page"])
+    assert "required: --out" in capsys.readouterr().err
     assert main(["bench", "page", "--out", str(tmp_path)]) == 2
     assert "holds no rows (decode.jsonl, encode.jsonl" in capsys.readouterr().err
 
@@ -147,9 +148,8 @@ def test_page_without_rows_or_folder(capsys, tmp_path):
 def test_some_specs_at_some_shapes_beside_the_others(monkeypatch, tmp_path):
     told = []
 
-    def note(specs, shapes, recorder, **options):
+    def note(specs, shapes, recorder):
         told.append((specs, [s.name for s in shapes]))
-        yield from ()
 
     monkeypatch.setattr(decode, "decode_rows", note)
     also = ["--also", "int-4,kivi-2:window=64,sink=4@audio", "--also", "fp8@sweep1,video"]

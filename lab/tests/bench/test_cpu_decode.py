@@ -5,7 +5,6 @@ from typing import Any
 
 import pytest
 import torch
-from packedkv_lab.bench.cpu_rivals import CpuRival
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
@@ -15,8 +14,11 @@ from packedkv.errors import KVError, UnsupportedError
 from packedkv.kernels.cpu import compile as sources
 from packedkv.kernels.cpu import library
 from packedkv_lab.bench import cpu_decode
+from packedkv_lab.bench.record import Recorder
+from packedkv_lab.bench.rivals import CpuRival
+from packedkv_lab.bench.shapes import Shape
 
-SHAPE = {"batch": 1, "kv_heads": 2, "query_heads": 4, "head_dim": 64, "tokens": 300}
+SHAPE = Shape("tiny", 1, 4, 2, 64, 300)
 SECONDS = {"sdpa": 8e-3, "sdpa bfloat16": 9e-3, "two-matmuls": 4e-3, "two-matmuls-kt": 2e-3, "int-4": 1e-3}
 
 
@@ -35,8 +37,14 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cpu_decode, "cpu_rivals", list)
 
 
+def timed(*specs: str, say: Any = print, **options: Any) -> list[dict[str, Any]]:
+    recorder = Recorder(None, {}, say, **options)
+    cpu_decode.cpu_decode_rows(specs, SHAPE, recorder, repeats=3)
+    return recorder.new
+
+
 def test_rows_have_times_and_speed_ups() -> None:
-    rows = list(cpu_decode.decode_rows(["int-4"], **SHAPE, repeats=3))
+    rows = timed("int-4")
     found = {(r["spec"], r["dtype"], r["metric"]): r["values"]["p50"] for r in rows}
     assert found["int-4", "float32", "attend_us"] == pytest.approx(1000)
     assert found["int-4", "float32", "speedup_vs_sdpa"] == pytest.approx(8)
@@ -64,20 +72,20 @@ def test_rivals_that_are_missing_fail_or_are_wrong(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(cpu_decode, "cpu_rivals", lambda: rivals)
     monkeypatch.setitem(SECONDS, "there", 2e-3)
     said: list[str] = []
-    rows = list(cpu_decode.decode_rows(["int-4"], **SHAPE, repeats=3, progress=said.append))
+    rows = timed("int-4", say=said.append)
     there = {r["metric"]: r for r in rows if r["spec"] == "there"}
     assert there["attend_us"]["values"]["p50"] == pytest.approx(2000)
     assert there["attend_us"]["effective_bits"] == 16
     assert there["attend_us"]["path"] == "torch"
     assert "absent: absent-package is not installed, left out" in said
-    assert "failing: not available: RuntimeError: no compiler, left out" in said
+    assert "failing: failed: RuntimeError: no compiler, left out" in said
     assert not {"absent", "failing"} & {r["spec"] for r in rows}
     monkeypatch.delitem(SECONDS, "there")
-    rows = list(cpu_decode.decode_rows(["int-4"], **SHAPE, repeats=3, libraries=False))
+    rows = timed("int-4", libraries=False)
     assert "there" not in {r["spec"] for r in rows}
     rivals[0] = CpuRival("wrong", "torch", "torch", 1e-4, lambda q, k, v: (lambda: torch.ones_like(q), 8))
     with pytest.raises(KVError, match="wrong differs from SDPA"):
-        list(cpu_decode.decode_rows(["int-4"], **SHAPE, repeats=3))
+        timed("int-4")
 
 
 def test_repeated_bytes_are_a_cache() -> None:
@@ -111,17 +119,17 @@ def test_keys_without_their_mean(spec: str, monkeypatch: pytest.MonkeyPatch) -> 
 
 def test_refusals(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(UnsupportedError, match="no CPU kernel reads E8"):
-        list(cpu_decode.decode_rows(["e8-2"], **SHAPE))
+        timed("e8-2")
     monkeypatch.setattr(cpu_decode, "attend", lambda q, cache: torch.ones_like(q))
     with pytest.raises(KVError, match="differs from the reference"):
-        list(cpu_decode.decode_rows(["int-4"], **SHAPE))
+        timed("int-4")
     monkeypatch.setattr(library, "chosen", lambda: sources.HERE / "missing.so")
     with pytest.raises(UnsupportedError, match="bench decode: the CPU kernels are not compiled"):
-        list(cpu_decode.decode_rows(["int-4"], **SHAPE))
+        timed("int-4")
 
 
 def test_the_command_writes_rows_as_json(capsys: pytest.CaptureFixture[str]) -> None:
-    sizes = [f"--{name.replace('_', '-')}={size}" for name, size in SHAPE.items()]
+    sizes = ["--kv-heads=2", "--query-heads=4", "--head-dim=64", "--tokens=300"]
     assert main(["bench", "decode", "--specs", "int-4", *sizes, "--json", "-"]) == 0
     rows = json.loads(capsys.readouterr().out)
     assert {r["metric"] for r in rows} >= {"attend_us", "speedup_vs_two_matmuls"}

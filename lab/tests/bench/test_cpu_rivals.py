@@ -4,13 +4,13 @@ from typing import Any
 
 import pytest
 import torch
-from packedkv_lab.bench.cpu_rivals import CpuRival
 from torch import Tensor
 
 from packedkv.errors import KVError
-from packedkv_lab.bench import cpu_rivals
+from packedkv_lab.bench import rivals
+from packedkv_lab.bench.rivals import CpuRival
 
-RIVALS = {rival.spec: rival for rival in cpu_rivals.cpu_rivals()}
+RIVALS = {rival.spec: rival for rival in rivals.cpu_rivals()}
 BITS = {
     "flex": 32.0, "llama.cpp-f16": 16.0, "llama.cpp-q8_0": 8.5, "llama.cpp-q4_0": 4.5,
     "quantized-cache-quanto": 5.0, "quantized-cache-hqq": 5.0,
@@ -55,9 +55,9 @@ def test_a_wrong_result_is_not_timed() -> None:
 
 
 def test_a_rival_whose_module_is_not_installed_is_missing() -> None:
-    assert CpuRival("a", "a", "no_such_module.core.quantize", 0.1, cpu_rivals._flex).missing
-    assert CpuRival("a", "a", "no_such_module", 0.1, cpu_rivals._flex).missing
-    assert not CpuRival("a", "a", "torch.nn", 0.1, cpu_rivals._flex).missing
+    assert CpuRival("a", "a", "no_such_module.core.quantize", 0.1, rivals._flex_on_cpu).missing
+    assert CpuRival("a", "a", "no_such_module", 0.1, rivals._flex_on_cpu).missing
+    assert not CpuRival("a", "a", "torch.nn", 0.1, rivals._flex_on_cpu).missing
 
 
 def test_llama_takes_one_sequence() -> None:

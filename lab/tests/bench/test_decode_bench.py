@@ -4,17 +4,17 @@ import json
 
 import pytest
 import torch
-from packedkv_lab.bench.attention_rivals import AttentionRival, Dense, missing
 
-from lab.tests.bench.gpu_stubs import CPU, Clock, use_reference
+from lab.tests.bench.gpu_stubs import CPU, Clock, recorder, use_reference
 from packedkv.cli.page.rows import read_rows
-from packedkv.cli.stamp import stamp
 from packedkv.errors import FormatError, UnsupportedError
-from packedkv_lab.bench import decode, packed
-from packedkv_lab.bench.decode import decode_rows, ratio
+from packedkv_lab.bench import decode, packed, record
+from packedkv_lab.bench.decode import decode_rows
 from packedkv_lab.bench.packed import Gate
-from packedkv_lab.bench.record import Deadline, DeviceLostError, Recorder, newest
+from packedkv_lab.bench.record import Deadline, DeviceLostError, Recorder, newest, status_of
+from packedkv_lab.bench.rivals import AttentionRival, Dense
 from packedkv_lab.bench.shapes import Shape, sweep
+from packedkv_lab.bench.timing import ratio
 
 TINY = Shape("tiny", 2, 4, 2, 64, 100)
 METRICS = {
@@ -29,9 +29,9 @@ def _reference(monkeypatch):
 
 
 def run(specs, clock=None, path=None, shapes=(TINY,), **options):
-    recorder = Recorder(path, stamp(CPU, 0, "abc"), lambda _: None)
-    options = {"timer": clock or Clock(), "device": CPU, "libraries": False, **options}
-    return list(decode_rows(specs, shapes, recorder, **options))
+    found = recorder(clock, path, **options)
+    decode_rows(specs, shapes, found)
+    return found.new
 
 
 def test_rows_of_a_preset_and_of_its_rivals():
@@ -95,7 +95,7 @@ def test_what_has_no_kernel_or_breaks_says_so_and_the_others_are_timed(monkeypat
 
 
 def test_a_lost_device_ends_the_run_behind_its_row(monkeypatch, tmp_path):
-    monkeypatch.setattr(decode, "device_lost", lambda _: True)
+    monkeypatch.setattr(record, "device_lost", lambda _: True)
     monkeypatch.setattr(decode, "gate", lambda _: (_ for _ in ()).throw(RuntimeError("illegal address")))
     path = tmp_path / "decode.jsonl"
     with pytest.raises(DeviceLostError, match="int-8 at tiny broke the CUDA context"):
@@ -136,8 +136,8 @@ def test_libraries_that_are_missing_say_so(monkeypatch):
     rows = run(["int-8"], libraries=True)
     found = {(r["backend"], r["form"]): r.get("status") for r in rows if r["spec"].startswith("dense")}
     assert found["flashinfer", "paged decode"] == found["flash-attention-3", "contiguous, fp8"] == "not installed"
-    assert found["flex", "flex_attention, compiled"] == "not available: RuntimeError: no compiler"
-    assert missing(ImportError("libfoo.so")) == "not available: ImportError: libfoo.so"
+    assert found["flex", "flex_attention, compiled"] == "failed: RuntimeError: no compiler"
+    assert status_of(ImportError("libfoo.so")) == "not available: ImportError: libfoo.so"
 
 
 @pytest.mark.parametrize(
@@ -163,7 +163,7 @@ def test_a_rival_that_computes_something_else_is_none(monkeypatch, bits, error, 
     assert rows[0]["error"] == pytest.approx(error, abs=1e-4)
     if refused:
         assert [r["status"] for r in rows] == [
-            f"not available: ValueError: its output differs from 16-bit attention by {error:.2g}"
+            f"failed its gate: its output differs from 16-bit attention by {error:.2g}"
         ]
     else:
         assert [r["metric"] for r in rows] == ["decode_us_cold", "decode_us_clean", "decode_us_warm"]
@@ -196,10 +196,10 @@ def test_a_rival_that_breaks_the_device_is_left_out_by_the_next_process(monkeypa
         yield from true(dense)
 
     monkeypatch.setattr(decode, "torch_rivals", rivals)
-    monkeypatch.setattr(decode, "device_lost", lambda _: True)
+    monkeypatch.setattr(record, "device_lost", lambda _: True)
     with pytest.raises(DeviceLostError, match="fast at tiny broke the CUDA context"):
         run(["int-8"], path=path)
-    monkeypatch.setattr(decode, "device_lost", lambda _: False)
+    monkeypatch.setattr(record, "device_lost", lambda _: False)
     rows = run(["int-8"], path=path)
     assert {r["spec"] for r in rows} == {"dense", "int-8"}
 
@@ -227,7 +227,7 @@ def test_without_16_bit_attention_nothing_is_compared(monkeypatch):
 
     monkeypatch.setattr(decode, "torch_rivals", lambda _: iter([AttentionRival("cudnn", "x", 16.0, broken)]))
     rows = run(["int-8"])
-    assert [(r["spec"], r["status"]) for r in rows] == [("dense", "not available: RuntimeError: no backend")]
+    assert [(r["spec"], r["status"]) for r in rows] == [("dense", "failed: RuntimeError: no backend")]
 
 
 # -- the recorder ------------------------------------------------------------------------------------------------------

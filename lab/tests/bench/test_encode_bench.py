@@ -2,19 +2,16 @@
 
 import pytest
 import torch
-from packedkv_lab.bench.packed_encode import differing_bytes, encode_operator
 
-from lab.tests.bench.gpu_stubs import CPU, Clock
-from packedkv.cli.stamp import stamp
+from lab.tests.bench.gpu_stubs import CPU, Clock, recorder
 from packedkv.codec import ROLES
 from packedkv.errors import SpecError, UnsupportedError
-from packedkv_lab.bench import encode, packed_encode
-from packedkv_lab.bench.encode import append_shape, append_times, encode_rows
+from packedkv_lab.bench import encode
+from packedkv_lab.bench.encode import append_shape, append_times, differing_bytes, encode_operator, encode_rows
 from packedkv_lab.bench.packed import scheme_of
-from packedkv_lab.bench.record import Recorder
 from packedkv_lab.bench.shapes import PRESETS, Shape
 
-WRITER = packed_encode.writer
+WRITER = encode.writer
 SMALL = Shape("llm64k", 2, 4, 2, 64, 200)
 
 
@@ -34,13 +31,13 @@ def reference_writer(scheme, shape, store, params, first, mean):
 
 @pytest.fixture(autouse=True)
 def _reference(monkeypatch):
-    monkeypatch.setattr(packed_encode, "writer", reference_writer)
+    monkeypatch.setattr(encode, "writer", reference_writer)
 
 
 def run(specs, clock=None, shapes=(SMALL,), batches=(), **options):
-    recorder = Recorder(None, stamp(CPU, 0), lambda _: None)
-    options = {"timer": clock or Clock(), "device": CPU, "libraries": False, **options}
-    return list(encode_rows(specs, recorder, shapes=shapes, batches=batches, **options))
+    found = recorder(clock, **options)
+    encode_rows(specs, found, shapes, batches)
+    return found.new
 
 
 @pytest.mark.parametrize("spec", [*PRESETS, "saw-int4:mean=pre", "turboquant-4:mean=post", "ghost-3"])
@@ -120,7 +117,7 @@ def test_shapes_of_the_encode_bench_are_named(names):
 
 
 def test_a_preset_without_an_encoder_says_so(monkeypatch):
-    monkeypatch.setattr(packed_encode, "writer", WRITER)
+    monkeypatch.setattr(encode, "writer", WRITER)
     with pytest.raises(UnsupportedError, match="no kernel encodes octopus-4"):
         encode_operator("octopus-4", SMALL, CPU, 0)
     (row,) = run(["octopus-4"])

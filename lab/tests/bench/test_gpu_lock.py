@@ -7,13 +7,13 @@ import sys
 import threading
 from unittest import mock
 
-from packedkv_lab.bench.gpu_lock import GpuLock
+from packedkv_lab.bench.generate import GpuLock
 
 HOLD = """
 import sys
 from pathlib import Path
-from packedkv_lab.bench.gpu_lock import GpuLock
-with getattr(GpuLock(Path(sys.argv[1])), sys.argv[2])():
+from packedkv_lab.bench.generate import GpuLock
+with GpuLock(Path(sys.argv[1])).held(exclusive=sys.argv[2] == "exclusive"):
     print("held", flush=True)
     sys.stdin.read()
 """
@@ -39,7 +39,7 @@ def waits(lock, how):
             flock(file, kind)
 
     def work():
-        with getattr(lock, how)():
+        with lock.held(exclusive=how == "exclusive"):
             said.put(False)
 
     thread = threading.Thread(target=work)
@@ -72,7 +72,7 @@ def test_a_process_that_dies_gives_its_turn_back(tmp_path):
 
 
 def test_without_a_file_nobody_waits():
-    with GpuLock().exclusive():
+    with GpuLock().held(exclusive=True):
         found, thread = waits(GpuLock(), "exclusive")
         assert not found
     thread.join(600)

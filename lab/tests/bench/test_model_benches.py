@@ -5,26 +5,21 @@ import json
 import pytest
 import torch
 
-from lab.tests.bench.gpu_stubs import CPU, Clock, use_reference
+from lab.tests.bench.gpu_stubs import CPU, recorder, use_reference
 from packedkv.cli.measure.generation import FORMS
-from packedkv.cli.stamp import stamp
 from packedkv.errors import SpecError, UnsupportedError
 from packedkv.integrations.transformers.argument import passing
 from packedkv.kernels.cuda.engine import CudaEngine
 from packedkv_lab.bench import generate, prefill
 from packedkv_lab.bench.packed import packed_operator
 from packedkv_lab.bench.prefill import dense_attention, prefill_error, prefill_rows, prefill_shape
-from packedkv_lab.bench.record import Deadline, Recorder, newest
+from packedkv_lab.bench.record import Deadline, newest
 from packedkv_lab.bench.shapes import Shape
 
 
 @pytest.fixture(autouse=True)
 def _reference(monkeypatch):
     use_reference(monkeypatch)
-
-
-def recorder():
-    return Recorder(None, stamp(CPU, 0), lambda _: None)
 
 
 def by_reference(packed, q, k, v):
@@ -40,8 +35,9 @@ def by_reference(packed, q, k, v):
 
 def prefills(specs, queries=(3, 16)):
     shapes = [prefill_shape(1, 130, n) for n in queries]
-    options = {"timer": Clock(), "device": CPU, "shapes": shapes}
-    return list(prefill_rows(specs, recorder(), **options))
+    found = recorder()
+    prefill_rows(specs, shapes, found)
+    return found.new
 
 
 def test_prefill_rows(monkeypatch):
@@ -122,19 +118,21 @@ def test_dense_attention_is_causal_from_the_end():
 
 TINY = {
     "vocab_size": 300, "hidden_size": 128, "intermediate_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2,
-    "head_dim": 64, "max_position_embeddings": 512,
+    "head_dim": 64, "max_position_embeddings": 512, "num_hidden_layers": 2,
 }  # fmt: skip
 
 
 @pytest.fixture(scope="module")
 def model():
     pytest.importorskip("transformers")
-    return generate.make_model(CPU, 2, **TINY)
+    return generate.make_model("Qwen3-8B", CPU, **TINY)
 
 
-def generated(model, specs, **options):
-    options = {"device": CPU, "batches": (2,), "ways": ("generate",), "prompt": 40, "new_tokens": 2, **options}
-    return list(generate.generate_rows(specs, recorder(), model=model, **options))
+def generated(model, specs, *, path=None, libraries=False, **options):
+    options = {"batches": (2,), "ways": ("generate",), "prompt": 40, "new_tokens": 2, **options}
+    found = recorder(path=path, libraries=libraries)
+    generate.generate_rows(specs, found, model=model, **options)
+    return found.new
 
 
 def test_a_filled_cache_takes_the_prompts_last_token_and_goes_on(model):
@@ -171,14 +169,14 @@ def test_time_per_token_is_from_logits_to_logits(model, monkeypatch):
 
 
 def test_rows_of_the_16_bit_cache_and_of_what_no_kernel_takes(model):
-    rows = generated(model, ["kivi-2:group=16"], libraries=False)
+    rows = generated(model, ["kivi-2:group=16"])
     assert [(r["spec"], r["cache"], r["shape"]) for r in rows] == [
         ("dense", "DynamicCache", "qwen3_8b_b2_0k"),
         ("dense", "DynamicCache", "qwen3_8b_b2_0k"),
         ("kivi-2:group=16", "packedkv fused", "qwen3_8b_b2_0k"),
     ]
     assert rows[0]["values"] is not None
-    assert rows[2]["status"].startswith("no kernel: UnsupportedError")
+    assert rows[2]["status"].startswith("no kernel: no kernel encodes kivi-2")
 
 
 def test_dynamic_cache_is_timed_with_cudnn_and_without(model, monkeypatch, tmp_path):
@@ -190,13 +188,12 @@ def test_dynamic_cache_is_timed_with_cudnn_and_without(model, monkeypatch, tmp_p
 
     monkeypatch.setattr(generate, "timed_generate", timed)
     path = tmp_path / "generate.jsonl"
-    options = {"device": CPU, "batches": (1,), "ways": ("generate",), "prompt": 40, "libraries": False, "model": model}
-    rows = list(generate.generate_rows([], Recorder(path, stamp(CPU, 0), lambda _: None), **options))
+    rows = generated(model, [], path=path)
     assert [(r["cache"], r["form"]) for r in rows] == [("DynamicCache", form) for form in FORMS]
     assert seen == [("DynamicCache", True)] * 2 + [("DynamicCache", False)] * 2
     assert len(newest(rows)) == 2
     path.write_text("".join(json.dumps(r) + "\n" for r in rows[:1]))  # a visit that ended between them
-    again = list(generate.generate_rows([], Recorder(path, stamp(CPU, 0), lambda _: None), **options))
+    again = generated(model, [], path=path)
     assert [r["form"] for r in again] == ["cuDNN off"]
 
 
@@ -210,15 +207,15 @@ def test_quantized_caches_of_transformers_are_rivals(model, monkeypatch):
         return filler.dense("DynamicCache")
 
     monkeypatch.setattr(generate.Filler, "quantized", quantized)
-    rows = generated(model, [])
+    rows = generated(model, [], libraries=True)
     assert [(r["spec"], r["cache"], r.get("status")) for r in rows] == [
         *[("dense", "DynamicCache", None)] * 2,
-        *[("hqq-4", "QuantizedCache", "not installed")] * 2,
+        *[("hqq-4", "QuantizedCache", "not available: ImportError: You need to install `HQQ`")] * 2,
         *[("quanto-4", "QuantizedCache", None)] * 2,
     ]
     assert made == ["hqq"] * 2 + ["quanto"] * 4  # with and without cuDNN, once each to warm up
-    assert [r["spec"] for r in generated(model, [], libraries=False)] == ["dense"] * 2
-    assert generated(model, [], dense=False) == []
+    assert [r["spec"] for r in generated(model, [])] == ["dense"] * 2
+    assert generated(model, [], dense=False, libraries=True) == []
 
 
 def test_the_ways_and_shapes_that_there_are(model):
@@ -229,14 +226,14 @@ def test_the_ways_and_shapes_that_there_are(model):
 
 
 def test_a_model_is_made_only_for_what_is_left(tmp_path, monkeypatch):
-    monkeypatch.setattr(generate, "make_model", lambda _: pytest.fail("made"))
+    monkeypatch.setattr(generate, "make_model", lambda *_: pytest.fail("made"))
     path = tmp_path / "generate.jsonl"
-    held = Recorder(path, stamp(CPU, 0), lambda _: None)
+    held = recorder(path=path)
     held.add("dense", 16.0, "ms_per_token_graph", "ms", "qwen3_8b_b1_32k", {"p20": 1.0, "p50": 1.0, "p80": 1.0})
-    options = {"device": CPU, "batches": (1,), "ways": ("graph",)}
-    assert list(generate.generate_rows([], held, **options)) == []
-    late = Deadline(-1.0)
-    assert list(generate.generate_rows(["int-4"], held, deadline=late, **options)) == []
+    generate.generate_rows([], held, batches=(1,), ways=("graph",))
+    held.deadline = Deadline(-1.0)
+    generate.generate_rows(["int-4"], held, batches=(1,), ways=("graph",))
+    assert len(held.new) == 1
 
 
 def test_packed_caches_are_filled_and_reported(model, monkeypatch):
@@ -246,7 +243,7 @@ def test_packed_caches_are_filled_and_reported(model, monkeypatch):
         return cache_for(filler.model, spec, attention="streamed", probe=False)
 
     monkeypatch.setattr(generate.Filler, "packed", streamed)
-    row = generated(model, ["int-4"], libraries=False)[-1]
+    row = generated(model, ["int-4"])[-1]
     assert row["values"] is not None
     assert 4.5 < row["effective_bits"] < 8  # a page of 64 tokens for 42
     assert row["paths"]["streamed"] > 0
@@ -258,4 +255,4 @@ def test_without_transformers_it_says_what_to_install(monkeypatch):
 
     monkeypatch.setattr(generate.importlib, "import_module", absent)
     with pytest.raises(UnsupportedError, match=r"bench generate needs transformers; run: pip install"):
-        next(generate.generate_rows([], recorder(), device=CPU))
+        generate.generate_rows([], recorder())
