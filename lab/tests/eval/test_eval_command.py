@@ -8,9 +8,10 @@ import pytest
 from tests.cli.tiny import TEXT, save_tiny, tiny_llama
 from tests.test_cli import refused, run
 
-from lab.tests.eval.test_run import QUESTIONS, interrupted_after
+from lab.tests.eval.test_run import RECORDS, interrupted_after
 from packedkv.cli import main as cli
 from packedkv.cli.arguments import depths, lengths
+from packedkv.errors import SpecError
 from packedkv_lab.commands.eval import data_paths, task_list
 from packedkv_lab.eval.store import AGAINST, ITEMS, RESULTS, RUN
 
@@ -31,10 +32,9 @@ def text(tmp_path_factory):
 
 @pytest.fixture
 def data(tmp_path):
-    path = tmp_path / "data" / "hellaswag.jsonl"
-    path.parent.mkdir()
-    path.write_text("\n".join(map(json.dumps, QUESTIONS)))
-    return str(path.parent)
+    path = tmp_path / "kv.jsonl"
+    path.write_text("\n".join(map(json.dumps, RECORDS)))
+    return f"kv_retrieval={path}"
 
 
 @pytest.fixture
@@ -46,16 +46,16 @@ def no_model(monkeypatch):
 
 def test_a_run_prints_tables_and_writes_its_folder(capsys, model, text, data, tmp_path):
     out_dir = tmp_path / "out"
-    arguments = ["eval", model, "--specs", "dense,int-4", "--tasks", "kl,hellaswag:limit=3,needle", "--text", text]
+    arguments = ["eval", model, "--specs", "dense,int-4", "--tasks", "kl,kv_retrieval:limit=3,needle", "--text", text]
     arguments += ["--data", data, "--output", str(out_dir), *SIZES]
     status, out, err = run(capsys, *arguments)
     assert status == 0
     assert {p.name for p in out_dir.iterdir()} == {RUN, ITEMS, RESULTS}
     assert "kl: 2 of 2 items, prefill=decoded" in out
-    assert "hellaswag: 3 of 3 items" in out
+    assert "kv_retrieval: 3 of 3 items" in out
     lines = out.splitlines()
-    head = next(i for i, line in enumerate(lines) if line.startswith("hellaswag"))
-    assert lines[head + 1].split()[:4] == ["spec", "bits", "accuracy_norm", "difference"]
+    head = next(i for i, line in enumerate(lines) if line.startswith("kv_retrieval"))
+    assert lines[head + 1].split()[:4] == ["spec", "bits", "recall", "difference"]
     assert [line.split()[0] for line in lines[head + 3 : head + 6]] == ["(uncompressed)", "dense", "int-4"]
     assert lines[-1] == f"written: {out_dir} (rows in results.json, items in items.jsonl)"
     assert "evaluating [" in err
@@ -125,12 +125,14 @@ def test_stress_is_part_of_what_a_run_is(capsys, model, text, tmp_path):
     ("given", "said"),
     [
         (["--specs", "saw-int", "--tasks", "kl"], "Did you mean 'saw-int4'"),
-        (["--specs", "int-4", "--tasks", "kl,helaswag"], "unknown task 'helaswag'. Did you mean 'hellaswag'?"),
+        (["--specs", "int-4", "--tasks", "kl,needel"], "unknown task 'needel'. Did you mean 'needle'?"),
         (["--specs", "int-4", "--tasks", "kl,kl"], "given twice: kl"),
         (["--specs", "int-4,int-4"], "given twice: int-4"),
         (["--specs", "int-4", "--tasks", "kl:limit=0"], "a task takes one option, limit=N"),
         (["--specs", "int-4", "--tasks", "kl:shots=3"], "a task takes one option, limit=N"),
         (["--specs", "int-4", "--tasks", "piqa"], "piqa is a task of the lm-evaluation-harness"),
+        (["--specs", "int-4", "--tasks", "hellaswag"], "--model_args pretrained=MODEL,spec=SPEC --tasks hellaswag"),
+        (["--specs", "int-4", "--data", "needle=nowhere.jsonl"], "'needle=nowhere.jsonl' does not exist"),
         (["--specs", "int-4", "--text", "no.txt"], "the text 'no.txt' cannot be read"),
         (["--specs", "int-4", "--params", "no.safetensors"], "was not found"),
         (["--specs", "int-4", "--against", "int-8"], "--against int-8: not among --specs"),
@@ -167,7 +169,7 @@ def test_results_of_before_are_kept_when_a_call_is_refused(capsys, model, text, 
     arguments += ["--output", str(tmp_path / "out")]
     run(capsys, *arguments)
     before = {p.name: p.read_bytes() for p in (tmp_path / "out").iterdir()}
-    for more in (["--tasks", "kls"], ["--seed", "1"], ["--tasks", "piqa", "--data", str(tmp_path)]):
+    for more in (["--tasks", "kls"], ["--seed", "1"], ["--tasks", "piqa", "--data", f"kv_retrieval={tmp_path}"]):
         status, out, _ = run(capsys, *arguments, *more)
         assert (status, out) == (2, "")
         assert {p.name: p.read_bytes() for p in (tmp_path / "out").iterdir()} == before
@@ -201,14 +203,13 @@ def test_the_page_names_every_option(capsys, command, page):
     assert found <= said
 
 
-def test_lists_of_numbers_tasks_and_paths():
+def test_lists_of_numbers_tasks_and_paths(tmp_path):
     assert lengths("512, 1k,128K") == (512, 1024, 131072)
     assert depths("0,0.25,1") == (0.0, 0.25, 1.0)
-    assert task_list(["kl", "hellaswag:limit=20"]) == (["kl", "hellaswag"], {"hellaswag": 20})
-    whole, single = data_paths(["somewhere", "hellaswag=else/where"])
-    assert (str(whole), {k: str(v) for k, v in single.items()}) == ("somewhere", {"hellaswag": "else/where"})
-    assert data_paths(["a=b"])[0].name == "a=b", "a path with = that names no task"
-    assert data_paths([]) == (None, {})
-    for twice in (["a", "b"], ["hellaswag=a", "hellaswag=b"]):
-        with pytest.raises(ValueError, match="--data names two places"):
-            data_paths(twice)
+    assert task_list(["kl", "needle:limit=20"]) == (["kl", "needle"], {"needle": 20})
+    (tmp_path / "kv=file").write_text("")
+    assert data_paths([f"kv_retrieval={tmp_path}/kv=file"]) == {"kv_retrieval": tmp_path / "kv=file"}
+    assert data_paths([]) == {}
+    for wrong in (["a"], [f"kv_retrieval={tmp_path}"] * 2):
+        with pytest.raises(SpecError, match="write TASK=PATH once for each task"):
+            data_paths(wrong)

@@ -29,16 +29,9 @@ from packedkv_lab.eval.store import ITEMS, RESULTS, RUN, read_run
 from packedkv_lab.eval.tasks.base import TaskSettings
 
 SPECS = ["dense", "int-4"]
-TASKS = ["perplexity", "kl", "hellaswag", "needle"]
-ITEMS_OF = {"perplexity": 2, "kl": 2, "hellaswag": 5, "needle": 2}
-QUESTIONS = [
-    {
-        "ctx": f"Scene {i}: the cache",
-        "endings": [f"holds {i} bytes.", "is full.", "reads what it wrote."],
-        "label": i % 3,
-    }
-    for i in range(9)
-]
+TASKS = ["perplexity", "kl", "kv_retrieval", "needle"]
+ITEMS_OF = {"perplexity": 2, "kl": 2, "kv_retrieval": 5, "needle": 2}
+RECORDS = [{"ordered_kv_records": [[f"key {i} {k}", f"value {i} {k}"] for k in range(20)]} for i in range(9)]
 
 
 @pytest.fixture(scope="module")
@@ -49,7 +42,7 @@ def model():
 @pytest.fixture(scope="module")
 def data(tmp_path_factory):
     folder = tmp_path_factory.mktemp("data")
-    (folder / "hellaswag.jsonl").write_text("\n".join(map(json.dumps, QUESTIONS)))
+    (folder / "kv.jsonl").write_text("\n".join(map(json.dumps, RECORDS)))
     return folder
 
 
@@ -61,8 +54,8 @@ def settings(data):
 def settings_for(data, **changed) -> RunSettings:
     task = TaskSettings(
         text=SampleText(TEXT, "text", "00" * 32),
-        limits={"perplexity": 2, "kl": 2, "hellaswag": 5, "needle": 2},
-        data=Path(data),
+        limits={"perplexity": 2, "kl": 2, "kv_retrieval": 5, "needle": 2},
+        data={"kv_retrieval": Path(data) / "kv.jsonl"},
         lengths=(480,),
         depths=(0.0, 1.0),
         window_tokens=96,
@@ -138,7 +131,7 @@ def test_every_item_is_a_line_and_every_metric_a_row(whole):
         assert promised <= set(line)
         assert line["prefill"] == "decoded"
         assert line["bytes"] > 0
-        assert ("output" in line) == (line["task"] in ("hellaswag", "needle"))
+        assert ("output" in line) == (line["task"] in ("kv_retrieval", "needle"))
     rows = json.loads((folder / RESULTS).read_text())["rows"]
     assert len(rows) == len(found.rows)
     wanted = {"spec", "task", "metric", "value", "low", "high", "items", "count", "difference", "difference_low"}
@@ -148,7 +141,7 @@ def test_every_item_is_a_line_and_every_metric_a_row(whole):
     metrics = {(r["task"], r["metric"]) for r in rows if r["group"] is None}
     assert metrics == {
         *(("perplexity", "perplexity"), ("kl", "kl"), ("kl", "top1"), ("kl", "top5")),
-        *(("hellaswag", m) for m in ("accuracy", "accuracy_norm", "probability", "agreement")),
+        *(("kv_retrieval", m) for m in ("recall", "prefix", "agreement")),
         *(("needle", m) for m in ("recall", "prefix", "agreement")),
     }
     cells = {str(r["group"]) for r in rows if r["task"] == "needle" and r["group"]}
@@ -161,15 +154,14 @@ def test_run_json_says_what_the_numbers_depend_on(whole, model):
     assert about["model"]["sha256"] == weights_sha256(model.model)
     assert (about["model"]["layers"], about["model"]["kv_heads"], about["model"]["head_dim"]) == (3, 2, 64)
     assert about["specs"] == SPECS
-    assert about["tasks"]["hellaswag"]["source"]["name"] == "hellaswag.jsonl"
-    assert about["tasks"]["hellaswag"]["chance"] == pytest.approx(1 / 3)
+    assert about["tasks"]["kv_retrieval"]["source"]["name"] == "kv.jsonl"
     assert about["tasks"]["perplexity"]["window_tokens"] == 96
     assert {"packedkv", "torch", "transformers"} <= set(about["versions"])
 
 
 def test_dense_is_the_uncompressed_model_and_noise_is_not(whole, model, data, tmp_path):
     found = values(whole[0].rows)
-    for task, metric in (("perplexity", "perplexity"), ("hellaswag", "accuracy"), ("hellaswag", "probability")):
+    for task, metric in (("perplexity", "perplexity"), ("kv_retrieval", "prefix")):
         assert found["dense", task, metric, "None"] == pytest.approx(
             found[UNCOMPRESSED, task, metric, "None"], rel=5e-3
         )
@@ -202,7 +194,7 @@ def test_the_same_run_gives_the_same_numbers(whole, model, data, tmp_path):
 
 
 def test_an_exact_prefill_is_said_in_every_line_and_row(model, data, tmp_path):
-    found = evaluate(model, ["int-4"], ["kl", "hellaswag"], tmp_path, settings_for(data, prefill="exact"))
+    found = evaluate(model, ["int-4"], ["kl", "kv_retrieval"], tmp_path, settings_for(data, prefill="exact"))
     assert {line["prefill"] for line in lines_of(tmp_path)} == {"exact"}
     assert {row["prefill"] for row in found.rows} == {"exact"}
 
@@ -276,13 +268,13 @@ def test_specs_tasks_and_items_may_be_added(model, data, tmp_path):
     settings = settings_for(data)
     evaluate(model, ["int-4"], ["kl"], tmp_path, settings)
     first = (tmp_path / ITEMS).read_bytes()
-    more = replace(settings, task=replace(settings.task, limits={"kl": 3, "hellaswag": 2}))
-    found = evaluate(model, ["saw-int4"], ["kl", "hellaswag"], tmp_path, more)
+    more = replace(settings, task=replace(settings.task, limits={"kl": 3, "kv_retrieval": 2}))
+    found = evaluate(model, ["saw-int4"], ["kl", "kv_retrieval"], tmp_path, more)
     assert (tmp_path / ITEMS).read_bytes().startswith(first)
     of = counted(tmp_path)
     assert of["int-4", "kl"] == 2
     assert of["saw-int4", "kl"] == of[UNCOMPRESSED, "kl"] == 3
-    assert of["saw-int4", "hellaswag"] == 2
+    assert of["saw-int4", "kv_retrieval"] == 2
     rows = {(r["spec"], r["task"]): r for r in found.rows if r["group"] is None}
     assert rows["int-4", "kl"]["items"] == 2
     assert rows["int-4", "kl"]["difference"] is not None, "over the items that both have"
@@ -431,9 +423,9 @@ def test_a_recipe_written_anew_under_its_name_is_refused_and_the_same_one_is_gon
 
 
 def test_other_data_under_the_same_name_is_refused(whole, model, data, tmp_path):
-    (tmp_path / "hellaswag.jsonl").write_text("\n".join(map(json.dumps, QUESTIONS[:-1])))
-    with pytest.raises(KVError, match="hellaswag source sha256"):
-        evaluate(model, SPECS, ["hellaswag"], whole[1], settings_for(tmp_path))
+    (tmp_path / "kv.jsonl").write_text("\n".join(map(json.dumps, RECORDS[:-1])))
+    with pytest.raises(KVError, match="kv_retrieval source sha256"):
+        evaluate(model, SPECS, ["kv_retrieval"], whole[1], settings_for(tmp_path))
 
 
 def test_a_model_without_a_tokenizer_is_refused(model, data, tmp_path):
@@ -468,47 +460,47 @@ def test_a_head_dim_that_a_codec_cannot_take_is_refused_before_any_work(data, tm
 
 def test_items_without_a_result_do_not_stop_a_run(model, data, tmp_path):
     pytest.importorskip("sklearn")
-    spec = "saw-int4:kmeans=32"
-    found = evaluate(model, [spec, "int-4"], ["hellaswag"], tmp_path, settings_for(data))
-    of = {r["spec"]: r for r in found.rows if r["metric"] == "accuracy"}
+    spec = "saw-int4:kmeans=512"
+    found = evaluate(model, [spec, "int-4"], ["kv_retrieval"], tmp_path, settings_for(data))
+    of = {r["spec"]: r for r in found.rows if r["metric"] == "recall"}
     assert of["int-4"]["failed"] == 0
     failed = [line for line in lines_of(tmp_path) if line.get("error")]
     assert failed
     assert {line["spec"] for line in failed} == {spec}
-    assert all("needs at least 32 tokens to fit on" in line["error"] for line in failed)
-    assert "needs at least 32 tokens" in read_run(tmp_path).about["notes"][spec][0]
-    again = evaluate(model, [spec, "int-4"], ["hellaswag"], tmp_path, settings_for(data))
+    assert all("needs at least 512 tokens to fit on" in line["error"] for line in failed)
+    assert "needs at least 512 tokens" in read_run(tmp_path).about["notes"][spec][0]
+    again = evaluate(model, [spec, "int-4"], ["kv_retrieval"], tmp_path, settings_for(data))
     assert len(lines_of(tmp_path)) == 15
     assert values(again.rows) == values(found.rows)
 
 
 def test_too_little_memory_halves_the_call_and_stops_at_one_sequence(model, data, tmp_path, monkeypatch):
     sizes, most = [], 2
-    original = Reader.continuations
+    original = Reader.answers
 
-    def small(self, inputs, scored):
-        sizes.append(inputs.shape[0])
-        if inputs.shape[0] > most:
+    def small(self, prompts, *rest):
+        sizes.append(prompts.shape[0])
+        if prompts.shape[0] > most:
             raise torch.OutOfMemoryError("CUDA out of memory. Tried\nto")
-        return original(self, inputs, scored)
+        return original(self, prompts, *rest)
 
-    monkeypatch.setattr(Reader, "continuations", small)
+    monkeypatch.setattr(Reader, "answers", small)
     settings = settings_for(data, batch=16)
-    evaluate(model, ["int-4"], ["hellaswag"], tmp_path / "a", settings)
+    evaluate(model, ["int-4"], ["kv_retrieval"], tmp_path / "a", settings)
     assert max(sizes) > 2
-    assert counted(tmp_path / "a") == complete(["int-4"], {"hellaswag": 5})
+    assert counted(tmp_path / "a") == complete(["int-4"], {"kv_retrieval": 5})
     most = 0
     with pytest.raises(KVError, match=r"too little memory for one item \(CUDA out of memory. Tried\)"):
-        evaluate(model, ["int-4"], ["hellaswag"], tmp_path / "b", settings)
+        evaluate(model, ["int-4"], ["kv_retrieval"], tmp_path / "b", settings)
 
 
 def test_items_are_read_together_only_where_lengths_are_equal(model, data, tmp_path, monkeypatch):
     shapes = []
-    original = Reader.continuations
-    monkeypatch.setattr(Reader, "continuations", lambda self, i, k: shapes.append(i.shape) or original(self, i, k))
-    evaluate(model, ["int-4"], ["hellaswag"], tmp_path, settings_for(data, batch=3))
-    assert max(n for n, _ in shapes) == 3
-    assert sum(n for n, _ in shapes) == 2 * 15
+    original = Reader.answers
+    monkeypatch.setattr(Reader, "answers", lambda self, i, *rest: shapes.append(i.shape) or original(self, i, *rest))
+    evaluate(model, ["int-4"], ["kv_retrieval"], tmp_path, settings_for(data, batch=3))
+    assert max(n for n, _ in shapes) <= 3
+    assert sum(n for n, _ in shapes) == 2 * 5
 
 
 def test_the_hash_of_the_weights_sees_every_weight_and_no_order():

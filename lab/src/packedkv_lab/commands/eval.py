@@ -57,8 +57,8 @@ def add_arguments(p: argparse.ArgumentParser) -> None:
         "--data",
         action="append",
         default=[],
-        metavar="PATH",
-        help="file or folder with the tasks' data, or TASK=PATH; may be repeated (default: the Hugging Face hub)",
+        metavar="TASK=PATH",
+        help="file or folder with a task's data: kv_retrieval=FILE (default: generated)",
     )
     p.add_argument("--lengths", type=lengths, metavar="N,M", help="prompt tokens of retrieval tasks, e.g. 1k,2k,8k")
     p.add_argument("--depths", type=depths, metavar="X,Y", help="where the needle stands, e.g. 0,0.5,1")
@@ -128,7 +128,7 @@ def _tasks(args: argparse.Namespace) -> Result:
     if strangers := sorted(set(compared) - set(own)):
         raise SpecError(f"--against {', '.join(strangers)}: not among --specs; name it there as well.")
     names, limits = task_list(args.tasks or TASKS.split(","))
-    data, data_of = data_paths(args.data)
+    data = data_paths(args.data)
     params = read_constants(args.params, args.specs)
     asked = None if args.stress is None else parse_stress(args.stress)
     settings = TaskSettings(
@@ -137,16 +137,12 @@ def _tasks(args: argparse.Namespace) -> Result:
         limits=limits,
         seed=args.seed,
         data=data,
-        data_of=data_of,
         lengths=args.lengths or (),
         depths=args.depths or (),
         window_tokens=args.window_tokens,
     )
     for name in names:
-        get_task(name).check(settings)
-    for path in (*([data] if data else []), *data_of.values()):
-        if not path.exists():
-            raise SpecError(f"--data {str(path)!r} does not exist; pass a file or folder with the tasks' data.")
+        get_task(name).source(settings)  # before a model is loaded
     folder, progress = check_writable(args.output or OUTPUT), Progress()
     model = load(args.model, progress=progress, device=args.device, dtype=args.dtype)
     changes: dict[str, Any] = {}
@@ -165,13 +161,7 @@ def _tasks(args: argparse.Namespace) -> Result:
 
 
 def task_list(given: Sequence[str]) -> tuple[list[str], dict[str, int]]:
-    """Task names, and the limits given per task: ``hellaswag:limit=200``.
-
-    Raises
-    ------
-    SpecError
-        An unknown task or option, a task given twice, an invalid limit.
-    """
+    """Task names, and the limits given per task, ``needle:limit=200``; ``SpecError`` for anything else."""
     from packedkv_lab.eval.tasks import get_task
 
     names: list[str] = []
@@ -191,26 +181,19 @@ def task_list(given: Sequence[str]) -> tuple[list[str], dict[str, int]]:
     return names, limits
 
 
-def data_paths(given: Sequence[str]) -> tuple[Path | None, dict[str, Path]]:
-    """Path for all tasks, and those of single ones: ``TASK=PATH``.
-
-    Raises
-    ------
-    SpecError
-        Two paths for the same task.
-    """
-    from packedkv_lab.eval.tasks import task_names
+def data_paths(given: Sequence[str]) -> dict[str, Path]:
+    """Read ``TASK=PATH``; ``SpecError`` for another form, two paths of one task, or a path that does not exist."""
+    from packedkv_lab.eval.tasks import get_task
 
     paths: dict[str, Path] = {}
     for item in given:
         name, equals, path = item.partition("=")
-        task, where = (name, path) if equals and name in task_names() else ("", item)
-        if task in paths:
-            raise SpecError(
-                f"--data names two places{f' for {task}' if task else ''}; name one, or TASK=PATH for each."
-            )
-        paths[task] = Path(where)
-    return paths.pop("", None), paths
+        if not equals or get_task(name).name in paths:
+            raise SpecError(f"--data {item!r}: write TASK=PATH once for each task, e.g. kv_retrieval=FILE.")
+        paths[name] = Path(path).expanduser()
+        if not paths[name].exists():
+            raise SpecError(f"--data {item!r} does not exist; pass a file or folder with the task's data.")
+    return paths
 
 
 # -- what is printed ---------------------------------------------------------------------------------------------------

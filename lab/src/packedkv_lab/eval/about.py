@@ -69,7 +69,6 @@ def about_run(
             "items": len(mine),
             "source": asdict(source) if source else None,
             "metrics": {name: asdict(metric) for name, metric in task.metrics.items()},
-            "chance": sum(1 / len(i.continuations) for i in mine) / len(mine) if mine[0].kind == "choices" else None,
         }
     return about
 

@@ -6,7 +6,7 @@ positions) gets an error and no scores, and the run continues. A call that does 
 
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch
@@ -14,8 +14,8 @@ from torch import Tensor
 
 from packedkv.cli.measure.perplexity import Reference
 from packedkv.errors import KVError, ModelError
-from packedkv_lab.eval.scoring import Held, Reader, cut_at, pair_ids
-from packedkv_lab.eval.tasks.base import AnswerOutput, ChoiceOutput, Item, Output, token_ids
+from packedkv_lab.eval.scoring import Held, Reader, cut_at
+from packedkv_lab.eval.tasks.base import AnswerOutput, Item, Output, token_ids
 
 CALL_TOKENS, SEQUENCE_TOKENS = 1 << 14, 1 << 10
 """Bound on the tokens of a batch: the first number, or the second times the most sequences of a call."""
@@ -37,87 +37,8 @@ class Done:
     error: str = ""
 
 
-@dataclass
-class _Row:
-    """One sequence to read, and what it is for: (item, choice, tokens that are scored)."""
-
-    inputs: tuple[int, ...]
-    scored: int
-    wanted: list[tuple[int, int, tuple[int, ...]]] = field(default_factory=list)
-
-
-@dataclass
-class _Open:
-    """An item that is being read."""
-
-    values: list[float]
-    missing: int
-    held: Held | None = None
-    seconds: float = 0.0
-    error: str = ""
-
-
-def read_choices(reader: Reader, tokenizer: Any, items: Sequence[Item], batch: int, begin: Begin) -> Iterator[Done]:
-    """Score every continuation of every item; sequences that differ only in their last token are read once.
-
-    Parameters
-    ----------
-    reader : Reader
-        Inside ``reading()``.
-    batch : int
-        Most sequences of a call.
-    """
-    rows: dict[tuple[tuple[int, ...], int], _Row] = {}
-    opened = []
-    for i, item in enumerate(items):
-        opened.append(_Open([0.0] * len(item.continuations), len(item.continuations)))
-        for c, continuation in enumerate(item.continuations):
-            try:
-                context, scored = pair_ids(tokenizer, item.context, continuation)
-                inputs, k = tuple((context + scored)[:-1]), len(scored)
-                _check_length(reader, len(inputs))
-            except ModelError as error:
-                opened[i].error = str(error)
-                break
-            rows.setdefault((inputs, k), _Row(inputs, k)).wanted.append((i, c, tuple(scored)))
-    for i, item in enumerate(items):
-        if opened[i].error:
-            yield Done(item, None, None, 0.0, opened[i].error)
-    # with an exact prefill, scored tokens are a separate call, of one length for all of its sequences
-    exact = reader.prefill == "exact"
-    readable = [r for r in rows.values() if not all(opened[i].error for i, _, _ in r.wanted)]
-    for group in _equal(readable, lambda r: (len(r.inputs), r.scored if exact else 0), batch, lambda r: len(r.inputs)):
-        for row, result, seconds in _attempt(group, lambda part: _score(reader, part), begin):
-            for at, (i, c, _) in enumerate(row.wanted):
-                state = opened[i]
-                state.missing -= 1
-                state.seconds += seconds / len(row.wanted)
-                if isinstance(result, str):
-                    state.error = state.error or result
-                else:
-                    values, held = result
-                    state.values[c] = values[at]
-                    state.held = max(state.held or held, held, key=lambda h: h.elements)
-                if not state.missing and state.error:
-                    yield Done(items[i], None, None, state.seconds, state.error)
-                elif not state.missing:
-                    yield Done(items[i], ChoiceOutput(tuple(state.values)), state.held, state.seconds)
-
-
-def _score(reader: Reader, rows: Sequence[_Row]) -> list[tuple[list[float], Held]]:
-    """Log-likelihoods of the scored tokens of each row."""
-    most = max(row.scored for row in rows)
-    logits, held = reader.continuations(_tensor(reader, [row.inputs for row in rows]), most)
-    found = []
-    for row, scores in zip(rows, logits, strict=True):
-        log_p = torch.log_softmax(scores[most - row.scored :].float(), -1)
-        targets = torch.tensor([target for _, _, target in row.wanted], device=log_p.device)
-        found.append((log_p.gather(1, targets.T).double().sum(0).tolist(), held))
-    return found
-
-
 def read_answers(reader: Reader, tokenizer: Any, items: Sequence[Item], batch: int, begin: Begin) -> Iterator[Done]:
-    """Continue every item's prompt greedily up to its stop; arguments as ``read_choices``."""
+    """Continue every item's prompt greedily up to its stop, in calls of at most ``batch`` sequences."""
     ends = end_tokens(reader.model, tokenizer)
     prompts: list[tuple[Item, tuple[int, ...]]] = []
     for item in items:

@@ -30,7 +30,7 @@ from packedkv.models.windows import positions_of
 from packedkv.progress import Progress
 from packedkv.scheme import KVScheme
 from packedkv_lab.eval.about import about_run
-from packedkv_lab.eval.batches import Done, read_answers, read_choices, read_window
+from packedkv_lab.eval.batches import Done, read_answers, read_window
 from packedkv_lab.eval.scoring import UNCOMPRESSED, Reader
 from packedkv_lab.eval.stats import summarize
 from packedkv_lab.eval.store import RESULTS, Store
@@ -260,10 +260,11 @@ class _Evaluator:
             if item.kind == "window":
                 reference = self._window(reader, pending, reference)
                 continue
-            read = read_choices if item.kind == "choices" else read_answers
             tasks = {t.name: t for t, _ in pending}
             with reader.reading():
-                for done in read(reader, self.model.tokenizer, [i for _, i in pending], self.batch, self._begin):
+                for done in read_answers(
+                    reader, self.model.tokenizer, [i for _, i in pending], self.batch, self._begin
+                ):
                     self._add(reader, tasks[done.item.task], done)
             self._notes(reader)
 
@@ -358,6 +359,6 @@ def _units(tasks: Sequence[Task], items: Mapping[str, Sequence[Item]], size: int
     empty: list[Entry] = []
     columns: list[list[list[Entry]]] = [list(windows.values()), *blocks]
     for row in zip_longest(*columns, fillvalue=empty):
-        for kind in ("window", "answer", "choices"):
+        for kind in ("window", "answer"):
             if unit := [entry for block in row for entry in block if entry[1].kind == kind]:
                 yield unit

@@ -1,4 +1,4 @@
-"""Scores of a model under a scheme: log-likelihoods of continuations, greedy answers, teacher-forced windows.
+"""Output of a model under a scheme: greedy answers, and scores of teacher-forced windows.
 
 Everything is read through the compressed cache. ``prefill="decoded"`` (default): a text is one call, and attention
 reads decoded K and V of every token, its own included. ``prefill="exact"``: tokens that are not scored are fed in calls
@@ -28,7 +28,6 @@ from packedkv.files.params import LayerParams
 from packedkv.integrations.transformers.argument import passing
 from packedkv.models.windows import positions_of
 from packedkv.scheme import KVScheme
-from packedkv_lab.eval.tasks.base import token_ids
 
 UNCOMPRESSED = "(uncompressed)"
 
@@ -94,19 +93,6 @@ class Reader:
                 self._new_cache = None
                 said = (str(w.message) for w in caught)
                 self.notes = list(dict.fromkeys([*self.notes, *said]))
-
-    def continuations(self, inputs: Tensor, scored: int) -> tuple[Tensor, Held]:
-        """Read ``inputs [B, n]`` and return the logits ``[B, scored, V]`` behind its last ``scored`` tokens.
-
-        To score a continuation of k tokens, ``inputs`` is context and continuation without the last token, and
-        ``scored`` at least k.
-        """
-        cache = self._cache()
-        if self.prefill == "exact":
-            self._feed(cache, inputs[:, : inputs.shape[1] - scored])
-            inputs = inputs[:, inputs.shape[1] - scored :]
-        logits = self._logits(cache, inputs, scored)
-        return logits, self._held(cache)
 
     def answers(
         self, prompts: Tensor, new_tokens: int, finished: Callable[[list[int]], bool]
@@ -198,31 +184,6 @@ def _holds_kv(layer: Any) -> bool:
 
 
 # -- tokens ------------------------------------------------------------------------------------------------------------
-
-
-def pair_ids(tokenizer: Any, context: str, continuation: str) -> tuple[list[int], list[int]]:
-    """Token ids of a context and of the continuation behind it.
-
-    Both are tokenized as one text, and cut where the context's tokens end, as the Language Model Evaluation Harness
-    does; spaces at the context's end belong to the continuation. An empty context is the token that begins a text.
-
-    Raises
-    ------
-    ModelError
-        If the continuation is empty, or there is no context and no token to begin with.
-    """
-    stripped = context.rstrip()
-    if stripped:
-        continuation, context = context[len(stripped) :] + continuation, stripped
-    whole, head = token_ids(tokenizer, context + continuation), token_ids(tokenizer, context)
-    if not head:
-        begin = next((t for t in (tokenizer.bos_token_id, tokenizer.eos_token_id) if t is not None), None)
-        if begin is None:
-            raise ModelError("an empty context and a tokenizer without a token that begins a text: nothing to score.")
-        head, whole = [begin], [begin, *whole]
-    if len(whole) <= len(head):
-        raise ModelError(f"the continuation {continuation!r} adds no token to its context; nothing to score.")
-    return whole[: len(head)], whole[len(head) :]
 
 
 def cut_at(text: str, stops: Sequence[str]) -> str:

@@ -245,7 +245,7 @@ def _merged(folder: Path, old: Row, new: Row) -> Row:
     return merged
 
 
-NOT_COMPARED = ("name", "origin", "limit", "items", "metrics", "chance", "file", "device_name")
+NOT_COMPARED = ("name", "origin", "limit", "items", "metrics", "file", "device_name")
 
 
 def _compared(value: Any) -> Any:

@@ -247,10 +247,6 @@ class Results:
         """Rows of the task's grid."""
         return [r for r in self.rows if r.group and (r.task, r.metric) == (task, metric)]
 
-    def chance(self, task: str) -> float | None:
-        """What guessing would score."""
-        return number(mapping(mapping(self.about.get("tasks")).get(task)).get("chance"))
-
     def metric_text(self, task: str, metric: str) -> str:
         """The run's description of a metric; empty if there is none."""
         about = mapping(mapping(mapping(self.about.get("tasks")).get(task)).get("metrics")).get(metric)

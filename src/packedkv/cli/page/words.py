@@ -54,11 +54,6 @@ TASKS = {
         "The words that are most frequent in a long list: information from everywhere has to be added up.",
         "Losing a few positions hardly shows, because every word stands there many times.",
     ),
-    "hellaswag": About(
-        "HellaSwag",
-        "The likeliest of four endings of a scene.",
-        "Prompts are short, so few tokens are read through the cache: it shows broken presets, not fine differences.",
-    ),
 }
 
 SHARES = ("top1", "top5", "recall", "prefix", "accuracy", "accuracy_norm", "probability", "f1", "exact", "agreement")
@@ -70,11 +65,6 @@ METRICS = {
     "top5": "top-5 agreement",
     "recall": "recall",
     "prefix": "prefix",
-    "accuracy": "accuracy",
-    "accuracy_norm": "accuracy (length-normalised)",
-    "probability": "probability of the right choice",
-    "f1": "F1",
-    "exact": "exact match",
     "agreement": "same answer as 16 bit",
 }
 

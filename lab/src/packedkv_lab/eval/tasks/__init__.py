@@ -17,10 +17,10 @@ _TASKS = {
     "kv_retrieval": "kv.KeyValue",
     "variable_tracking": "ruler.VariableTracking",
     "common_words": "ruler.CommonWords",
-    "hellaswag": "choice.HellaSwag",
 }
 """Name -> class, imported on first use: ``packedkv eval --help`` needs only the names."""
 HARNESS = {
+    "hellaswag": "hellaswag",
     "squad": "squadv2",
     "hotpot": "longbench_hotpotqa",
     "piqa": "piqa",
@@ -39,13 +39,7 @@ def task_names() -> list[str]:
 
 @cache
 def get_task(name: str) -> "Task":
-    """Return the task of a name.
-
-    Raises
-    ------
-    SpecError
-        If there is none; names the nearest, or the command of the lm-evaluation-harness.
-    """
+    """Return the task of a name; ``SpecError`` names the nearest, or the command of the lm-evaluation-harness."""
     if name in HARNESS:
         raise SpecError(
             f"{name} is a task of the lm-evaluation-harness; run: packedkv-lm-eval --model packedkv --model_args "

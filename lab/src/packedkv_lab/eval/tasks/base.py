@@ -10,7 +10,7 @@ import json
 import math
 import warnings
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar, Literal
@@ -18,7 +18,7 @@ from typing import Any, ClassVar, Literal
 from packedkv.cli.measure.perplexity import TokenScores
 from packedkv.models.loading import SampleText
 
-Kind = Literal["choices", "answer", "window"]
+Kind = Literal["answer", "window"]
 Scores = dict[str, tuple[float, float]]
 Plain = str | int | float
 
@@ -28,17 +28,9 @@ SEPARATOR = "@"
 
 @dataclass(frozen=True)
 class Metric:
-    """A result of a task.
+    """A result of a task: which values are better, and a description for readers of a table.
 
-    Parameters
-    ----------
-    better : {"higher", "lower"}
-    text : str
-        Description, for readers of a table.
-    of : str
-        The score that it is the mean of; empty: the one of its own name.
-    exp : bool
-        The value is exp of that mean.
+    It is the mean of the score ``of`` (default: the one of its own name), or exp of that mean.
     """
 
     better: Literal["higher", "lower"]
@@ -64,13 +56,13 @@ class Item:
     ----------
     task, id : str
         The id is unique in the task and comes from the content (``item_id``).
-    kind : {"choices", "answer", "window"}
-        Which fields are filled: ``context``, ``continuations`` and ``gold`` (index of the right one); ``context``,
-        ``answers`` (any of them is right), ``max_new_tokens`` and ``stop``; ``ids``.
+    kind : {"answer", "window"}
+        Which fields are filled: ``context``, ``answers`` (any of them is right), ``max_new_tokens`` and ``stop``; or
+        ``ids``.
     group : mapping
-        Plain values that results are split by: depth, length, subject.
+        Plain values that results are split by: depth, length.
     context : str
-        The prompt. With choices, each continuation is read behind it.
+        The prompt.
     ids : tuple of int
         Token ids of a window.
     stop : tuple of str
@@ -82,26 +74,10 @@ class Item:
     kind: Kind
     group: Mapping[str, Plain] = field(default_factory=dict)
     context: str = ""
-    continuations: tuple[str, ...] = ()
-    gold: int = -1
     answers: tuple[str, ...] = ()
     max_new_tokens: int = 0
     stop: tuple[str, ...] = ("\n",)
     ids: tuple[int, ...] = ()
-
-
-@dataclass(frozen=True)
-class ChoiceOutput:
-    """Log-likelihood of each continuation given the context: summed over its tokens, nats; NaN counts as -inf."""
-
-    loglikelihoods: tuple[float, ...]
-
-    def best(self, lengths: Sequence[int] | None = None) -> list[int]:
-        """Return the likeliest choices, more than one if they tie; with ``lengths``, likeliest per unit of length."""
-        values = [-math.inf if math.isnan(x) else x for x in self.loglikelihoods]
-        if lengths is not None:
-            values = [x / max(n, 1) for x, n in zip(values, lengths, strict=True)]
-        return [i for i, x in enumerate(values) if x == max(values)]
 
 
 @dataclass(frozen=True)
@@ -119,26 +95,7 @@ class Source:
     sha256: str
 
 
-Output = ChoiceOutput | AnswerOutput | TokenScores
-
-
-@dataclass(frozen=True)
-class Needs:
-    """The data that a task reads from a file.
-
-    Parameters
-    ----------
-    patterns : tuple of str
-        File names to look for below ``--data``, best first; ``*`` as in a shell.
-    form : str
-        What the file holds, for an error message.
-    hub : tuple of str
-        Data set, configuration (may be empty) and split on the Hugging Face hub.
-    """
-
-    patterns: tuple[str, ...]
-    form: str
-    hub: tuple[str, str, str]
+Output = AnswerOutput | TokenScores
 
 
 @dataclass(frozen=True)
@@ -149,21 +106,14 @@ class TaskSettings:
     ----------
     text : SampleText
         Windows are cut from it, haystacks and words are taken from it.
-    limit : int or None
-        Items of a task; None: each task's own ``default_limit``.
-    limits : mapping
-        Task -> limit, before ``limit``.
+    limit, limits : int or None, mapping
+        Items of a task, and of single tasks by name; None: each task's own ``default_limit``.
     seed : int
-        Which items are drawn, and what generated ones hold.
-    data : Path or None
-        File or folder that data is looked for in; None: the hub.
-    data_of : mapping
-        Task -> file or folder, before ``data``.
-    lengths : tuple of int
-        Tokens of a prompt, where a task has a grid; empty: the task's own.
-    depths : tuple of float
-        0..1: relative position of the relevant text in the prompt; empty: the task's own.
-    window_tokens : int
+        What generated items hold.
+    data : mapping
+        Task -> file.
+    lengths, depths : tuple
+        Tokens of a prompt, and relative positions of the relevant text in it; empty: the task's own.
     positions : int or None
         Number of positions of the model; None: unknown.
     """
@@ -172,8 +122,7 @@ class TaskSettings:
     limit: int | None = None
     limits: Mapping[str, int] = field(default_factory=dict)
     seed: int = 0
-    data: Path | None = None
-    data_of: Mapping[str, Path] = field(default_factory=dict)
+    data: Mapping[str, Path] = field(default_factory=dict)
     lengths: tuple[int, ...] = ()
     depths: tuple[float, ...] = ()
     window_tokens: int = 2048
@@ -189,25 +138,18 @@ class Task(ABC):
     metrics : mapping
         Metric by name, the main one first.
     default_limit : int
-    needs : Needs or None
-        None: the task needs no file.
     """
 
     name: str
     summary: str
     metrics: ClassVar[Mapping[str, Metric]]
     default_limit: int
-    needs: Needs | None = None
-    group_keys: ClassVar[tuple[str, ...]] = ()
 
     @abstractmethod
     def items(self, tokenizer: Any, settings: TaskSettings) -> list[Item]:
         """Return the items, ``limit(settings)`` of them at most; the same for the same arguments, in every process.
 
-        Raises
-        ------
-        KVError
-            Data that is missing or in another form, a text too short, a length that the model cannot hold.
+        ``KVError``: data in another form, a text too short, a length that the model cannot hold.
         """
 
     @abstractmethod
@@ -222,23 +164,8 @@ class Task(ABC):
         """Return the settings that the items depend on, the limit aside, as plain values."""
         return {}
 
-    def check(self, settings: TaskSettings) -> None:
-        """Validate, before a model is loaded, that the data exists.
-
-        Raises
-        ------
-        KVError
-        """
-        self.source(settings)
-
     def source(self, settings: TaskSettings) -> Source | None:
-        """Return the source of the task's data; None: it needs none.
-
-        Raises
-        ------
-        KVError
-            If it is missing, or in another form.
-        """
+        """Return the source of the task's data, None if it reads no file; ``KVError`` if the file is unusable."""
         return None
 
     def limit(self, settings: TaskSettings) -> int:
@@ -257,21 +184,11 @@ class AnswerTask(Task):
 def item_id(*content: Any) -> str:
     """Return 16 hexadecimal digits of the content's sha256; plain values only.
 
-    >>> item_id("hellaswag", "a context", ["one", "two"])
-    'b8f0bc1ed1506846'
+    >>> item_id("needle", "a context", ["one", "two"])
+    '7068b324047f3399'
     """
     text = json.dumps(content, sort_keys=True, ensure_ascii=False, separators=(",", ":"))
     return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()[:16]
-
-
-def drawn(items: Iterable[Item], limit: int, seed: int) -> list[Item]:
-    """Draw ``limit`` items, each once: those whose id and seed hash lowest.
-
-    A larger limit draws the same items and more, and the order of the file does not matter.
-    """
-    unique = {item.id: item for item in items}
-    order = sorted(unique, key=lambda id_: hashlib.sha256(f"{seed}/{id_}".encode()).digest())
-    return [unique[id_] for id_ in order[:limit]]
 
 
 def token_ids(tokenizer: Any, text: str) -> list[int]:

@@ -2,25 +2,26 @@
 arXiv:2307.03172). Records are generated; ``--data kv_retrieval=FILE`` takes those of the paper's own file instead.
 """
 
+import gzip
+import hashlib
+import json
 import random
 import uuid
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar
 
-from packedkv.errors import ModelError
+from packedkv.errors import FormatError, KVError, ModelError
 from packedkv_lab.eval.tasks.base import (
     AnswerOutput,
     AnswerTask,
     Item,
     Metric,
-    Needs,
     Scores,
     Source,
     TaskSettings,
     item_id,
     token_ids,
 )
-from packedkv_lab.eval.tasks.files import find, json_records, parsed
 from packedkv_lab.eval.tasks.haystack import Place, depths_of, largest, lengths_of, places
 from packedkv_lab.eval.tasks.needle import prefix, recall
 
@@ -30,6 +31,7 @@ MOST_TOKENS = 40
 DRAWS, PASSES = 32, 3
 """Records drawn for each one that is replaced by a longer one, and how often each is looked at."""
 
+FORM = "JSON lines with ordered_kv_records, a list of [key, value]"
 Pair = tuple[str, str]
 
 
@@ -43,12 +45,6 @@ class KeyValue(AnswerTask):
         "prefix": Metric("higher", "share of the value's characters before the first wrong one"),
     }
     default_limit = 30
-    group_keys: ClassVar[tuple[str, ...]] = ("length", "depth")
-    optional = Needs(
-        ("kv-retrieval*.jsonl.gz", "kv-retrieval*.jsonl"),
-        "JSON lines with ordered_kv_records, a list of [key, value]",
-        ("", "", ""),
-    )
 
     def items(self, tokenizer: Any, settings: TaskSettings) -> list[Item]:
         """Draw prompts, cell by cell of the grid."""
@@ -61,12 +57,27 @@ class KeyValue(AnswerTask):
         return self._records(settings)[1]
 
     def _records(self, settings: TaskSettings) -> tuple[list[list[Pair]], Source | None]:
-        if self.name not in settings.data_of:
+        """Records of the file; ``KVError`` if it cannot be read, ``FormatError`` if it holds something else."""
+        if (path := settings.data.get(self.name)) is None:
             return [], None
-        path = find(self.name, self.optional, settings)
-        assert path is not None
-        found, source = json_records(self.name, path)
-        return parsed(self.name, found, _pairs, source, self.optional.form), source
+        if path.is_dir():
+            path = next(iter(sorted(path.glob("**/kv-retrieval*.jsonl*"))), path)
+        try:
+            raw = path.read_bytes()
+            text = (gzip.decompress(raw) if path.suffix == ".gz" else raw).decode("utf-8")
+        except (OSError, EOFError, ValueError) as error:
+            reason = getattr(error, "strerror", None) or error
+            raise KVError(f"{self.name}: {path} cannot be read ({reason}); pass {FORM}.") from error
+        records = []
+        for number, line in enumerate(filter(str.strip, text.splitlines()), 1):
+            try:
+                records.append(_pairs(json.loads(line)))
+            except (KeyError, IndexError, TypeError, ValueError, AttributeError) as error:
+                missing = f"no {error}" if isinstance(error, KeyError) else str(error)
+                raise FormatError(f"{self.name}: {path}, record {number}: {missing}; expected {FORM}.") from error
+        if not records:
+            raise FormatError(f"{self.name}: {path} holds no records; expected {FORM}.")
+        return records, Source(path.name, hashlib.sha256(raw).hexdigest())
 
     def _item(self, tokenizer: Any, records: Sequence[Sequence[Pair]], seed: int, place: Place) -> Item:
         rng = random.Random(f"{self.name} {seed} {place.length} {place.depth} {place.draw}")

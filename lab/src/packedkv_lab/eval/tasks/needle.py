@@ -35,7 +35,6 @@ class Needle(AnswerTask):
         "prefix": Metric("higher", "share of the number's digits before the first wrong one"),
     }
     default_limit = 30
-    group_keys: ClassVar[tuple[str, ...]] = ("length", "depth")
     keys = 1
 
     def items(self, tokenizer: Any, settings: TaskSettings) -> list[Item]:

@@ -19,7 +19,6 @@ class _Listing(AnswerTask):
 
     metrics: ClassVar[Mapping[str, Metric]] = {"recall": Metric("higher", "share of the wanted words that are named")}
     default_limit = 30
-    group_keys: ClassVar[tuple[str, ...]] = ("length",)
 
     def score(self, item: Item, output: AnswerOutput) -> Scores:
         """Count the wanted words among those of the answer."""

@@ -17,7 +17,6 @@ class Windows(Task):
     """Consecutive windows from the start of the text; the numbers that a subclass picks."""
 
     default_limit = 10
-    group_keys: ClassVar[tuple[str, ...]] = ("positions",)
 
     def items(self, tokenizer: Any, settings: TaskSettings) -> list[Item]:
         """Cut windows of ``settings.window_tokens`` tokens; fewer than the limit where the text is short."""
