@@ -157,12 +157,7 @@ def add_probe(p: argparse.ArgumentParser, default: str | None = "refuse") -> Non
 
 
 def check_target(option: str, path: str, otherwise: str = "") -> None:
-    """Validate, before any work, that a file can be written.
-
-    Raises
-    ------
-    KVError
-    """
+    """Validate, before any work, that a file can be written."""
     from packedkv.cli.measure.rows import check_writable
 
     check_writable(Path(path).parent)

@@ -80,12 +80,8 @@ def run_demo(
         As ``models.load`` takes it.
     specs : sequence of str, optional
         Default: ``SPECS``, without those that break on the model's key biases (``settings.probe``).
-    text : SampleText
-    windows : int
     budget : float or None
         Seconds for measuring: no window is started that would end later.
-    out : Path
-    progress : Progress
     settings : Settings, optional
         Other sizes than the protocol's.
 
@@ -94,11 +90,6 @@ def run_demo(
     (rows, meta, paths)
         The rows measured, information about the run (``recommendation``, ``protocol``, ``left_out``, ...), and the
         files written.
-
-    Raises
-    ------
-    KVError
-        Before measuring: an unwritable folder, an unknown spec, a model that cannot be loaded.
     """
     for spec in specs or ():
         get(spec)

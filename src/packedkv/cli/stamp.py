@@ -53,7 +53,6 @@ def stamp(device: torch.device, seed: int, commit_id: str | None = None) -> dict
     ----------
     device : torch.device
         What was measured.
-    seed : int
     commit_id : str, optional
         For use outside a checkout; default: git's.
     """

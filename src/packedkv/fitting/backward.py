@@ -23,12 +23,7 @@ class NoGradientsError(FitError):
 
 @contextmanager
 def from_embeddings(model: Any) -> Iterator[None]:
-    """Record what follows from the embeddings of the tokens, whatever weights are frozen or quantized.
-
-    Parameters
-    ----------
-    model : PreTrainedModel
-    """
+    """Record what follows from the embeddings of the tokens, whatever weights are frozen or quantized."""
 
     def leaf(module: Any, given: Any, out: Tensor) -> Tensor:
         return out.detach().requires_grad_()
@@ -58,11 +53,6 @@ def gradients(out: Any, of: Sequence[Tensor], seed: int) -> tuple[Tensor, ...]:
     -------
     tuple of Tensor
         Shapes and dtypes of ``of``.
-
-    Raises
-    ------
-    NoGradientsError
-        There are no logits, or gradients that are not finite.
     """
     logits = getattr(out, "logits", None)
     if logits is None:

@@ -48,7 +48,6 @@ class LayerSample:
 
     Parameters
     ----------
-    queries : list of Tensor ``[1, HQ, n, D]``
     key, value : list of Tensor ``[1, H, n, D]``
         Empty where that role has nothing to fit.
     key_gradient, value_gradient : list of Tensor ``[1, H, n, D]``
@@ -84,12 +83,7 @@ class _WatchedSite(Site):
 
 
 def check_fit(spec: str | KVScheme, text: str | None, window_tokens: int | None = None) -> None:
-    """Validate, before a model is loaded, that the scheme has constants to fit and that a text can be long enough.
-
-    Raises
-    ------
-    SpecError, FitError, ModelError
-    """
+    """Validate, before a model is loaded, that the scheme has constants to fit and that a text can be long enough."""
     scheme = get(spec)
     if not scheme.is_fitted:
         raise FitError(
@@ -120,8 +114,6 @@ def fit_model(
 
     Parameters
     ----------
-    model : LoadedModel
-    spec : str or KVScheme
     text : str, optional
         Real text of at least one window; not the one that quality is measured on. Without it the model's own samples.
     windows, window_tokens : int
@@ -149,8 +141,6 @@ def fit_model(
     SpecError, ShapeError, UnsupportedError
         An unknown spec, or one that does not fit the model.
 
-    Examples
-    --------
     >>> from packedkv.models.loading import load, load_text
     >>> text = load_text("mine.txt")  # doctest: +SKIP
     >>> fitted = fit_model(load("smollm2-135m"), "innerq-base", text.text)  # doctest: +SKIP
@@ -223,8 +213,6 @@ def capture(
 
     Parameters
     ----------
-    model : PreTrainedModel
-    windows : sequence of Tensor int64 ``[n]``
     sites : sequence of (layer, role, codec)
         Which layers and roles, and whose ``held_dtype`` they are rounded to.
     max_tokens : int
@@ -233,7 +221,6 @@ def capture(
         Of the labels.
     backward : bool
         Whether codecs that ask for gradients get them.
-    progress : Progress, optional
 
     Raises
     ------

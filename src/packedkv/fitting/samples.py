@@ -43,23 +43,11 @@ def own_windows(
     window, the next one follows. On a GPU the model's step is replayed as a CUDA graph where it can be captured;
     ``progress`` says which way it goes.
 
-    Parameters
-    ----------
-    model : PreTrainedModel
-    windows, window_tokens : int
-    seed : int
-    progress : Progress, optional
-
     Returns
     -------
     list of Tensor int64 ``[window_tokens]``
         On the CPU; the same for the same seed on the same machine if the model runs on a CPU. A GPU's attention may sum
         in another order each time, and a token that is drawn otherwise changes all after it.
-
-    Raises
-    ------
-    FitError
-        The model's logits are NaN or Inf.
     """
     shown, generator = progress or Progress(False), torch.Generator().manual_seed(seed)
     config = model.config.get_text_config()

@@ -44,11 +44,6 @@ def check_tokenizer(tokenizer: Any, path: str) -> str:
     -------
     str
         What was changed, a sentence for the user; "" if nothing was.
-
-    Raises
-    ------
-    ModelError
-        The text says what is wrong, and what to load instead.
     """
     import gguf
     import transformers

@@ -50,7 +50,6 @@ class LoadedModel:
     ----------
     model : transformers.PreTrainedModel
         In eval mode.
-    tokenizer : transformers.PreTrainedTokenizerBase
     name : str
         The name that was passed.
     origin : str
@@ -88,8 +87,6 @@ def load(
         A folder, a ``.gguf`` file, a name of ``named_models.NAMED``, or a hub id.
     progress : bool or Progress
         Whether (and how) to show progress on standard error.
-    device : str
-    dtype : {"float32", "float16", "bfloat16"}
 
     Raises
     ------

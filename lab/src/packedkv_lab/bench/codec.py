@@ -82,11 +82,6 @@ def codec_rows(specs: Sequence[str], shape: Shape, recorder: Recorder, *, repeat
     """Time encode and decode of each spec beside ``int-4``, then the rivals that are installed.
 
     One sequence of the shape; whole blocks of every codec are taken of its tokens.
-
-    Raises
-    ------
-    SpecError, ShapeError, UnsupportedError
-        Before anything is timed: an unknown spec, a shape that a codec does not take, a codec that needs queries.
     """
     for spec in (BASE, *specs):
         for role in ROLES:

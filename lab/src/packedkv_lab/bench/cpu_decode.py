@@ -48,15 +48,7 @@ BASES = {"sdpa": 32.0, "sdpa bfloat16": 16.0, "two-matmuls": 32.0, "two-matmuls-
 
 
 def cpu_decode_rows(specs: Sequence[str], shape: Shape, recorder: Recorder, *, repeats: int = 9) -> None:
-    """Time presets and rivals at one shape, in ``repeats`` rounds after a warm-up; rows come after all rounds.
-
-    Raises
-    ------
-    UnsupportedError
-        The kernels are missing, or do not read a spec.
-    KVError
-        Their attention is not the reference's, or a library's is not SDPA's.
-    """
+    """Time presets and rivals at one shape, in ``repeats`` rounds after a warm-up; rows come after all rounds."""
     if reason := library.refusal(torch.device("cpu")):
         raise UnsupportedError(f"bench decode: {reason}.")
     q, k, v = drawn(shape, recorder.seed)

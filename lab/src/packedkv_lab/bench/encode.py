@@ -195,13 +195,6 @@ def append_shape(batch: int) -> Shape:
 def encode_shapes(names: str) -> tuple[tuple[Shape, ...], tuple[int, ...]]:
     """Shapes and batches of ``encode_rows`` by name: any shape of the benches, ``append_b<n>``, or ``append`` for all.
 
-    Raises
-    ------
-    SpecError
-        As ``shapes_named``.
-
-    Examples
-    --------
     >>> shapes, batches = encode_shapes("llm64k,append_b8")
     >>> [shape.name for shape in shapes], batches
     (['llm64k'], (8,))

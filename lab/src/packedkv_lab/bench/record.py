@@ -175,13 +175,7 @@ class Recorder:
         name: str = "",
         more: Mapping[str, Any] | None = None,
     ) -> Iterator["Case"]:
-        """Yield a case; an error of the block becomes a row of ``metric`` with a status, and the other cases go on.
-
-        Raises
-        ------
-        DeviceLostError
-            The block broke the CUDA context; its row says so.
-        """
+        """Yield a case; an error of the block becomes a row of ``metric`` with a status, and the other cases go on."""
         case = Case(self, spec, shape, bits, dict(more or {}))
         try:
             yield case

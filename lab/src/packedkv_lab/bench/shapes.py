@@ -27,14 +27,9 @@ class Shape:
 
     Parameters
     ----------
-    name : str
-    batch, query_heads, kv_heads, head_dim, tokens : int
     shared : bool
         Whether all sequences read the same keys and values, which are held once.
-    queries : int
 
-    Examples
-    --------
     >>> SHAPES["llm64k"].group, SHAPES["llm64k"].bf16_bytes
     (7, 134217728)
     """
@@ -150,13 +145,6 @@ KMEANS = "saw-int4:kmeans=16"
 def shapes_named(names: str) -> list[Shape]:
     """Shapes of a comma-separated list of names and groups, each once, in order.
 
-    Raises
-    ------
-    SpecError
-        A name that is neither; the text lists the groups and the spine's shapes.
-
-    Examples
-    --------
     >>> [s.name for s in shapes_named("spine,llm64k,audio")]
     ['llm64k', 'b32_8k', 'b32_32k', 'video', 'audio']
     """

@@ -51,13 +51,7 @@ def context_tokens(text: str) -> int:
 
 
 def _names_folder(files: list[str]) -> bool:
-    """Whether the argument is the folder of a run, rather than files.
-
-    Raises
-    ------
-    SpecError
-        If other arguments are given beside the folder.
-    """
+    """Whether the argument is the folder of a run, rather than files."""
     folders = [path for path in files if Path(path).is_dir()]
     if folders and len(files) > 1:
         raise SpecError(f"{folders[0]} is a folder: name it alone, one page shows one run; or name files alone.")
@@ -65,12 +59,7 @@ def _names_folder(files: list[str]) -> bool:
 
 
 def _check_options(args: argparse.Namespace) -> None:
-    """Validate the options: some apply to a folder only.
-
-    Raises
-    ------
-    SpecError
-    """
+    """Validate the options: some apply to a folder only."""
     if not Path(args.files[0]).exists() and not args.files[0].endswith((".json", ".jsonl")):
         raise SpecError(f"{args.files[0]} does not exist; name the folder that `packedkv eval --output` wrote.")
     for option in ("output", "bench", "layers"):
@@ -104,13 +93,7 @@ def run(args: argparse.Namespace) -> Result:
 
 
 def _eval_page(args: argparse.Namespace) -> Path:
-    """Write the page of a run; return its path.
-
-    Raises
-    ------
-    KVError
-        The input is damaged or missing, or the page cannot be written. An existing page is then kept.
-    """
+    """Write the page of a run; return its path."""
     from packedkv.cli.measure.rows import write_whole
     from packedkv_lab.report.evaluation import page_html
 

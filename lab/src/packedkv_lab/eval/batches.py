@@ -120,13 +120,7 @@ def _equal(
 def _attempt(
     rows: Sequence[T], call: Callable[[Sequence[T]], list[R]], begin: Begin
 ) -> Iterator[tuple[T, R | str, float]]:
-    """Each row's result or error, and its share of the seconds; a batch that fails is split and tried again.
-
-    Raises
-    ------
-    KVError
-        If one row alone does not fit the memory.
-    """
+    """Each row's result or error, and its share of the seconds; a batch that fails is split and tried again."""
     begin()
     at = time.monotonic()
     try:

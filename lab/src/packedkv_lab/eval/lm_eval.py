@@ -328,13 +328,7 @@ class PackedKVLM(HFLM):  # type: ignore[misc]
         }
 
     def set_cache_hook(self, cache_hook: Any) -> None:
-        """Take lm-eval's cache of answers, unless it holds those of another model, spec or prefill.
-
-        Raises
-        ------
-        FormatError
-            lm-eval looks answers up by the request alone: it would return them as this spec's.
-        """
+        """Take lm-eval's cache of answers, unless it holds those of another model, spec or prefill."""
         answers = cache_hook.dbdict
         if answers is not None:
             mine = json.dumps([self.origin, repr(self.scheme), self.prefill, self.seed, self.params is not None])

@@ -25,7 +25,6 @@ def merge(folders: Iterable[str | Path], output: str | Path) -> list[Row]:
     ----------
     folders : iterable of path
         Written by ``packedkv eval --output``; they are not changed.
-    output : path
 
     Raises
     ------
@@ -98,13 +97,7 @@ def pack(folder: str | Path, output: str | Path) -> None:
 
 
 def unpack(folder: str | Path, output: str | Path) -> Run:
-    """Make a run's folder again from what ``pack`` wrote, without ``results.json``; what is there is replaced.
-
-    Raises
-    ------
-    KVError
-        If the files cannot be read.
-    """
+    """Make a run's folder again from what ``pack`` wrote, without ``results.json``; what is there is replaced."""
     source, target = Path(folder), Path(output)
     try:
         about, items = (source / RUN).read_bytes(), gzip.decompress((source / PACKED).read_bytes())

@@ -99,14 +99,11 @@ def evaluate(
 
     Parameters
     ----------
-    model : LoadedModel
-    specs : list of str, KVScheme or QuantizedCacheSpec
     tasks : list of str
         Names (``tasks.task_names()``).
     output : path
         The run's folder. An existing run is continued: finished items are not repeated, and specs, tasks and items
         (a larger limit) may be added.
-    settings : RunSettings
     params : sequence of path or FittedParams
         What ``packedkv fit`` wrote, each for the spec it was fitted for.
     progress : Progress, optional
@@ -161,15 +158,7 @@ def evaluate(
 
 
 def checked_specs(specs: Sequence[str | KVScheme | QuantizedCacheSpec]) -> list[KVScheme | QuantizedCacheSpec]:
-    """Schemes of the specs, and caches of other libraries.
-
-    Raises
-    ------
-    SpecError
-        If there is none, an unknown one, or one twice.
-    UnsupportedError
-        If a cache's library is not installed.
-    """
+    """Schemes of the specs, and caches of other libraries."""
     schemes = [scheme_of(spec) for spec in specs]
     if not schemes:
         raise SpecError("no spec to evaluate; pass at least one, e.g. saw-int4.")

@@ -45,11 +45,8 @@ class Reader:
 
     Parameters
     ----------
-    model : PreTrainedModel
     spec : str, KVScheme, QuantizedCacheSpec or None
         None: the uncompressed model. Its bytes are counted as 16 bits an element, whatever its dtype.
-    prefill : {"decoded", "exact"}
-    seed : int
     params : LayerParams, optional
         Constants from ``packedkv fit``.
     """

@@ -158,7 +158,6 @@ def against(runs: Sequence[Run], spec: str) -> list[Row]:
     ----------
     runs : sequence of Run
         Of the same model on other data, such as several texts: their items are taken together.
-    spec : str
 
     Returns
     -------

@@ -39,13 +39,7 @@ class Run:
 
 
 def read_run(folder: str | Path) -> Run:
-    """Read a folder without writing; a truncated last line is ignored.
-
-    Raises
-    ------
-    FormatError
-        If it is not the folder of a run, is newer than this version, or holds a damaged line.
-    """
+    """Read a folder without writing; a truncated last line is ignored."""
     path = Path(folder)
     try:
         about = json.loads((path / RUN).read_text(encoding="utf-8"))
@@ -76,14 +70,6 @@ class Store:
         Made if it does not exist; an existing run is continued.
     about : mapping
         Content of ``run.json``: the parts of ``FIXED``, ``tasks``, ``specs``, ``params``, ``bits``, ``versions``.
-
-    Raises
-    ------
-    KVError
-        The folder cannot be written, another process writes to it, or it holds a run of another model, seed, device,
-        setting or data.
-    FormatError
-        What it holds is damaged, or is no run.
     """
 
     def __init__(self, folder: str | Path, about: Mapping[str, Any]) -> None:
@@ -119,13 +105,7 @@ class Store:
         return (spec, task, item) in self.done
 
     def add(self, line: Row) -> None:
-        """Append the line of a finished item; a second one for the same item is dropped.
-
-        Raises
-        ------
-        KVError
-            If it cannot be written (a full disk); the file is then unchanged.
-        """
+        """Append the line of a finished item; a second one for the same item is dropped."""
         line = plain(line)
         if key_of(line) in self.done:
             return
@@ -215,13 +195,7 @@ def _open_locked(path: Path) -> int:
 
 
 def _merged(folder: Path, old: Row, new: Row) -> Row:
-    """Merge the contents of ``run.json`` of both runs.
-
-    Raises
-    ------
-    KVError
-        If they differ where they may not; names each difference.
-    """
+    """Merge the contents of ``run.json`` of both runs."""
     found: list[str] = []
     for part in FIXED:
         found += _differences(part, _compared(old.get(part)), _compared(new.get(part)))

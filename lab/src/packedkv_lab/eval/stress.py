@@ -59,8 +59,6 @@ class Stressed(ChangedWeights):
     ----------
     name : str
         The model's class.
-    factor : float
-    pairs, seed : int
     pairing : {"halves", "neighbours"}
         Which channels a rotary pair is made of: (i, i + D/2) or (2i, 2i + 1).
 
@@ -88,12 +86,6 @@ class Stressed(ChangedWeights):
 def parse_stress(text: str) -> tuple[float, int]:
     """Read ``FACTOR[:PAIRS]``, as ``--stress`` takes it.
 
-    Raises
-    ------
-    SpecError
-
-    Examples
-    --------
     >>> parse_stress("64:2"), parse_stress("100")
     ((64.0, 2), (100.0, 1))
     """
@@ -118,7 +110,6 @@ def stress(model: Any, factor: float = FACTOR, pairs: int = PAIRS, seed: int = 0
 
     Parameters
     ----------
-    model : PreTrainedModel or LoadedModel
     factor : float
         By which the chosen channels of the keys grow. A power of two changes no logit at all; another one changes
         them by the rounding of the weights (float32: below 1e-4).
@@ -141,8 +132,6 @@ def stress(model: Any, factor: float = FACTOR, pairs: int = PAIRS, seed: int = 0
         If keys cannot be scaled so in this model: a norm of q and k without gains of their own, projections that are
         quantized, shared or fused in an unknown form, keys borrowed by other layers, multi-head latent attention.
 
-    Examples
-    --------
     >>> from transformers import LlamaConfig, LlamaForCausalLM
     >>> config = LlamaConfig(hidden_size=64, num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=1,
     ...     head_dim=32, intermediate_size=64, vocab_size=99)

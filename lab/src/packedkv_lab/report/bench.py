@@ -116,13 +116,7 @@ def _cell(row: Row | None) -> Cell:
 
 
 def write_page(out: Path, say: Callable[[str], None], add: Path | None = None) -> list[Json]:
-    """Write JSON and page of a folder's rows and of those that another folder adds; return the rows.
-
-    Raises
-    ------
-    KVError
-        The folder holds no rows, or cannot be written.
-    """
+    """Write JSON and page of a folder's rows and of those that another folder adds; return the rows."""
     folders = [folder for folder in (out, add) if folder is not None]
     rows = {part: found for part in PARTS if (found := _gather(part, folders, say))}
     if not rows:

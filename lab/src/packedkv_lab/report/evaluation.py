@@ -57,7 +57,6 @@ def page_html(
 
     Parameters
     ----------
-    results : Results
     context : int
         Tokens of a sequence that bytes are shown for.
     bench : sequence of mapping

@@ -46,8 +46,6 @@ def bytes_at(scheme: "KVScheme | None", tokens: int, shape: Shape, bits: float |
     ----------
     scheme : KVScheme or None
         None: ``bits`` an element.
-    tokens : int
-    shape : Shape
     bits : float or None
         Bits an element, K and V together; None: unknown, and so are the bytes.
     """

@@ -42,12 +42,10 @@ class Claim:
 
     Parameters
     ----------
-    paper, table, item, metric : str
     printed, corrected : str
         As printed, so that the digits are known; the value that ours is held to instead, or empty.
     allowance, quick : float
         Relative deviation that the sampling explains, of full and of quick runs.
-    note : str
     """
 
     paper: str
@@ -123,7 +121,6 @@ def reproduce_rows(
         Names out of ``PAPERS``; None for all.
     quick : bool
         Fewer samples, wider bands: under a minute instead of some minutes.
-    progress : Progress, optional
 
     Returns
     -------
@@ -131,11 +128,6 @@ def reproduce_rows(
         ``paper, table, item, metric, printed, spec, ours, relative_error, printed_error, band, holds, note``, as they
         are ready; ``relative_error`` is against ``spec``, the corrected value, where there is one. After the tables of
         a paper, a row for each table that cannot be recomputed, None where there is no number. Seeds are fixed.
-
-    Raises
-    ------
-    SpecError
-        For an unknown paper; at once, not at the first row.
     """
     wanted = list(PAPERS) if papers is None else list(dict.fromkeys(papers))
     for paper in wanted:

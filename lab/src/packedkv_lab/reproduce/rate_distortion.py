@@ -77,7 +77,6 @@ def rate_distortion_rows(
         2 seeds of 128 tokens instead of 5 of 512.
     model : LoadedModel, optional
         From ``packedkv.models.loading.load``: adds keys and values of its layers on the packaged text.
-    progress : Progress, optional
 
     Returns
     -------
@@ -85,11 +84,6 @@ def rate_distortion_rows(
         ``paper`` (``"rate-distortion"``), ``spec, method, source, role, head_dim, bits, relative_mse, spread, samples,
         tokens, note``. ``spread`` is the standard deviation over ``samples``: seeds of data and of constants, or
         layers. A codec that refuses a source has None for numbers and says why in ``note``.
-
-    Raises
-    ------
-    SpecError
-        For an unknown spec, at once.
     """
     progress = progress or Progress(False)
     wanted = [p for p in packedkv.presets() if p != "dense"] if specs is None else list(specs)

@@ -84,16 +84,10 @@ def write_folder(rows: Sequence[Row], out: str | Path, about: Mapping[str, Any])
 
     Parameters
     ----------
-    rows : list of dict
     out : path
         Made when it does not exist.
     about : mapping
         Seconds, quick, model.
-
-    Raises
-    ------
-    KVError
-        If the folder cannot be written.
     """
     folder = check_writable(out)
     about = {**about, "versions": ", ".join(f"{name} {version}" for name, version in versions().items())}

@@ -35,8 +35,6 @@ class Candidate:
 
     Parameters
     ----------
-    spec : str
-    role : {"key", "value"}
     bits : float
         Bytes of this role x 8 / elements at the asked context, windows included.
     error : float
@@ -66,15 +64,7 @@ def default_specs(head_dim: int) -> list[str]:
 
 
 def check_specs(specs: Sequence[str], plan: ModelPlan) -> None:
-    """Validate, before any work, that specs can be parts of a mixture for this model.
-
-    Raises
-    ------
-    SpecError, ShapeError
-        A spec that does not exist, or does not take the head_dim.
-    UnsupportedError
-        A codec whose constants come from a file that ``packedkv fit`` writes.
-    """
+    """Validate, before any work, that specs can be parts of a mixture for this model."""
     _, head_dim = sizes_of(plan)
     for spec in specs:
         scheme = scheme_of(LayerChoice(spec, spec))
@@ -122,13 +112,7 @@ def assess(
 
 
 def choose(candidates: Mapping[Role, Sequence[Candidate]], *, each: int = 1) -> dict[Role, list[str]]:
-    """Per role, the ``each`` best of every class of bits; a codec with several names is taken once.
-
-    Raises
-    ------
-    KVError
-        If there is none for a role.
-    """
+    """Per role, the ``each`` best of every class of bits; a codec with several names is taken once."""
     chosen: dict[Role, list[str]] = {}
     for role in ROLES:
         seen: set[Any] = set()

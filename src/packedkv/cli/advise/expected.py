@@ -30,7 +30,6 @@ def layer_bytes(
         KV heads.
     dtype : torch.dtype
         Of the model's keys and values.
-    batch : int
     grown : bool
         Instead, the upper bound for pages that grew token by token, with a reserve of 1/32. Pages of the newer of two
         age tiers are exact to one page, because aged tokens are freed in whole pages.
@@ -61,11 +60,6 @@ def cache_bytes(
 
     Layers with a sliding window hold at most the window, exact to one page, because old tokens are freed in whole
     pages.
-
-    Raises
-    ------
-    UnsupportedError
-        If the model's config does not state heads and head_dim.
     """
     scheme, layers = get(spec), plan.kv_layers
     heads, head_dim = sizes_of(plan)
@@ -79,13 +73,7 @@ def cache_bytes(
 
 
 def sizes_of(plan: ModelPlan) -> tuple[int, int]:
-    """KV heads and head_dim.
-
-    Raises
-    ------
-    UnsupportedError
-        If the config does not state them, or layers differ in them.
-    """
+    """KV heads and head_dim."""
     if plan.heads is None or plan.head_dim is None:
         raise UnsupportedError(
             f"{plan.name}: its config does not state one number of KV heads and one head_dim of all layers; bytes "

@@ -47,15 +47,11 @@ def advise(
 
     Parameters
     ----------
-    model : LoadedModel
     text : str
         Of at least ``request.windows + 1`` windows.
-    request : Request
     output : path, optional
         An existing folder for sensitivity rows, so that a later run continues from them, and for a mixture's
         ``recipe.json``.
-    text_name : str
-    progress : Progress, optional
 
     Returns
     -------

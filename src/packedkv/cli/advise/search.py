@@ -36,8 +36,6 @@ def frontier(options: Sequence[Option]) -> list[Option]:
 def best_within(groups: Sequence[Sequence[Option]], budget: int) -> list[Option] | None:
     """Choose an option of every group, least sum of KL with at most ``budget`` bytes; None if nothing fits.
 
-    Examples
-    --------
     >>> a = [Option(LayerChoice("int-2", "int-2"), 2, 0.5), Option(LayerChoice("int-8", "int-8"), 8, 0.0)]
     >>> b = [Option(LayerChoice("int-2", "int-2"), 2, 0.1), Option(LayerChoice("int-8", "int-8"), 8, 0.0)]
     >>> [o.nbytes for o in best_within([a, b], 10)]

@@ -20,11 +20,8 @@ def speed(model: Any, scheme: KVScheme, window: Tensor, seed: int) -> dict[str, 
 
     Parameters
     ----------
-    model : transformers.PreTrainedModel
-    scheme : KVScheme
     window : Tensor ``[n]``
         The prompt is its beginning.
-    seed : int
 
     Returns
     -------

@@ -51,7 +51,6 @@ class Request:
         Windows of text to measure the finalists on; one more is used for the search.
     uniform : int
         Number of uniform presets that are measured, the most promising ones.
-    seed : int
     probe : {"refuse", "warn", "off"}
         Whether presets that break on the model's key biases are left out, and refused where ``specs`` names one.
     """
@@ -135,12 +134,7 @@ class Search:
         return cache_bytes(scheme, self.plan, r.context, self.dtype, batch=r.batch, grown=grown)
 
     def check_room(self) -> None:
-        """Validate, before any work, that some candidate fits into the memory and that dense does not.
-
-        Raises
-        ------
-        KVError
-        """
+        """Validate, before any work, that some candidate fits into the memory and that dense does not."""
         memory, r = self.request.memory, self.request
         if memory is None:
             return
@@ -271,13 +265,7 @@ class Search:
         return perplexity.summarize(base)
 
     def decide(self, finalists: Sequence[Finalist]) -> tuple[Finalist, bool]:
-        """Return the finalist to advise, and whether it meets the request.
-
-        Raises
-        ------
-        KVError
-            If no finalist's logits are numbers.
-        """
+        """Return the finalist to advise, and whether it meets the request."""
         r = self.request
         if all(math.isinf(f.kl) for f in finalists):
             raise KVError(

@@ -61,8 +61,6 @@ class Settings:
     ----------
     windows, window_tokens : int
         At most that many windows of that many tokens.
-    prefill : {"decoded", "exact"}
-    seed : int
     budget : float or None
         Seconds: no window but the first is started that would end later.
     prompt_tokens, new_tokens : int
@@ -105,12 +103,10 @@ def compare(
 
     Parameters
     ----------
-    model : LoadedModel
     specs : list of str or KVScheme
         Presets; each becomes a row, in this order.
     text : str
         Real text of at least one window.
-    settings : Settings, optional
     params : sequence of path or FittedParams
         What ``packedkv fit`` wrote, each for the spec it was fitted for. Codecs that need a sample and have none are
         fitted on each prefill; ``fitted`` says which it was (``file``, ``prefill``, or None: nothing comes from data).

@@ -31,10 +31,8 @@ class LayerRecord:
 
     Parameters
     ----------
-    layer : int
     q : Tensor ``[B, HQ, n, D]``
         The newest n queries.
-    k, v : Tensor ``[B, H, N, D]``
     mask : Tensor or None
         Additive or boolean ``[B, 1 or HQ, n, N]``; None: causal.
     scale, softcap : float
@@ -94,13 +92,7 @@ class Fidelity:
 
 @contextmanager
 def record(model: Any, queries: int = QUERIES) -> Iterator[list[LayerRecord]]:
-    """Record every attention layer's inputs while the block runs the model.
-
-    Raises
-    ------
-    UnsupportedError
-        If the model's attention cannot be intercepted (it does not use transformers' attention interface).
-    """
+    """Record every attention layer's inputs while the block runs the model."""
     records: list[LayerRecord] = []
 
     def seen(
@@ -141,13 +133,11 @@ def attention_error(
 
     Parameters
     ----------
-    records : list of LayerRecord
     exact : list of Tensor
         ``record.output(record.k, record.v)`` of each, computed once for all schemes.
     spec : str or KVScheme
         Boundary layers stay dense where it says so, counted among the recorded layers that have K and V of their own;
         a layer that shares the K and V of another is compressed like it.
-    seed : int
     params : mapping, optional
         Fitted constants by layer and role; what is missing is fitted on the recorded tensors.
     """

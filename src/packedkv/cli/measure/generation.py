@@ -89,13 +89,7 @@ def uncompressed_cache(model: Any) -> Any:
 
 
 def long_context(model: Any, ids: Tensor, window: int) -> list[tuple[Tensor, Tensor]]:
-    """Keys and values of each layer for ``ids [n]``, ``[1, H, n, D]`` each; windows of ``window`` tokens, each alone.
-
-    Raises
-    ------
-    UnsupportedError
-        A layer holds no keys and values, or only a window of them.
-    """
+    """Keys and values of each layer for ``ids [n]``, ``[1, H, n, D]`` each, in windows of ``window`` tokens, each alone."""
     from transformers import DynamicCache
 
     from packedkv.integrations.transformers.plan import plan_for
@@ -127,9 +121,6 @@ def in_turns(model: Any, last: int, caches: Mapping[str, tuple[Any, str]], steps
 
     Parameters
     ----------
-    model : PreTrainedModel
-    last : int
-    caches : mapping of name to (cache, attention implementation)
     steps : int
         Tokens timed, after one that is not.
     """

@@ -31,11 +31,6 @@ def key_outliers(model: Any, window: Tensor) -> list[Row]:
         ``layer, ratio, worst_head_ratio, head_ratios`` (one per KV head), ``above`` (fewest and most chunks of a token
         that are longer than ``C`` medians, per head), ``largest`` (|k|) and ``channels``: the strongest as
         ``{"head", "channel", "times_median"}``, strongest first.
-
-    Raises
-    ------
-    UnsupportedError
-        If the model's attention cannot be recorded.
     """
     with fidelity.record(model, 1) as records:
         uncompressed(model, window)

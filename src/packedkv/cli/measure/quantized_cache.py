@@ -50,15 +50,11 @@ class QuantizedCacheSpec:
 
     Parameters
     ----------
-    backend : {"quanto", "hqq"}
-    bits : int
     group : int
         Elements that share a scale and a zero.
     residual : int
         Newest tokens that are kept unquantized until there are so many.
 
-    Examples
-    --------
     >>> str(QuantizedCacheSpec("hqq", 2, residual=32)), QuantizedCacheSpec("hqq", 2).key_bits(128)
     ('hqq-2:residual=32', 2.5)
     """
@@ -91,13 +87,7 @@ class QuantizedCacheSpec:
     value_bits = key_bits
 
     def check(self) -> None:
-        """Validate, before a model is loaded, that the libraries are installed.
-
-        Raises
-        ------
-        UnsupportedError
-            If the library, or transformers, is not installed.
-        """
+        """Validate, before a model is loaded, that the libraries are installed."""
         for module, package in (("transformers", "packedkv[transformers]"), PACKAGES[self.backend]):
             try:
                 importlib.import_module(module)
@@ -116,13 +106,6 @@ class QuantizedCacheSpec:
 def quantized_cache_of(spec: object) -> QuantizedCacheSpec | None:
     """Read a spec that names a cache of this module; None if it names none.
 
-    Raises
-    ------
-    SpecError
-        An unknown option, or a value that is not allowed.
-
-    Examples
-    --------
     >>> quantized_cache_of("hf-quanto:bits=2,residual=64"), quantized_cache_of("saw-int4")
     (QuantizedCacheSpec(backend='quanto', bits=2, group=64, residual=64), None)
     """
@@ -148,25 +131,12 @@ def quantized_cache_of(spec: object) -> QuantizedCacheSpec | None:
 
 
 def scheme_of(spec: str | KVScheme | QuantizedCacheSpec) -> KVScheme | QuantizedCacheSpec:
-    """Return the scheme, or quantized cache, of a spec.
-
-    Raises
-    ------
-    SpecError, FormatError
-        As ``registry.get`` and ``quantized_cache_of``.
-    """
+    """Return the scheme, or quantized cache, of a spec."""
     return quantized_cache_of(spec) or get(spec)  # type: ignore[arg-type]  # what is a QuantizedCacheSpec is one
 
 
 class QuantizedCacheMaker:
-    """Makes empty caches of one ``QuantizedCacheSpec`` for one model, as ``recording.CacheMaker`` does of a scheme.
-
-    Parameters
-    ----------
-    model : PreTrainedModel
-    spec : QuantizedCacheSpec
-    prefill : {"decoded", "exact"}
-    """
+    """Makes empty caches of one ``QuantizedCacheSpec`` for one model, as ``recording.CacheMaker`` does of a scheme."""
 
     def __init__(self, model: Any, spec: QuantizedCacheSpec, *, prefill: Prefill = "decoded") -> None:
         self.model, self.scheme, self.prefill = model, spec, prefill
@@ -177,13 +147,7 @@ class QuantizedCacheMaker:
         yield self.new_cache
 
     def new_cache(self) -> Any:
-        """Make an empty cache.
-
-        Raises
-        ------
-        UnsupportedError
-            If the library is not there, or transformers does not offer this cache for the model.
-        """
+        """Make an empty cache."""
         self.scheme.check()
         from transformers import QuantizedCache
 

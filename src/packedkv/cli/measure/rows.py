@@ -35,13 +35,7 @@ def plain(value: Any) -> Any:
 
 
 def write_json(target: str | Path, data: Any) -> None:
-    """Write ``data`` as JSON to a file, atomically; ``-`` is standard output.
-
-    Raises
-    ------
-    KVError
-        If the file cannot be written.
-    """
+    """Write ``data`` as JSON to a file, atomically; ``-`` is standard output."""
     text = json.dumps(plain(data), indent=2, allow_nan=False, ensure_ascii=False) + "\n"
     if str(target) == "-":
         sys.stdout.write(text)
@@ -57,13 +51,7 @@ def write_lines(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
 
 
 def write_whole(path: Path, text: str) -> None:
-    """Write a text file atomically: an existing file is kept if it fails.
-
-    Raises
-    ------
-    KVError
-        If the file cannot be written.
-    """
+    """Write a text file atomically: an existing file is kept if it fails."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with whole_file(path) as part:
@@ -73,13 +61,7 @@ def write_whole(path: Path, text: str) -> None:
 
 
 def check_writable(folder: str | Path) -> Path:
-    """Make ``folder`` and verify that a file can be written there, before hours of work.
-
-    Raises
-    ------
-    KVError
-        If not; the text says why.
-    """
+    """Make ``folder`` and verify that a file can be written there, before hours of work."""
     path = Path(folder)
     try:
         path.mkdir(parents=True, exist_ok=True)

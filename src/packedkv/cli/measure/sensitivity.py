@@ -40,12 +40,7 @@ DENSE = "dense"
 
 
 class Prefix:
-    """Outputs of a decoder's layers on one window, to begin again at any of them.
-
-    Parameters
-    ----------
-    model : PreTrainedModel
-    """
+    """Outputs of a decoder's layers on one window, to begin again at any of them."""
 
     def __init__(self, model: Any) -> None:
         decoder = model.get_decoder()
@@ -119,17 +114,14 @@ def sensitivity(
 
     Parameters
     ----------
-    model : LoadedModel
     windows : sequence of Tensor int64 ``[n]``
         Token ids.
     specs : mapping
         ``{"key": specs, "value": specs}``: whose key (value) codecs are tried.
-    seed : int
     path : path, optional
         A ``.jsonl`` file; rows that are there already are not measured again.
     text : str
         What tells the text from another (a sha256), for that file.
-    progress : Progress, optional
 
     Returns
     -------

@@ -36,11 +36,6 @@ def write_report(rows: Sequence[Row], out_dir: Path, meta: Mapping[str, Any]) ->
     -------
     list of Path
         The files written, the picture first; no picture without a point.
-
-    Raises
-    ------
-    KVError
-        If ``out_dir`` cannot be written.
     """
     out_dir = Path(out_dir)
     picture, page = out_dir / SVG_NAME, out_dir / HTML_NAME

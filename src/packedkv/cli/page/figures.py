@@ -28,7 +28,6 @@ class Axis:
     ----------
     title : str
         Beside the axis.
-    scale : {"linear", "log"}
     from_zero : bool
         Whether it begins at 0.
     text, tick : callable
@@ -82,10 +81,6 @@ class Plot:
 
     Parameters
     ----------
-    title : str
-    x, y : Axis
-    points, curves, levels : sequences
-    better : {"lower", "higher"}
     note : str
         How to read the figure, and what it leaves out.
     """
@@ -158,8 +153,6 @@ def _method_of(spec: str) -> str | None:
 def style_of(spec: str) -> Style:
     """Colour and marker of the method that ``spec`` belongs to.
 
-    Examples
-    --------
     >>> style_of("kivi-sink-2") == style_of("kivi-4:window=64") == STYLES["kivi"]
     True
     """
@@ -262,7 +255,6 @@ def sensitivity(rows: Sequence[Row], title: str) -> Strips:
     ----------
     rows : sequence of mapping
         ``layer, role, spec, kl``; one whose KL is not finite has no cell.
-    title : str
     """
     lines: dict[str, dict[int, float]] = {}
     for row in rows:

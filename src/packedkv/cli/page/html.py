@@ -142,8 +142,6 @@ def table(heads: Sequence[Head | str], lines: Sequence[Sequence[Cell | str]], *,
 
     Parameters
     ----------
-    heads : sequence of Head or str
-    lines : sequence of sequence of Cell or str
     name : str
         For screen readers.
     """

@@ -75,11 +75,6 @@ def read_rows(paths: Iterable[str | Path], needed: Sequence[str] = ("spec",)) ->
         ``.json``: a list of rows, an object with ``rows``, or one row; ``.jsonl``: a row to a line.
     needed : sequence of str
         Fields that every row must have.
-
-    Raises
-    ------
-    FormatError
-        If a file is missing, is no JSON, or holds something that is no row; names file and row.
     """
     rows: list[Json] = []
     for path in map(Path, paths):
@@ -95,13 +90,7 @@ def read_rows(paths: Iterable[str | Path], needed: Sequence[str] = ("spec",)) ->
 
 
 def checked(path: Path, at: int, row: Any, needed: Sequence[str] = (), again: str = "measure it again") -> Json:
-    """Return a row whose fields are what ``FIELDS`` says.
-
-    Raises
-    ------
-    FormatError
-        Names file, row and field, and ends with ``again``.
-    """
+    """Return a row whose fields are what ``FIELDS`` says."""
     if not isinstance(row, dict):
         raise FormatError(f"{path}, row {at} is damaged: {_short(row)} is no object; {again}.")
     missing = [name for name in needed if row.get(name) is None]
@@ -135,13 +124,7 @@ def _read_json(path: Path, otherwise: str) -> Any:
 
 
 def _read_lines(path: Path, data: bytes) -> list[Any]:
-    """JSON of each line; a truncated last line, left by a killed process, is ignored.
-
-    Raises
-    ------
-    FormatError
-        If another line is not JSON.
-    """
+    """JSON of each line; a truncated last line, left by a killed process, is ignored."""
     found = []
     for at, raw in enumerate(data.splitlines(keepends=True), 1):
         try:
@@ -163,13 +146,7 @@ def runs_of(rows: Sequence[Mapping[str, Any]]) -> dict[str, str]:
 
 
 def read_times(folder: Path) -> list[Json]:
-    """Rows of ``packedkv bench decode`` in a folder.
-
-    Raises
-    ------
-    FormatError
-        If there are none, or a file is damaged.
-    """
+    """Rows of ``packedkv bench decode`` in a folder."""
     found = [folder / name for name in TIMES if (folder / name).is_file()]
     if not found:
         raise FormatError(f"{folder} holds neither {' nor '.join(TIMES)}; pass the --out of `packedkv bench decode`.")
@@ -206,10 +183,8 @@ class Results:
 
     Parameters
     ----------
-    folder : Path
     about : mapping
         ``run.json``.
-    rows : list of Row
     answers : list of mapping
         Lines of ``items.jsonl`` that hold an answer.
     windows : list of mapping
@@ -267,13 +242,7 @@ class Results:
 
 
 def read_folder(folder: str | Path) -> Results:
-    """Read and check a results folder; nothing is written.
-
-    Raises
-    ------
-    FormatError
-        It is no results folder, is newer than this version, is damaged, or holds no finished item. Names the file.
-    """
+    """Read and check a results folder; nothing is written."""
     path = Path(folder)
     if not path.is_dir():
         raise FormatError(f"{path} is no folder; pass the one that `packedkv eval --output` wrote.")
@@ -355,13 +324,7 @@ class Layers:
 
 
 def read_layers(place: str | Path) -> Layers:
-    """Read ``advice.json`` or ``sensitivity.jsonl``, or the folder that holds one of them.
-
-    Raises
-    ------
-    FormatError
-        If there is neither, or it is damaged.
-    """
+    """Read ``advice.json`` or ``sensitivity.jsonl``, or the folder that holds one of them."""
     path = Path(place)
     if path.is_dir():
         found = [path / name for name in (ADVICE, SENSITIVITY) if (path / name).is_file()]
@@ -384,13 +347,7 @@ def read_layers(place: str | Path) -> Layers:
 
 
 def _is_layer(path: Path, row: Any, value: str) -> bool:
-    """Whether a row has a value: non-finite ones are null, and not drawn.
-
-    Raises
-    ------
-    FormatError
-        If it is no row of a layer at all.
-    """
+    """Whether a row has a value: non-finite ones are null, and not drawn."""
     if not isinstance(row, dict) or not isinstance(row.get("layer"), int):
         raise FormatError(f"{path} holds a row without a layer; pass what `packedkv advise` wrote.")
     return number(row.get(value)) is not None

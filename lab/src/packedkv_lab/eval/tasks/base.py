@@ -134,10 +134,8 @@ class Task(ABC):
 
     Attributes
     ----------
-    name, summary : str
     metrics : mapping
         Metric by name, the main one first.
-    default_limit : int
     """
 
     name: str

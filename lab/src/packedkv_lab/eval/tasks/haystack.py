@@ -31,13 +31,7 @@ class Place:
 
 
 def lengths_of(task: str, settings: TaskSettings) -> tuple[int, ...]:
-    """Prompt lengths of a run.
-
-    Raises
-    ------
-    ModelError
-        If the model cannot hold one that was asked for.
-    """
+    """Prompt lengths of a run."""
     limit = settings.positions
     if settings.lengths and limit and max(settings.lengths) > limit:
         raise ModelError(
@@ -51,13 +45,7 @@ def lengths_of(task: str, settings: TaskSettings) -> tuple[int, ...]:
 
 
 def depths_of(settings: TaskSettings) -> tuple[float, ...]:
-    """Depths of a run, 0..1.
-
-    Raises
-    ------
-    SpecError
-        If one is outside.
-    """
+    """Depths of a run, 0..1."""
     depths = settings.depths or DEPTHS
     if wrong := [d for d in depths if not 0 <= d <= 1]:
         raise SpecError(f"depth {wrong[0]} is not in 0..1; pass --depths such as 0,0.5,1.")
@@ -81,13 +69,7 @@ def places(limit: int, lengths: Iterable[int], depths: Iterable[float]) -> list[
 
 
 class Haystack:
-    """Text in pieces of any number of tokens; it repeats from the start where it ends.
-
-    Parameters
-    ----------
-    tokenizer : PreTrainedTokenizerBase
-    text : str
-    """
+    """Text in pieces of any number of tokens; it repeats from the start where it ends."""
 
     def __init__(self, tokenizer: Any, text: str) -> None:
         self.tokenizer = tokenizer
@@ -139,11 +121,6 @@ def fitted(task: str, tokenizer: Any, length: int, build: Callable[[int, int], s
         (m, shift) -> prompt: about one token longer for each m; a shift moves the text that fills it.
     first : int
         The m to begin with.
-
-    Raises
-    ------
-    ModelError
-        If even the shortest prompt is longer.
     """
     best, best_tokens = "", 0
     for shift in range(SHIFTS):  # no prompt of one filling may have that length: a token may come with a second one
