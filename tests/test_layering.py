@@ -162,7 +162,7 @@ def test_a_codec_knows_no_other_paper():
     assert not breaches(other_paper)
 
 
-READS_ROWS = ("packedkv_lab.bench", "packedkv_lab.bench.record")
+READS_ROWS = ("packedkv_lab.bench", "packedkv_lab.bench.record", "packedkv_lab.eval.store")
 
 
 def test_a_report_reads_files_and_runs_nothing():

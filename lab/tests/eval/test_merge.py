@@ -1,25 +1,23 @@
-"""Runs made side by side become the run that one process would have made; what is published becomes that run again."""
+"""Runs made side by side become the run that one process would have made."""
 
-import gzip
 import json
 
 import pytest
 from tests.cli.tiny import tiny_loaded
 
-from lab.tests.eval.test_run import QUESTIONS, SPECS, TASKS, lines_of, settings_for, values
+from lab.tests.eval.test_run import RECORDS, SPECS, TASKS, lines_of, settings_for, values
 from lab.tests.eval.test_store import ABOUT, changed, line
 from packedkv.errors import FormatError, KVError
-from packedkv_lab.eval.merge import PACKED, merge, missing, pack, unpack, write_results
+from packedkv_lab.eval.merge import merge
 from packedkv_lab.eval.run import evaluate
-from packedkv_lab.eval.scoring import UNCOMPRESSED
-from packedkv_lab.eval.store import ITEMS, RESULTS, RUN, Store, read_run
+from packedkv_lab.eval.store import RESULTS, Store, read_run
 
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory):
     """One run of both specs, and a run of each."""
     root, model = tmp_path_factory.mktemp("merge"), tiny_loaded()
-    (root / "hellaswag.jsonl").write_text("\n".join(map(json.dumps, QUESTIONS)))
+    (root / "kv.jsonl").write_text("\n".join(map(json.dumps, RECORDS)))
     for name, specs in (("whole", SPECS), ("first", SPECS[:1]), ("second", SPECS[1:])):
         evaluate(model, specs, TASKS, root / name, settings_for(root))
     return root
@@ -31,7 +29,6 @@ def test_runs_of_a_spec_each_merge_to_the_run_of_all(folders, tmp_path):
     assert values(rows) == values(json.loads(_text(folders / "whole"))["rows"])
     assert read_run(tmp_path).about["specs"] == whole.about["specs"]
     assert len(lines_of(tmp_path)) == len(whole.lines), "the uncompressed model's items count once"
-    assert not any(missing(read_run(tmp_path)).values())
     assert {row["status"] for row in rows} == {"complete"}
     assert merge([folders / "second"], tmp_path) == rows, "again changes nothing"
     assert len(lines_of(tmp_path)) == len(whole.lines)
@@ -51,11 +48,10 @@ def run_at(folder, spec: str, items: str, **about):
     return folder
 
 
-def test_what_is_missing_is_counted_by_spec_and_task(tmp_path):
+def test_a_run_that_lacks_items_says_so(tmp_path):
     tasks = {"kl": {"items": 2, "metrics": {"kl": {"better": "lower", "text": "t"}}}}
     both = [run_at(tmp_path / name, spec, items, tasks=tasks) for name, spec, items in LACKING]
     rows = merge(both, tmp_path / "all")
-    assert missing(read_run(tmp_path / "all")) == {UNCOMPRESSED: {"kl": 2}, "int-4": {"kl": 1}, "fp8": {}}
     assert {row["status"] for row in rows} == {"budget"}
 
 
@@ -77,30 +73,3 @@ def test_runs_that_differ_are_refused_and_what_was_gathered_stays(tmp_path):
         merge([], tmp_path / "none")
     with pytest.raises(FormatError, match=r"holds no run\.json"):
         merge([tmp_path / "nothing"], tmp_path / "none")
-
-
-def test_what_is_published_is_small_and_becomes_the_run_again(folders, tmp_path):
-    pack(folders / "whole", tmp_path / "published")
-    assert {p.name for p in (tmp_path / "published").iterdir()} == {RUN, RESULTS, PACKED}
-    again = unpack(tmp_path / "published", tmp_path / "again")
-    assert (tmp_path / "again" / ITEMS).read_bytes() == (folders / "whole" / ITEMS).read_bytes()
-    rows = write_results(again)
-    assert rows == json.loads(_text(folders / "whole"))["rows"]
-    published = json.loads(_text(tmp_path / "published"))["rows"]
-    assert published == [row for row in rows if row["group"] is None]
-    assert len(published) < len(rows)
-    before = (tmp_path / "published" / PACKED).read_bytes()
-    pack(tmp_path / "again", tmp_path / "published")
-    assert (tmp_path / "published" / PACKED).read_bytes() == before
-
-
-@pytest.mark.parametrize("spoil", ["missing", "cut", "foreign"])
-def test_a_published_run_that_cannot_be_read_is_an_error(folders, tmp_path, spoil):
-    pack(folders / "whole", tmp_path)
-    packed = gzip.compress((folders / "whole" / ITEMS).read_bytes())
-    if spoil == "missing":
-        (tmp_path / PACKED).unlink()
-    else:
-        (tmp_path / PACKED).write_bytes(packed[:-9] if spoil == "cut" else b"no gzip")
-    with pytest.raises(KVError, match=r"holds no published run \(.+\); it needs run.json and items.jsonl.gz"):
-        unpack(tmp_path, tmp_path / "again")

@@ -15,6 +15,7 @@ from tests.cli.corrupt import corrupt
 from tests.cli.tiny import TEXT, tiny_llama, tiny_loaded
 
 from packedkv.cli.measure.compare import Settings, compare
+from packedkv.cli.page.rows import UNCOMPRESSED
 from packedkv.errors import KVError, ModelError, ShapeError, SpecError
 from packedkv.models.loading import SampleText
 from packedkv.recipe import LayerChoice
@@ -24,7 +25,7 @@ from packedkv_lab.eval import run as module
 from packedkv_lab.eval.about import weights_sha256
 from packedkv_lab.eval.merge import merge
 from packedkv_lab.eval.run import RunSettings, evaluate
-from packedkv_lab.eval.scoring import UNCOMPRESSED, Reader
+from packedkv_lab.eval.scoring import Reader
 from packedkv_lab.eval.store import ITEMS, RESULTS, RUN, read_run
 from packedkv_lab.eval.tasks.base import TaskSettings
 

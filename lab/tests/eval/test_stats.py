@@ -5,7 +5,7 @@ import math
 import numpy as np
 import pytest
 
-from packedkv_lab.eval.scoring import UNCOMPRESSED
+from packedkv.cli.page.rows import UNCOMPRESSED
 from packedkv_lab.eval.stats import AGREEMENT, against, estimate, paired, summarize, wilson
 from packedkv_lab.eval.store import Run
 from packedkv_lab.eval.tasks.base import Metric

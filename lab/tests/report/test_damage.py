@@ -7,9 +7,9 @@ import pytest
 
 from lab.tests.report import folders
 from packedkv.cli.main import main
-from packedkv.cli.page.rows import ITEMS, RESULTS, RUN, read_folder, read_layers
 from packedkv.errors import FormatError
-from packedkv_lab.eval.store import read_run
+from packedkv_lab.eval.store import ITEMS, RESULTS, RUN, read_run
+from packedkv_lab.report.results import read_folder, read_layers
 
 
 @pytest.fixture
@@ -28,8 +28,8 @@ def test_a_folder_that_is_not_there_or_holds_no_run(capsys, folder: Path, tmp_pa
     assert "not exist; name the folder that `packedkv eval --output` wrote" in refused(capsys, str(tmp_path / "no"))
     (tmp_path / "empty").mkdir()
     told = refused(capsys, str(tmp_path / "empty"))
-    assert "holds no run.json (No such file or directory): pass the folder that `packedkv eval --output` wrote." in told
-    with pytest.raises(FormatError, match="is no folder"):
+    assert "holds no run.json (No such file or directory); pass the folder that `packedkv eval --output` wrote." in told
+    with pytest.raises(FormatError, match=r"holds no run.json \(Not a directory\)"):
         read_folder(folder / RUN)
 
 

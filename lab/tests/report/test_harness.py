@@ -7,14 +7,12 @@ import pytest
 from tests.cli.tiny import TEXT, tiny_loaded
 
 from lab.tests.report.test_page import Page
-from packedkv.cli.page import rows as rows_module
-from packedkv.cli.page.rows import read_folder
 from packedkv.cli.page.words import value_text
 from packedkv.models.loading import SampleText
 from packedkv_lab.eval.run import RunSettings, evaluate
-from packedkv_lab.eval.store import FORMAT, VERSION
 from packedkv_lab.eval.tasks.base import TaskSettings
 from packedkv_lab.report.evaluation import page_html
+from packedkv_lab.report.results import read_folder
 
 
 @pytest.fixture(scope="module")
@@ -31,10 +29,6 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     )
     assert found.status == "complete"
     return found.folder
-
-
-def test_the_formats_are_the_same() -> None:
-    assert (rows_module.FORMAT, rows_module.VERSION) == (FORMAT, VERSION)
 
 
 def test_a_run_of_the_harness_is_a_page_with_all_its_numbers(run: Path) -> None:

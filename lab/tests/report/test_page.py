@@ -15,10 +15,10 @@ from packedkv.cli.advise.expected import cache_bytes
 from packedkv.cli.main import main
 from packedkv.cli.page import svg, words
 from packedkv.cli.page.figures import frontier, style_of
-from packedkv.cli.page.rows import read_folder, read_layers, read_times
 from packedkv.registry import get
 from packedkv_lab.eval.tasks import task_names
 from packedkv_lab.report.evaluation import page_html
+from packedkv_lab.report.results import read_folder, read_layers, read_times
 from packedkv_lab.report.sizes import Shape, bytes_at, sizes
 
 VOID = ("meta", "br", "img", "link", "input", "wbr")

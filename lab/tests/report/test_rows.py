@@ -4,8 +4,9 @@ from pathlib import Path
 
 import pytest
 
-from packedkv.cli.page.rows import read_rows, runs_of
+from packedkv.cli.page.rows import read_rows
 from packedkv.errors import FormatError
+from packedkv_lab.report.results import runs_of
 
 
 def test_files_of_every_form_are_read_in_order(tmp_path: Path) -> None:

@@ -4,9 +4,10 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from packedkv.cli.page.rows import ADVICE, SENSITIVITY, read_folder, read_layers, read_rows, read_times
+from packedkv.cli.page.rows import read_rows
 from packedkv.cli.result import Result
 from packedkv.errors import FormatError, KVError, SpecError
+from packedkv_lab.report.results import ADVICE, SENSITIVITY, read_folder, read_layers, read_times
 from packedkv_lab.report.sizes import CONTEXT, CONTEXTS
 
 PAGE = "report.html"

@@ -23,6 +23,7 @@ from packedkv.cli.measure.caches import Prefill, packed_cache
 from packedkv.cli.measure.perplexity import Reference, uncompressed
 from packedkv.cli.measure.quantized_cache import QuantizedCacheMaker, QuantizedCacheSpec, scheme_of
 from packedkv.cli.measure.rows import Row, write_lines
+from packedkv.cli.page.rows import UNCOMPRESSED
 from packedkv.errors import KVError, ModelError, SpecError
 from packedkv.files.params import FittedParams, match_params
 from packedkv.models.loading import LoadedModel
@@ -31,7 +32,7 @@ from packedkv.progress import Progress
 from packedkv.scheme import KVScheme
 from packedkv_lab.eval.about import about_run
 from packedkv_lab.eval.batches import Done, read_answers, read_window
-from packedkv_lab.eval.scoring import UNCOMPRESSED, Reader
+from packedkv_lab.eval.scoring import Reader
 from packedkv_lab.eval.stats import summarize
 from packedkv_lab.eval.store import RESULTS, Store
 from packedkv_lab.eval.tasks import get_task

@@ -23,13 +23,12 @@ from torch import Tensor
 from packedkv.cli.measure.caches import CacheMaker, Prefill
 from packedkv.cli.measure.perplexity import EXACT_CALL_TOKENS, Reference, TokenScores
 from packedkv.cli.measure.quantized_cache import QuantizedCacheMaker, QuantizedCacheSpec, quantized_cache_of
+from packedkv.cli.page.rows import UNCOMPRESSED
 from packedkv.errors import ModelError
 from packedkv.files.params import LayerParams
 from packedkv.integrations.transformers.argument import passing
 from packedkv.models.windows import positions_of
 from packedkv.scheme import KVScheme
-
-UNCOMPRESSED = "(uncompressed)"
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 
 from packedkv.cli.measure.rows import Row
-from packedkv_lab.eval.scoring import UNCOMPRESSED
+from packedkv.cli.page.rows import UNCOMPRESSED
 from packedkv_lab.eval.store import Run
 from packedkv_lab.eval.tasks.base import SEPARATOR, Metric
 

@@ -9,11 +9,12 @@ from typing import Any, NamedTuple
 from packedkv.cli.page import figures, html
 from packedkv.cli.page.figures import SPEED_TITLES
 from packedkv.cli.page.html import Cell, Section
-from packedkv.cli.page.rows import Json, read_rows, runs_of
+from packedkv.cli.page.rows import Json, read_rows
 from packedkv.cli.page.words import DASH, bits_text
 from packedkv.errors import KVError
 from packedkv_lab.bench import PARTS
 from packedkv_lab.bench.record import newest
+from packedkv_lab.report.results import runs_of
 
 Row = Mapping[str, Any]
 NEEDED = ("spec", "metric", "shape")

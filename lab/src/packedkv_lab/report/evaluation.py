@@ -6,7 +6,7 @@ from typing import Any
 from packedkv.cli.page import figures, html
 from packedkv.cli.page.figures import Axis, Level, Plot, Point
 from packedkv.cli.page.html import Cell, Head, Section, escape, paragraph, plain
-from packedkv.cli.page.rows import UNCOMPRESSED, Json, Layers, Results, Row, mapping
+from packedkv.cli.page.rows import UNCOMPRESSED, Json
 from packedkv.cli.page.words import (
     DASH,
     about_task,
@@ -22,6 +22,7 @@ from packedkv.cli.page.words import (
     value_text,
 )
 from packedkv_lab.report.bench import speed_points
+from packedkv_lab.report.results import Layers, Results, Row, mapping
 from packedkv_lab.report.sizes import CONTEXT, sizes
 
 DENSE_BITS = 15.5

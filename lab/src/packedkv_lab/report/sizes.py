@@ -8,8 +8,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from packedkv.cli.page.rows import UNCOMPRESSED, Results, mapping, number
+from packedkv.cli.page.rows import UNCOMPRESSED, number
 from packedkv.errors import KVError
+from packedkv_lab.report.results import Results, mapping
 
 if TYPE_CHECKING:
     from packedkv.scheme import KVScheme
