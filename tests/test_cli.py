@@ -89,6 +89,21 @@ def test_a_command_of_the_laboratory_says_what_to_install(capsys, monkeypatch):
     assert "pip install packedkv-lab" in capsys.readouterr().err
 
 
+def test_env_says_what_a_bug_report_needs(capsys, monkeypatch, tmp_path):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    (tmp_path / "packedkv").mkdir()
+    (tmp_path / "packedkv" / "model.gguf").write_bytes(bytes(2_000_000))
+    _, out, _ = run(capsys, "env", "--json", "-")
+    found = json.loads(out)
+    assert {"packedkv", "torch", "python", "transformers", "safetensors"} <= set(found["versions"])
+    assert found["cache folders"][str(tmp_path / "packedkv")] == "1 files, 2.0 MB"
+    assert len(found["gpus"]) == torch.cuda.device_count()
+    status, out, _ = run(capsys, "env")
+    assert status == 0
+    for name in ("platform", "versions", "  torch", "cpu kernels", "gpus", "cache folders"):
+        assert f"\n{name}" in f"\n{out}"
+
+
 # -- list, describe ----------------------------------------------------------------------------------------------------
 
 

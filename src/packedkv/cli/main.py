@@ -1,4 +1,4 @@
-"""The command line, ``packedkv COMMAND``; each command is a file of ``packedkv_lab.commands``.
+"""The command line, ``packedkv COMMAND``; each command is a file of ``packedkv.cli.commands``.
 
 Results go to standard output, everything else to standard error; with ``--json -`` standard output is valid JSON and
 nothing else. Exit status: 0 done, 1 advise found nothing within --max-kl or bench serve met failures, 2 a user error,
@@ -30,6 +30,7 @@ COMMANDS = {
     "advise": "which preset or mixture suits your model, context and memory",
     "fit": "fit the constants of a preset to your model on your text",
     "compile": "compile CUDA kernels ahead of time, also for other machines",
+    "env": "versions, kernels, GPUs and cache folders of this installation, for a bug report",
 }
 """The library's commands and their help texts."""
 LABORATORY = {

@@ -89,7 +89,7 @@ def uncompressed_cache(model: Any) -> Any:
 
 
 def long_context(model: Any, ids: Tensor, window: int) -> list[tuple[Tensor, Tensor]]:
-    """Keys and values of each layer for ``ids [n]``, ``[1, H, n, D]`` each; windows of ``window`` tokens are read alone."""
+    """Keys and values of each layer for ``ids [n]``, ``[1, H, n, D]`` each; windows of ``window`` tokens are apart."""
     from transformers import DynamicCache
 
     from packedkv.integrations.transformers.plan import plan_for
