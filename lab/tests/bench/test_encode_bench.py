@@ -8,7 +8,6 @@ from packedkv.codec import ROLES
 from packedkv.errors import SpecError, UnsupportedError
 from packedkv_lab.bench import encode
 from packedkv_lab.bench.encode import append_shape, append_times, differing_bytes, encode_operator, encode_rows
-from packedkv_lab.bench.packed import scheme_of
 from packedkv_lab.bench.shapes import PRESETS, Shape
 
 WRITER = encode.writer
@@ -71,13 +70,6 @@ def test_rows_of_a_preset_with_its_floor():
     assert rows["encode_us"]["effective_bits"] == 4.5
 
 
-def test_the_steps_of_saw_int4_beside_the_fused_kernel():
-    clock = Clock()
-    clock.next_times = [80.0, 200.0, 900.0]
-    rows = {r["metric"]: r["values"]["p50"] for r in run(["saw-int4"], clock)}
-    assert (rows["encode_us"], rows["encode_us_unfused"], rows["encode_us_torch"]) == (80.0, 200.0, 900.0)
-
-
 @pytest.mark.parametrize(
     ("spec", "times", "expected"),
     [("int-4", [8.0], 8.0), ("kivi-2", [64.0, 3.0], 5.0), ("innerq-base", [3.0, 64.0], 5.0)],
@@ -100,16 +92,6 @@ def test_append_rows_by_batch():
     ]  # fmt: skip
 
 
-def test_one_token_with_the_rotation_apart():
-    clock = Clock()
-    clock.next_times = [3.0, 8.0, 3.5, 9.0]
-    rows = run(["saw-int4"], clock, shapes=(), batches=(1, 32))
-    assert [(r["metric"], r["shape"], r["values"]["p50"]) for r in rows] == [
-        ("append_us_unfused", "append_b1", 8.0), ("append_us", "append_b1", 3.0),
-        ("append_us_unfused", "append_b32", 9.0), ("append_us", "append_b32", 3.5),
-    ]  # fmt: skip
-
-
 @pytest.mark.parametrize("names", ["append_b", "append_bx", "llm", ""])
 def test_shapes_of_the_encode_bench_are_named(names):
     with pytest.raises(SpecError, match="no shape"):
@@ -129,10 +111,3 @@ def test_other_libraries_are_rows_even_when_missing():
     assert {r["spec"] for r in rows} == {"hqq-4", "hqq-2", "quanto-4", "quanto-2"}
     for row in rows:
         assert (row["values"] is None) == ("status" in row)
-
-
-def test_rotation_apart_is_the_codecs_rotation():
-    x = torch.randn(1, 1, 3, 64).bfloat16()
-    codec = scheme_of("saw-int4").key
-    matrix = encode.hadamard_matrix(64).float() * 64**-0.5
-    torch.testing.assert_close(x.float() @ matrix, codec.to_code(x.float(), {}), rtol=1e-4, atol=1e-4)

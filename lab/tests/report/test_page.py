@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from lab.tests.report import folders
 from lab.tests.report.folders import BITS, KL, RECALL, SPECS, UNCOMPRESSED
@@ -15,11 +16,10 @@ from packedkv.cli.advise.expected import cache_bytes
 from packedkv.cli.main import main
 from packedkv.cli.page import svg, words
 from packedkv.cli.page.figures import frontier, style_of
-from packedkv.registry import get
 from packedkv_lab.eval.tasks import task_names
 from packedkv_lab.report.evaluation import page_html
 from packedkv_lab.report.results import read_folder, read_layers, read_times
-from packedkv_lab.report.sizes import Shape, bytes_at, sizes
+from packedkv_lab.report.sizes import sizes
 
 VOID = ("meta", "br", "img", "link", "input", "wbr")
 
@@ -240,16 +240,6 @@ class _Plan:
     kv_layers = (_Layer(),) * 4
 
 
-@pytest.mark.parametrize(
-    "spec", ["dense", "int-4", "kivi-2", "octopus-3", "hqmq-s96_r4", "saw-int4:window=999,recent=fp8"]
-)
-def test_bytes_at_a_context_are_those_that_advise_foretells_but_for_pages(spec: str) -> None:
-    import torch
-
-    exact: Any = cache_bytes(spec, _Plan(), 32_768, torch.bfloat16)  # type: ignore[arg-type]
-    assert bytes_at(get(spec), 32_768, Shape(4, 2, 64)) == pytest.approx(exact, rel=0.01)
-
-
 def test_a_spec_that_is_not_known_here_is_scaled_from_its_measured_bits(tmp_path: Path) -> None:
     rows = [r | {"spec": "of-another-file"} if r["spec"] == "kivi-2" else r for r in folders.rows()]
     results = read_folder(folders.write(tmp_path, results=rows))
@@ -265,7 +255,7 @@ def test_bytes_are_of_the_context_that_is_asked_for(folder: Path) -> None:
     head, *lines = page.tables["All presets and tasks"]
     at = [text for _, text in head].index("cache, 12,345 tokens")
     shown = {line[0][1]: line[at][1] for line in lines}
-    assert shown["int-4"] == words.bytes_text(bytes_at(get("int-4"), 12_345, Shape(4, 2, 64)) or 0)
+    assert shown["int-4"] == words.bytes_text(cache_bytes("int-4", _Plan(), 12_345, torch.float16))  # type: ignore[arg-type]
 
 
 # -- what may stand beside it ------------------------------------------------------------------------------------------

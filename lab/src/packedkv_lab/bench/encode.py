@@ -5,12 +5,8 @@ metric                      unit  what
 ==========================  ====  ====================================================================================
 ``encode_us``               us    K and V of all tokens of a shape, in a CUDA graph, dirty L2
 ``encode_roofline_us``      us    bytes read and written / 4.3 TB/s
-``encode_us_unfused``       us    saw-int4 in SAW-INT4's unfused form: keys rotated by a product (cuBLAS) and written
-                                  back, then quantized and stored by the int-4 kernel
-``encode_us_torch``         us    saw-int4's reference, a torch operation per step, eager
 ``append_us``               us    one new token per sequence, shapes ``append_b1`` ... ``append_b256``; of codecs with
                                   blocks of tokens a block's time / its tokens
-``append_us_unfused``       us    the same of saw-int4 in the unfused form, as ``encode_us_unfused``
 ``differing_bytes``         x     share of bytes that are not the reference's, before timing; above 1e-4: not timed
 ==========================  ====  ====================================================================================
 
@@ -18,7 +14,7 @@ Other libraries (hqq, optimum-quanto: what transformers' QuantizedCache calls) q
 they are importable: ``encode_us`` with their name as spec.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,13 +27,12 @@ from packedkv.kernels.constants import Constants, constants_for
 from packedkv.kernels.cuda import build, encode
 from packedkv.kernels.mean import Turned
 from packedkv.kernels.spec import encode_spec
-from packedkv.ops.qjl import hadamard_matrix
 from packedkv.scheme import KVScheme
 from packedkv.store.pages import PageStore
 from packedkv.store.site import MeanRemoval
 from packedkv_lab.bench.decode import ROOFLINE_BYTES_PER_US
 from packedkv_lab.bench.packed import FIT_TOKENS, LAYER, mean_of, scheme_of
-from packedkv_lab.bench.record import Case, GateError, Recorder
+from packedkv_lab.bench.record import GateError, Recorder
 from packedkv_lab.bench.rivals import quantizer_rivals
 from packedkv_lab.bench.shapes import SHAPES, Shape, shapes_named
 from packedkv_lab.bench.timing import Spread, Timer, flat
@@ -45,7 +40,6 @@ from packedkv_lab.bench.timing import Spread, Timer, flat
 ENCODE_SHAPES = tuple(SHAPES[name] for name in ("llm64k", "video", "audio", "b32_8k"))
 APPEND_BATCHES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 MOST_DIFFERENT = 1e-4
-STEPS_OF = "saw-int4"
 CHECKED_TOKENS = 128
 
 
@@ -212,7 +206,7 @@ def encode_rows(
     shapes: Sequence[Shape] = ENCODE_SHAPES,
     batches: Sequence[int] = APPEND_BATCHES,
 ) -> None:
-    """Time presets, the steps of saw-int4 and other libraries; what the recorder's file holds is left out.
+    """Time presets and other libraries; what the recorder's file holds is left out.
 
     ``shapes`` are of prefills; of ``batches`` each is a number of sequences that append one token.
     """
@@ -240,16 +234,11 @@ def _preset_rows(spec: str, shape: Shape, metric: str, recorder: Recorder) -> No
             raise GateError(f"{share:.1e} of the bytes are not the reference's")
         if metric == "append_us":
             times = append_times(work, timer)
-            if spec == STEPS_OF:
-                token = [x[:, :, :1].clone() for x in (work.keys, work.values)]
-                case.add("append_us_unfused", "us", timer.cold(rotated_apart(work, token[0], token[1]), 30))
             case.add(metric, "us", times, differing_bytes=share)
             return
         times = timer.cold(work.encode, 30 if shape.batch == 1 else 12)
         case.add("differing_bytes", "x", flat(share, 12))
         case.add("encode_roofline_us", "us", flat(work.bytes_moved / ROOFLINE_BYTES_PER_US), bytes=work.bytes_moved)
-        if spec == STEPS_OF and shape.name in ("llm64k", "b32_8k"):
-            _step_rows(work, case, timer)
         case.add(metric, "us", times)
 
 
@@ -266,38 +255,6 @@ def append_times(work: Encoding, timer: Timer) -> Spread:
         found = timer.cold(lambda token=token: work.write(token["key"], token["value"]), 30)  # type: ignore[misc]
         total = {p: round(x + found[p] / block, 4) for p, x in total.items()}
     return total
-
-
-def rotated_apart(work: Encoding, keys: Tensor, values: Tensor) -> Callable[[], None]:
-    """Return the unfused form: rotated keys go to memory by a product, and ``int-4`` encodes them from there."""
-    device = keys.device
-    plain = encode_operator("int-4", work.shape, device, 0)
-    order = work.shape.head_dim & -work.shape.head_dim
-    matrix = hadamard_matrix(order, str(device)).to(torch.bfloat16) * order**-0.5
-
-    def apart() -> None:
-        plain.write(torch.matmul(keys, matrix), values)
-
-    return apart
-
-
-def _step_rows(work: Encoding, case: Case, timer: Timer) -> None:
-    case.add("encode_us_unfused", "us", timer.cold(rotated_apart(work, work.keys, work.values), 20))
-    scheme = scheme_of(work.spec)
-
-    def steps() -> None:
-        for role, x in zip(ROLES, (work.keys, work.values), strict=True):
-            codec, params = scheme.codec(role), work.params[role]
-            for part, first in _pieces(x):
-                work.store.write(role, first, codec.encode(codec.to_code(part.float(), params), params))
-
-    case.add("encode_us_torch", "us", timer.eager(steps, 5))
-
-
-def _pieces(x: Tensor, tokens: int = 8192) -> Iterator[tuple[Tensor, int]]:
-    """Pieces of the tokens and where they begin: the reference holds float64 copies of what it gets."""
-    for first in range(0, x.shape[2], tokens):
-        yield x[:, :, first : first + tokens], first
 
 
 @torch.no_grad()

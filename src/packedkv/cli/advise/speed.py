@@ -16,17 +16,9 @@ PROMPT_TOKENS = 256
 
 
 def speed(model: Any, scheme: KVScheme, window: Tensor, seed: int) -> dict[str, Any]:
-    """Greedy tokens per second, one sequence, through the cache of the printed line and transformers' own.
+    """Greedy tokens per second, one over the median step, through the cache of the printed line and transformers' own.
 
-    Parameters
-    ----------
-    window : Tensor ``[n]``
-        The prompt is its beginning.
-
-    Returns
-    -------
-    dict
-        ``tokens_per_s, uncompressed_tokens_per_s`` (one over the median step), ``prompt_tokens, new_tokens, device``.
+    The prompt is the beginning of ``window [n]``, one sequence.
     """
     prompt = window[: max(1, min(PROMPT_TOKENS, window.numel() - NEW_TOKENS))]
     with warnings.catch_warnings():

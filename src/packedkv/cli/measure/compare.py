@@ -32,6 +32,7 @@ from packedkv.progress import Progress
 from packedkv.registry import get
 from packedkv.scheme import KVScheme
 
+QUALITY = ("perplexity", "perplexity_se", "kl", "kl_se", "top1_agreement", "nll_rise", "nll_rise_se")
 LONG_STEPS = 8
 """Tokens generated behind a long context."""
 
@@ -355,18 +356,9 @@ class _Comparison:
         row: Row = {
             "spec": str(run.scheme),
             "model": self.model.name,
-            "perplexity": quality.perplexity,
-            "perplexity_se": quality.perplexity_se,
-            "kl": quality.kl,
-            "kl_se": quality.kl_se,
-            "top1_agreement": quality.top1_agreement,
-            "nll_rise": quality.nll_rise,
-            "nll_rise_se": quality.nll_rise_se,
-            "key_bits": report["key_bits"],
-            "value_bits": report["value_bits"],
-            "effective_bits": report["effective_bits"],
+            **{name: getattr(quality, name) for name in QUALITY},
+            **{name: report[name] for name in ("key_bits", "value_bits", "effective_bits", "ratio_to_16bit")},
             "cache_bytes": report["total_bytes"],
-            "ratio_to_16bit": report["ratio_to_16bit"],
             "cache_tokens": s.window_tokens,
             "bytes_by_part": report["bytes"],
             "workspace_bytes": report["workspace_bytes"],

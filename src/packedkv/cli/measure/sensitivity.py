@@ -178,21 +178,10 @@ def _measure(
             scores[job].append(reference.score(logits))
             done += 1
             if len(scores[job]) == len(windows):
-                found = summarize(scores[job])
-                yield (
-                    job,
-                    {
-                        "layer": layer,
-                        "role": role,
-                        "spec": spec,
-                        "kl": found.kl,
-                        "kl_se": found.kl_se,
-                        "nll_rise": found.nll_rise,
-                        "top1_agreement": found.top1_agreement,
-                        "tokens": found.tokens,
-                        "windows": found.windows,
-                    },
-                )
+                found = vars(summarize(scores[job]))
+                measured = ("kl", "kl_se", "nll_rise", "top1_agreement", "tokens", "windows")
+                row = {"layer": layer, "role": role, "spec": spec} | {name: found[name] for name in measured}
+                yield job, row
 
 
 def _logits(model: Any, scheme: KVScheme, ids: Tensor, seed: int) -> Tensor:
