@@ -5,6 +5,7 @@ padded, because padding would share groups with tokens in token-grouped codecs.
 """
 
 import random
+from abc import abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import count as counting
@@ -12,7 +13,7 @@ from itertools import product
 from typing import Any
 
 from packedkv.errors import ModelError, SpecError
-from packedkv_lab.eval.tasks.base import TaskSettings, token_ids
+from packedkv_lab.eval.tasks.base import AnswerTask, Item, TaskSettings, item_id, token_ids
 
 LENGTHS = (1024, 2048, 4096)
 DEPTHS = (0.0, 0.25, 0.5, 0.75, 1.0)
@@ -28,6 +29,43 @@ class Place:
     length: int
     depth: float
     draw: int
+
+
+class Prompts(AnswerTask):
+    """A task of generated prompts over a grid of lengths, and of depths if ``deep``; ``hidden`` in the run's text."""
+
+    default_limit = 30
+    deep = True
+    hidden = True
+
+    def items(self, tokenizer: Any, settings: TaskSettings) -> list[Item]:
+        """Make prompts, cell by cell of the grid."""
+        depths = depths_of(settings) if self.deep else (0.0,)
+        grid = places(self.limit(settings), lengths_of(self.name, settings), depths)
+        material = self.material(tokenizer, settings)
+        return [self.item(tokenizer, material, settings.seed, place) for place in grid]
+
+    def material(self, tokenizer: Any, settings: TaskSettings) -> Any:
+        """Return what all prompts are made of."""
+        return Haystack(tokenizer, settings.text.text)
+
+    @abstractmethod
+    def item(self, tokenizer: Any, material: Any, seed: int, place: Place) -> Item:
+        """Make the prompt of one place."""
+
+    def made(self, place: Place, prompt: str, answers: Sequence[str], content: Any, tokens: int, **more: Any) -> Item:
+        """Return the item of a prompt, identified by ``content``; an answer has at most so many tokens."""
+        group = {"length": place.length} | ({"depth": place.depth} if self.deep else {})
+        content = item_id(self.name, prompt, content)
+        return Item(self.name, content, group=group, kind="answer", context=prompt, answers=tuple(answers),
+                    max_new_tokens=tokens, **more)  # fmt: skip
+
+    def about(self, settings: TaskSettings) -> dict[str, Any]:
+        """Text and grid."""
+        found: dict[str, Any] = {"lengths": list(lengths_of(self.name, settings))}
+        if self.hidden:
+            found |= {"text": settings.text.name, "text_sha256": settings.text.sha256}
+        return found | ({"depths": list(depths_of(settings))} if self.deep else {})
 
 
 def lengths_of(task: str, settings: TaskSettings) -> tuple[int, ...]:

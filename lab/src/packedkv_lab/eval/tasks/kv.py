@@ -7,23 +7,13 @@ import hashlib
 import json
 import random
 import uuid
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, ClassVar
+from collections.abc import Callable, Sequence
+from typing import Any
 
 from packedkv.errors import FormatError, KVError, ModelError
-from packedkv_lab.eval.tasks.base import (
-    AnswerOutput,
-    AnswerTask,
-    Item,
-    Metric,
-    Scores,
-    Source,
-    TaskSettings,
-    item_id,
-    token_ids,
-)
-from packedkv_lab.eval.tasks.haystack import Place, depths_of, largest, lengths_of, places
-from packedkv_lab.eval.tasks.needle import prefix, recall
+from packedkv_lab.eval.tasks.base import Item, Source, TaskSettings, token_ids
+from packedkv_lab.eval.tasks.haystack import Place, largest
+from packedkv_lab.eval.tasks.needle import Retrieval
 
 HEAD = "Extract the value corresponding to the specified key in the JSON object below.\n\nJSON data:\n"
 MOST_TOKENS = 40
@@ -35,22 +25,16 @@ FORM = "JSON lines with ordered_kv_records, a list of [key, value]"
 Pair = tuple[str, str]
 
 
-class KeyValue(AnswerTask):
+class KeyValue(Retrieval):
     """The value of one key among as many as the length takes."""
 
     name = "kv_retrieval"
     summary = "the value of one UUID among as many as fit, by length and depth"
-    metrics: ClassVar[Mapping[str, Metric]] = {
-        "recall": Metric("higher", "share of answers that hold the value, all 36 characters of it"),
-        "prefix": Metric("higher", "share of the value's characters before the first wrong one"),
-    }
-    default_limit = 30
+    hidden = False
 
-    def items(self, tokenizer: Any, settings: TaskSettings) -> list[Item]:
-        """Draw prompts, cell by cell of the grid."""
-        grid = places(self.limit(settings), lengths_of(self.name, settings), depths_of(settings))
-        records, _ = self._records(settings)
-        return [self._item(tokenizer, records, settings.seed, place) for place in grid]
+    def material(self, tokenizer: Any, settings: TaskSettings) -> list[list[Pair]]:
+        """Records of a file, if one was named."""
+        return self._records(settings)[0]
 
     def source(self, settings: TaskSettings) -> Source | None:
         """Return the file, where one was named for this task."""
@@ -79,7 +63,9 @@ class KeyValue(AnswerTask):
             raise FormatError(f"{self.name}: {path} holds no records; expected {FORM}.")
         return records, Source(path.name, hashlib.sha256(raw).hexdigest())
 
-    def _item(self, tokenizer: Any, records: Sequence[Sequence[Pair]], seed: int, place: Place) -> Item:
+    def item(self, tokenizer: Any, material: Sequence[Sequence[Pair]], seed: int, place: Place) -> Item:
+        """Show as many records as the length takes and ask for the value of one."""
+        records = material
         rng = random.Random(f"{self.name} {seed} {place.length} {place.depth} {place.draw}")
         pairs = list(records[rng.randrange(len(records))]) if records else []
         rng.shuffle(pairs)
@@ -102,24 +88,7 @@ class KeyValue(AnswerTask):
         if not records:
             _fill(tokenizer, place.length, lambda: prompt(others), pairs, others, rng)
         text, value = prompt(others), pair(0)[1]
-        return Item(
-            self.name,
-            item_id(self.name, text, value),
-            "answer",
-            {"length": place.length, "depth": place.depth},
-            context=text,
-            answers=(value,),
-            max_new_tokens=MOST_TOKENS,
-            stop=('"', "\n"),
-        )
-
-    def score(self, item: Item, output: AnswerOutput) -> Scores:
-        """Whether the value is there, and how far it is right."""
-        return {"recall": (recall(item, output), 1.0), "prefix": (prefix(item, output), 1.0)}
-
-    def about(self, settings: TaskSettings) -> dict[str, Any]:
-        """The grid."""
-        return {"lengths": list(lengths_of(self.name, settings)), "depths": list(depths_of(settings))}
+        return self.made(place, text, [value], value, MOST_TOKENS, stop=('"', "\n"))
 
 
 def _fill(

@@ -8,8 +8,8 @@ import random
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
-from packedkv_lab.eval.tasks.base import AnswerOutput, AnswerTask, Item, Metric, Scores, TaskSettings, item_id
-from packedkv_lab.eval.tasks.haystack import Haystack, depths_of, fitted, hide, lengths_of, places
+from packedkv_lab.eval.tasks.base import AnswerOutput, Item, Metric, Scores, TaskSettings
+from packedkv_lab.eval.tasks.haystack import Haystack, Place, Prompts, fitted, hide
 
 KEYS = (
     *("Amsterdam", "Berlin", "Cairo", "Dublin", "Edinburgh", "Florence", "Geneva", "Hamburg", "Istanbul", "Jakarta"),
@@ -25,60 +25,47 @@ NEEDLE = "One of the special magic numbers for {key} is: {value}."
 DIGITS = 7
 
 
-class Needle(AnswerTask):
+class Retrieval(Prompts):
+    """A task whose answer is one text of the prompt."""
+
+    metrics: ClassVar[Mapping[str, Metric]] = {
+        "recall": Metric("higher", "share of answers that hold the text"),
+        "prefix": Metric("higher", "share of the text's characters before the first wrong one"),
+    }
+
+    def score(self, item: Item, output: AnswerOutput) -> Scores:
+        """Whether the text is there, and the share of its characters that the output begins with."""
+        (answer,), text = item.answers, output.text.strip(" \"'")
+        pairs = enumerate(zip(text, answer, strict=False))
+        same = next((i for i, (a, b) in pairs if a != b), min(len(text), len(answer)))
+        return {"recall": (float(answer in output.text), 1.0), "prefix": (same / len(answer), 1.0)}
+
+
+class Needle(Retrieval):
     """One hidden number."""
 
     name = "needle"
     summary = "one number hidden in real text, by length and depth"
-    metrics: ClassVar[Mapping[str, Metric]] = {
-        "recall": Metric("higher", "share of answers that hold the number"),
-        "prefix": Metric("higher", "share of the number's digits before the first wrong one"),
-    }
-    default_limit = 30
     keys = 1
 
-    def items(self, tokenizer: Any, settings: TaskSettings) -> list[Item]:
-        """Draw prompts, cell by cell of the grid."""
-        haystack = Haystack(tokenizer, settings.text.text)
-        grid = places(self.limit(settings), lengths_of(self.name, settings), depths_of(settings))
-        return [self._item(tokenizer, haystack, settings.seed, p.length, p.depth, p.draw) for p in grid]
-
-    def _item(self, tokenizer: Any, haystack: Haystack, seed: int, length: int, depth: float, draw: int) -> Item:
-        rng = random.Random(f"{self.name} {seed} {length} {depth} {draw}")
+    def item(self, tokenizer: Any, material: Haystack, seed: int, place: Place) -> Item:
+        """Hide numbers under the names of towns and ask for the first."""
+        rng = random.Random(f"{self.name} {seed} {place.length} {place.depth} {place.draw}")
         keys = rng.sample(KEYS, self.keys)
         values = [str(rng.randrange(10 ** (DIGITS - 1), 10**DIGITS)) for _ in keys]
-        depths = [depth, *(rng.random() for _ in keys[1:])]
+        depths = [place.depth, *(rng.random() for _ in keys[1:])]
         needles = [(d, NEEDLE.format(key=k, value=v)) for d, k, v in zip(depths, keys, values, strict=True)]
-        start, ask = haystack.start(rng), ASK.format(key=keys[0])
+        start, ask = material.start(rng), ASK.format(key=keys[0])
 
         def build(tokens: int, shift: int) -> str:
-            return HEAD + hide(haystack.piece(start + shift, tokens), needles) + ask
+            return HEAD + hide(material.piece(start + shift, tokens), needles) + ask
 
-        prompt = fitted(self.name, tokenizer, length, build, length - 40 - 25 * self.keys)
-        return Item(
-            self.name,
-            item_id(self.name, prompt, values[0]),
-            "answer",
-            {"length": length, "depth": depth},
-            context=prompt,
-            answers=(values[0],),
-            max_new_tokens=DIGITS + 5,
-            stop=("\n", "."),
-        )
-
-    def score(self, item: Item, output: AnswerOutput) -> Scores:
-        """Whether the number is there, and how far it is right."""
-        return {"recall": (recall(item, output), 1.0), "prefix": (prefix(item, output), 1.0)}
+        prompt = fitted(self.name, tokenizer, place.length, build, place.length - 40 - 25 * self.keys)
+        return self.made(place, prompt, values[:1], values[0], DIGITS + 5, stop=("\n", "."))
 
     def about(self, settings: TaskSettings) -> dict[str, Any]:
-        """Text and grid."""
-        return {
-            "text": settings.text.name,
-            "text_sha256": settings.text.sha256,
-            "lengths": list(lengths_of(self.name, settings)),
-            "depths": list(depths_of(settings)),
-            "keys": self.keys,
-        }
+        """Text, grid and keys."""
+        return super().about(settings) | {"keys": self.keys}
 
 
 class MultiKeyNeedle(Needle):
@@ -87,15 +74,3 @@ class MultiKeyNeedle(Needle):
     name = "needle_multikey"
     summary = "one of four numbers hidden in real text, by length and depth"
     keys = 4
-
-
-def recall(item: Item, output: AnswerOutput) -> float:
-    """1 if an answer stands in the output."""
-    return float(any(answer in output.text for answer in item.answers))
-
-
-def prefix(item: Item, output: AnswerOutput) -> float:
-    """Share of the answer's characters that the output begins with."""
-    text, answer = output.text.strip(" \"'"), item.answers[0]
-    same = next((i for i, (a, b) in enumerate(zip(text, answer, strict=False)) if a != b), min(len(text), len(answer)))
-    return same / len(answer)

@@ -8,30 +8,22 @@ from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
 from packedkv.errors import ModelError
-from packedkv_lab.eval.tasks.base import AnswerOutput, AnswerTask, Item, Metric, Scores, TaskSettings, item_id
-from packedkv_lab.eval.tasks.haystack import TEXT_CHARACTERS, Haystack, fitted, hide, largest, lengths_of, places
+from packedkv_lab.eval.tasks.base import AnswerOutput, Item, Metric, Scores, TaskSettings
+from packedkv_lab.eval.tasks.haystack import TEXT_CHARACTERS, Haystack, Place, Prompts, fitted, hide, largest
 
 LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
 
 
-class _Listing(AnswerTask):
+class _Listing(Prompts):
     """A task whose answer is a list of words: the share of them that is named."""
 
     metrics: ClassVar[Mapping[str, Metric]] = {"recall": Metric("higher", "share of the wanted words that are named")}
-    default_limit = 30
+    deep = False
 
     def score(self, item: Item, output: AnswerOutput) -> Scores:
         """Count the wanted words among those of the answer."""
         said = set(re.findall(r"\w+", output.text))
         return {"recall": (float(sum(word in said for word in item.answers)), float(len(item.answers)))}
-
-    def about(self, settings: TaskSettings) -> dict[str, Any]:
-        """Text and lengths."""
-        return {
-            "text": settings.text.name,
-            "text_sha256": settings.text.sha256,
-            "lengths": list(lengths_of(self.name, settings)),
-        }
 
 
 class VariableTracking(_Listing):
@@ -46,14 +38,9 @@ class VariableTracking(_Listing):
         "the chain of variable assignment in the text above, {n} variables are assigned the value {value}, they are:"
     )
 
-    def items(self, tokenizer: Any, settings: TaskSettings) -> list[Item]:
-        """Draw prompts, length by length."""
-        haystack = Haystack(tokenizer, settings.text.text)
-        grid = places(self.limit(settings), lengths_of(self.name, settings), [0.0])
-        return [self._item(tokenizer, haystack, settings.seed, p.length, p.draw) for p in grid]
-
-    def _item(self, tokenizer: Any, haystack: Haystack, seed: int, length: int, draw: int) -> Item:
-        rng = random.Random(f"{self.name} {seed} {length} {draw}")
+    def item(self, tokenizer: Any, material: Haystack, seed: int, place: Place) -> Item:
+        """Hide the chain, in its order."""
+        rng = random.Random(f"{self.name} {seed} {place.length} {place.draw}")
         names: list[str] = []
         while len(names) < self.variables:
             name = "".join(rng.choices(LETTERS, k=5))
@@ -61,21 +48,13 @@ class VariableTracking(_Listing):
         value = str(rng.randrange(10_000, 100_000))
         said = [f"VAR {a} = {b}." for a, b in zip(names, [value, *(f"VAR {n}" for n in names)], strict=False)]
         needles = list(zip(sorted(rng.random() for _ in said), said, strict=True))
-        start, ask = haystack.start(rng), self.ask.format(value=value, n=self.variables)
+        start, ask = material.start(rng), self.ask.format(value=value, n=self.variables)
 
         def build(tokens: int, shift: int) -> str:
-            return self.head + hide(haystack.piece(start + shift, tokens), needles) + ask
+            return self.head + hide(material.piece(start + shift, tokens), needles) + ask
 
-        prompt = fitted(self.name, tokenizer, length, build, length - 80 - 15 * self.variables)
-        return Item(
-            self.name,
-            item_id(self.name, prompt, names),
-            "answer",
-            {"length": length},
-            context=prompt,
-            answers=tuple(names),
-            max_new_tokens=10 * self.variables,
-        )
+        prompt = fitted(self.name, tokenizer, place.length, build, place.length - 80 - 15 * self.variables)
+        return self.made(place, prompt, names, names, 10 * self.variables)
 
 
 class CommonWords(_Listing):
@@ -95,20 +74,20 @@ class CommonWords(_Listing):
     fewest = 4
     """Entries of each common word in the shortest list."""
 
-    def items(self, tokenizer: Any, settings: TaskSettings) -> list[Item]:
-        """Draw lists, length by length."""
+    def material(self, tokenizer: Any, settings: TaskSettings) -> list[str]:
+        """Words of the text."""
         words = sorted(set(re.findall(r"\b[a-z]{4,9}\b", settings.text.text[:TEXT_CHARACTERS])))
         if len(words) < 4 * self.common:
             raise ModelError(
                 f"{self.name}: the text has {len(words)} different words of 4 to 9 letters, and {4 * self.common} are "
                 f"needed; pass a longer --text."
             )
-        grid = places(self.limit(settings), lengths_of(self.name, settings), [0.0])
-        return [self._item(tokenizer, words, settings.seed, p.length, p.draw) for p in grid]
+        return words
 
-    def _item(self, tokenizer: Any, words: Sequence[str], seed: int, length: int, draw: int) -> Item:
-        rng = random.Random(f"{self.name} {seed} {length} {draw}")
-        drawn = rng.sample(list(words), len(words))
+    def item(self, tokenizer: Any, material: Sequence[str], seed: int, place: Place) -> Item:
+        """List words in random order."""
+        length, rng = place.length, random.Random(f"{self.name} {seed} {place.length} {place.draw}")
+        drawn = rng.sample(list(material), len(material))
         wanted, others = drawn[: self.common], drawn[self.common :]
         order = rng.randrange(2**32)
 
@@ -126,13 +105,4 @@ class CommonWords(_Listing):
                 f"{self.name}: {length} tokens make a list in which each common word stands {max(times, 0)} times; "
                 + ("pass longer --lengths." if times < self.fewest else "the text has too few other words.")
             )
-        return Item(
-            self.name,
-            item_id(self.name, build(times), wanted),
-            "answer",
-            {"length": length},
-            context=build(times),
-            answers=tuple(wanted),
-            max_new_tokens=8 * self.common,
-            stop=("\n\n", "Question"),
-        )
+        return self.made(place, build(times), wanted, wanted, 8 * self.common, stop=("\n\n", "Question"))
