@@ -6,7 +6,6 @@ are always within one run) and, where nothing was timed, ``values`` null and ``s
 ``failed its gate: ...``, ``not installed``.
 """
 
-import json
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -17,6 +16,7 @@ from typing import Any
 
 import torch
 
+from packedkv.cli.measure.rows import append_line
 from packedkv.cli.page.rows import read_rows
 from packedkv.errors import KVError, UnsupportedError
 from packedkv_lab.bench import timing
@@ -157,8 +157,7 @@ class Recorder:
             raise ValueError(f"row {spec} {metric} {shape} has neither values nor a status")
         self.rows.append(row)
         if self.path is not None:
-            with self.path.open("a", encoding="utf-8") as file:
-                file.write(json.dumps(row) + "\n")
+            append_line(self.path, row)
         shown = row.get("status") if values is None else f"{values['p50']:.4g} {unit}"
         self.say(f"{shape:<18} {spec:<22} {metric:<28} {shown}")
         return row

@@ -21,7 +21,7 @@ import torch
 
 from packedkv.cli.measure.caches import Prefill, packed_cache
 from packedkv.cli.measure.perplexity import Reference, uncompressed
-from packedkv.cli.measure.quantized_cache import QuantizedCacheMaker, QuantizedCacheSpec, scheme_of
+from packedkv.cli.measure.quantized_cache import QuantizedCacheMaker, QuantizedCacheSpec, check_unlike, scheme_of
 from packedkv.cli.measure.rows import Row, write_lines
 from packedkv.cli.page.rows import UNCOMPRESSED
 from packedkv.errors import KVError, ModelError, SpecError
@@ -161,11 +161,7 @@ def evaluate(
 def checked_specs(specs: Sequence[str | KVScheme | QuantizedCacheSpec]) -> list[KVScheme | QuantizedCacheSpec]:
     """Schemes of the specs, and caches of other libraries."""
     schemes = [scheme_of(spec) for spec in specs]
-    if not schemes:
-        raise SpecError("no spec to evaluate; pass at least one, e.g. saw-int4.")
-    names = [str(scheme) for scheme in schemes]
-    if twice := sorted({n for n in names if names.count(n) > 1}):
-        raise SpecError(f"given twice: {', '.join(twice)}; name each spec once.")
+    check_unlike(schemes, "evaluate")
     for scheme in schemes:
         if isinstance(scheme, QuantizedCacheSpec):
             scheme.check()

@@ -135,6 +135,15 @@ def scheme_of(spec: str | KVScheme | QuantizedCacheSpec) -> KVScheme | Quantized
     return quantized_cache_of(spec) or get(spec)  # type: ignore[arg-type]  # what is a QuantizedCacheSpec is one
 
 
+def check_unlike(schemes: Sequence[object], purpose: str) -> None:
+    """Raise ``SpecError`` unless there is a scheme, and none twice."""
+    if not schemes:
+        raise SpecError(f"no spec to {purpose}; pass at least one, e.g. saw-int4.")
+    names = [str(scheme) for scheme in schemes]
+    if twice := sorted({n for n in names if names.count(n) > 1}):
+        raise SpecError(f"given twice: {', '.join(twice)}; name each spec once.")
+
+
 class QuantizedCacheMaker:
     """Makes empty caches of one ``QuantizedCacheSpec`` for one model, as ``recording.CacheMaker`` does of a scheme."""
 

@@ -50,6 +50,17 @@ def write_lines(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
     write_whole(path, '{"rows": [\n' + ",\n".join(lines) + "\n]}\n")
 
 
+def append_line(path: Path, row: Mapping[str, Any]) -> None:
+    """Append a row as one line of JSON; ``KVError`` if it cannot be written."""
+    try:
+        with path.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(plain(row), allow_nan=False) + "\n")
+    except OSError as error:
+        raise KVError(
+            f"{path} cannot be written ({error.strerror or error}); what was measured so far is kept there."
+        ) from error
+
+
 def write_whole(path: Path, text: str) -> None:
     """Write a text file atomically: an existing file is kept if it fails."""
     try:

@@ -12,7 +12,6 @@ Rows are written as they are measured, and a run goes on where the last one ende
 """
 
 import json
-import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -23,9 +22,9 @@ from torch import Tensor, nn
 
 from packedkv.cli.measure.caches import attention_of
 from packedkv.cli.measure.perplexity import Reference, summarize, uncompressed
-from packedkv.cli.measure.rows import Row
+from packedkv.cli.measure.rows import Row, append_line
 from packedkv.codec import ROLES, Role
-from packedkv.errors import FormatError, KVError
+from packedkv.errors import FormatError
 from packedkv.integrations.transformers.argument import passing
 from packedkv.integrations.transformers.attention_hooks import implementation
 from packedkv.integrations.transformers.plan import ATTENTION_NAME, plan_for
@@ -224,7 +223,7 @@ class _Rows:
         if self.path.is_file() and self.path.stat().st_size:
             self._read(self.path, header)
         else:
-            self._append(header)
+            append_line(self.path, header)
 
     def _read(self, path: Path, header: dict[str, Any]) -> None:
         text = path.read_text(encoding="utf-8")
@@ -245,17 +244,6 @@ class _Rows:
 
     def add(self, job: Job, row: Row) -> None:
         """Keep a row."""
-        self._append(row)
+        if self.path is not None:
+            append_line(self.path, row)
         self.rows[job] = row
-
-    def _append(self, row: Mapping[str, Any]) -> None:
-        if self.path is None:
-            return
-        text = json.dumps({k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in row.items()})
-        try:
-            with self.path.open("a", encoding="utf-8") as file:
-                file.write(text + "\n")
-        except OSError as error:
-            raise KVError(
-                f"{self.path} cannot be written ({error.strerror or error}); what was measured so far is kept there."
-            ) from error
