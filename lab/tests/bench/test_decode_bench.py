@@ -7,7 +7,7 @@ import torch
 
 from lab.tests.bench.gpu_stubs import CPU, Clock, recorder, use_reference
 from packedkv.cli.page.rows import read_rows
-from packedkv.errors import FormatError, UnsupportedError
+from packedkv.errors import UnsupportedError
 from packedkv_lab.bench import decode, packed, record
 from packedkv_lab.bench.decode import decode_rows
 from packedkv_lab.bench.packed import Gate
@@ -231,21 +231,6 @@ def test_without_16_bit_attention_nothing_is_compared(monkeypatch):
 
 
 # -- the recorder ------------------------------------------------------------------------------------------------------
-
-
-def test_rows_of_a_file_that_was_cut(tmp_path):
-    path = tmp_path / "x.jsonl"
-    path.write_text('{"spec": "a"}\n{"spec": "b"}\n{"sp')
-    assert [r["spec"] for r in read_rows([path])] == ["a", "b"]
-    path.write_text('{"spec": "a"}\n{"sp\n{"spec": "b"}\n')
-    with pytest.raises(FormatError, match="line 2 is damaged"):
-        read_rows([path])
-
-
-def test_json_files_of_every_form(tmp_path):
-    for i, data in enumerate(([{"spec": "a"}], {"rows": [{"spec": "b"}]}, {"spec": "c"})):
-        (tmp_path / f"{i}.json").write_text(json.dumps(data))
-    assert [r["spec"] for r in read_rows(sorted(tmp_path.glob("*.json")))] == ["a", "b", "c"]
 
 
 def test_a_row_without_values_needs_a_reason():

@@ -7,6 +7,8 @@ import sys
 import threading
 from unittest import mock
 
+import pytest
+
 from packedkv_lab.bench.generate import GpuLock
 
 HOLD = """
@@ -48,27 +50,19 @@ def waits(lock, how):
         return said.get(), thread
 
 
-def test_who_is_alone_waits_for_the_others_and_they_for_it(tmp_path):
-    lock = GpuLock(tmp_path / "turns")
-    for theirs, ours, expected in (
-        ("shared", "shared", False), ("shared", "exclusive", True), ("exclusive", "shared", True),
-        ("exclusive", "exclusive", True),
-    ):  # fmt: skip
-        process = other(lock.path, theirs)
-        found, thread = waits(lock, ours)
-        process.communicate("")
-        thread.join(600)
-        assert found == expected, (theirs, ours)
-        assert not thread.is_alive()
-
-
-def test_a_process_that_dies_gives_its_turn_back(tmp_path):
-    process = other(tmp_path / "turns", "exclusive")
+@pytest.mark.parametrize(
+    ("theirs", "ours", "waiting"),
+    [("shared", "shared", False), ("shared", "exclusive", True), ("exclusive", "shared", True)],
+)
+def test_who_times_is_alone_and_who_compiles_is_not(tmp_path, theirs, ours, waiting):
+    """A process that dies gives its turn back."""
+    process = other(tmp_path / "turns", theirs)
+    found, thread = waits(GpuLock(tmp_path / "turns"), ours)
     with process:
         process.kill()
-    found, thread = waits(GpuLock(tmp_path / "turns"), "exclusive")
     thread.join(600)
-    assert not found
+    assert found == waiting
+    assert not thread.is_alive()
 
 
 def test_without_a_file_nobody_waits():
