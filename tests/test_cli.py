@@ -359,6 +359,18 @@ def test_a_folder_that_cannot_be_written_is_found_before_the_model_is_loaded(cap
     assert "is a folder; name a file in it" in refused(capsys, "list", "--json", str(tmp_path))
 
 
+@pytest.mark.usefixtures("no_model")
+def test_options_that_no_task_or_bench_would_look_at(capsys, tmp_path):
+    error = refused(capsys, "eval", "m", "--specs", "dense", "--data", "no.json", "--output", str(tmp_path / "new"))
+    assert "--data 'no.json': write TASK=PATH" in error
+    assert not (tmp_path / "new").exists()
+    assert "--shapes and --also are for --device cuda" in refused(capsys, "bench", "decode", "--shapes", "x")
+    for wrong in (["--rows-only"], ["page", "--out", "x", "--tokens", "9"]):
+        with pytest.raises(SystemExit):
+            cli.main(["bench", *wrong])
+        assert f"unrecognized arguments: {wrong[-2] if len(wrong) > 1 else wrong[0]}" in capsys.readouterr().err
+
+
 def test_without_a_command_the_help_is_shown(capsys):
     with pytest.raises(SystemExit) as caught:
         cli.main([])
@@ -366,12 +378,8 @@ def test_without_a_command_the_help_is_shown(capsys):
     assert "compare presets on your model" in capsys.readouterr().err
 
 
-@pytest.mark.usefixtures("no_model")
-def test_a_text_that_is_missing(capsys):
+def test_a_text_or_a_model_that_is_missing(capsys):
     assert "the text 'no.txt' cannot be read" in refused(capsys, "compare", "m", "--specs", "dense", "--text", "no.txt")
-
-
-def test_a_model_that_is_missing(capsys):
     assert "no such file or folder" in refused(capsys, "compare", "./no/model", "--specs", "dense")
 
 
