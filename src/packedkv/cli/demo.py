@@ -74,22 +74,9 @@ def run_demo(
 ) -> tuple[list[Row], dict[str, Any], list[Path]]:
     """Measure, and write ``results.json``, the picture and the page into ``out``.
 
-    Parameters
-    ----------
-    model : str
-        As ``models.load`` takes it.
-    specs : sequence of str, optional
-        Default: ``SPECS``, without those that break on the model's key biases (``settings.probe``).
-    budget : float or None
-        Seconds for measuring: no window is started that would end later.
-    settings : Settings, optional
-        Other sizes than the protocol's.
-
-    Returns
-    -------
-    (rows, meta, paths)
-        The rows measured, information about the run (``recommendation``, ``protocol``, ``left_out``, ...), and the
-        files written.
+    ``specs`` are by default ``SPECS`` without those that break on the model's key biases. No window is started that
+    would end after ``budget`` seconds. Returns the rows, information about the run (``recommendation``, ``protocol``,
+    ``left_out``, ...), and the files written.
     """
     for spec in specs or ():
         get(spec)

@@ -38,21 +38,10 @@ def from_embeddings(model: Any) -> Iterator[None]:
 
 @torch.no_grad()
 def gradients(out: Any, of: Sequence[Tensor], seed: int) -> tuple[Tensor, ...]:
-    """Gradients of the summed cross-entropy of labels that are drawn from the model's own distribution.
+    """Gradients by ``of`` of the summed cross-entropy of labels that are drawn from the model's own distribution.
 
-    Parameters
-    ----------
-    out : ModelOutput
-        Of one sequence, made within ``from_embeddings``; its logits ``[1, n, V]`` are used.
-    of : sequence of Tensor
-        What the logits depend on.
-    seed : int
-        Of the labels.
-
-    Returns
-    -------
-    tuple of Tensor
-        Shapes and dtypes of ``of``.
+    ``out`` is the output for one sequence within ``from_embeddings``; its logits ``[1, n, V]`` are used. The results
+    have the shapes and dtypes of ``of``.
     """
     logits = getattr(out, "logits", None)
     if logits is None:

@@ -44,16 +44,10 @@ MAX_TOKENS = 8192
 
 @dataclass
 class LayerSample:
-    """What was recorded of one layer, a tensor per window; ``dtype`` is the model's.
+    """What was recorded of one layer, a tensor ``[1, H, n, D]`` per window; ``dtype`` is the model's.
 
-    Parameters
-    ----------
-    key, value : list of Tensor ``[1, H, n, D]``
-        Empty where that role has nothing to fit.
-    key_gradient, value_gradient : list of Tensor ``[1, H, n, D]``
-        Of the loss, bfloat16; empty where no codec asks for them.
-    places : list of Tensor int64 ``[n]``
-        Positions of the tokens in their window.
+    Roles without constants to fit have no keys or values, and only codecs that ask for them have gradients (bfloat16).
+    ``places`` are the positions of the tokens in their window, int64 ``[n]``.
     """
 
     dtype: torch.dtype

@@ -33,17 +33,7 @@ NORMAL = 1
 def check_tokenizer(tokenizer: Any, path: str) -> str:
     """Make a tokenizer set BOS as its GGUF file asks for, and refuse one that encodes wrongly.
 
-    Parameters
-    ----------
-    tokenizer : transformers.PreTrainedTokenizerBase
-        Made of the file; changed in place.
-    path : str
-        The GGUF file.
-
-    Returns
-    -------
-    str
-        What was changed, a sentence for the user; "" if nothing was.
+    The tokenizer is changed in place. Returns a sentence for the user that says what was changed, or "".
     """
     import gguf
     import transformers

@@ -96,20 +96,9 @@ class Deadline:
 class Recorder:
     """Rows in a file, appended one by one, and what all benches of a run share.
 
-    Parameters
-    ----------
-    path : Path, optional
-        A ``.jsonl`` file, made if it does not exist; rows that it holds count as done. None: rows are only returned.
-    common : mapping
-        Added to every row.
-    say : callable
-        Gets a line of text per row.
-    device, seed
-        What is measured, and the seed of random tensors.
-    deadline : Deadline
-        Nothing is started after it.
-    libraries : bool
-        Whether other libraries are timed as well.
+    Rows that the ``.jsonl`` file ``path`` holds count as done; without a path, rows are only returned. ``common`` is
+    added to every row, and ``say`` gets a line of text per row. Nothing is started after the deadline. ``libraries``:
+    whether other libraries are timed as well.
     """
 
     def __init__(

@@ -8,17 +8,8 @@
     lm_eval.simple_evaluate(PackedKVLM("smollm2-135m", "saw-int4"), tasks=["piqa"])
 
 It is lm-eval's own ``hf`` model (tokens, truncation, chat templates, stop strings) with one difference: each forward
-pass fills an empty ``KVCache`` and reads it, so every score comes from stored K and V. By ``prefill``:
-
-``decoded`` (default)
-    The sequence is one call; attention reads the decoded K and V of every token. A generation's prompt likewise.
-``exact``
-    The context but its last token is fed in calls of 256 tokens, of which the first attends fresh K and V. The last
-    context token and what follows are a call of their own, which reads what is stored: so does the first scored or
-    generated token. A context of one token (``loglikelihood_rolling``, an empty context) leaves nothing to feed; its
-    continuation is read in calls of 256 tokens, ``decoded``.
-
-Only sequences of equal length share a batch: padding would be encoded with the tokens beside it.
+pass fills an empty ``KVCache`` and reads it, so every score comes from stored K and V, by ``prefill`` as docs/lm-eval.md
+says. Only sequences of equal length share a batch: padding would be encoded with the tokens beside it.
 """
 
 import difflib
@@ -75,16 +66,8 @@ MOSTLY = 0.5
 
 @dataclass
 class Held:
-    """Totals over all caches of a run, each counted once its sequences are done.
-
-    Parameters
-    ----------
-    nbytes, elements : int
-        Bytes, and the elements of K and V that they encode.
-    tokens, encoded : int
-        Tokens times layers times roles, and how many of them were encoded: neither sink nor window nor a dense layer.
-    calls : dict
-        Attention calls by what they read: ``exact`` (fresh K and V), ``decoded``, ``streamed``.
+    """Totals over all caches of a run, each counted once its sequences are done: bytes, elements of K and V, tokens
+    times layers times roles, how many of these were encoded, and attention calls by what they read.
     """
 
     nbytes: int = 0
@@ -108,45 +91,11 @@ class Held:
 
 @register_model("packedkv")
 class PackedKVLM(HFLM):  # type: ignore[misc]
-    """A causal language model whose K and V are held packed.
+    """A causal language model with a packed KV cache; docs/lm-eval.md lists the parameters.
 
-    Parameters
-    ----------
-    pretrained : str, LoadedModel or PreTrainedModel
-        A hub id or folder, loaded by lm-eval as its ``hf`` model loads it; a named model or a ``.gguf`` file, loaded
-        by ``packedkv.models.loading.load``; or what is loaded already (a bare model needs ``tokenizer``).
-    spec : str or KVScheme
-        E.g. ``saw-int4``. On the command line a spec with several options is quoted:
-        ``'spec="kivi-2:window=64,sink=4"'``.
-    prefill : {"decoded", "exact"}
-        What is read; see the module's text.
-    seed : int
-        Of the codecs' random constants.
-    params : path or mapping, optional
-        What ``packedkv fit`` wrote for this spec and model.
-    codec_file : path, optional
-        A ``.py`` file with codecs of your own.
-    tokenizer : str or tokenizer, optional
-        Default: the model's.
-    device : str, optional
-        Default: cuda if there is one. As in lm-eval, a GPU that is not there means cpu.
-    dtype : str
-        Default ``auto``: the checkpoint's; float32 for a GGUF.
-    batch_size : int
-        Sequences at once, at most; they are batched by equal length.
-    **options
-        As lm-eval's ``hf`` model takes them.
-
-    Raises
-    ------
-    SpecError
-        An unknown spec or option, or no spec; before the model is loaded.
-    ModelError
-        A named model or GGUF that cannot be loaded.
-    UnsupportedError
-        A model or layer that no packed cache serves, an encoder-decoder model, or ``batch_size=auto``.
-    FitError, FormatError
-        As ``cache_for``.
+    ``pretrained`` is a hub id, folder, named model or ``.gguf`` file, or a loaded model: a ``LoadedModel``, or a
+    ``PreTrainedModel`` with ``tokenizer``. Other options are those of lm-eval's ``hf`` model. Specs and options are
+    checked before the model is loaded.
     """
 
     def __init__(

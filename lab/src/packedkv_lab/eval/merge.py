@@ -14,20 +14,8 @@ from packedkv_lab.eval.store import RESULTS, Store, read_run
 def merge(folders: Iterable[str | Path], output: str | Path) -> list[Row]:
     """Gather runs in one folder, beside what it holds already; return the rows of its ``results.json``.
 
-    An item that several runs have finished (the uncompressed model's, above all) is taken from the first.
-
-    Parameters
-    ----------
-    folders : iterable of path
-        Written by ``packedkv eval --output``; they are not changed.
-
-    Raises
-    ------
-    KVError
-        If there is no folder, or they are runs of different models, seeds, devices, settings or data; the output is
-        then not changed.
-    FormatError
-        If one is no run, or is damaged.
+    An item that several runs have finished (the uncompressed model's, above all) is taken from the first. ``KVError``
+    if there is no folder, or if they are runs of different models, seeds, devices, settings or data.
     """
     runs = [read_run(folder) for folder in folders]
     if not runs:

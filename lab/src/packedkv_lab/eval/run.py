@@ -48,21 +48,11 @@ Entry = tuple[Task, Item]
 class RunSettings:
     """Settings of a run.
 
-    Parameters
-    ----------
-    task : TaskSettings
-        What decides the items; its seed is also that of the codecs' random constants.
-    prefill : {"decoded", "exact"}
-        See ``eval/scoring.py``; in every line.
-    batch : int or None
-        Most sequences of a call; None: 4 on a CPU, else 16.
-    budget : float or None
-        Seconds: no call is started that would probably end later.
-    share : Path or None
-        An empty folder that several processes name, each with an output folder of its own: together they read each item
-        once. A scheme that the model cannot be read with is then found at its items. ``merge`` joins their runs.
-    changes : mapping
-        Changes made to the model before, for ``run.json``: a run with other changes is another run.
+    ``task`` decides the items; its seed is also that of the codecs' random constants. ``batch`` is the most sequences
+    of a call (None: 4 on a CPU, else 16), ``budget`` the seconds after which no call is started. ``share`` is an empty
+    folder that several processes name, each with an output folder of its own: together they read each item once, and
+    ``merge`` joins their runs. ``changes`` made to the model before are part of ``run.json``: a run with others is
+    another run.
     """
 
     task: TaskSettings
@@ -96,33 +86,17 @@ def evaluate(
     params: Sequence[str | Path | FittedParams] = (),
     progress: Progress | None = None,
 ) -> Evaluation:
-    """Measure schemes and the uncompressed model on tasks, or go on with such a run.
+    """Measure schemes and the uncompressed model on tasks, or continue such a run in the folder ``output``.
 
-    Parameters
-    ----------
-    tasks : list of str
-        Names (``tasks.task_names()``).
-    output : path
-        The run's folder. An existing run is continued: finished items are not repeated, and specs, tasks and items
-        (a larger limit) may be added.
-    params : sequence of path or FittedParams
-        What ``packedkv fit`` wrote, each for the spec it was fitted for.
-    progress : Progress, optional
-        Default: silent.
-
-    Returns
-    -------
-    Evaluation
-        ``status``: ``complete``, ``budget``, or ``interrupted`` (Ctrl-C; rows of what was finished).
+    Finished items are not repeated; specs, tasks and items (a larger limit) may be added. ``params`` are files of
+    ``packedkv fit``, each for the spec it was fitted for. ``status`` of the result: ``complete``, ``budget``, or
+    ``interrupted`` (Ctrl-C; rows of what was finished).
 
     Raises
     ------
-    SpecError, ShapeError, UnsupportedError, FormatError, FitError
-        Before any work: specs or params that do not exist or do not fit the model.
-    ModelError
-        Before any work: a model without a tokenizer, a text too short, a prompt longer than the model knows.
     KVError
-        Missing data, an unknown task, a folder of another run: before any work. A full disk: what was finished is kept.
+        Before any work: specs, params, tasks or data that do not exist or do not fit the model, a model without a
+        tokenizer, a text too short, a folder of another run. Later: a full disk; what was finished is kept.
     KeyboardInterrupt
         If nothing was finished yet.
     """

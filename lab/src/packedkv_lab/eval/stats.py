@@ -154,16 +154,9 @@ def summarize(run: Run, status: str = "complete") -> list[Row]:
 def against(runs: Sequence[Run], spec: str) -> list[Row]:
     """How every other spec differs from one, on the items that both have finished, which are resampled together.
 
-    Parameters
-    ----------
-    runs : sequence of Run
-        Of the same model on other data, such as several texts: their items are taken together.
-
-    Returns
-    -------
-    list of dict
-        By task, other spec and metric: ``value`` of ``spec`` and ``other_value`` over the ``items`` of both, their
-        ``difference`` and its interval. Empty for a spec without items.
+    ``runs`` are of the same model on other data, such as several texts: their items are taken together. Rows by task,
+    other spec and metric: ``value`` of ``spec`` and ``other_value`` over the ``items`` of both, ``difference`` and its
+    interval.
     """
     rows: list[Row] = []
     scores: dict[tuple[str, str], dict[str, dict[str, tuple[float, float]]]] = {}

@@ -55,17 +55,8 @@ PAIRINGS: tuple[Pairing, ...] = ("halves", "neighbours")
 class Stressed(ChangedWeights):
     """Undoes ``stress``; as a context manager at the end of the block.
 
-    Parameters
-    ----------
-    name : str
-        The model's class.
-    pairing : {"halves", "neighbours"}
-        Which channels a rotary pair is made of: (i, i + D/2) or (2i, 2i + 1).
-
-    Attributes
-    ----------
-    channels : dict
-        Layer -> the outlier channels of each KV head, ascending.
+    ``channels`` maps a layer to the outlier channels of each KV head, ascending. ``pairing`` says which channels a
+    rotary pair is made of: (i, i + D/2) or (2i, 2i + 1).
     """
 
     def __init__(self, name: str, factor: float, pairs: int, seed: int, pairing: Pairing) -> None:
@@ -108,29 +99,16 @@ def _check(factor: float, pairs: int) -> None:
 def stress(model: Any, factor: float = FACTOR, pairs: int = PAIRS, seed: int = 0) -> Stressed:
     """Give a loaded model outlier channels in its keys, in place, without changing what it computes.
 
-    Parameters
-    ----------
-    factor : float
-        By which the chosen channels of the keys grow. A power of two changes no logit at all; another one changes
-        them by the rounding of the weights (float32: below 1e-4).
-    pairs : int
-        Rotary pairs per KV head, two channels each.
-    seed : int
-        From which the pairs are drawn, with the layer and the head.
-
-    Returns
-    -------
-    Stressed
-        ``undo()`` puts the weights back; as a context manager it does so at the end of the block. If anything is
-        refused, no weight has changed.
+    ``pairs`` rotary pairs per KV head, two channels each, grow by ``factor``. A power of two changes no logit at all;
+    another factor changes them by the rounding of the weights (float32: below 1e-4). Pairs are random, by seed, layer
+    and head. ``undo()`` of the result puts the weights back.
 
     Raises
     ------
     SpecError
         A factor that is not positive, or more pairs than a head has.
     UnsupportedError
-        If keys cannot be scaled so in this model: a norm of q and k without gains of their own, projections that are
-        quantized, shared or fused in an unknown form, keys borrowed by other layers, multi-head latent attention.
+        The keys of this model cannot be scaled so; no weight has changed.
 
     >>> from transformers import LlamaConfig, LlamaForCausalLM
     >>> config = LlamaConfig(hidden_size=64, num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=1,

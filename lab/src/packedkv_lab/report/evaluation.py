@@ -56,16 +56,7 @@ def page_html(
 ) -> str:
     """Return the page as one text.
 
-    Parameters
-    ----------
-    context : int
-        Tokens of a sequence that bytes are shown for.
-    bench : sequence of mapping
-        Rows of ``packedkv bench decode``; empty: no section on speed.
-    layers : Layers, optional
-        Figures by layer; None: no section on them.
-    title : str
-        Default: names the model.
+    Bytes are shown for ``context`` tokens. Rows of ``packedkv bench decode`` and figures by layer add a section each.
     """
     model = str(mapping(results.about.get("model")).get("name", "a model"))
     drawn = html.drawings([plot for task in results.tasks if (plot := _over_bits(results, task)).points])

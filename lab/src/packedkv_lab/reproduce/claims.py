@@ -113,21 +113,11 @@ def available() -> dict[str, list[str]]:
 def reproduce_rows(
     papers: Sequence[str] | None = None, *, quick: bool = False, progress: Progress | None = None
 ) -> Iterator[Row]:
-    """Recompute the printed numbers of ``papers``.
+    """Recompute the printed numbers of ``papers``; ``quick``: fewer samples, wider bands, under a minute.
 
-    Parameters
-    ----------
-    papers : list of str, optional
-        Names out of ``PAPERS``; None for all.
-    quick : bool
-        Fewer samples, wider bands: under a minute instead of some minutes.
-
-    Returns
-    -------
-    iterator of dict
-        ``paper, table, item, metric, printed, spec, ours, relative_error, printed_error, band, holds, note``, as they
-        are ready; ``relative_error`` is against ``spec``, the corrected value, where there is one. After the tables of
-        a paper, a row for each table that cannot be recomputed, None where there is no number. Seeds are fixed.
+    Rows have ``paper, table, item, metric, printed, spec, ours, relative_error, printed_error, band, holds, note``;
+    ``relative_error`` is against ``spec``, the corrected value, where there is one. After the tables of a paper comes a
+    row for each table that cannot be recomputed, None where there is no number. Seeds are fixed.
     """
     wanted = list(PAPERS) if papers is None else list(dict.fromkeys(papers))
     for paper in wanted:

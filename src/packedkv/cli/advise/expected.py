@@ -18,21 +18,11 @@ TABLE_ENTRY_BYTES = 4
 def layer_bytes(
     scheme: KVScheme, tokens: int, heads: int, head_dim: int, dtype: torch.dtype, *, batch: int = 1, grown: bool = False
 ) -> int:
-    """Bytes that one layer's cache holds for sequences of ``tokens``, its block table included.
+    """Bytes that the cache of one layer (``scheme.for_layer``) holds after a prefill of ``tokens``, block table
+    included.
 
-    Parameters
-    ----------
-    scheme : KVScheme
-        Of one layer (``scheme.for_layer``).
-    tokens : int
-        Of each sequence, stored by one prefill.
-    heads, head_dim : int
-        KV heads.
-    dtype : torch.dtype
-        Of the model's keys and values.
-    grown : bool
-        Instead, the upper bound for pages that grew token by token, with a reserve of 1/32. Pages of the newer of two
-        age tiers are exact to one page, because aged tokens are freed in whole pages.
+    ``grown``: the upper bound for pages that grew token by token, with a reserve of 1/32. Pages of the newer of two age
+    tiers are exact to one page, because aged tokens are freed in whole pages.
     """
     codecs = {role: scheme.codec(role).for_dtype(dtype) for role in ROLES}
     layouts = {role: codec.layout(head_dim) for role, codec in codecs.items()}

@@ -45,13 +45,8 @@ def advise(
 ) -> dict[str, Any]:
     """Find the best spec for a model's cache.
 
-    Parameters
-    ----------
-    text : str
-        Of at least ``request.windows + 1`` windows.
-    output : path, optional
-        An existing folder for sensitivity rows, so that a later run continues from them, and for a mixture's
-        ``recipe.json``.
+    The text has at least ``request.windows + 1`` windows. The folder ``output`` gets sensitivity rows, from which a
+    later run continues, and a mixture's ``recipe.json``.
 
     Returns
     -------
@@ -61,13 +56,6 @@ def advise(
         what was asked is kept), ``finalists``, ``layers`` (of an advised mixture), ``sensitivity``, ``candidates``,
         ``keys`` (K_max / K_median), ``speed``, ``use``, ``not_measured``, ``left_out`` (presets that break on the
         model's key biases, and how), ...
-
-    Raises
-    ------
-    KVError
-        If nothing fits into the memory, the text is too short, or the model cannot be served.
-    BrokenPresetError
-        If a spec that was named breaks on the model's key biases.
     """
     begun, shown = time.monotonic(), progress or Progress(False)
     search = Search(model, request, shown)

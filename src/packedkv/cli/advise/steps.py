@@ -33,26 +33,12 @@ TRIES = 4
 
 @dataclass(frozen=True)
 class Request:
-    """The request to ``advise``.
+    """The request to ``advise``: the least KL within ``memory`` bytes, or the fewest bytes within ``max_kl`` per token.
 
-    Parameters
-    ----------
-    context : int
-        Tokens of each sequence.
-    memory : int or None
-        Bytes that the cache may take at that context; the KL is minimised within it.
-    max_kl : float or None
-        Largest KL per token; without ``memory`` the bytes are minimised.
-    batch : int
-        Sequences.
-    specs : tuple of str
-        Candidates; default: ``candidates.default_specs``.
-    windows, window_tokens : int
-        Windows of text to measure the finalists on; one more is used for the search.
-    uniform : int
-        Number of uniform presets that are measured, the most promising ones.
-    probe : {"refuse", "warn", "off"}
-        Whether presets that break on the model's key biases are left out, and refused where ``specs`` names one.
+    ``context`` tokens of each of ``batch`` sequences. The finalists, the mixture and the ``uniform`` most promising
+    presets of ``specs`` (default: ``candidates.default_specs``), are measured on ``windows`` windows; one more is
+    searched on. ``probe``: whether presets that break on the model's key biases are left out, and refused where
+    ``specs`` names one.
     """
 
     context: int

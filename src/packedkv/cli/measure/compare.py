@@ -59,23 +59,10 @@ class _Run:
 class Settings:
     """Settings of a comparison, written to every row.
 
-    Parameters
-    ----------
-    windows, window_tokens : int
-        At most that many windows of that many tokens.
-    budget : float or None
-        Seconds: no window but the first is started that would end later.
-    prompt_tokens, new_tokens : int
-        Generation continues the text's first tokens; ``new_tokens=0`` leaves generation out.
-    long_tokens : int
-        Speed is also taken behind so many tokens of the text (``generation.long_context``), where text and model have
-        them; 0 leaves it out.
-    queries : int
-        Newest queries whose attention error is taken; 0 leaves it out.
-    text_name, text_sha256 : str
-        Name and sha256 of the text, for the rows.
-    probe : {"refuse", "warn", "off"}
-        Whether a spec that breaks on the model's key biases is left out, or measured with a note.
+    No window but the first is started that would end after ``budget`` seconds. Generation continues the text's first
+    ``prompt_tokens``; ``new_tokens=0`` leaves it out. Speed is also taken behind ``long_tokens`` of the text, where
+    text and model have them. ``queries`` is the number of newest queries whose attention error is taken. ``probe``:
+    whether a spec that breaks on the model's key biases is left out, or measured with a note.
     """
 
     windows: int = 3
@@ -101,38 +88,24 @@ def compare(
     params: Sequence[str | Path | FittedParams] = (),
     progress: Progress | None = None,
 ) -> list[Row]:
-    """Measure schemes on a model.
+    """Measure schemes on a model and a text of at least one window; each spec becomes a row, in this order.
 
-    Parameters
-    ----------
-    specs : list of str or KVScheme
-        Presets; each becomes a row, in this order.
-    text : str
-        Real text of at least one window.
-    params : sequence of path or FittedParams
-        What ``packedkv fit`` wrote, each for the spec it was fitted for. Codecs that need a sample and have none are
-        fitted on each prefill; ``fitted`` says which it was (``file``, ``prefill``, or None: nothing comes from data).
-    progress : Progress, optional
-        Default: silent.
+    ``params`` are files of ``packedkv fit``, each for the spec it was fitted for. Codecs that need a sample and have
+    none are fitted on each prefill; ``fitted`` is ``file``, ``prefill``, or None.
 
     Returns
     -------
     list of dict
-        One row per spec, plain JSON values; ``report.COLUMNS`` says what the main ones mean. ``status``: ``complete``,
-        ``budget`` (fewer windows, for lack of time), ``short-text`` or ``interrupted``: on Ctrl-C the rows hold the
-        windows that every spec has finished, and specs without any window are left out. ``left_out``, in rows of a
-        comparison from which specs were left out by ``Settings.probe``: each of them and why.
+        Plain JSON values; ``tables.COLUMNS`` explains the main ones. ``status``: ``complete``, ``budget`` (fewer
+        windows, for lack of time), ``short-text`` or ``interrupted``: on Ctrl-C the rows hold the windows that every
+        spec has finished, and specs without any window are left out. ``left_out`` has the specs that
+        ``Settings.probe`` left out, and why.
 
     Raises
     ------
-    SpecError, ShapeError, UnsupportedError
-        Before any work: an unknown spec, or one that does not fit the model.
-    BrokenPresetError
-        Before any work: every spec breaks on the model's key biases; see ``Settings.probe``.
-    FormatError, FitError
-        Before any work: params fitted for something else, or none where a prefill is not enough.
-    ModelError
-        A text too short, or a window that the model cannot hold.
+    KVError
+        Before any work: an unknown spec, one that does not fit the model, params fitted for something else, a text too
+        short, or every spec breaks on the model's key biases.
     KeyboardInterrupt
         If nothing was finished yet.
     """

@@ -27,20 +27,10 @@ QUERIES = 256
 
 @dataclass(frozen=True)
 class LayerRecord:
-    """One layer's attention inputs.
+    """One layer's attention inputs: the newest n queries ``[B, HQ, n, D]``, and k, v ``[B, H, N, D]``.
 
-    Parameters
-    ----------
-    q : Tensor ``[B, HQ, n, D]``
-        The newest n queries.
-    mask : Tensor or None
-        Additive or boolean ``[B, 1 or HQ, n, N]``; None: causal.
-    scale, softcap : float
-        Of the scores; softcap 0 for none.
-    sinks : Tensor or None
-        Learned sink logits ``[HQ]``.
-    source : int or None
-        The layer whose K and V it borrows; None: its own.
+    ``mask`` is additive or boolean ``[B, 1 or HQ, n, N]``, or None for causal; ``softcap`` 0 for none; ``sinks`` are
+    learned sink logits ``[HQ]``; ``source`` is the layer whose K and V it borrows.
     """
 
     layer: int
@@ -131,15 +121,9 @@ def attention_error(
 ) -> Fidelity:
     """Errors of one scheme on recorded layers.
 
-    Parameters
-    ----------
-    exact : list of Tensor
-        ``record.output(record.k, record.v)`` of each, computed once for all schemes.
-    spec : str or KVScheme
-        Boundary layers stay dense where it says so, counted among the recorded layers that have K and V of their own;
-        a layer that shares the K and V of another is compressed like it.
-    params : mapping, optional
-        Fitted constants by layer and role; what is missing is fitted on the recorded tensors.
+    ``exact`` has ``record.output(record.k, record.v)`` of each, computed once for all schemes. Boundary layers stay
+    dense where the scheme says so, counted among the layers that have K and V of their own; a layer that shares the K
+    and V of another is compressed like it. Constants that ``params`` lacks are fitted on the recorded tensors.
     """
     scheme, given = get(spec), params or {}
     errors: dict[int, float] = {}

@@ -37,17 +37,7 @@ FORMS = ("as torch chooses", CUDNN_OFF)
 
 @dataclass(frozen=True)
 class Generation:
-    """A greedy continuation.
-
-    Parameters
-    ----------
-    tokens : list of int
-        New tokens.
-    step_seconds : list of float
-        Time of each one-token call.
-    prompt_seconds : float
-        Time of the prompt's call.
-    """
+    """A greedy continuation: new tokens, seconds of each one-token call, seconds of the prompt's call."""
 
     tokens: list[int]
     step_seconds: list[float]

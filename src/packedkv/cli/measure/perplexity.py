@@ -55,18 +55,11 @@ class TokenScores:
 
 @dataclass(frozen=True)
 class WindowScore:
-    """Sums over the scored tokens of a window; ``squares`` are the sums of squares that standard errors need.
+    """Sums over the scored tokens of a window: negative log-likelihood, its rise over the uncompressed model's, KL;
+    nats.
 
-    Parameters
-    ----------
-    tokens : int
-        Scored tokens.
-    nll, rise, kl : float
-        Sums of the negative log-likelihood, of its rise over the uncompressed model's, and of KL; nats.
-    agree : int
-        Positions whose most likely token is the uncompressed model's.
-    squares : tuple of float
-        Of nll, rise, kl.
+    ``agree`` counts positions whose most likely token is the uncompressed model's; ``squares`` are sums of squares of
+    nll, rise and kl, for standard errors.
     """
 
     tokens: int

@@ -48,12 +48,8 @@ OPTIONS = {"bits": 4, "group": 64, "residual": 128}
 class QuantizedCacheSpec:
     """One setting of a cache of transformers.
 
-    Parameters
-    ----------
-    group : int
-        Elements that share a scale and a zero.
-    residual : int
-        Newest tokens that are kept unquantized until there are so many.
+    ``group`` elements share a scale and a zero; the ``residual`` newest tokens are kept unquantized until there are so
+    many.
 
     >>> str(QuantizedCacheSpec("hqq", 2, residual=32)), QuantizedCacheSpec("hqq", 2).key_bits(128)
     ('hqq-2:residual=32', 2.5)

@@ -111,28 +111,10 @@ def sensitivity(
 ) -> list[Row]:
     """Measure KL with only one role of one layer compressed, for every layer, role and spec.
 
-    Parameters
-    ----------
-    windows : sequence of Tensor int64 ``[n]``
-        Token ids.
-    specs : mapping
-        ``{"key": specs, "value": specs}``: whose key (value) codecs are tried.
-    path : path, optional
-        A ``.jsonl`` file; rows that are there already are not measured again.
-    text : str
-        What tells the text from another (a sha256), for that file.
-
-    Returns
-    -------
-    list of dict
-        ``layer`` (of the model), ``role, spec, kl, kl_se, nll_rise, top1_agreement, tokens, windows``.
-
-    Raises
-    ------
-    FormatError
-        If the file is of another model, text, seed or kind of window.
-    SpecError, ShapeError, UnsupportedError
-        A spec that does not exist or does not fit.
+    ``windows`` are token ids ``[n]``; ``specs`` are those whose key codecs, and whose value codecs, are tried. Rows
+    that the ``.jsonl`` file ``path`` holds are not measured again; ``FormatError`` if it is of another model, text,
+    seed or window. ``text`` identifies the text, e.g. a sha256. Rows have ``layer`` (of the model), ``role, spec, kl,
+    kl_se, nll_rise, top1_agreement, tokens, windows``.
     """
     shown = progress or Progress(False)
     layers = [layer.index for layer in plan_for(model.model, "decoded").kv_layers]

@@ -16,26 +16,12 @@ ELSEWHERE = ("title", "recommendation", "prompt", "partial")
 
 
 def write_report(rows: Sequence[Row], out_dir: Path, meta: Mapping[str, Any]) -> list[Path]:
-    """Write ``quality.svg`` and ``report.html`` into ``out_dir``.
+    """Write ``quality.svg`` and ``report.html`` into ``out_dir``; return the files, no picture without a point.
 
-    Parameters
-    ----------
-    rows : sequence of mapping
-        One per spec, plain values: ``spec``, and any of the keys of ``tables.COLUMNS``, ``continuation`` (text),
-        ``windows`` (int), ``kl_se``, ``prefill``, ``partial`` (true when the run was interrupted before this row was
-        complete), and ``uncompressed`` (the same keys for the model without a packed cache). A missing or None value is
-        shown as a dash.
-    out_dir : Path
-        Made when it does not exist.
-    meta : mapping
-        About the run. ``title``, ``recommendation`` and ``prompt`` have places of their own; everything else
-        (``model``, ``text``, ``protocol``, ``versions``, ...) is listed under *How it was measured*. A true ``partial``
-        says so on top.
-
-    Returns
-    -------
-    list of Path
-        The files written, the picture first; no picture without a point.
+    A row has ``spec`` and any of the keys of ``tables.COLUMNS``, ``continuation``, ``windows``, ``kl_se``, ``prefill``,
+    ``partial`` (interrupted before this row was complete), and ``uncompressed`` (the same keys for the model without a
+    packed cache). ``title``, ``recommendation`` and ``prompt`` of ``meta`` have places of their own; everything else is
+    listed under *How it was measured*.
     """
     out_dir = Path(out_dir)
     picture, page = out_dir / SVG_NAME, out_dir / HTML_NAME

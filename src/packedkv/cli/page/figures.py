@@ -22,18 +22,8 @@ class Style(NamedTuple):
 
 @dataclass(frozen=True)
 class Axis:
-    """An axis.
-
-    Parameters
-    ----------
-    title : str
-        Beside the axis.
-    from_zero : bool
-        Whether it begins at 0.
-    text, tick : callable
-        Format a value in a sentence, and at a tick.
-    name, unit : str
-        Name of a value in a sentence (default: the title), and its unit.
+    """An axis; ``text`` and ``tick`` format a value in a sentence and at a tick, ``name`` is that of a value in a
+    sentence.
     """
 
     title: str

@@ -46,16 +46,8 @@ def page(
 ) -> str:
     """Return a page as one text.
 
-    Parameters
-    ----------
-    title, subtitle : str
-        Plain text.
-    sections : iterable of Section or str
-        A str is HTML; an empty one is left out. Sections with an id are listed under ``top``.
-    top : str
-        HTML under the title: warnings.
-    footer : str
-        Plain text.
+    Titles and footer are plain text; ``top`` (warnings) and sections of type str are HTML. Sections with an id are
+    listed under ``top``.
     """
     parts = list(sections)
     linked = [part for part in parts if isinstance(part, Section) and part.id]

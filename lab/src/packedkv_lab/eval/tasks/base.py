@@ -50,23 +50,11 @@ class Metric:
 
 @dataclass(frozen=True)
 class Item:
-    """One thing to read.
+    """One thing to read: a prompt to answer, or a window.
 
-    Parameters
-    ----------
-    task, id : str
-        The id is unique in the task and comes from the content (``item_id``).
-    kind : {"answer", "window"}
-        Which fields are filled: ``context``, ``answers`` (any of them is right), ``max_new_tokens`` and ``stop``; or
-        ``ids``.
-    group : mapping
-        Plain values that results are split by: depth, length.
-    context : str
-        The prompt.
-    ids : tuple of int
-        Token ids of a window.
-    stop : tuple of str
-        An answer ends before the first of them.
+    The id is unique in the task and comes from the content (``item_id``). ``group`` has plain values that results are
+    split by. An answer is right if it holds one of ``answers``; it ends before the first of ``stop``. ``ids`` are a
+    window's.
     """
 
     task: str
@@ -102,20 +90,9 @@ Output = AnswerOutput | TokenScores
 class TaskSettings:
     """The settings that determine a task's items.
 
-    Parameters
-    ----------
-    text : SampleText
-        Windows are cut from it, haystacks and words are taken from it.
-    limit, limits : int or None, mapping
-        Items of a task, and of single tasks by name; None: each task's own ``default_limit``.
-    seed : int
-        What generated items hold.
-    data : mapping
-        Task -> file.
-    lengths, depths : tuple
-        Tokens of a prompt, and relative positions of the relevant text in it; empty: the task's own.
-    positions : int or None
-        Number of positions of the model; None: unknown.
+    Windows, haystacks and words are taken from ``text``. ``limits`` by task come before ``limit``, and this before each
+    task's ``default_limit``. ``data`` maps tasks to files. ``lengths`` (tokens of a prompt) and ``depths`` (relative
+    positions of the relevant text) are the task's own if empty. ``positions`` of the model are None if unknown.
     """
 
     text: SampleText
