@@ -8,8 +8,8 @@
     lm_eval.simple_evaluate(PackedKVLM("smollm2-135m", "saw-int4"), tasks=["piqa"])
 
 It is lm-eval's own ``hf`` model (tokens, truncation, chat templates, stop strings) with one difference: each forward
-pass fills an empty ``KVCache`` and reads it, so every score comes from stored K and V, by ``prefill`` as docs/lm-eval.md
-says. Only sequences of equal length share a batch: padding would be encoded with the tokens beside it.
+pass fills an empty ``KVCache`` and reads it, so every score comes from stored K and V; ``prefill`` is explained in
+docs/lm-eval.md. Only sequences of equal length share a batch: padding would be encoded with the tokens beside it.
 """
 
 import difflib
