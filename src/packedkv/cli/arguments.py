@@ -1,6 +1,7 @@
 """Arguments that several commands take: their types, and groups of options."""
 
 import argparse
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -8,21 +9,21 @@ from packedkv.errors import KVError
 from packedkv.models.named import NAMES
 
 PROBE = ("refuse", "warn", "off")
-"""The choices of ``packedkv.key_bias.Probe``, written here because that module needs torch; a test compares them."""
+"""The choices of ``packedkv.key_bias.Probe``, written here because that module needs torch."""
 
 
-def positive(text: str) -> int:
-    """Read a whole number >= 1."""
-    if not text.isdigit() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number >= 1")
-    return int(text)
+def at_least(least: int) -> Callable[[str], int]:
+    """Give the reader of a whole number that is no less."""
+
+    def read(text: str) -> int:
+        if not text.isdigit() or int(text) < least:
+            raise argparse.ArgumentTypeError(f"{text!r} is not a whole number >= {least}")
+        return int(text)
+
+    return read
 
 
-def not_negative(text: str) -> int:
-    """Read a whole number >= 0."""
-    if not text.isdigit():
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number >= 0")
-    return int(text)
+positive, not_negative = at_least(1), at_least(0)
 
 
 def seconds(text: str) -> float:
@@ -34,13 +35,6 @@ def seconds(text: str) -> float:
     if not 0 <= found < float("inf"):
         raise argparse.ArgumentTypeError(f"{text!r} is not a number of seconds")
     return found
-
-
-def window_tokens(text: str) -> int:
-    """Read the length of a window, whose first token is not scored."""
-    if not text.isdigit() or int(text) < 2:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number >= 2")
-    return int(text)
 
 
 def specs(text: str) -> list[str]:
@@ -119,7 +113,7 @@ def add_text(p: argparse.ArgumentParser, windows: int | None = 3) -> None:
     p.add_argument("--windows", type=positive, default=windows, metavar="N", help="windows of text (3)")
     p.add_argument(
         "--window-tokens",
-        type=window_tokens,
+        type=at_least(2),
         default=2048,
         metavar="N",
         help="tokens of a window (%(default)s, the protocol's)",

@@ -4,6 +4,7 @@ import argparse
 from pathlib import Path
 from typing import Any
 
+from packedkv.cli import arguments
 from packedkv.cli.page.rows import read_rows
 from packedkv.cli.result import Result
 from packedkv.errors import FormatError, KVError, SpecError
@@ -41,14 +42,12 @@ def context_tokens(text: str) -> int:
     >>> context_tokens("32k")
     32768
     """
-    number, unit = text.strip().lower(), 1
-    if number.endswith("k"):
-        number, unit = number[:-1], 1024
-    if not number.isdigit() or not CONTEXTS[0] <= int(number) * unit <= CONTEXTS[-1]:
+    found = arguments.tokens(text)
+    if not CONTEXTS[0] <= found <= CONTEXTS[-1]:
         raise argparse.ArgumentTypeError(
             f"{text!r} is no context; write tokens from {CONTEXTS[0]} to {CONTEXTS[-1]}, e.g. 32768 or 32k"
         )
-    return int(number) * unit
+    return found
 
 
 def _names_folder(files: list[str]) -> bool:
