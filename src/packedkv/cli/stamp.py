@@ -47,14 +47,8 @@ def commit() -> str | None:
 
 
 def stamp(device: torch.device, seed: int, commit_id: str | None = None) -> dict[str, Any]:
-    """Return the provenance fields of every row of a run: machine, versions, commit, seed, start (UTC).
-
-    Parameters
-    ----------
-    device : torch.device
-        What was measured.
-    commit_id : str, optional
-        For use outside a checkout; default: git's.
+    """Return the provenance fields of every row of a run on a device: machine, versions, commit (default: git's), seed,
+    start (UTC).
     """
     found = versions(("triton", "cuda-core", "transformers"))
     if device.type == "cuda" and torch.backends.cudnn.is_available():

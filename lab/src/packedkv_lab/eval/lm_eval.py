@@ -183,12 +183,8 @@ class PackedKVLM(HFLM):  # type: ignore[misc]
         disable_tqdm: bool = False,
         override_bs: int | None = None,
     ) -> list[tuple[float, bool]]:
-        """Log-probability of each continuation, and whether it is what greedy decoding gives.
-
-        Parameters
-        ----------
-        requests : list of (texts or None, context tokens, continuation tokens)
-            Too long ones lose their first tokens, as in lm-eval's ``hf`` model.
+        """Log-probability of each continuation, and whether it is what greedy decoding gives. Requests that are too
+        long lose their first tokens, as in lm-eval's ``hf`` model.
         """
         jobs: dict[_Job, list[int]] = {}  # continuations that differ in their last token share a call
         for i, (_, context, continuation) in enumerate(requests):

@@ -40,15 +40,7 @@ class Held:
 
 
 class Reader:
-    """One scheme on one model.
-
-    Parameters
-    ----------
-    spec : str, KVScheme, QuantizedCacheSpec or None
-        None: the uncompressed model. Its bytes are counted as 16 bits an element, whatever its dtype.
-    params : LayerParams, optional
-        Constants from ``packedkv fit``.
-    """
+    """One scheme on one model; a ``spec`` of None is the uncompressed model, with 16 bits an element."""
 
     def __init__(
         self,

@@ -125,14 +125,8 @@ class _Cell:
 
 
 def summarize(run: Run, status: str = "complete") -> list[Row]:
-    """Rows of ``results.json``: by task, spec and metric; the whole first, then each cell of the task's grid.
-
-    Parameters
-    ----------
-    run : Run
-        Nothing but the folder is read: model and tasks need not be at hand.
-    status : str
-        ``complete``, ``budget`` or ``interrupted``; in every row.
+    """Rows of ``results.json``: by task, spec and metric; the whole first, then each cell of the task's grid. Only the
+    folder is read: model and tasks need not be at hand.
     """
     lines: dict[tuple[str, str], list[Row]] = {}
     for line in run.lines:

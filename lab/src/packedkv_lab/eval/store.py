@@ -62,14 +62,8 @@ def read_run(folder: str | Path) -> Run:
 
 
 class Store:
-    """A run's folder, open to be filled. Use it in a ``with`` block.
-
-    Parameters
-    ----------
-    folder : str or Path
-        Made if it does not exist; an existing run is continued.
-    about : mapping
-        Content of ``run.json``: the parts of ``FIXED``, ``tasks``, ``specs``, ``params``, ``bits``, ``versions``.
+    """A run's folder, made or continued, open to be filled in a ``with`` block. ``about``: content of ``run.json``, the
+    parts of ``FIXED``, ``tasks``, ``specs``, ``params``, ``bits``, ``versions``.
     """
 
     def __init__(self, folder: str | Path, about: Mapping[str, Any]) -> None:

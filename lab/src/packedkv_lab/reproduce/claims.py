@@ -38,14 +38,9 @@ Recompute = Callable[[bool], Found]
 
 @dataclass(frozen=True)
 class Claim:
-    """A printed number of a paper.
-
-    Parameters
-    ----------
-    printed, corrected : str
-        As printed, so that the digits are known; the value that ours is held to instead, or empty.
-    allowance, quick : float
-        Relative deviation that the sampling explains, of full and of quick runs.
+    """A number as a paper prints it (text, so that the digits are known), and what ours is held to instead, if
+    ``corrected``. ``allowance`` and ``quick``: the relative deviation that sampling explains, of full and of quick
+    runs.
     """
 
     paper: str

@@ -80,15 +80,7 @@ def _error(row: Row | None) -> str:
 
 
 def write_folder(rows: Sequence[Row], out: str | Path, about: Mapping[str, Any]) -> list[Path]:
-    """Write ``reproduce.md`` and ``reproduce.json``.
-
-    Parameters
-    ----------
-    out : path
-        Made when it does not exist.
-    about : mapping
-        Seconds, quick, model.
-    """
+    """Write ``reproduce.md`` and ``reproduce.json`` to a folder, made when it does not exist."""
     folder = check_writable(out)
     about = {**about, "versions": ", ".join(f"{name} {version}" for name, version in versions().items())}
     claims, missing, study = parts(rows)

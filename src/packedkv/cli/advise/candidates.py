@@ -31,14 +31,8 @@ DENSE = "dense"
 
 @dataclass(frozen=True)
 class Candidate:
-    """A spec for one role.
-
-    Parameters
-    ----------
-    bits : float
-        Bytes of this role x 8 / elements at the asked context, windows included.
-    error : float
-        Mean over layers of the squared relative error of attention's output.
+    """A spec for one role: its bits an element at the asked context, windows included, and the mean over layers of the
+    squared relative error of attention's output.
     """
 
     spec: str

@@ -66,19 +66,11 @@ def generating_cache(
 
 
 class CacheMaker:
-    """Makes empty caches of one scheme for one model, one after another.
+    """Makes empty caches of one scheme for one model, one after another; arguments are those of ``cache_for``.
 
     Constants that need no sample (signs, rotations, codebooks) are drawn for the first cache only and reused by later
-    ones. What is fitted on a prefill is fitted on each. The probe watches the first cache only.
-
-    Parameters
-    ----------
-    model : PreTrainedModel
-    spec : str or KVScheme
-    prefill, seed, params, probe
-        As in ``cache_for``, but ``probe`` defaults to ``warn``: broken presets are worth measuring too.
-    remember : bool
-        ``LayerCache(remember=True)``: each token is decoded once. For scores only, never for speed measurements.
+    ones. What is fitted on a prefill is fitted on each. The probe watches the first cache only, and warns: broken
+    presets are worth measuring too. ``remember``: each token is decoded once; for scores only, never for speed.
     """
 
     def __init__(

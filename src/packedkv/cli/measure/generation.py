@@ -107,12 +107,8 @@ def fill(cache: Any, context: list[tuple[Tensor, Tensor]]) -> None:
 
 @torch.no_grad()
 def in_turns(model: Any, last: int, caches: Mapping[str, tuple[Any, str]], steps: int) -> dict[str, Generation]:
-    """Continue filled caches greedily from token ``last``, one token each in turn.
-
-    Parameters
-    ----------
-    steps : int
-        Tokens timed, after one that is not.
+    """Continue filled caches greedily from token ``last``, one token each in turn: ``steps`` timed ones after one that
+    is not.
     """
     ids = {name: torch.tensor([[last]], device=model.device) for name in caches}
     given = {name: passing(model, cache) for name, (cache, _) in caches.items()}

@@ -25,12 +25,9 @@ C = 3
 def key_outliers(model: Any, window: Tensor) -> list[Row]:
     """Run the uncompressed model over ``window [n]`` (token ids) and measure its keys after RoPE.
 
-    Returns
-    -------
-    list of dict
-        ``layer, ratio, worst_head_ratio, head_ratios`` (one per KV head), ``above`` (fewest and most chunks of a token
-        that are longer than ``C`` medians, per head), ``largest`` (|k|) and ``channels``: the strongest as
-        ``{"head", "channel", "times_median"}``, strongest first.
+    Rows: ``layer, ratio, worst_head_ratio, head_ratios`` (one per KV head), ``above`` (fewest and most chunks of a
+    token that are longer than ``C`` medians, per head), ``largest`` (|k|) and ``channels``: the strongest first, as
+    ``{"head", "channel", "times_median"}``.
     """
     with fidelity.record(model, 1) as records:
         uncompressed(model, window)

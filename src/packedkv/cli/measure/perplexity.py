@@ -38,12 +38,8 @@ ROWS_AT_ONCE = 16
 class TokenScores:
     """Numbers of each scored token ``[n]``, in order; ``first`` is the position of the first in the window.
 
-    Parameters
-    ----------
-    nll, kl : Tensor
-        Negative log-likelihood, and KL(uncompressed || this one) of the distribution that predicts the token; nats.
-    top1, top5 : Tensor of bool
-        Whether the uncompressed model's most likely token is the most likely here, or among the five most likely.
+    ``nll`` and ``kl`` (from the uncompressed model's distribution to this one) in nats; ``top1``, ``top5``: whether the
+    uncompressed model's most likely token is the most likely here, or among the five most likely.
     """
 
     nll: Tensor

@@ -67,13 +67,7 @@ class Level:
 
 @dataclass(frozen=True)
 class Plot:
-    """One panel.
-
-    Parameters
-    ----------
-    note : str
-        How to read the figure, and what it leaves out.
-    """
+    """One panel; ``note`` says how to read the figure, and what it leaves out."""
 
     title: str
     x: Axis
@@ -176,12 +170,9 @@ SPEED_TITLES = {
 def points_of(rows: Sequence[Row]) -> tuple[str, list[Point]]:
     """Choose the metric that rows of ``packedkv compare`` have, and its points; intervals are two standard errors.
 
-    Returns
-    -------
-    (str, list of Point)
-        ``"kl"`` when a compressed row has it, else ``"perplexity"``: its gap to the uncompressed model (a row's
-        ``uncompressed`` figures, or the row ``dense``). Rows without the metric or without ``effective_bits`` give no
-        point, nor does ``dense``, the reference.
+    ``"kl"`` when a compressed row has it, else ``"perplexity"``: its gap to the uncompressed model (a row's
+    ``uncompressed`` figures, or the row ``dense``). Rows without the metric or without ``effective_bits`` give no
+    point, nor does ``dense``, the reference.
     """
     packed = [r for r in rows if r.get("spec") != "dense"]
     metric = "kl" if any(number(r.get("kl")) is not None for r in packed) else "perplexity"
@@ -219,12 +210,8 @@ def quality(rows: Sequence[Row], title: str) -> Plot:
 
 
 def speed(points: Sequence[Any]) -> list[Plot]:
-    """Speed-up over 16-bit attention over effective bits, a panel per shape.
-
-    Parameters
-    ----------
-    points : sequence of packedkv_lab.report.bench.SpeedPoint
-        ``spec, shape, bits, speedup``.
+    """Speed-up over 16-bit attention over effective bits, a panel per shape; points are
+    ``packedkv_lab.report.bench.SpeedPoint``.
     """
     x = replace(BITS, from_zero=True)
     y = Axis("times as fast as the fastest 16-bit attention, cold L2", from_zero=True, text="{:.2f}x".format,
@@ -239,13 +226,7 @@ def speed(points: Sequence[Any]) -> list[Plot]:
 
 
 def sensitivity(rows: Sequence[Row], title: str) -> Strips:
-    """KL with one role of one layer compressed: a strip per role and spec.
-
-    Parameters
-    ----------
-    rows : sequence of mapping
-        ``layer, role, spec, kl``; one whose KL is not finite has no cell.
-    """
+    """KL with one role of one layer compressed: a strip per role and spec; a row whose KL is not finite has no cell."""
     lines: dict[str, dict[int, float]] = {}
     for row in rows:
         strip = lines.setdefault(f"{row.get('role')}s {row.get('spec')}", {})
@@ -255,13 +236,7 @@ def sensitivity(rows: Sequence[Row], title: str) -> Strips:
 
 
 def outliers(models: Mapping[str, Sequence[Row]]) -> Plot:
-    """K_max / K_median over layers (the worst head's), a curve per model.
-
-    Parameters
-    ----------
-    models : mapping
-        Name -> rows with ``layer, worst_head_ratio``.
-    """
+    """K_max / K_median over layers (the worst head's), a curve per model: ``models`` has its rows by name."""
     curves = [
         Curve(name, [(r["layer"], r["worst_head_ratio"]) for r in rows], _by_place(i))
         for i, (name, rows) in enumerate(models.items())

@@ -130,13 +130,7 @@ class Cell:
 
 
 def table(heads: Sequence[Head | str], lines: Sequence[Sequence[Cell | str]], *, name: str = "") -> str:
-    """A table; the first cell of a line is the line's heading.
-
-    Parameters
-    ----------
-    name : str
-        For screen readers.
-    """
+    """A table, named for screen readers; the first cell of a line is the line's heading."""
     head = "".join(_head(h if isinstance(h, Head) else Head(h)) for h in heads)
     rows = "\n".join(_line([c if isinstance(c, Cell) else Cell(c) for c in line]) for line in lines)
     region = f' role="region" tabindex="0" aria-label="{escape(name)}"' if name else ""

@@ -52,14 +52,8 @@ def number(value: Any) -> float | None:
 
 
 def read_rows(paths: Iterable[str | Path], needed: Sequence[str] = ("spec",)) -> list[Json]:
-    """Rows of result files, in order.
-
-    Parameters
-    ----------
-    paths : iterable of path
-        ``.json``: a list of rows, an object with ``rows``, or one row; ``.jsonl``: a row to a line.
-    needed : sequence of str
-        Fields that every row must have.
+    """Rows of result files, in order: ``.json`` holds a list of rows, an object with ``rows``, or one row; ``.jsonl`` a
+    row to a line. ``FormatError`` if a row lacks a field of ``needed``.
     """
     rows: list[Json] = []
     for path in map(Path, paths):

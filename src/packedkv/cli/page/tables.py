@@ -10,16 +10,8 @@ Row = Mapping[str, Any]
 
 
 def aligned(lines: Sequence[Sequence[str]], *, text: Collection[int] = (0,), ruled: bool = False) -> list[str]:
-    """Lines of a table as plain text: two spaces between columns, numbers to the right.
-
-    Parameters
-    ----------
-    lines : sequence of sequence of str
-        Headings first, all of one length.
-    text : collection of int
-        Columns that are text, to the left.
-    ruled : bool
-        Whether a line of dashes follows the headings; under a last column of text as long as its heading.
+    """Lines of a table as plain text, headings first: two spaces between columns, numbers to the right, columns of
+    ``text`` to the left; ``ruled``: with dashes under the headings.
 
     >>> print(*aligned([["preset", "bits"], ["int-4", "4.50"], ["octopus-3", "3.19"]], ruled=True), sep="\\n")
     preset     bits

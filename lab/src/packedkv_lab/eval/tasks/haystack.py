@@ -151,14 +151,8 @@ def _sentence_end(text: str, depth: float) -> int:
 
 
 def fitted(task: str, tokenizer: Any, length: int, build: Callable[[int, int], str], first: int) -> str:
-    """Find a prompt of exactly ``length`` tokens, or the longest below that was found.
-
-    Parameters
-    ----------
-    build : callable
-        (m, shift) -> prompt: about one token longer for each m; a shift moves the text that fills it.
-    first : int
-        The m to begin with.
+    """Find a prompt of exactly ``length`` tokens, or the longest below that was found. ``build(m, shift)`` gives a
+    prompt about one token longer for each m, from ``first`` on; a shift moves the text that fills it.
     """
     best, best_tokens = "", 0
     for shift in range(SHIFTS):  # no prompt of one filling may have that length: a token may come with a second one
