@@ -94,7 +94,7 @@ def test_a_job_runs_on_the_packages_of_its_checkout(runner, tmp_path):
     assert runner.run([sys.executable, "-c", code], 600.0, tmp_path / "log", tmp_path) == 0
     cwd, path = (tmp_path / "log").read_text().splitlines()
     assert cwd == str(tmp_path)
-    assert path.split(os.pathsep)[:2] == [str(tmp_path / "src"), str(tmp_path)]
+    assert path.split(os.pathsep)[:3] == [str(tmp_path / part) for part in ("src", "lab/src", ".")]
 
 
 def test_a_bench_goes_on_when_the_device_was_lost(told, capsys):
