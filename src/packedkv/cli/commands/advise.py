@@ -7,7 +7,7 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-from packedkv.cli.arguments import add_device, add_model, add_probe, add_seed, positive, specs, tokens, window_tokens
+from packedkv.cli.arguments import add_device, add_model, add_probe, add_seed, at_least, positive, specs, tokens
 from packedkv.cli.page.tables import aligned
 from packedkv.cli.result import Result
 
@@ -50,7 +50,7 @@ def add_arguments(p: argparse.ArgumentParser) -> None:
         "--windows", type=positive, default=2, metavar="N", help="windows of text to measure on (%(default)s)"
     )
     p.add_argument(
-        "--window-tokens", type=window_tokens, default=512, metavar="N", help="tokens of a window (%(default)s)"
+        "--window-tokens", type=at_least(2), default=512, metavar="N", help="tokens of a window (%(default)s)"
     )
     p.add_argument(
         "--uniform", type=positive, default=6, metavar="N", help="presets measured beside the mixture (%(default)s)"
