@@ -3,7 +3,7 @@
 import argparse
 import time
 
-from packedkv.cli.arguments import add_device, add_model, check_target, positive, window_tokens
+from packedkv.cli.arguments import add_device, add_model, at_least, check_target, positive
 from packedkv.cli.result import Result
 from packedkv.errors import KVError
 
@@ -18,7 +18,7 @@ def add_arguments(p: argparse.ArgumentParser) -> None:
     p.add_argument("-o", "--out", required=True, metavar="PARAMS", help="the file to write, for --params")
     p.add_argument("--windows", type=positive, default=4, metavar="N", help="windows of text (%(default)s)")
     p.add_argument(
-        "--window-tokens", type=window_tokens, metavar="N", help="tokens of a window (2048; of own samples 1024)"
+        "--window-tokens", type=at_least(2), metavar="N", help="tokens of a window (2048; of own samples 1024)"
     )
     p.add_argument(
         "--max-tokens",
