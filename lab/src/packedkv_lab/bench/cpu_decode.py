@@ -12,7 +12,7 @@ metric                        unit  what
 ============================  ====  ==================================================================================
 
 Rows without compression have the specs ``sdpa`` (float32 and bfloat16, in ``dtype``), ``two-matmuls`` and
-``two-matmuls-kt`` (keys held transposed). Rows of other libraries (``rivals.CPU_RIVALS``) have the library's name as
+``two-matmuls-kt`` (keys held transposed). Rows of other libraries (``rivals.cpu_rivals``) have the library's name as
 ``path``; what is not installed is left out, and said. All jobs take turns, on PyTorch's threads; ``threads`` says how
 many. A run of tokens is encoded once and its bytes repeated: times do not depend on the data.
 Keys that are encoded without their mean (``mean=pre`` or ``post``, ``ghost``) have one in every pair of channels.
