@@ -49,7 +49,7 @@ RIVALS = {"generate": "DynamicCache", "graph": "StaticCache", "compiled": "Stati
 """16-bit caches of transformers that each way is compared with."""
 QUANTIZED_BITS = 4
 """Of transformers' QuantizedCache."""
-SHAPES = {
+SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
     "Qwen3-8B": ("Qwen3Config", {
         "vocab_size": 151936, "hidden_size": 4096, "intermediate_size": 12288, "num_hidden_layers": 36,
         "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128, "max_position_embeddings": 40960,
