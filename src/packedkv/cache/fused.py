@@ -53,29 +53,19 @@ class _Ready(NamedTuple):
 
 
 class Leaving(NamedTuple):
-    """Half of an append: tokens that leave the window, in whole blocks, by role.
-
-    Parameters
-    ----------
-    new : dict of Tensor
-    tokens : int
-        Tokens of the append.
-    flag : Tensor int32 ``[1]``, optional
-        As in ``append``.
-    before : State, optional
-        Where the encoder says at once that the token cannot be stored: the cache before it.
-    was_broken : bool
-        Whether positions were out of order before that token.
-    first : bool
-        Whether the append allocated the cache.
-    """
+    """First half of an append, for ``end_append``."""
 
     new: dict[Role, Tensor]
+    """Tokens that leave the window, in whole blocks."""
     tokens: int
+    """Tokens of the append."""
     flag: Tensor | None
-    before: State | None
+    before: tuple[list[tuple[int, Tensor]], SlotPositions | None] | None
+    """Positions before a token that its encoder refuses at once, if it cannot be stored."""
     was_broken: bool
+    """Whether positions were out of order before that token."""
     first: bool
+    """Whether the append allocated the cache."""
 
 
 class FusedLayerCache(LayerCache):
@@ -173,9 +163,9 @@ class FusedLayerCache(LayerCache):
         self._length = value  # ``refresh`` sets the lengths of a static cache
 
     def device_length(self) -> Tensor:
-        """Live tokens of a static cache, on the device."""
+        """Live tokens of a static cache, on the device: a copy, which later steps do not change."""
         assert self.lengths is not None
-        return self.lengths.tokens[0]
+        return self.lengths.tokens[0].clone()
 
     @property
     def seq_lens(self) -> Tensor | None:
@@ -243,7 +233,8 @@ class FusedLayerCache(LayerCache):
         if n != 1 and flag is None:
             earlier = (self.bad,) if self.unchecked and self.bad is not None else ()
             self.refuse(*check_tensors(keys, values, *earlier))  # one synchronisation
-        empty = self.emptied or not self.is_fitted or (self.lengths is not None and self.lengths.fresh)
+        lengths = self.lengths
+        empty = lengths is not None and (self.emptied or lengths.fresh or not self.is_fitted)
         if self.emptied:
             self._fill_again(keys)
         self.check_shapes(keys, values)
@@ -271,15 +262,18 @@ class FusedLayerCache(LayerCache):
         assert self.engine is not None
         n, before, was_broken = keys.shape[2], None, False
         if self.lengths is None:
+            # CPU kernels refuse a bad token at once; on a GPU the flag waits for ``check``
             at_once = n == 1 and self.engine.refuses_at_once
             if at_once and self._flags_now(keys):
-                before, was_broken = self.state(), self.slots is not None and bool(self.slots.broken)
+                before = list(self.positions.runs), self.slots
+                was_broken = self.slots is not None and bool(self.slots.broken)
             elif at_once:
                 check_tensors(keys, values)
             self.unchecked |= n == 1 and not at_once
             if self.places_tokens and n:
                 self._place(keys, positions, now=n != 1 and flag is None)
         else:
+            # a step changes the device's lengths only; any other call goes through the host's
             steps = n == 1 and self.engine.ready
             if self.holds_dense and not steps:
                 self._read_lengths()
@@ -327,7 +321,7 @@ class FusedLayerCache(LayerCache):
             flag.zero_()
             if self.slots is not None and not was_broken:
                 self.slots.broken.zero_()
-            self._restore(before)
+            self.positions.runs, self.slots = before
             check_tensors(new["key"], new["value"])  # says where; the slot is free still, for the next token
             self.refuse(number)
         for state in self.roles.values():
