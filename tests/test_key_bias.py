@@ -133,26 +133,30 @@ def test_presets_that_break_on_the_key_biases_are_refused(changed: dict[str, Any
     made = biased(**changed)
     biases = biases_of(made, plan_for(made, "decoded"))
     for spec in BROKEN:
-        assert "breaks on the key biases" in biases.refusal(packedkv.get(spec)), spec
+        with pytest.raises(BrokenPresetError, match=f"{spec} breaks on the key biases"):
+            biases.check(packedkv.get(spec))
     for spec in HOLDING:
-        assert biases.refusal(packedkv.get(spec)) == "", spec
+        biases.check(packedkv.get(spec))
 
 
 def test_outer_layers_held_dense_are_no_reason_to_refuse() -> None:
     made = biased(layers=(0,), num_hidden_layers=4)
     biases = biases_of(made, plan_for(made, "decoded"))
     scheme = packedkv.get("octopus-4:mean=none")
-    assert biases.refusal(scheme) == ""
-    assert "breaks" in biases.refusal(replace(scheme, dense_key_layers=0))
-    assert "'octopus-4' (outer layers dense)" in biases.refusal(packedkv.get(RAW))
+    biases.check(scheme)
+    with pytest.raises(BrokenPresetError, match="breaks"):
+        biases.check(replace(scheme, dense_key_layers=0))
+    with pytest.raises(BrokenPresetError, match=r"'octopus-4' \(outer layers dense\)"):
+        biases.check(packedkv.get(RAW))
 
 
 def test_a_recipe_is_judged_layer_by_layer() -> None:
     made = biased(layers=(1,))
     biases = biases_of(made, plan_for(made, "decoded"))
     saw, kivi = (packedkv.get(spec) for spec in (RAW, "kivi-4"))
-    assert biases.refusal(mix_of([saw, kivi])) == ""
-    assert "in layer 1," in biases.refusal(mix_of([kivi, saw]))
+    biases.check(mix_of([saw, kivi]))
+    with pytest.raises(BrokenPresetError, match="in layer 1,"):
+        biases.check(mix_of([kivi, saw]))
 
 
 def test_small_biases_and_none_are_not_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -170,7 +174,7 @@ def test_a_norm_of_the_keys_takes_the_size_of_a_bias() -> None:
             layer.self_attn.k_proj.bias[29::64] = 1e5
     biases = biases_of(made, plan_for(made, "decoded"))
     assert biases.layers[0].where()[2] == pytest.approx(64**0.5, rel=0.1)
-    assert biases.refusal(packedkv.get("saw-int4")) == ""
+    biases.check(packedkv.get("saw-int4"))
 
 
 def test_weights_that_cannot_be_called_give_way_to_the_first_tokens(caplog: pytest.LogCaptureFixture) -> None:

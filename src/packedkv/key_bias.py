@@ -28,7 +28,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, get_args
 
 from packedkv.codec import Codec, Dense, Params
-from packedkv.errors import ShapeError, SpecError, nearest
+from packedkv.errors import BrokenPresetError, ShapeError, SpecError, nearest
 from packedkv.key_layer import KeyLayer
 from packedkv.registry import get, with_option
 from packedkv.scheme import KVScheme, Mean
@@ -206,7 +206,7 @@ class KeyBiases:
         found = [self.at(index, codec, own, mean=mean) for index, own in zip(measured, given, strict=True)]
         return [error for error in found if error is not None]
 
-    def refusal(
+    def check(
         self,
         scheme: KVScheme,
         *,
@@ -214,8 +214,8 @@ class KeyBiases:
         alternatives: Sequence[str] = ALTERNATIVES,
         starts: Callable[[str], bool] = lambda spec: True,
         further: str = "pass probe='warn' to go on",
-    ) -> str:
-        """Say how a scheme breaks on the biases and which specs do not; ``""`` if it does not break.
+    ) -> None:
+        """Validate that a scheme does not break on the biases.
 
         Parameters
         ----------
@@ -228,9 +228,14 @@ class KeyBiases:
             Whether a spec is accepted where this scheme was given; others are not named.
         further : str
             How to use the scheme anyway.
+
+        Raises
+        ------
+        BrokenPresetError
+            Says how it breaks, and which specs do not.
         """
         if not self or (worst := self.worst(scheme, params)) is None or not worst.broken:
-            return ""
+            return
         head, channel, bias, share = self.layers[worst.layer].where()
         text = (
             f"{scheme} breaks on the key biases of {self.name}: in layer {worst.layer}, KV head {head}, channel "
@@ -241,8 +246,18 @@ class KeyBiases:
         tried = (*_without_mean(scheme, self.removable(scheme)), *alternatives)
         holding = [f"{spec!r} ({e})" for spec in tried if (e := self._holds(spec)) is not None and starts(spec)]
         if not holding:
-            return f"{text} Every preset tried does; use 'dense', or {further}."
-        return f"{text} Use {' or '.join(holding)}, or {further}."
+            raise BrokenPresetError(f"{text} Every preset tried does; use 'dense', or {further}.")
+        raise BrokenPresetError(f"{text} Use {' or '.join(holding)}, or {further}.")
+
+    def broken(self, specs: Iterable[str]) -> dict[str, str]:
+        """Return which specs break on the biases, and how."""
+        found = {}
+        for spec in specs:
+            try:
+                self.check(get(spec))
+            except BrokenPresetError as error:
+                found[spec] = str(error)
+        return found
 
     def summary(self, scheme: KVScheme, means: Sequence[Mean]) -> str:
         """Return a line for a log: the biases, which mean the keys are encoded without, and the error of the scores.

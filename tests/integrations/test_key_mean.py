@@ -106,19 +106,6 @@ def packedkv_first(model: Any, ids: Tensor) -> Tensor:
     return cache.layer_caches[0].decode()[0][:, :, 0]
 
 
-def test_attention_streamed_is_attention_decoded(model: Any) -> None:
-    ids = prompt(1, 50)
-    decoded = packedkv.cache_for(model, SPEC, prefill="decoded")
-    first = run(model, decoded, ids)
-    model.set_attn_implementation("packedkv")
-    try:
-        streamed = packedkv.cache_for(model, SPEC, prefill="decoded", attention="streamed")
-        torch.testing.assert_close(run(model, streamed, ids), first, atol=5e-3, rtol=1e-2)
-        assert set(streamed.report()["paths"]) == {"streamed"}
-    finally:
-        model.set_attn_implementation("sdpa")
-
-
 def test_left_padding_has_positions_of_its_own(model: Any) -> None:
     ids, pad = prompt(2, 30), 6
     mask = torch.ones(2, 30, dtype=torch.long)
@@ -153,16 +140,6 @@ def test_crop_evict_select_and_repeat(model: Any) -> None:
     cache.reset()
     run(model, cache, ids)
     assert torch.equal(layer.decode()[0], before[0])
-
-
-def test_cropped_tokens_are_replaced_at_their_positions(model: Any) -> None:
-    ids = prompt(1, 40)
-    cache = packedkv.cache_for(model, SPEC)
-    run(model, cache, ids)
-    wanted = cache.layer_caches[0].decode()[0]
-    cache.crop(25)
-    run(model, cache, ids[:, 25:])
-    assert torch.equal(cache.layer_caches[0].decode()[0], wanted)
 
 
 def test_sliding_layers_and_windows(model: Any) -> None:

@@ -124,7 +124,7 @@ def _breaking(model: LoadedModel) -> dict[str, str]:
 
     if not (biases := biases_of(model.model, plan_for(model.model, "decoded"))):
         return {}
-    return {spec: why for spec in SPECS if (why := biases.refusal(get(spec)))}
+    return biases.broken(SPECS)
 
 
 def show(rows: Sequence[Row], meta: Mapping[str, Any], paths: Sequence[Path]) -> str:

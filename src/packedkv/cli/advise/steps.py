@@ -105,7 +105,7 @@ class Search:
         asked = self.request.probe
         if asked == "off" or not (biases := biases_of(self.model.model, self.plan)):
             return None, {}
-        broken = {spec: why for spec in self.specs if (why := biases.refusal(get(spec)))}
+        broken = biases.broken(self.specs)
         if asked == "warn":
             for why in broken.values():
                 warnings.warn(why, PackedKVWarning, stacklevel=4)

@@ -316,9 +316,12 @@ def _probe(
         return None
     biases = biases_of(model_or_config, plan)
     probe = OutlierProbe(scheme, action, biases, accepts)
-    if biases and (why := biases.refusal(scheme, params=given, starts=accepts)):
+    try:
+        if biases:
+            biases.check(scheme, params=given, starts=accepts)
+    except BrokenPresetError as error:
         if action == "refuse":
-            raise BrokenPresetError(why)
-        warnings.warn(why, PackedKVWarning, stacklevel=5)
+            raise
+        warnings.warn(str(error), PackedKVWarning, stacklevel=5)
         probe.warned = True
     return probe

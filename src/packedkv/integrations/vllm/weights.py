@@ -149,17 +149,13 @@ def check_biases(
     """
     if options.probe == "off":
         return
-    why = biases.refusal(
-        options.scheme,
-        params=params,
-        alternatives=ALTERNATIVES,
-        starts=starts,
-        further='give "probe": "warn" to serve it',
-    )
-    if why and options.probe == "refuse":
-        raise BrokenPresetError(f"packedkv: {why}")
-    if why:
-        logger.warning("packedkv: %s", why)
+    further = 'give "probe": "warn" to serve it'
+    try:
+        biases.check(options.scheme, params=params, alternatives=ALTERNATIVES, starts=starts, further=further)
+    except BrokenPresetError as error:
+        if options.probe == "refuse":
+            raise BrokenPresetError(f"packedkv: {error}") from None
+        logger.warning("packedkv: %s", error)
 
 
 # -- calling a layer's attention module --------------------------------------------------------------------------------
