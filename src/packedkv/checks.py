@@ -83,6 +83,22 @@ def check_fitted(method: str, site: Site, given: Mapping[str, Tensor]) -> None:
             )
 
 
+def needed(method: str, x: Tensor | None, other: str = "") -> Tensor:
+    """Return the keys or values that constants are fitted on.
+
+    Raises
+    ------
+    FitError
+        There are none; ``other`` names a way without them.
+    """
+    if x is None:
+        raise FitError(
+            f"{method} needs sample keys or values [batch, kv_heads, tokens, head_dim]; got none. Pass a sample to fit"
+            f"{other}, or run `packedkv fit MODEL SPEC --text FILE -o PARAMS` and pass params."
+        )
+    return x
+
+
 def params_by_role(given: Mapping[Role, Params] | None) -> Mapping[Role, Params]:
     """Return constants that a caller gave by role; None gives none.
 

@@ -20,13 +20,13 @@ Tensors are ``[B, H, N, D]`` as Hugging Face caches are; B batch, H KV heads, N 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
-from typing import Any, Literal
+from typing import Any, Literal, get_args, get_origin
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from packedkv.errors import ShapeError
+from packedkv.errors import ShapeError, SpecError
 from packedkv.layout import Field, Layout
 
 Role = Literal["key", "value"]
@@ -160,9 +160,24 @@ Constants = Mapping[str, Constant]
 """What the constants of a site must be, by name."""
 
 
+def one_of(*allowed: int, default: int) -> Any:
+    """Declare a codec's option that takes a few whole numbers; of other options a ``Literal`` type names the values."""
+    return field(default=default, metadata={"allowed": allowed})
+
+
 @dataclass(frozen=True)
 class Codec(ABC):
     """A map from K or V to bytes and back; see the module's text for what it must guarantee."""
+
+    def __post_init__(self) -> None:
+        """Raise SpecError for an option whose value is not one of those declared."""
+        for option in fields(self):
+            declared = get_args(option.type) if get_origin(option.type) is Literal else None
+            allowed, came = option.metadata.get("allowed", declared), getattr(self, option.name)
+            if allowed is not None and came not in allowed:
+                *first, last = map(str, allowed)
+                values = f"{', '.join(first)} or {last}" if first else last
+                raise SpecError(f"{type(self).__name__}: {option.name}={came!r} is not allowed; use {values}.")
 
     @property
     def block_tokens(self) -> int:
@@ -207,8 +222,8 @@ class Codec(ABC):
 
     @property
     def searches(self) -> bool:
-        """Whether ``encode`` tries several scales (``ops/scale_search``), which no kernel does."""
-        return False
+        """Whether ``encode`` tries several scales (an option ``scale=search``), which no kernel does."""
+        return getattr(self, "scale", "") == "search"
 
     def for_dtype(self, dtype: torch.dtype) -> "Codec":
         """Return the codec for input of ``dtype``; itself, unless its layout depends on the dtype (``Dense``)."""

@@ -117,7 +117,7 @@ class Method:
     def options(self) -> dict[str, Option]:
         """Options by name: the recipe's parameters in their order, and those of every method."""
         hints = typing.get_type_hints(self.recipe)
-        docs = _parameter_docs(self.recipe)
+        docs = _option_docs(self.recipe)
         own = {p.name: Option(p.name, hints[p.name], p.default, docs.get(p.name, "")) for p in self.parameters.values()}
         return own | {name: option for name, option in COMMON.items() if name not in own}
 
@@ -521,10 +521,20 @@ def _origin(recipe: Recipe) -> tuple[str, str]:
     return inspect.getfile(recipe), recipe.__qualname__
 
 
-def _parameter_docs(recipe: Recipe) -> dict[str, str]:
+def _option_docs(recipe: Recipe) -> dict[str, str]:
+    """Texts of options: of the recipe's docstring, else of the fields of its codecs, else of ``COMMON``."""
+    docs = _parameter_docs(recipe)
+    if not inspect.signature(recipe).parameters.keys() <= docs.keys():
+        scheme = recipe()
+        codecs = (scheme.key, scheme.value) if isinstance(scheme, KVScheme) else ()
+        for cls in (cls for codec in codecs for cls in type(codec).__mro__ if issubclass(cls, Codec)):
+            docs = _parameter_docs(cls) | docs
+    return {name: option.doc for name, option in COMMON.items()} | docs
+
+
+def _parameter_docs(documented: Any) -> dict[str, str]:
     """Read the ``Parameters`` section of a numpy docstring: name -> text."""
-    doc = inspect.getdoc(recipe) or ""
-    match = re.search(r"Parameters\n-+\n(.*?)(?:\n\n[A-Z]\w+\n-+\n|\Z)", doc, re.S)
+    match = re.search(r"Parameters\n-+\n(.*?)(?:\n\n[A-Z]\w+\n-+\n|\Z)", inspect.getdoc(documented) or "", re.S)
     docs: dict[str, str] = {}
     current: list[str] = []
     for line in match[1].splitlines() if match else []:

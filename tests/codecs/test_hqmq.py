@@ -11,12 +11,11 @@ from hypothesis import strategies as st
 
 import packedkv
 from packedkv.codec import Site, roundtrip
-from packedkv.codecs.hqmq import Hqmq
+from packedkv.codecs.hqmq import Hqmq, unpack_digits
 from packedkv.codecs.outliers import Med
 from packedkv.errors import ShapeError, SpecError
 from packedkv.ops.bitpack import unpack
 from packedkv.ops.quaternion import nearest_product, products, random_units
-from packedkv.ops.radix import unpack_digits
 from tests.codecs.draws import fitted, normal_fp16, relative_mse
 
 

@@ -7,12 +7,11 @@ from hypothesis import strategies as st
 
 import packedkv
 from packedkv.codec import Codec
-from packedkv.codecs.group_int import GroupInt
+from packedkv.codecs.group_int import GroupInt, deinterleave, interleave
 from packedkv.codecs.outliers import Med
 from packedkv.codecs.saw_int4 import SawInt4
 from packedkv.errors import ShapeError, SpecError
 from packedkv.ops.bitpack import unpack
-from packedkv.ops.interleaved import deinterleave, interleave
 from tests.codecs.cuda_refusal import cuda_refusal
 from tests.codecs.draws import normal_fp16
 

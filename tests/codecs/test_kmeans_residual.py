@@ -11,11 +11,10 @@ import packedkv
 from packedkv.codec import Dense, Sample, Site, roundtrip
 from packedkv.codecs.group_int import GroupInt
 from packedkv.codecs.hessian import HessianRotated
-from packedkv.codecs.kmeans_residual import KMeansResidual
+from packedkv.codecs.kmeans_residual import KMeansResidual, fit_centroids, nearest_centroid
 from packedkv.codecs.saw_int4 import SawInt4
 from packedkv.errors import FitError, SpecError
 from packedkv.files.caches import load_layers, save_layers
-from packedkv.ops.kmeans import fit_centroids, nearest_centroid
 from tests.codecs.draws import normal, relative_mse
 from tests.codecs.filled import check_filled_and_saved
 
@@ -66,7 +65,7 @@ def test_a_tie_goes_to_the_lowest_id():
 def test_assignment_is_cut_into_chunks_that_do_not_show(monkeypatch):
     x, centroids = normal(2, 2, 33, 64), normal(1, 2, 17, 64, seed=1).half()
     whole = nearest_centroid(x, centroids)
-    monkeypatch.setattr("packedkv.ops.kmeans.SCORES", 1)
+    monkeypatch.setattr("packedkv.codecs.kmeans_residual.SCORES", 1)
     assert torch.equal(nearest_centroid(x, centroids), whole)
 
 

@@ -10,10 +10,9 @@ from hypothesis import strategies as st
 import packedkv
 from packedkv.codec import Site, roundtrip
 from packedkv.codecs.group_int import GroupInt
-from packedkv.codecs.octopus import Octopus, _Tables, octopus
+from packedkv.codecs.octopus import Octopus, _Tables, octopus, unpack_split
 from packedkv.errors import ShapeError, SpecError
 from packedkv.ops.lloyd_max import block_norm_density, distortion, lloyd_max
-from packedkv.ops.split_words import unpack_split
 from tests.codecs.draws import fitted, loud_channel_cost, unit_keys
 
 from .definitions import MARGIN, by_definition, key_batches, nearest, rotated_unit, smallest

@@ -8,11 +8,10 @@ from hypothesis import strategies as st
 import packedkv
 from packedkv.codec import roundtrip
 from packedkv.codecs.group_int import GroupInt
-from packedkv.codecs.octopus import Octopus
+from packedkv.codecs.octopus import Octopus, unpack_split
 from packedkv.codecs.octopus_qjl import OctopusQJL, octopus_qjl
 from packedkv.errors import ShapeError, SpecError
 from packedkv.ops.bitpack import unpack
-from packedkv.ops.split_words import unpack_split
 from tests.codecs.draws import fitted, normal, score_errors
 
 from .definitions import MARGIN, by_definition, key_batches, rotated_unit, sylvester

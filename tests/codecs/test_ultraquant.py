@@ -9,10 +9,17 @@ from hypothesis import strategies as st
 
 import packedkv
 from packedkv.codec import Dense, Site, roundtrip
-from packedkv.codecs.ultraquant import UltraQuant, ultraquant
+from packedkv.codecs.ultraquant import (
+    UltraQuant,
+    decode_e2m1,
+    encode_e2m1,
+    nearest_ue8m0,
+    ue8m0_reciprocal,
+    ue8m0_value,
+    ultraquant,
+)
 from packedkv.errors import ShapeError, SpecError
 from packedkv.ops.bitpack import unpack
-from packedkv.ops.fp4 import decode_e2m1, encode_e2m1, nearest_ue8m0, ue8m0_reciprocal, ue8m0_value
 
 GRID = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6])
 OCTAVE = [2 ** (i / 8) for i in range(8)]

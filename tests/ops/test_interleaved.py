@@ -5,8 +5,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from packedkv.codecs.group_int import RUN, deinterleave, interleave
 from packedkv.ops.bitpack import pack, packed_bytes
-from packedkv.ops.interleaved import RUN, deinterleave, interleave
 
 
 def random_codes(bits: int, *shape: int, seed: int = 0) -> torch.Tensor:

@@ -5,8 +5,8 @@ import math
 import pytest
 import torch
 
+from packedkv.codecs.octopus import coordinate_density
 from packedkv.ops.lloyd_max import block_norm_density, distortion, lloyd_max, midpoints, nearest_level
-from packedkv.ops.octahedral import coordinate_density
 
 XI = {
     1: [0.5],

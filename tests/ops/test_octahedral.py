@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from packedkv.ops.octahedral import coordinate_density, direction_table, from_square, to_square
+from packedkv.codecs.octopus import coordinate_density, direction_table, from_square, to_square
 
 
 def directions(n, seed=0):

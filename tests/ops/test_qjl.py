@@ -8,9 +8,8 @@ import torch
 from packedkv.codec import Site
 from packedkv.errors import ShapeError
 from packedkv.ops.bitpack import unpack
-from packedkv.ops.hadamard import hadamard_signs
+from packedkv.ops.hadamard import hadamard_signs, random_signs
 from packedkv.ops.qjl import check_sketch, estimate, hadamard_matrix, sketch
-from packedkv.ops.rotation import random_signs
 
 DIMS = (64, 80, 96, 128, 192, 256)
 

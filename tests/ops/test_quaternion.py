@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from packedkv.codecs.hqmq import pack_digits, packed_digit_bytes, unpack_digits
 from packedkv.ops import quaternion
 from packedkv.ops.quaternion import (
     MANY,
@@ -19,7 +20,6 @@ from packedkv.ops.quaternion import (
     random_units,
     split_chunks,
 )
-from packedkv.ops.radix import pack_digits, packed_digit_bytes, unpack_digits
 
 
 def generator(seed=0):

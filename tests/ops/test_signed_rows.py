@@ -5,8 +5,8 @@ import itertools
 import pytest
 import torch
 
+from packedkv.codecs.hqmq import pack_rows, row_fields, unpack_rows
 from packedkv.ops.bitpack import packed_bytes
-from packedkv.ops.signed_rows import pack_rows, row_fields, unpack_rows
 
 WIDTHS = list(itertools.product((10, 11, 12, 13), (3, 4, 6)))
 

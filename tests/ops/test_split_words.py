@@ -5,8 +5,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from packedkv.codecs.octopus import pack_split, split_bytes, unpack_split
 from packedkv.ops.bitpack import pack, packed_bytes
-from packedkv.ops.split_words import pack_split, split_bytes, unpack_split
 
 
 def random_codes(bits: int, *shape: int, seed: int = 0) -> torch.Tensor:

@@ -38,9 +38,6 @@ Deviations
    falls short of ``window``, as InnerQ's text says.
 2. The held minimum is the offset of the codes, see ``group_int``.
 
-``scale=search`` takes of 13 multiples of each range about its middle the one of least squared error, in the same bytes
-(``ops/scale_search``).
-
 Pitfalls: cropping into the middle of an encoded group of keys leaves dead slots, since a group is never encoded again.
 Short contexts gain nothing: below window + G tokens all keys are still in 16 bit.
 

@@ -32,12 +32,9 @@ FIXED_POINT = 2.0**30
 
 
 def check_sketch(method: str, head_dim: int) -> None:
-    """Validate that a head_dim has a Hadamard matrix.
+    """Raise ShapeError if neither Sylvester nor Paley (over a prime field) gives a Hadamard matrix of ``head_dim``.
 
-    Raises
-    ------
-    ShapeError
-        If neither Sylvester nor Paley (over a prime field) gives one: of the multiples of 8 up to 256, 184 and 232.
+    Of the multiples of 8 up to 256 these are 184 and 232.
     """
     if _paley_order(head_dim) is None:
         raise ShapeError(
@@ -46,22 +43,10 @@ def check_sketch(method: str, head_dim: int) -> None:
 
 
 def sketch(r: Tensor, signs: Tensor) -> tuple[Tensor, Tensor]:
-    """Signs and lengths of residuals.
+    """Sigma and g of residuals r: packed signs, uint8 ``[B, H, N, D / 8]``, bit 1 is +1; fp16 ``[B, H, N, 1]``.
 
     The sums of R' r are taken of r in units of 2^-30 and are exact, so a sign never depends on the order of additions.
-
-    Parameters
-    ----------
-    r : Tensor float64 ``[B, H, N, D]``
-        At most 4 in magnitude: what is left of a unit vector.
-    signs : Tensor ``[1, H, D]``
-        s' of +-1.
-
-    Returns
-    -------
-    sigma : Tensor uint8 ``[B, H, N, D / 8]``
-        Packed; bit 1 is +1.
-    g : Tensor float16 ``[B, H, N, 1]``
+    ``r`` is float64 ``[B, H, N, D]``, at most 4 in magnitude; ``signs [1, H, D]`` are s'.
     """
     units = (r * FIXED_POINT).round() * signs.unsqueeze(2)
     plus = units @ hadamard_matrix(r.shape[-1], str(r.device)).T >= 0
