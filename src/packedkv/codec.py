@@ -41,25 +41,14 @@ FP16_MAX = 65504.0
 
 @dataclass(frozen=True)
 class Site:
-    """Where a codec works: one per (layer, role).
+    """Place of a codec: one per (layer, role); H KV heads of ``head_dim`` channels, at least 1 of both (ShapeError).
 
     Parameters
     ----------
-    layer : int
-    role : {"key", "value"}
-    num_heads : int
-        KV heads H.
-    head_dim : int
     seed : int
         Every random constant derives from (seed, layer, role, head), never from global state.
-    device : torch.device
     first_head : int
         The model's number of head 0 here: above 0 where tensor parallelism gives a process some of the heads.
-
-    Raises
-    ------
-    ShapeError
-        No heads, or no channels.
     """
 
     layer: int
@@ -71,7 +60,6 @@ class Site:
     first_head: int = 0
 
     def __post_init__(self) -> None:
-        """Refuse a site that holds nothing."""
         if self.num_heads < 1 or self.head_dim < 1:
             raise ShapeError(
                 f"layer {self.layer}: {self.num_heads} KV heads of head_dim {self.head_dim}; expected at least 1 of "
@@ -79,7 +67,7 @@ class Site:
             )
 
     def generator(self, head: int, stream: int = 0) -> torch.Generator:
-        """Return a CPU generator for one head; ``stream`` separates independent draws of a codec."""
+        """Return a CPU generator for one head; ``stream`` separates independent samples of a codec."""
         mixed = self.seed
         for part in (self.layer, 0 if self.role == "key" else 1, self.first_head + head, stream):
             mixed = (mixed * 1_000_003 + part + 1) % (2**63 - 1)
@@ -95,19 +83,16 @@ LEAST = 2.0**-149
 
 @dataclass(frozen=True)
 class Constant:
-    """What one constant of a site must be.
+    """Declaration of one constant of a site.
 
     Parameters
     ----------
     shape : tuple of int
         Behind the leading dimension.
-    dtype : torch.dtype
     low, high : float
         Range of its numbers, both included; NaN lies in none.
     rule : callable, optional
-        Whether a tensor ``[B, *shape]`` of that range keeps a further rule.
-    text : str
-        That rule in words.
+        A further rule for a tensor ``[B, *shape]`` of that range; ``text`` says it in words.
     each : bool
         Whether a prefill gives one for each sequence, so that the leading dimension is 1 or the batch; else it is 1.
     """
@@ -157,7 +142,7 @@ NO_SAMPLE = Sample()
 Part = Literal["tensor", "queries", "gradients"]
 
 Constants = Mapping[str, Constant]
-"""What the constants of a site must be, by name."""
+"""Declarations of a site's constants, by name."""
 
 
 def one_of(*allowed: int, default: int) -> Any:
@@ -237,14 +222,11 @@ class Codec(ABC):
     def layout(self, head_dim: int) -> Layout:
         """Fields of ONE block of ONE head; bytes and bits follow from it.
 
-        Raises
-        ------
-        ShapeError
-            If this codec cannot take ``head_dim``; the text names what it can take.
+        Raises ShapeError if the codec cannot take ``head_dim``; the text names a head_dim that it can take.
         """
 
     def fit(self, site: Site, sample: Sample = NO_SAMPLE) -> Params:
-        """Return the site's constants.
+        """Return the site's constants; raises FitError where the sample lacks a part that is needed.
 
         The leading dimension is 1; for constants fitted on first tokens alone (``sample.queries`` is None) it is B.
         """
@@ -305,13 +287,8 @@ DenseDtype = Literal["float16", "bfloat16", "float32"]
 class Dense(Codec):
     """The identity in 16 bit: baseline of every table, and the codec of layers that a scheme keeps dense.
 
-    Bytes of a token: D x 2. Bits: 16. A cache fixes the dtype when it first sees the model's tensors (``for_dtype``):
-    bf16 stays bf16, float32 is held as fp16.
-
-    Parameters
-    ----------
-    dtype : {"float16", "bfloat16", "float32"} or None
-        None: the 16-bit dtype of the input, fp16 for float32 input.
+    A cache fixes the dtype when it first sees the model's tensors (``for_dtype``): bf16 stays bf16, float32 is stored
+    as fp16. ``codecs/dense.py`` says the rest.
     """
 
     dtype: DenseDtype | None = None

@@ -24,7 +24,7 @@ PLANE_ALIGN = 16
 
 @dataclass(frozen=True)
 class Field:
-    """One packed tensor of a block.
+    """One packed tensor of a block of one head.
 
     Parameters
     ----------
@@ -33,7 +33,6 @@ class Field:
     dtype : str
         A torch dtype by name, e.g. ``"uint8"``, ``"float16"``.
     shape : tuple of int
-        Shape for ONE block of ONE head.
     part : str
         Category of the bytes in a report: ``codes``, ``scales``, ``norms``, ``outliers``, ``flags``, ``dense``.
     reads : str
@@ -61,14 +60,12 @@ class Field:
 
 @dataclass(frozen=True)
 class Layout:
-    """The fields of one block of one head, and what they cost.
+    """The fields of one block of one head, and their bytes.
 
     Parameters
     ----------
-    head_dim : int
-        Channels D of a token.
-    block_tokens : int
-        Tokens G that a block encodes together.
+    head_dim, block_tokens : int
+        Channels D of a token; tokens G that a block encodes together.
     fields : tuple of Field
         In memory order.
     nominal_bits : float
@@ -126,20 +123,8 @@ class Plane:
 class PageLayout:
     """Byte map of a page: ``page_tokens`` tokens of one head, keys and values in one contiguous run.
 
-    Parameters
-    ----------
-    key, value : Layout
-        Layouts of the two roles.
-    page_tokens : int
-        P; a multiple of both layouts' ``block_tokens``.
+    Raises ShapeError if a block does not divide the page.
 
-    Raises
-    ------
-    ShapeError
-        If a block does not divide the page.
-
-    Examples
-    --------
     >>> import packedkv
     >>> scheme = packedkv.get("saw-int4")
     >>> PageLayout(scheme.key.layout(128), scheme.value.layout(128)).page_bytes
@@ -151,7 +136,6 @@ class PageLayout:
     page_tokens: int = PAGE_TOKENS
 
     def __post_init__(self) -> None:
-        """Check that blocks tile the page."""
         for layout in (self.key, self.value):
             if self.page_tokens % layout.block_tokens:
                 raise ShapeError(
@@ -180,17 +164,7 @@ class PageLayout:
         return self.key if role == "key" else self.value
 
     def view(self, pages: torch.Tensor, plane: Plane) -> torch.Tensor:
-        """View one plane of ``pages``.
-
-        Parameters
-        ----------
-        pages : Tensor uint8 ``[num_pages, H, page_bytes]``
-        plane : Plane
-
-        Returns
-        -------
-        Tensor ``[num_pages, H, blocks, *field.shape]`` of the field's dtype, sharing memory.
-        """
+        """View a plane of ``pages``, uint8 ``[num_pages, H, page_bytes]``: ``[num_pages, H, blocks, *field.shape]``."""
         raw = pages[..., plane.offset : plane.offset + plane.nbytes]
         typed = raw.view(plane.field.torch_dtype)
         return typed.unflatten(-1, (plane.blocks, *plane.field.shape))
