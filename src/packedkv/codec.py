@@ -330,5 +330,5 @@ def saturated(x: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def storage_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Dtype in which sinks, windows and dense layers are held: 16-bit inputs as they are, float32 as fp16."""
+    """Dtype in which sinks, windows and dense layers are stored: 16-bit inputs as they are, float32 as fp16."""
     return dtype if dtype in (torch.float16, torch.bfloat16) else torch.float16

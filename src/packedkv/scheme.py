@@ -1,6 +1,6 @@
 """KVScheme: a key codec, a value codec, and which tokens and layers stay dense.
 
-The first ``sink`` tokens (by absolute position, permanently) and the newest ``window`` tokens are stored in 16 bit. The
+The first ``sink`` tokens (by absolute position, permanently) and the newest ``window`` tokens are stored in 16 bit; the
 tokens between are encoded, oldest first, in units of the codec's ``block_tokens``, each exactly once::
 
     encoded_end = sink + unit * max(0, (N - sink - window) // unit)
@@ -37,9 +37,9 @@ class KVScheme:
     sink : int
         First tokens, which always stay dense.
     window : int
-        Newest tokens, dense or packed by ``recent``, as is the unfinished block.
+        Newest tokens that stay dense, or are stored by ``recent``; so does the unfinished block.
     dense_key_layers, dense_value_layers : int
-        Number of first AND of last layers with dense keys (values).
+        How many of the first AND of the last layers keep keys (values) dense.
     mean : {"none", "pre", "post", "auto"}
         ``pre``: the mean of a head's keys before RoPE, rotated to the token's position, is subtracted before encoding
         and added when keys are dequantized. ``post``: the same with one mean after RoPE for all positions. Neither

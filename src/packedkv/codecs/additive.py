@@ -24,7 +24,7 @@ Deviations from the paper
 1. Codebook entries are uniform on the sphere; the paper only says random and fixed.
 2. e(i, j) is cut to multiples of 2^-10, exact in fp16: a search in float64 makes no rounding, so a token alone gives
    the bits it gives in a batch.
-3. sigma / 2 is held, as in hqmq: a chunk of fp16 values may be longer than fp16 can hold.
+3. sigma / 2 is stored, as in hqmq: a chunk of fp16 values may be longer than fp16 can hold.
 
 Pitfalls: the paper's 3 to 12 times higher perplexity fits ``raw`` or ``greedy``; normalised sums are only 3 to 24 %
 worse than as many of HQMQ's products. The search has no closed form: normalised sums are found in cells

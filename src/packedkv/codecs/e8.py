@@ -35,7 +35,7 @@ Deviations from NexusQuant 0.6.3 (nexusquant-kv on PyPI, Apache-2.0: ``E8Lattice
    turboquant-2's. The factor 0.96 is the best for normal values, to two digits.
 3. Its cache turns keys back to before RoPE, rounds them and turns them again; here keys are rounded after RoPE, as in
    every other codec.
-4. Its presets may drop tokens; here all are held.
+4. Its presets may drop tokens; here all are stored.
 
 Pitfalls: a channel of the rotated row reaches 2.75 s: what lies farther out is cut. Rows that a Hadamard rotation does
 not spread (a multiple of one of its rows) lose most of their length.

@@ -14,7 +14,7 @@ Block (one token of one head)::
 
 Bits: 8 + 16/D; D = 128: 130 bytes, 8.125. Without a scale: 8.
 
-Deviations: the scale is held in fp16, not float32, and never below 2^-24; codes are computed with the held scale.
+Deviations: the scale is stored in fp16, not float32, and never below 2^-24; codes are computed with the stored scale.
 
 Pitfalls
 1. Without a scale everything above 448 saturates, and what is below 2^-10 becomes zero. Engines' ``fp8`` without

@@ -14,7 +14,7 @@ p + D/2 as a pair, so v and E of keys are means over a pair, which hold at every
 normal channel of w bits has the error d(w); together they cost the sum of W_c d(w_c), W = v f. Channels are sorted by
 falling W, and the i-th shares T = 2 b bits with the i-th from the end. So every pair of channels has T bits, and is one
 look-up for a kernel. It is of one of a few kinds k, with widths h_k = ceil(b) + k, up to 7 or T, and l_k = T - h_k; k
-rises as long as the loud channel gains more than the quiet one loses::
+rises as long as the large channel gains more than the small one loses::
 
     m_k = number of i < D/2 - 4 with W_i (d(h_(k-1)) - d(h_k)) > W_(D-1-i) (d(l_k) - d(l_(k-1)))
     pair i has the last kind with i < m_k; as W falls, so do kinds
@@ -27,9 +27,9 @@ heads of models.
 the best of the form ``A u + B u^3``, u = i - (2^w - 1)/2: a kernel may compute them or look them up. At 3 bits its
 error is 0.2 % above Lloyd-Max's, at 5 bits 6 %; that of equidistant levels is 8 % and 40 % above.
 
-(4) *One scale a token*, of 16. The constants know each channel's usual size, so the scale only says how loud the token
+(4) *One scale a token*, of 16. The constants know each channel's usual size, so the scale only says how large the token
 is. The encoder tries six around the token's root mean square and keeps the one of least cost, since a token with one
-loud channel wants another scale than a normal one::
+large channel wants another scale than a normal one::
 
     y_c = k_c / sqrt(v_c)                          keys without R_t mu; values x: (x_c - m_c) / sqrt(v_c)
     r = sqrt(mean of y_c^2 over channels with w > 0);  n: the n in 1..15 with 2^((n-6)/4) nearest to r
@@ -41,7 +41,7 @@ loud channel wants another scale than a normal one::
 Block (one token of one head)::
 
     codes   uint8  [b D/8]   D/2 fields of T bits, a little-endian stream (ops/bitpack). Field p has the
-                             codes of places 2p (low bits) and 2p + 1, the louder channel first. The highest bit of
+                             codes of places 2p (low bits) and 2p + 1, the larger channel first. The highest bit of
                              field D/2 - 4 + t, t in 0..3, is bit t of the scale's number
 
 The four short pairs have the last four fields. The others, in their order, have what is left of fields 0, D/8, D/4,
@@ -54,7 +54,7 @@ of the mean of S_cc H_cc in units 1 / S_cc, so that scaling a channel changes no
 
     H^(1/2) S H^(1/2) = U L U^T;  y = L^(-1/2) U^T H^(1/2) k       variance 1, cost L in place of v f
 
-With gradients g of the model's loss by the keys (values), which `packedkv fit` takes with labels drawn from the model
+With gradients g of the model's loss by the keys (values), which `packedkv fit` takes with labels sampled from the model
 itself, a token counts in S and m by the root of sum_c v_c g_c^2 over its mean, cut to 0.001 to 100: the basis suits
 tokens on which the loss depends.
 
@@ -74,7 +74,7 @@ until as many have come, so that no byte is written twice. The prompt's queries 
 model's queries of tokens drawn at random; without a model f is sqrt(v), since where keys are loud, queries often are.
 
 Tokens unlike all others (mean of x^2/v above 6) do not count in v and m: a sink's key would. v is at least 1/n of the
-head's mean over n tokens: what a few tokens do not show may be loud later.
+head's mean over n tokens: what a few tokens do not show may be large later.
 
 Deviations from the paper
 1. There is none: the method is ours. Known parts are reverse water-filling (Cover and Thomas, Sec. 10.3.3), Lloyd's and

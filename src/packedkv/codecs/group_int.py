@@ -10,7 +10,7 @@ Symmetric (InnerQ, Eq. 13, read as b-bit signed integers), L = 2^(b-1) - 1 level
     S = fp16(max |x| / L)
     code = clip(rne(x / S), -L, L)             x^ = S code
 
-Codes are computed with S and Z as they are held, so x^ is the nearest representable point.
+Codes are computed with S and Z as stored, so x^ is the nearest representable point.
 
 Block along channels (one token of one head; ``ceil(D / G)`` groups of neighbouring channels, the last one shorter when
 G does not divide D)::
@@ -36,7 +36,7 @@ Block along tokens (G tokens of one head; D groups of G tokens of one channel)::
     scale   fp16   [D]
     zero    fp16   [D]              asymmetric only
 
-Symmetric codes are held as code + 2^(b-1): two's complement with its top bit flipped; 0 does not occur.
+Symmetric codes are stored as code + 2^(b-1): two's complement with its top bit flipped; 0 does not occur.
 
 Bits: b + 32 ceil(D/G) / D along channels, b + 32/G along tokens; half the second term when symmetric. D = 128, G = 32,
 b = 2, asymmetric: 3.0 both ways (48 bytes a token). D = 80, G = 32 along channels: 2 + 96/80 = 3.2.
@@ -51,7 +51,7 @@ Deviations
 ``scale=search`` tries ranges max x - min x (max |x|) times a few factors (``ops/scale_search``).
 
 Pitfalls: two bits symmetric have three levels (-1, 0, 1) and lose most of a Gaussian (relative MSE 0.43 in groups of
-32 against 0.15 asymmetric). Where fp16 is subnormal (S < 2^-14), S is held to 2^-25: an absolute error of at most
+32 against 0.15 asymmetric). Where fp16 is subnormal (S < 2^-14), S is stored to 2^-25: an absolute error of at most
 (2^b - 1) 2^-25 comes on top of S/2.
 """
 

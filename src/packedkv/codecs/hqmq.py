@@ -47,7 +47,7 @@ there, which take no part in sigma.
 Deviations from the paper
 1. q_s is cut to multiples of 2^-10. All of C is then exact in fp16 and a search in float64 is exact, so a token alone
    gives the bits it gives in a batch. Direction error moves by 2 10^-5 at most.
-2. sigma / 2 is held, the root mean square of the largest chunk: |x| of fp16 values can be 131008, above fp16.
+2. sigma / 2 is stored, the root mean square of the largest chunk: |x| of fp16 values can be 131008, above fp16.
 3. ``codebook=int8`` decodes with entries rounded to k/127, half the table: each component of c is off by 1/254 at
    most, relative MSE + 4e-5 at S = 24, + 2e-5 above. The bytes of the cache are the same.
 
@@ -353,7 +353,7 @@ def hqmq(
     Parameters
     ----------
     outliers : {"off", 3, 4, 5}
-        Chunks longer than this many medians are held in fp16, up to ``slots`` a token; thresholds need a sample.
+        Chunks longer than this many medians are stored in fp16, up to ``slots`` a token; thresholds need a sample.
     slots : int
         Room for such chunks per token, 64 bits each.
     """

@@ -26,7 +26,7 @@ Blocks, w = true bits of a code::
     scale  fp16   [ceil(D / 32)]           scale  fp16   [D]     sign bit = M (hybrid)
                                            zero   fp16   [D]     hybrid only
 
-Symmetric codes are held as code + 2^(w-1), asymmetric ones as they are.
+Symmetric codes are stored as code + 2^(w-1), asymmetric ones as they are.
 
 Bits: w + 16/32, hybrid w + 32/32. literal: base 4.5 + 4.5, small 4.5 + 3.5 = 4.0, hybrid 4.5 + 4.0 = 4.25; signed and
 full: 3.5, 3.0, 3.25 as published. The first 32 and AT LEAST the newest 96 tokens stay dense (keys leave one by one,
@@ -38,7 +38,7 @@ Deviations from the paper
    norm; here it is shared and applied to cached keys and queries, so batched prompts each have their own.
    ``integrations.transformers.fold.fold_key_norms`` folds the norms of one prompt into a model's weights; use
    ``norm=false`` there.
-3. The hybrid metric is unstated: squared error, a tie is symmetric. Codes are computed with the held S.
+3. The hybrid metric is unstated: squared error, a tie is symmetric. Codes are computed with the stored S.
 4. "The last 96 tokens" could also be read as at most 96 (values 65 to 96); only the other reading is offered.
 
 Pitfalls: hybrid gains nothing over small on centred data (fewer than 1 group in 1000 is asymmetric with ``literal``).

@@ -59,7 +59,7 @@ def int_naive(
     group : int
         Neighbouring channels that share a scale; 0: all channels of the token.
     outliers : {"off", 3, 4, 5}
-        Chunks of four longer than this many medians are held in fp16, up to ``slots`` a token; needs a sample.
+        Chunks of four longer than this many medians are stored in fp16, up to ``slots`` a token; needs a sample.
     slots : int
         Room for such chunks per token, 64 bits each.
     scale : {"own", "search"}

@@ -14,7 +14,7 @@ rounding tells apart, the last. Then each row of z = y / t is rounded as KIVI's 
     Z = fp16(min z)    S = fp16((max z - Z) / (2^b - 1))
     code = clip(rne((z - Z) / S), 0, 2^b - 1)    y^ = t (S code + Z)
 
-u need not be held: dividing a row by it changes S and Z by the same factor, and no code. So a block is a block of
+u need not be stored: dividing a row by it changes S and Z by the same factor, and no code. So a block is a block of
 ``group_int`` and t, which the authors' layout calls s_row (keys) and s_col (values)::
 
     keys, G tokens of one head             values, G tokens of one head
@@ -33,7 +33,7 @@ Sources: the paper; orders, clips, rounds and sink of the released code (huawei-
 16 in the paper's.
 
 Deviations
-1. Codes are computed with t, S and Z as they are held, in fp16; the released code computes them with float32 numbers.
+1. Codes are computed with t, S and Z as stored, in fp16; the released code computes them with float32 numbers.
 2. All sums are in float64 with a fixed order, and scales are multiplied where the released code adds logarithms, so
    that the bytes are the same on every machine.
 3. Where max |z| is 2^15 or more, t is multiplied by a power of two that brings it below, or Z would leave fp16.

@@ -37,7 +37,7 @@ quantizer has 7-11 % less MSE than the paper's split; ``split=plus``, (b+1, b), 
 (D = 128, unit vectors: -6, -10, -14 % at b = 2, 3, 4).
 
 Deviations from the paper
-1. The norm is held as gamma / sqrt(D), the key's root mean square, which never leaves the fp16 range that keys have;
+1. The norm is stored as gamma / sqrt(D), the key's root mean square, which never leaves the fp16 range that keys have;
    gamma itself may. fp16 costs 16/D bits instead of 32/D and a relative error of 2^-11; ``norm=fp32`` is the paper's.
    A key with |k| < 2^-25 sqrt(D) decodes to zero.
 2. C_xi is solved for the exact density (Eq. 7), not trained on samples, and is symmetric to the last bit.
@@ -84,7 +84,7 @@ Split = Literal["paper", "plus", -2, -1, 0, 1, 2]
 Norm = Literal["fp16", "fp32"]
 
 JOINT_BITS = 10
-"""Longest code that is held whole: a GPU decodes it by one table."""
+"""Longest code that is stored whole: a GPU decodes it by one table."""
 OFFSETS: dict[str, tuple[int, ...]] = {"scalar": (0,), "local_2x2": (0, 1), "local_3x3": (0, 1)}
 """Candidates on each axis, from the nearest level; local_3x3: from the level below the value."""
 CHUNK = 1 << 13
@@ -267,7 +267,7 @@ class Octopus(UnitRotated, Codec):
         Encoder's direction search, the bytes mean the same; local_3x3 equals full, local_2x2 is the weak set as
         printed, scalar rounds xi, eta and rho on their own, as the paper's scores.
     norm : {"fp16", "fp32"}
-        How key norms are held; the paper's is fp32.
+        How key norms are stored; the paper's is fp32.
     scale : {"own", "search"}
         own: the paper's norms and ranges; search: of 13 multiples of each the one of least squared error, the bytes'
         form unchanged.
@@ -455,7 +455,7 @@ def octopus(
     group : int
         Channels of a value that share a scale and an offset; 0 for all of them.
     dense_keys : int
-        How many of the first and of the last layers hold keys dense.
+        How many of the first and of the last layers keep keys dense.
     """
     key = Octopus(*split_bits(bits, split), rounding, norm, scale=scale)
     value = GroupInt(max(2, bits), group, "channels", scale=scale)

@@ -139,7 +139,7 @@ def octopus_qjl(
     group : int
         Channels of a value that share a scale and an offset; 0 for all of them.
     dense_keys : int
-        How many of the first and of the last layers hold keys dense.
+        How many of the first and of the last layers keep keys dense.
     """
     key, value = OctopusQJL(*split_bits(bits, split), rounding, norm), GroupInt(max(2, bits), group, "channels")
     return KVScheme(key=key, value=value, window=window, dense_key_layers=dense_keys)

@@ -5,7 +5,7 @@
     k^ = (k U_h) H,  q^ = (q U_h) H                                H is the inner codec's own rotation
 
 A score is off by q^T dk, in the mean square dk^T M dk. U_h makes M diagonal, so the Hadamard matrix behind it spreads
-the loud and the silent directions evenly over all channels. ``hessian`` has a layer's eigenvectors behind the
+the large and the silent directions evenly over all channels. ``hessian`` has a layer's eigenvectors behind the
 Hadamard matrix.
 
 Block: the inner codec's, unchanged. Bits: the inner codec's; the rotations of a layer are constants of the site.

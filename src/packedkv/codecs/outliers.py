@@ -6,7 +6,7 @@
 
 Block (T = ``block_tokens`` of the inner codec, of one head): the inner codec's fields, then ::
 
-    flags     uint8  [ceil(T n / 8)]     which chunks are held; token 0, chunk 0 in the lowest bit
+    flags     uint8  [ceil(T n / 8)]     which chunks are stored; token 0, chunk 0 in the lowest bit
     outliers  fp16   [T slots, 4]        those chunks, ``slots`` rows per token, ascending; unused rows are zero
 
 Bits: the inner codec's + (8 ceil(T n / 8) / T + 64 slots) / D; D = 128: + 0.75, 1.25, 1.75 with 1, 2, 3 slots. int-4

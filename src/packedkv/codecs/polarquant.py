@@ -27,13 +27,13 @@ Deviations from the paper
    D - 1 angles and one gamma. A radius per power-of-two block would cost 16/16 bits per element at D = 80 instead.
    The rotation is block-diagonal there, of the largest power of two that divides D.
 2. All angles take b bits (the paper gives 4 to level 1 and 2 to the others), as in OCTOPUS' baseline.
-3. The norm is held as the root mean square, in fp16 by default; ``norm=fp32`` is the paper's.
+3. The norm is stored as the root mean square, in fp16 by default; ``norm=fp32`` is the paper's.
    A row with |x| < 2^-25 sqrt(D) decodes to zero.
 4. The encoder compares b / (a + b), which rises with atan2(b, a), with cuts so transformed: no arctangent, whose last
    bit differs between machines. On a tie the lower sector or level.
 
 Pitfalls: not the method of arXiv:2502.00527, which has the same name. Keeping |x| does not make scores unbiased: they
-are short by 1 - E cos. Rows that the rotation does not spread (loud channels at D = 80) fall outside the narrow
+are short by 1 - E cos. Rows that the rotation does not spread (large channels at D = 80) fall outside the narrow
 distributions of the upper levels.
 
 Use: comparing with papers that use it; keeping the length of every vector, up to the rounding of its norm.
@@ -103,7 +103,7 @@ class PolarQuant(UnitRotated, Codec):
     bits : {2, 3, 4, 5, 6}
         Bits of each of the D - 1 angles; the norm comes on top.
     norm : {"fp16", "fp32"}
-        How norms are held; the paper's is fp32.
+        How norms are stored; the paper's is fp32.
 
     Examples
     --------

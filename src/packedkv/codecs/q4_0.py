@@ -2,7 +2,7 @@
 
     y = x diag(H_h, ..., H_h)           H orthonormal Sylvester; keys: h = the largest power of two in D; values: h = 64
     m = the first element of largest magnitude of 32 neighbouring channels, with its sign
-    d = m / -8                          the float d makes the codes, fp16(d) is held
+    d = m / -8                          the float d makes the codes, fp16(d) is stored
     q = min(15, trunc(y (1 / d) + 8.5)),   y^ = fp16(d) (q - 8)
 
 The 16 levels are -8..7 times d: m itself is code 0, and the other sign has one level less. Rows are rotated

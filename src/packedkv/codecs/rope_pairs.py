@@ -34,13 +34,13 @@ Deviations from the paper
    more bits per segment and token.
 2. w_p is the product of the energies: the mean squared error of the scores, were the pair stored with 0 bits. Steps of
    4 pairs, so that a step is whole bytes. Widths 0..8; the paper's are 1..8.
-3. An energy of n tokens is at least 1/n of the head's mean energy: what a few tokens do not show may be loud later.
+3. An energy of n tokens is at least 1/n of the head's mean energy: what a few tokens do not show may be large later.
 
 Pitfalls: both channels of a pair share a scale, because RoPE turns one into the other as positions grow; scales per
 channel are a little better at the length they were fitted on, and wrong beyond it. Where a model pairs neighbouring
 channels or rotates only some, the bits still follow the energies, but what shares a scale is no pair. Energies are
-about zero: a key bias makes a pair loud, and its constant part takes bits. Nothing is rotated, so a token's outlier
-stays in its channel; at 2 bits a token of one loud channel can come back worse than as zeros.
+about zero: a key bias makes a pair large, and its constant part takes bits. Nothing is rotated, so a token's outlier
+stays in its channel; at 2 bits a token of one large channel can come back worse than as zeros.
 
 Use: 2 to 3 bits token by token (pages, prefix reuse, speculation), with a file of `packedkv fit`.
 

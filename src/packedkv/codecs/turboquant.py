@@ -36,11 +36,11 @@ Deviations from the papers
    built so. D that is no power of two: block-diagonal of the largest power of two that divides D (80: 16, 96: 32);
    small blocks spread an outlier channel less. R' is not: blocks would bias the scores (ops/qjl).
 2. The sketch is orthonormal. A Gaussian one (coefficient sqrt(pi/2) / D) multiplies the error energy by 1.56, not .57.
-3. The norm is held as the root mean square, in fp16 (``norm=fp32`` is the paper's): |x| < 2^-25 sqrt(D) gives zeros.
+3. The norm is stored as the root mean square, in fp16 (``norm=fp32`` is the paper's): |x| < 2^-25 sqrt(D) gives zeros.
 
 ``variant=printed`` is for reproducing Table 1 of OCTOPUS only. The TurboQuant-QJL scores printed there leave out the
 residual: they fit signs INDEPENDENT of r at the coefficient sqrt(pi/2) / D on an orthonormal sketch, an error
-energy of 1 + pi/(2D); why is unknown. Here the decoder's R'' is drawn apart from the encoder's R', so that the bytes
+energy of 1 + pi/(2D); why is unknown. Here the decoder's R'' is sampled apart from the encoder's R', so that the bytes
 are the correct variant's and only their reading is wrong: mean score error 5.44 instead of 4.06 at b = 2.
 
 Pitfalls: TurboQuant-MSE scores are short by the relative MSE (slope -.116 at b = 2). ``bits`` of QJL counts the sign.
@@ -90,7 +90,7 @@ class TurboQuant(UnitRotated, Codec):
     bits : {1, 2, 3, 4, 5, 6}
         Bits of a coordinate; the norm comes on top.
     norm : {"fp16", "fp32"}
-        How norms are held; the paper's is fp32.
+        How norms are stored; the paper's is fp32.
     scale : {"own", "search"}
         own: the paper's norm; search: of 13 multiples of it the one of least squared error, the bytes' form unchanged.
 
@@ -156,7 +156,7 @@ class TurboQuantQJL(TurboQuant):
     bits : {2, 3, 4}
         Bits of a coordinate, in keys with the residual's sign; norms come on top.
     norm : {"fp16", "fp32"}
-        How norms are held; the paper's is fp32.
+        How norms are stored; the paper's is fp32.
     variant : {"correct", "printed"}
         printed fits a published table whose residuals carry nothing; for reproduction only.
     """

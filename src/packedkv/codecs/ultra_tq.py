@@ -20,14 +20,14 @@ Blocks (one token of one head; g = ceil(D / 32), the last group shorter when 32 
     norm   fp16   [1], or [g] per block    scale  fp16   [g]
                                            zero   fp16   [g]
 
-A block's norm is held over 2^r, r = ceil(log2(h / 32) / 2) for a rotation of order h > 32, so that it stays an fp16
+A block's norm is stored over 2^r, r = ceil(log2(h / 32) / 2) for a rotation of order h > 32, so that it stays an fp16
 number where the rotation gathers a whole key in one block; r = 0 otherwise and for token norms.
 
 Bits: keys 4 + 16/D (norm=block: 4 + 16 g/D), values 4 + 32 g/D; D = 128: 66 bytes, 4.125, and 80 bytes, 5.0, together
 4.5625. The first two and the last two layers are dense, as in all of the paper's results.
 
 Deviations from the paper
-1. Norm per token is Secs. 4.1, 5.3 and B.1, norm per block is Alg. 2; the default is the former. It is held as a root
+1. Norm per token is Secs. 4.1, 5.3 and B.1, norm per block is Alg. 2; the default is the former. It is stored as a root
    mean square in fp16 (the paper prints no bits).
 2. The text names the sphere's distribution, but its 0.342 is the Gaussian's: that table is the default.
 3. ``calibrated`` fits on the prefill unless constants are given, and then refits every layer that is not dense: a
@@ -245,7 +245,7 @@ def ultra_tq(
     group : int
         Channels of a value that share a scale and an offset; 0 for all of them.
     dense_layers : int
-        How many of the first and of the last layers hold keys and values dense.
+        How many of the first and of the last layers keep keys and values dense.
     """
     key, value = UltraTQ(norm, table, refit, scale=scale), GroupInt(4, group, "channels", scale=scale)
     return KVScheme(key=key, value=value, dense_key_layers=dense_layers, dense_value_layers=dense_layers)

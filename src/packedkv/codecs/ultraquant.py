@@ -17,7 +17,7 @@ Block (one token of one head; g = ceil(D / 32) groups, the last one shorter when
     scale  uint8 or fp16   [g]     E + 127 (UE8M0; 0 for a group of zeros, 255 never), or c m / 2^r with scale=real
 
 r = ceil(log2(h) / 2) for keys rotated in blocks of h channels (2^r >= sqrt(h), the most a rotation can add to a
-maximum, so that the held scale never leaves the fp16 range), r = 0 for values.
+maximum, so that the stored scale never leaves the fp16 range), r = 0 for values.
 
 Bits: 4 + 8 g / D, D = 128: 68 bytes, 4.25; real scales 4 + 16 g / D, 4.5. D = 80 has 3 groups: 43 bytes, 4.3. The first
 two and the last two layers are dense: with 48 layers of D = 128 the mean is 5.229 bits.
@@ -223,7 +223,7 @@ def ultraquant(c: float = 0.156, scale: Scale = "pow2", queries: Queries = "exac
     Parameters
     ----------
     dense_layers : int
-        How many of the first and of the last layers hold keys and values dense.
+        How many of the first and of the last layers keep keys and values dense.
     """
     key, value = UltraQuant(True, c, scale, queries), UltraQuant(False, c, scale)
     return KVScheme(key=key, value=value, dense_key_layers=dense_layers, dense_value_layers=dense_layers)

@@ -10,7 +10,7 @@ so the error is (pi/2 - 1) |r|^2.
 
 R' must mix all coordinates. Were it block-diagonal, n blocks, a would have the variance n |r_k|^2 / D of its block k,
 and r^_k would come out scaled by |r| / (sqrt(n) |r_k|): right only where all blocks hold the same energy. With one
-channel 30 times as loud as the others scores at D = 80, blocks of 16, are then short by 24 % (turboquant-qjl-2). So M
+channel 30 times as large as the others scores at D = 80, blocks of 16, are then short by 24 % (turboquant-qjl-2). So M
 is of full order for D that is no power of two too: Sylvester's times one of Paley's (80 = 4 x 20, 96 = 8 x 12).
 
 Nearly normal means that r is spread over a dozen coordinates or more; for an r of one coordinate r^ is 1.25 r.

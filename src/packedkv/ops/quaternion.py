@@ -70,7 +70,7 @@ UNITS = _units()
 """The 24 Hurwitz units, float64 ``[24, 4]``: rows 4n, 4n + 1, 4n + 2 and 4n + 3 are p, -p, i p and -i p.
 
 So the lowest bit of a code is a sign, and the next one a product with i, which exchanges components: half of the signs,
-and a quarter of all, need not be held in a table. p is 1, j, then (1 - i +-j +-k)/2, + before -, j slower.
+and a quarter of all, need not be stored in a table. p is 1, j, then (1 - i +-j +-k)/2, + before -, j slower.
 """
 
 FACE_UNITS = (multiply(UNITS[:8, None], UNITS) @ UNITS.T).max(-1).indices
