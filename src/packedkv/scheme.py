@@ -1,6 +1,6 @@
 """KVScheme: a key codec, a value codec, and which tokens and layers stay dense.
 
-The first ``sink`` tokens (by absolute position, permanently) and the newest ``window`` tokens are stored in 16 bit; the
+The first ``sink`` tokens (by absolute position, permanently) and the newest ``window`` tokens are stored in 16 bit. The
 tokens between are encoded, oldest first, in units of the codec's ``block_tokens``, each exactly once::
 
     encoded_end = sink + unit * max(0, (N - sink - window) // unit)
@@ -37,9 +37,9 @@ class KVScheme:
     sink : int
         First tokens, which always stay dense.
     window : int
-        Newest tokens that stay dense, or are stored by ``recent``; so does the unfinished block.
+        Newest tokens, dense or packed by ``recent``, as is the unfinished block.
     dense_key_layers, dense_value_layers : int
-        How many of the first AND of the last layers keep keys (values) dense.
+        Number of first AND of last layers with dense keys (values).
     mean : {"none", "pre", "post", "auto"}
         ``pre``: the mean of a head's keys before RoPE, rotated to the token's position, is subtracted before encoding
         and added when keys are dequantized. ``post``: the same with one mean after RoPE for all positions. Neither
@@ -233,7 +233,7 @@ class KVScheme:
 
 
 def recent_of(key: Codec, value: Codec, of_key: KVScheme | None, of_value: KVScheme | None) -> KVScheme | None:
-    """Return ``recent`` of a layer's two codecs, each role's from another scheme; None if both stay dense."""
+    """Return ``recent`` of a layer whose two codecs are from different schemes; None if both roles stay dense."""
     own_key = Dense() if of_key is None or isinstance(key, Dense) else of_key.key
     own_value = Dense() if of_value is None or isinstance(value, Dense) else of_value.value
     if isinstance(own_key, Dense) and isinstance(own_value, Dense):

@@ -1,7 +1,7 @@
 """Dense: the identity in 16 bit; baseline of every table, and the codec of boundary layers (``packedkv.codec.Dense``).
 
-Bytes of a token: D x 2. Bits: 16. float32 input is stored as fp16 (``float16``), bf16 input as bf16 when the codec is
-told so; a cache tells it (``Dense(dtype="bfloat16")``) when it first sees the model's tensors.
+Bytes of a token: D x 2. Bits: 16. float32 input is stored as fp16 (``float16``), bf16 input as bf16 with
+``Dense(dtype="bfloat16")``, which a cache selects from the model's first tensors.
 
 Use: the baseline of every table, and layers that a scheme keeps in 16 bit.
 
@@ -22,7 +22,7 @@ def dense(dtype: Literal["auto", "float16", "bfloat16", "float32"] = "auto") -> 
     Parameters
     ----------
     dtype : {"auto", "float16", "bfloat16", "float32"}
-        What is stored; auto keeps a 16-bit model's own dtype and holds float32 as fp16.
+        The stored dtype; auto keeps a 16-bit model's own dtype and stores float32 as fp16.
     """
     codec = Dense(None if dtype == "auto" else dtype)
     return KVScheme(key=codec, value=codec)
