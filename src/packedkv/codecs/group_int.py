@@ -69,6 +69,7 @@ from packedkv.ops.groups import fp16_scale, group_count, split_channels, spread_
 from packedkv.ops.scale_search import Scale, around_middle, quantized
 
 Along = Literal["channels", "tokens"]
+BITS = (2, 3, 4, 8)
 RUN = 128
 """Channels that are interleaved together."""
 
@@ -97,7 +98,7 @@ class GroupInt(Codec):
     (3.0, 3.0)
     """
 
-    bits: int = one_of(2, 3, 4, 8, default=4)
+    bits: int = one_of(*BITS, default=4)
     group: int = 32
     along: Along = "channels"
     symmetric: bool = False
