@@ -8,11 +8,11 @@ import torch
 from safetensors import safe_open
 
 import packedkv
+from packedkv.codecs.group_int import interleave
 from packedkv.files import caches as persist
 from packedkv.files import params
 from packedkv.fitting.fit import fit_model
 from packedkv.ops.bitpack import pack
-from packedkv.ops.interleaved import interleave
 from tests.cli.tiny import TEXT, tiny_loaded
 
 DOC = (Path(__file__).parents[1] / "docs" / "format.md").read_text()

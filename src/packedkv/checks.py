@@ -26,14 +26,9 @@ def largest_of(xs: Sequence[Tensor]) -> Tensor:
 
 
 def check_tensor(name: str, x: Tensor) -> None:
-    """Validate that codecs can store a tensor.
+    """Validate that codecs can store a tensor: floating ``[B, H, N, D]`` (ShapeError), no NaN, Inf or above 65504.
 
-    Raises
-    ------
-    ShapeError
-        If ``x`` is not a floating ``[B, H, N, D]`` tensor.
-    ValueError
-        If ``x`` holds NaN, Inf, or a magnitude above fp16's 65504; names the tensor and the first position.
+    The latter raise ValueError, which names the tensor and the first position.
     """
     if not isinstance(x, Tensor) or x.ndim != 4 or not x.is_floating_point():
         came = f"{tuple(x.shape)} {x.dtype}" if isinstance(x, Tensor) else type(x).__name__
@@ -69,12 +64,7 @@ def check_tensors(keys: Tensor, values: Tensor, *more: Tensor) -> list[float]:
 
 
 def check_fitted(method: str, site: Site, given: Mapping[str, Tensor]) -> None:
-    """Validate the tensors of a calibration, by name: ``[B, H or HQ, N, D]`` of at least one token.
-
-    Raises
-    ------
-    FitError
-    """
+    """Raise FitError unless the tensors of a calibration are ``[B, H or HQ, N, D]`` of at least one token."""
     for name, x in given.items():
         if x.ndim != 4 or not x.numel() or x.shape[-1] != site.head_dim:
             raise FitError(
@@ -83,14 +73,18 @@ def check_fitted(method: str, site: Site, given: Mapping[str, Tensor]) -> None:
             )
 
 
-def params_by_role(given: Mapping[Role, Params] | None) -> Mapping[Role, Params]:
-    """Return constants that a caller gave by role; None gives none.
+def needed(method: str, x: Tensor | None, other: str = "") -> Tensor:
+    """Return the keys or values that constants are fitted on; FitError if there are none, ``other`` a way without."""
+    if x is None:
+        raise FitError(
+            f"{method} needs sample keys or values [batch, kv_heads, tokens, head_dim]; got none. Pass a sample to fit"
+            f"{other}, or run `packedkv fit MODEL SPEC --text FILE -o PARAMS` and pass params."
+        )
+    return x
 
-    Raises
-    ------
-    SpecError
-        They have another form.
-    """
+
+def params_by_role(given: Mapping[Role, Params] | None) -> Mapping[Role, Params]:
+    """Return constants that a caller gave by role; None gives none. Raises SpecError if they have another form."""
     form = "pass {'key': Params, 'value': Params}, a Params being a mapping of names to tensors, or None."
     if given is None:
         return {}
@@ -102,20 +96,9 @@ def params_by_role(given: Mapping[Role, Params] | None) -> Mapping[Role, Params]
 
 
 def check_constants(codec: Codec, site: Site, given: Params, batch: int | None = None) -> None:
-    """Validate that constants are what a codec declares: kernels use them as indices, widths and divisors.
+    """Raise FitError unless constants are as a codec declares them: kernels use them as indices, widths and divisors.
 
-    Parameters
-    ----------
-    codec : Codec
-    site : Site
-    given : Params
-    batch : int, optional
-        Sequences of the cache; default any.
-
-    Raises
-    ------
-    FitError
-        The text names the constant, what came and what is allowed.
+    ``batch`` is the number of sequences of the cache; None: any.
     """
     where = f"the {site.role} constants of layer {site.layer}"
     cure = "pass what codec.fit or `packedkv fit` made for this model and spec, or leave the params out."
@@ -138,24 +121,9 @@ def check_constant(
     cure: str = ".",
     error: type[KVError] = FitError,
 ) -> None:
-    """Validate that a tensor is this constant.
+    """Raise ``error`` unless a tensor has the dtype, shape, range and rule of a constant.
 
-    Parameters
-    ----------
-    name : str
-        Subject of the error's sentence.
-    constant : Constant
-    x : Tensor
-    batch : int, optional
-        As in ``check_constants``.
-    cure : str
-        End of the error's sentence.
-    error : type of KVError
-
-    Raises
-    ------
-    KVError
-        Of the type ``error``: another dtype or shape, numbers out of range, or a broken rule.
+    ``name`` is the subject of the error's sentence, ``cure`` its end; ``batch`` as in ``check_constants``.
     """
     if not isinstance(x, Tensor) or x.dtype != constant.dtype:
         raise error(f"{name} is {x.dtype if isinstance(x, Tensor) else type(x).__name__}, not {constant.dtype}{cure}")

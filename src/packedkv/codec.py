@@ -20,13 +20,13 @@ Tensors are ``[B, H, N, D]`` as Hugging Face caches are; B batch, H KV heads, N 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
-from typing import Any, Literal
+from typing import Any, Literal, get_args, get_origin
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from packedkv.errors import ShapeError
+from packedkv.errors import ShapeError, SpecError
 from packedkv.layout import Field, Layout
 
 Role = Literal["key", "value"]
@@ -41,25 +41,14 @@ FP16_MAX = 65504.0
 
 @dataclass(frozen=True)
 class Site:
-    """Where a codec works: one per (layer, role).
+    """Place of a codec: one per (layer, role); H KV heads of ``head_dim`` channels, at least 1 of both (ShapeError).
 
     Parameters
     ----------
-    layer : int
-    role : {"key", "value"}
-    num_heads : int
-        KV heads H.
-    head_dim : int
     seed : int
         Every random constant derives from (seed, layer, role, head), never from global state.
-    device : torch.device
     first_head : int
         The model's number of head 0 here: above 0 where tensor parallelism gives a process some of the heads.
-
-    Raises
-    ------
-    ShapeError
-        No heads, or no channels.
     """
 
     layer: int
@@ -71,7 +60,6 @@ class Site:
     first_head: int = 0
 
     def __post_init__(self) -> None:
-        """Refuse a site that holds nothing."""
         if self.num_heads < 1 or self.head_dim < 1:
             raise ShapeError(
                 f"layer {self.layer}: {self.num_heads} KV heads of head_dim {self.head_dim}; expected at least 1 of "
@@ -79,7 +67,7 @@ class Site:
             )
 
     def generator(self, head: int, stream: int = 0) -> torch.Generator:
-        """Return a CPU generator for one head; ``stream`` separates independent draws of a codec."""
+        """Return a CPU generator for one head; ``stream`` separates independent samples of a codec."""
         mixed = self.seed
         for part in (self.layer, 0 if self.role == "key" else 1, self.first_head + head, stream):
             mixed = (mixed * 1_000_003 + part + 1) % (2**63 - 1)
@@ -95,19 +83,16 @@ LEAST = 2.0**-149
 
 @dataclass(frozen=True)
 class Constant:
-    """What one constant of a site must be.
+    """Declaration of one constant of a site.
 
     Parameters
     ----------
     shape : tuple of int
         Behind the leading dimension.
-    dtype : torch.dtype
     low, high : float
         Range of its numbers, both included; NaN lies in none.
     rule : callable, optional
-        Whether a tensor ``[B, *shape]`` of that range keeps a further rule.
-    text : str
-        That rule in words.
+        A further rule for a tensor ``[B, *shape]`` of that range; ``text`` says it in words.
     each : bool
         Whether a prefill gives one for each sequence, so that the leading dimension is 1 or the batch; else it is 1.
     """
@@ -157,12 +142,27 @@ NO_SAMPLE = Sample()
 Part = Literal["tensor", "queries", "gradients"]
 
 Constants = Mapping[str, Constant]
-"""What the constants of a site must be, by name."""
+"""Declarations of a site's constants, by name."""
+
+
+def one_of(*allowed: int, default: int) -> Any:
+    """Declare a codec's option that takes a few whole numbers; of other options a ``Literal`` type names the values."""
+    return field(default=default, metadata={"allowed": allowed})
 
 
 @dataclass(frozen=True)
 class Codec(ABC):
     """A map from K or V to bytes and back; see the module's text for what it must guarantee."""
+
+    def __post_init__(self) -> None:
+        """Raise SpecError for an option whose value is not one of those declared."""
+        for option in fields(self):
+            declared = get_args(option.type) if get_origin(option.type) is Literal else None
+            allowed, came = option.metadata.get("allowed", declared), getattr(self, option.name)
+            if allowed is not None and came not in allowed:
+                *first, last = map(str, allowed)
+                values = f"{', '.join(first)} or {last}" if first else last
+                raise SpecError(f"{type(self).__name__}: {option.name}={came!r} is not allowed; use {values}.")
 
     @property
     def block_tokens(self) -> int:
@@ -207,8 +207,8 @@ class Codec(ABC):
 
     @property
     def searches(self) -> bool:
-        """Whether ``encode`` tries several scales (``ops/scale_search``), which no kernel does."""
-        return False
+        """Whether ``encode`` tries several scales (an option ``scale=search``), which no kernel does."""
+        return getattr(self, "scale", "") == "search"
 
     def for_dtype(self, dtype: torch.dtype) -> "Codec":
         """Return the codec for input of ``dtype``; itself, unless its layout depends on the dtype (``Dense``)."""
@@ -222,14 +222,11 @@ class Codec(ABC):
     def layout(self, head_dim: int) -> Layout:
         """Fields of ONE block of ONE head; bytes and bits follow from it.
 
-        Raises
-        ------
-        ShapeError
-            If this codec cannot take ``head_dim``; the text names what it can take.
+        Raises ShapeError if the codec cannot take ``head_dim``; the text names a head_dim that it can take.
         """
 
     def fit(self, site: Site, sample: Sample = NO_SAMPLE) -> Params:
-        """Return the site's constants.
+        """Return the site's constants; raises FitError where the sample lacks a part that is needed.
 
         The leading dimension is 1; for constants fitted on first tokens alone (``sample.queries`` is None) it is B.
         """
@@ -290,13 +287,8 @@ DenseDtype = Literal["float16", "bfloat16", "float32"]
 class Dense(Codec):
     """The identity in 16 bit: baseline of every table, and the codec of layers that a scheme keeps dense.
 
-    Bytes of a token: D x 2. Bits: 16. A cache fixes the dtype when it first sees the model's tensors (``for_dtype``):
-    bf16 stays bf16, float32 is held as fp16.
-
-    Parameters
-    ----------
-    dtype : {"float16", "bfloat16", "float32"} or None
-        None: the 16-bit dtype of the input, fp16 for float32 input.
+    A cache fixes the dtype when it first sees the model's tensors (``for_dtype``): bf16 stays bf16, float32 is stored
+    as fp16. ``codecs/dense.py`` says the rest.
     """
 
     dtype: DenseDtype | None = None
@@ -338,5 +330,5 @@ def saturated(x: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def storage_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Dtype in which sinks, windows and dense layers are held: 16-bit inputs as they are, float32 as fp16."""
+    """Dtype in which sinks, windows and dense layers are stored: 16-bit inputs as they are, float32 as fp16."""
     return dtype if dtype in (torch.float16, torch.bfloat16) else torch.float16

@@ -24,7 +24,7 @@ PLANE_ALIGN = 16
 
 @dataclass(frozen=True)
 class Field:
-    """One packed tensor of a block.
+    """One packed tensor of a block of one head.
 
     Parameters
     ----------
@@ -33,7 +33,6 @@ class Field:
     dtype : str
         A torch dtype by name, e.g. ``"uint8"``, ``"float16"``.
     shape : tuple of int
-        Shape for ONE block of ONE head.
     part : str
         Category of the bytes in a report: ``codes``, ``scales``, ``norms``, ``outliers``, ``flags``, ``dense``.
     reads : str
@@ -61,14 +60,12 @@ class Field:
 
 @dataclass(frozen=True)
 class Layout:
-    """The fields of one block of one head, and what they cost.
+    """The fields of one block of one head, and their bytes.
 
     Parameters
     ----------
-    head_dim : int
-        Channels D of a token.
-    block_tokens : int
-        Tokens G that a block encodes together.
+    head_dim, block_tokens : int
+        Channels D of a token; tokens G that a block encodes together.
     fields : tuple of Field
         In memory order.
     nominal_bits : float
@@ -126,20 +123,8 @@ class Plane:
 class PageLayout:
     """Byte map of a page: ``page_tokens`` tokens of one head, keys and values in one contiguous run.
 
-    Parameters
-    ----------
-    key, value : Layout
-        Layouts of the two roles.
-    page_tokens : int
-        P; a multiple of both layouts' ``block_tokens``.
+    Raises ShapeError if a block does not divide the page.
 
-    Raises
-    ------
-    ShapeError
-        If a block does not divide the page.
-
-    Examples
-    --------
     >>> import packedkv
     >>> scheme = packedkv.get("saw-int4")
     >>> PageLayout(scheme.key.layout(128), scheme.value.layout(128)).page_bytes
@@ -151,7 +136,6 @@ class PageLayout:
     page_tokens: int = PAGE_TOKENS
 
     def __post_init__(self) -> None:
-        """Check that blocks tile the page."""
         for layout in (self.key, self.value):
             if self.page_tokens % layout.block_tokens:
                 raise ShapeError(
@@ -180,17 +164,7 @@ class PageLayout:
         return self.key if role == "key" else self.value
 
     def view(self, pages: torch.Tensor, plane: Plane) -> torch.Tensor:
-        """View one plane of ``pages``.
-
-        Parameters
-        ----------
-        pages : Tensor uint8 ``[num_pages, H, page_bytes]``
-        plane : Plane
-
-        Returns
-        -------
-        Tensor ``[num_pages, H, blocks, *field.shape]`` of the field's dtype, sharing memory.
-        """
+        """View a plane of ``pages``, uint8 ``[num_pages, H, page_bytes]``: ``[num_pages, H, blocks, *field.shape]``."""
         raw = pages[..., plane.offset : plane.offset + plane.nbytes]
         typed = raw.view(plane.field.torch_dtype)
         return typed.unflatten(-1, (plane.blocks, *plane.field.shape))
@@ -202,13 +176,9 @@ def page_tokens_for(*layouts: Layout, at_least: int = PAGE_TOKENS) -> int:
     return -(-at_least // step) * step
 
 
-def check_whole_bytes(method: str, head_dim: int) -> None:
-    """Validate that the codes of a head_dim fill whole bytes at every width.
-
-    Raises
-    ------
-    ShapeError
-        If ``head_dim`` is not a positive multiple of 8.
-    """
-    if head_dim < 8 or head_dim % 8:
-        raise ShapeError(f"{method}: head_dim={head_dim} is not a multiple of 8; use 64, 80, 96, 128, 192 or 256.")
+def check_head_dim(method: str, head_dim: int, step: int = 8) -> None:
+    """Raise ShapeError unless a head_dim is a positive multiple of ``step``; with 8, codes of any width fill bytes."""
+    if head_dim < step or head_dim % step:
+        wanted = f"a multiple of {step}" if step > 1 else "a positive number"
+        *some, last = (str(dim) for dim in (64, 80, 96, 128, 192, 256) if dim % step == 0)
+        raise ShapeError(f"{method}: head_dim={head_dim} is not {wanted}; use {', '.join(some)} or {last}.")

@@ -117,7 +117,7 @@ class Method:
     def options(self) -> dict[str, Option]:
         """Options by name: the recipe's parameters in their order, and those of every method."""
         hints = typing.get_type_hints(self.recipe)
-        docs = _parameter_docs(self.recipe)
+        docs = _option_docs(self.recipe)
         own = {p.name: Option(p.name, hints[p.name], p.default, docs.get(p.name, "")) for p in self.parameters.values()}
         return own | {name: option for name, option in COMMON.items() if name not in own}
 
@@ -148,26 +148,19 @@ def register(
     mark: Mark = "paper",
     recommended: tuple[str, ...] = (),
 ) -> Callable[[Recipe], Recipe]:
-    """Register a recipe under ``name``.
+    """Register a recipe under ``name``, the method and the spec without options.
+
+    Raises SpecError if another file has registered the name, or this file has, imported as another module; or if a
+    parameter of the recipe has no type or no default.
 
     Parameters
     ----------
-    name : str
-        The method; also the spec without options.
     source : str
         The paper or system: title or arXiv id and section.
     presets : tuple of str, or mapping of str to options
         Spec strings that tables, tests and docs cover. ``("x-4", "x-2")`` means ``bits=4`` and ``bits=2``.
-    mark : {"paper", "recommended", "baseline"}
-        Of the presets.
-    recommended : tuple of str
-        Presets with that mark instead.
-
-    Raises
-    ------
-    SpecError
-        Another file has registered the name, or this file has, imported as another module; or a parameter of the recipe
-        has no type or no default.
+    mark, recommended
+        Mark of the presets, and those that are marked as recommended instead.
     """
 
     def add(recipe: Recipe) -> Recipe:
@@ -197,15 +190,9 @@ def register(
 def get(spec: "str | KVScheme") -> KVScheme:
     """Build the scheme that ``spec`` names; the path of a ``.json`` file is a recipe (``recipe.py``).
 
-    Raises
-    ------
-    SpecError
-        Unknown name or option (with the nearest known ones), or a value that is not allowed.
-    FormatError
-        A recipe file that cannot be read.
+    Raises SpecError for an unknown name or option (with the nearest known ones) or a value that is not allowed,
+    FormatError for a recipe file that cannot be read.
 
-    Examples
-    --------
     >>> str(get("saw-int4:rotate=kv,block=64"))
     'saw-int4:block=64,rotate=kv'
     """
@@ -224,13 +211,7 @@ def get(spec: "str | KVScheme") -> KVScheme:
 
 
 def scheme_of(choice: LayerChoice) -> KVScheme:
-    """Scheme of the layer that a line of a recipe describes.
-
-    Raises
-    ------
-    SpecError
-        A spec that does not exist, or is a recipe itself.
-    """
+    """Scheme of the layer that a line of a recipe describes; SpecError for a spec that is a recipe itself."""
     for spec in (choice.key, choice.value):
         if spec.endswith(".json"):
             raise SpecError(f"{spec!r}: a recipe's layer takes a preset, not another recipe.")
@@ -252,12 +233,7 @@ def scheme_of(choice: LayerChoice) -> KVScheme:
 def read_recipe(path: str | Path) -> KVScheme:
     """Read a recipe file; its path is the mixture's spec.
 
-    Raises
-    ------
-    FormatError
-        The file is missing, not JSON, of a newer version, or has invalid layers (see ``recipe.py``).
-    SpecError
-        A spec in it that does not exist; the text names the layer.
+    Raises FormatError as ``read_choices``, and SpecError for a spec that does not exist; the text names the layer.
     """
     choices, _ = read_choices(path)
     layers = []
@@ -270,15 +246,7 @@ def read_recipe(path: str | Path) -> KVScheme:
 
 
 def write_recipe(path: str | Path, choices: Sequence[LayerChoice], about: Mapping[str, Any] | None = None) -> KVScheme:
-    """Write a recipe file atomically and return its mixture.
-
-    Raises
-    ------
-    SpecError
-        An invalid choice.
-    KVError
-        If the file cannot be written.
-    """
+    """Write a recipe file atomically (``write_choices``) and return its mixture."""
     mix = mix_of([scheme_of(choice) for choice in choices], str(path))
     write_choices(path, choices, about)
     return mix
@@ -287,8 +255,6 @@ def write_recipe(path: str | Path, choices: Sequence[LayerChoice], about: Mappin
 def split_specs(text: str) -> list[str]:
     """Specs of a comma-separated list; an item with ``=`` and no ``:`` belongs to the spec before it.
 
-    Examples
-    --------
     >>> split_specs("int-4, kivi-2:window=64,sink=4,fp8")
     ['int-4', 'kivi-2:window=64,sink=4', 'fp8']
     """
@@ -344,13 +310,7 @@ def presets(mark: Mark | None = None) -> list[str]:
 
 
 def from_json(text: str) -> KVScheme:
-    """Rebuild a scheme from ``KVScheme.to_json``; only registered codec classes are accepted.
-
-    Raises
-    ------
-    FormatError
-        If the text is not a scheme, or names a codec class that is not registered here.
-    """
+    """Rebuild a scheme from ``KVScheme.to_json``; other text, or a codec class not loaded here, raises FormatError."""
     try:
         data = json.loads(text)
         if "layers" in data:
@@ -367,13 +327,9 @@ def from_json(text: str) -> KVScheme:
 def load_file(path: str | Path) -> list[str]:
     """Import one codec file from outside the package; return the presets it added.
 
-    The file may import others of its folder. Loaded again, it is read anew; what it imports is not.
-
-    Raises
-    ------
-    SpecError
-        If the file does not exist, is no .py file or not Python, imports a module that is not found, registers
-        nothing, or registers what another file has registered.
+    The file may import others of its folder. Loaded again, it is read anew, but not the modules that it imports. Raises
+    SpecError if the file does not exist, is no .py file or not Python, imports a module that is not found, registers
+    nothing, or registers a name that another file has registered.
     """
     path = Path(path)
     before = set(presets())
@@ -521,10 +477,20 @@ def _origin(recipe: Recipe) -> tuple[str, str]:
     return inspect.getfile(recipe), recipe.__qualname__
 
 
-def _parameter_docs(recipe: Recipe) -> dict[str, str]:
+def _option_docs(recipe: Recipe) -> dict[str, str]:
+    """Texts of options: of the recipe's docstring, else of the fields of its codecs, else of ``COMMON``."""
+    docs = _parameter_docs(recipe)
+    if not inspect.signature(recipe).parameters.keys() <= docs.keys():
+        scheme = recipe()
+        codecs = (scheme.key, scheme.value) if isinstance(scheme, KVScheme) else ()
+        for cls in (cls for codec in codecs for cls in type(codec).__mro__ if issubclass(cls, Codec)):
+            docs = _parameter_docs(cls) | docs
+    return {name: option.doc for name, option in COMMON.items()} | docs
+
+
+def _parameter_docs(documented: Any) -> dict[str, str]:
     """Read the ``Parameters`` section of a numpy docstring: name -> text."""
-    doc = inspect.getdoc(recipe) or ""
-    match = re.search(r"Parameters\n-+\n(.*?)(?:\n\n[A-Z]\w+\n-+\n|\Z)", doc, re.S)
+    match = re.search(r"Parameters\n-+\n(.*?)(?:\n\n[A-Z]\w+\n-+\n|\Z)", inspect.getdoc(documented) or "", re.S)
     docs: dict[str, str] = {}
     current: list[str] = []
     for line in match[1].splitlines() if match else []:

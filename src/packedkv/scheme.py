@@ -69,7 +69,6 @@ class KVScheme:
     layers: "tuple[KVScheme, ...]" = field(default=(), repr=False)
 
     def __post_init__(self) -> None:
-        """Validate the counts and the age tiers."""
         for name in ("sink", "window", "dense_key_layers", "dense_value_layers"):
             value = getattr(self, name)
             if not isinstance(value, int) or value < 0:
@@ -86,13 +85,7 @@ class KVScheme:
         return f"mix of {len(self.layers)} layers: {', '.join(dict.fromkeys(map(str, self.layers)))}"
 
     def codec(self, role: Role) -> Codec:
-        """Codec of one role.
-
-        Raises
-        ------
-        SpecError
-            Layers of a mixture have different ones.
-        """
+        """Codec of one role; SpecError if layers of a mixture have different ones."""
         if self.layers and len({layer.codec(role) for layer in self.layers}) > 1:
             raise SpecError(
                 f"{self}: its layers have different codecs; ask for one layer with for_layer(i, {len(self.layers)})."
@@ -122,10 +115,7 @@ class KVScheme:
     def for_layer(self, layer: int, num_layers: int) -> "KVScheme":
         """Scheme of one layer: boundary layers get ``Dense`` for the roles that stay dense there.
 
-        Raises
-        ------
-        SpecError
-            No such layer, or a mixture for another number of layers.
+        Raises SpecError if there is no such layer, or a mixture is for another number of layers.
         """
         if self.layers and num_layers != len(self.layers):
             raise SpecError(
@@ -204,13 +194,7 @@ class KVScheme:
         return sum(bits) / len(bits)
 
     def encoded_tokens(self, role: Role, tokens: int) -> int:
-        """How many of ``tokens`` are encoded (the closed form in the module's text).
-
-        Raises
-        ------
-        SpecError
-            Layers of a mixture encode different numbers.
-        """
+        """How many of ``tokens`` are encoded, by the closed form; SpecError if layers of a mixture differ."""
         if self.layers:
             found, *others = {layer.encoded_tokens(role, tokens) for layer in self.layers}
             if others:
@@ -249,10 +233,7 @@ class KVScheme:
 
 
 def recent_of(key: Codec, value: Codec, of_key: KVScheme | None, of_value: KVScheme | None) -> KVScheme | None:
-    """Return ``recent`` of a layer whose two codecs are from different schemes; a dense role stays dense.
-
-    None: no role has one.
-    """
+    """Return ``recent`` of a layer whose two codecs are from different schemes; None if both roles stay dense."""
     own_key = Dense() if of_key is None or isinstance(key, Dense) else of_key.key
     own_value = Dense() if of_value is None or isinstance(value, Dense) else of_value.value
     if isinstance(own_key, Dense) and isinstance(own_value, Dense):
@@ -289,10 +270,7 @@ def page_layout(key: Codec, value: Codec, key_dim: int, value_dim: int, page_tok
 def mix_of(layers: Sequence[KVScheme], spec: str = "") -> KVScheme:
     """Make a mixture: one scheme for each KV layer, whose own rules for outer layers are ignored.
 
-    Raises
-    ------
-    SpecError
-        No layer, or a mixture among them.
+    Raises SpecError if there is no layer, or a mixture among them.
     """
     if not layers or any(layer.layers for layer in layers):
         raise SpecError("a mixture takes at least one scheme, each of one layer.")

@@ -7,11 +7,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import packedkv
 from packedkv.codec import Site, roundtrip
 from packedkv.codecs.additive import Additive
 from packedkv.codecs.hqmq import Hqmq
-from packedkv.errors import ShapeError, SpecError
 from packedkv.ops.bitpack import unpack
 from packedkv.ops.quaternion import nearest_entry
 from tests.codecs.draws import fitted, normal_fp16
@@ -39,69 +37,11 @@ def test_direction_error_of_a_reading(k, reading, expected):
     assert direction_error(k, reading) == pytest.approx(expected, rel=0.15)
 
 
-@pytest.mark.parametrize("k", [24, 48])
-def test_greedy_is_the_weakest(k):
-    assert 0.38 < direction_error(k, "greedy") < 0.5
-    assert direction_error(k, "normalised") < direction_error(k, "raw") < direction_error(k, "greedy")
-
-
-@pytest.mark.parametrize(("k", "r", "printed"), [(24, 3, 3.04), (48, 4, 3.79), (192, 4, 4.79)])
-def test_printed_bits(k, r, printed):
-    layout = Additive(k, r).layout(128)
-    assert layout.nominal_bits == pytest.approx(printed, abs=0.005)
-    assert layout.effective_bits == ((k * k - 1).bit_length() + r) / 4 + 16 / 128
-
-
-def test_bytes_of_the_preset():
-    assert packedkv.get("additive-k48_r4").key.layout(128).block_bytes == 48 + 16 + 2
-
-
 def test_products_beat_sums_at_equal_rate():
     """K = 48 has as many sums as S = 96 has products."""
     x = normal_fp16(1, 4, 128, 128)
     found = [float((x - roundtrip(c, x, fitted(c, heads=4))).square().sum()) for c in (Hqmq(96, 4), Additive(48, 4))]
     assert 1.02 < found[1] / found[0] < 1.3
-
-
-@pytest.mark.parametrize("reading", ["normalised", "raw"])
-def test_codes_are_the_best_of_all_sums(reading):
-    codec, x = Additive(24, 3, reading), normal_fp16(1, 2, 40, 64)
-    params = fitted(codec, 64, 2)
-    codes = unpack(codec.encode(x, params)["codes"], 10, 16).long()
-    for head in range(2):
-        first, second = (params[name][0, head].double() for name in ("first", "second"))
-        sums = (first[:, None] + second).flatten(0, 1)
-        u = torch.nn.functional.normalize(x[0, head].reshape(-1, 4).double(), dim=1)
-        if reading == "normalised":
-            loss = -(u @ torch.nn.functional.normalize(sums, dim=1).T)
-        else:
-            loss = (u[:, None] - sums).square().sum(-1)
-        chosen = loss.gather(1, codes[0, head].reshape(-1, 1))[:, 0]
-        # normalised entries are cut to 2^-10
-        assert float((chosen - loss.amin(1)).max()) < (3e-3 if reading == "normalised" else 1e-9)
-
-
-def test_greedy_takes_one_codeword_after_the_other():
-    codec, x = Additive(24, 3, "greedy"), normal_fp16(1, 1, 40, 64)
-    params = fitted(codec, 64)
-    codes = unpack(codec.encode(x, params)["codes"], 10, 16).long().flatten()
-    first, second = (params[name][0, 0].double() for name in ("first", "second"))
-    u = torch.nn.functional.normalize(x.reshape(-1, 4).double(), dim=1)
-    i = (u[:, None] - first).square().sum(-1).argmin(1)
-    j = (u[:, None] - first[i][:, None] - second).square().sum(-1).argmin(1)
-    assert torch.equal(codes, i * 24 + j)
-
-
-@pytest.mark.parametrize("reading", ["normalised", "raw", "greedy"])
-def test_the_table_in_fp16_is_exact_and_tokens_do_not_depend_on_their_company(reading):
-    codec, x = Additive(24, 3, reading), normal_fp16(2, 2, 7, 64)
-    params = fitted(codec, 64, 2)
-    table = params["codebook"].double()
-    assert torch.equal((table * 2**10).round() / 2**10, table)
-    whole = codec.encode(x, params)
-    for n in range(7):
-        one = codec.encode(x[1:, :, n : n + 1], params)
-        assert all(torch.equal(one[name], whole[name][1:, :, n : n + 1]) for name in whole)
 
 
 @settings(max_examples=25, deadline=None, derandomize=True, database=None)
@@ -174,27 +114,3 @@ def test_ties_take_the_lowest_entry():
     x = torch.tensor([[0.0, 1, 0, 0], [0, 0, 0, 0], [1, 1, 0, 0]])
     assert nearest_entry(x, table, by="angle").tolist() == [1, 0, 1]
     assert nearest_entry(x, table, by="distance").tolist() == [1, 0, 1]
-
-
-@pytest.mark.parametrize("dim", [3, 45])
-def test_a_head_dim_that_four_does_not_divide_is_padded(dim):
-    codec, x = Additive(48, 6), normal_fp16(1, 2, 8, dim)
-    y = roundtrip(codec, x, fitted(codec, dim, 2))
-    assert y.shape == x.shape
-    assert float((x - y).square().sum() / x.square().sum()) < 0.05
-
-
-def test_zero_chunks_have_code_zero():
-    codec, x = Additive(24, 3, "raw"), normal_fp16(1, 1, 1, 64)
-    x[..., 8:16] = 0
-    payload = codec.encode(x, fitted(codec, 64))
-    assert unpack(payload["codes"], 10, 16)[0, 0, 0, 2:4].tolist() == [0, 0]
-    assert not codec.decode(payload, fitted(codec, 64))[..., 8:16].any()
-
-
-def test_refusals():
-    for options in ({"k": 25}, {"r": 5}, {"reading": "cooked"}):
-        with pytest.raises(SpecError, match=r"additive: .* not allowed; use"):
-            Additive(**options)
-    with pytest.raises(ShapeError, match="head_dim=0"):
-        Additive().layout(0)

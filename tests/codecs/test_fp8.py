@@ -5,10 +5,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import packedkv
 from packedkv.codecs.fp8 import Fp8
-
-HEAD_DIMS = (64, 80, 96, 128, 192, 256)
 
 
 def e4m3_values() -> torch.Tensor:
@@ -26,18 +23,6 @@ def test_every_e4m3_number_is_held_as_it_is():
     assert grid.max() == 448
     codec = Fp8(scaled=False)
     assert torch.equal(codec.decode(codec.encode(grid, {}), {}), grid)
-
-
-@pytest.mark.parametrize("scale", ["token", "none"])
-@pytest.mark.parametrize("head_dim", HEAD_DIMS)
-def test_every_element_goes_to_the_nearest_e4m3_number(head_dim, scale):
-    x = (torch.randn(1, 2, 16, head_dim, generator=torch.Generator().manual_seed(0)) * 3).half().float()
-    codec = Fp8(scaled=scale == "token")
-    payload = codec.encode(x, {})
-    s = payload["scale"].float() if scale == "token" else torch.ones(1)
-    distance = (x.abs() / s).unsqueeze(-1).sub(e4m3_values()).abs().amin(-1) * s
-    error = (codec.decode(payload, {}) - x).abs()
-    torch.testing.assert_close(error, distance, rtol=1e-4, atol=1e-6)
 
 
 @settings(max_examples=40, deadline=None, derandomize=True, database=None)
@@ -79,12 +64,6 @@ def test_codes_and_scale_by_definition(scaled, kind, power, seed):
         assert not (chosen[(loss == best.values[..., None]).sum(-1) > 1] & 1).any()
 
 
-def test_codes_are_the_bytes_of_the_format():
-    # sign, four exponent bits with bias 7, three fraction bits
-    codes = Fp8(scaled=False).encode(row(1.0, -1.0, 448.0, 0.0, 2.0**-9, 1.125), {})["codes"]
-    assert codes.flatten().tolist() == [0x38, 0xB8, 0x7E, 0x00, 0x01, 0x39]
-
-
 @pytest.mark.parametrize("value", [448.0, 449.0, 465.0, 1e4, 65504.0, -65504.0])
 def test_without_a_scale_everything_above_448_saturates(value):
     codec = Fp8(scaled=False)
@@ -103,23 +82,3 @@ def test_the_scale_is_finite_and_never_zero_and_the_largest_element_survives(big
     assert y.half().isfinite().all()
     # half an E4M3 step, and what the scale loses where fp16 is subnormal
     assert ((y - x).abs() <= x.abs() * 2**-4 + 448 * 2.0**-25).all()
-
-
-def test_the_scale_makes_tiny_and_huge_tokens_equally_good():
-    x = torch.randn(1, 1, 64, 128, generator=torch.Generator().manual_seed(0))
-    errors = {}
-    for scaled in (True, False):
-        for factor in (2.0**-9, 1.0, 2.0**11):
-            y = Fp8(scaled).decode(Fp8(scaled).encode(x * factor, {}), {})
-            errors[scaled, factor] = float((y / factor - x).square().sum() / x.square().sum())
-    assert max(errors[True, f] for f in (2.0**-9, 1.0, 2.0**11)) < 8e-4
-    assert errors[False, 1.0] < 8e-4
-    assert errors[False, 2.0**-9] > 0.01
-    assert errors[False, 2.0**11] > 0.1
-
-
-@pytest.mark.parametrize("head_dim", HEAD_DIMS)
-def test_bits_are_eight_and_one_scale_per_token(head_dim):
-    x = torch.ones(1, 2, 5, head_dim)
-    assert packedkv.compress("fp8", x, x).effective_bits == pytest.approx(8 + 16 / head_dim)
-    assert packedkv.compress("fp8:scale=none", x, x).effective_bits == 8

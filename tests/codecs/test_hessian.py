@@ -4,11 +4,9 @@ import pytest
 import torch
 
 import packedkv
-from packedkv.codec import Dense, Sample, Site, roundtrip
+from packedkv.codec import Sample, Site, roundtrip
 from packedkv.codecs.hessian import HessianRotated, hessian_rotation, second_moment
-from packedkv.codecs.innerq import InnerQ
 from packedkv.codecs.saw_int4 import SawInt4
-from packedkv.errors import FitError, SpecError
 from packedkv.ops.hadamard import block_hadamard
 from tests.codecs.draws import normal
 from tests.codecs.filled import check_filled_and_saved
@@ -105,43 +103,6 @@ def test_the_score_error_falls_against_plain_int4(block):
     assert loss(codec, params) < 0.5 * loss(SawInt4(1), {})
 
 
-@pytest.mark.parametrize("dim", HEAD_DIMS)
-def test_a_token_alone_gives_the_bits_of_a_prefill(dim):
-    codec = HessianRotated(SawInt4())
-    params = fitted(codec, dim)
-    x = normal(3, 2, 65, dim).half().float()
-    x[0, 0, 3] *= 1e3
-    x[1, :, 7, 2] = 65504.0
-    code = codec.to_code(x, params)
-    back = codec.from_code(code, params)
-    for n in (0, 3, 7, 64):
-        assert torch.equal(codec.to_code(x[:, :, n : n + 1], params), code[:, :, n : n + 1])
-        assert torch.equal(codec.from_code(code[:, :, n : n + 1].contiguous(), params), back[:, :, n : n + 1])
-    assert torch.equal(codec.to_code(x[1:2], params), code[1:2])
-    assert torch.equal(codec.to_code(x[:, 1:], params), code[:, 1:])
-
-
-def test_constants_of_the_inner_codec_lie_under_their_own_name():
-    codec = HessianRotated(InnerQ(3, norm=True))
-    sample, queries = normal(1, 2, 50, 64) * 3, anisotropic(1, 4, 50, 64)
-    params = codec.fit(Site(0, "key", 2, 64), Sample(sample, queries))
-    assert {n: tuple(p.shape) for n, p in params.items()} == {"rotation": (1, 1, 64, 64), "inner.norm": (1, 2, 64)}
-    # a basis that is not orthogonal has another dual
-    q, k = normal(1, 2, 4, 64, seed=1), normal(1, 2, 9, 64, seed=2)
-    scores = codec.query_to_code(q, params) @ codec.to_code(k, params).mT
-    torch.testing.assert_close(scores, q @ k.mT, rtol=1e-4, atol=1e-4)
-    assert "tensor" in codec.needs
-    assert "queries" in codec.needs
-    assert "tensor" not in HessianRotated(SawInt4()).needs
-
-
-def test_calibration_is_reproducible_and_the_same_for_keys_and_values():
-    queries = anisotropic(1, 4, 100, 64)
-    codec = HessianRotated(SawInt4())
-    found = [codec.fit(Site(3, role, 2, 64), Sample(normal(1, 2, 9, 64), queries)) for role in ("key", "value")]
-    assert torch.equal(found[0]["rotation"], found[1]["rotation"])
-
-
 SPECS = ("saw-int4:hessian=true", "saw-int4:rotate=kv,hessian=true", "saw-int4:rotate=none,hessian=true")
 
 
@@ -166,30 +127,3 @@ def test_attention_over_the_packed_cache_is_that_of_the_decoded_one(spec):
     k, v = (x.repeat_interleave(2, 1) for x in cache.decode())
     expected = torch.nn.functional.scaled_dot_product_attention(q, k, v)
     torch.testing.assert_close(cache.attend(q), expected, rtol=1e-3, atol=1e-3)
-
-
-def test_a_scheme_survives_json():
-    for spec in SPECS:
-        scheme = packedkv.get(spec)
-        assert packedkv.from_json(scheme.to_json()) == scheme
-
-
-def test_bytes_are_those_of_the_inner_codec():
-    assert HessianRotated(SawInt4()).layout(128) == SawInt4().layout(128)
-    assert HessianRotated(Dense()).for_dtype(torch.bfloat16).layout(64).fields[0].dtype == "bfloat16"
-
-
-def test_what_cannot_be_fitted_says_how_to():
-    codec, site = HessianRotated(SawInt4()), Site(0, "key", 2, 64)
-    with pytest.raises(FitError, match='packedkv fit MODEL "saw-int4:hessian=true" --text FILE -o PARAMS'):
-        packedkv.compress("saw-int4:hessian=true", normal(1, 2, 9, 64), normal(1, 2, 9, 64))
-    with pytest.raises(FitError, match="pass params"):
-        packedkv.LayerCache(packedkv.get("saw-int4:hessian=true")).append(normal(1, 2, 9, 64), normal(1, 2, 9, 64))
-    with pytest.raises(FitError, match=r"got queries \(1, 4, 0, 64\) for head_dim=64; .* longer text"):
-        codec.fit(site, Sample(normal(1, 2, 9, 64), normal(1, 4, 0, 64)))
-    with pytest.raises(FitError, match=r"got queries \(1, 4, 9, 128\) for head_dim=64"):
-        codec.fit(site, Sample(normal(1, 2, 9, 64), normal(1, 4, 9, 128)))
-    with pytest.raises(FitError, match="the queries of layer 0 are not finite"):
-        codec.fit(site, Sample(normal(1, 2, 9, 64), normal(1, 4, 9, 64) * float("inf")))
-    with pytest.raises(SpecError, match=r"HessianRotated: inner='saw-int4' is not a codec; pass one"):
-        HessianRotated("saw-int4")  # type: ignore[arg-type]

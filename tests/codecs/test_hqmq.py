@@ -11,12 +11,9 @@ from hypothesis import strategies as st
 
 import packedkv
 from packedkv.codec import Site, roundtrip
-from packedkv.codecs.hqmq import Hqmq
-from packedkv.codecs.outliers import Med
-from packedkv.errors import ShapeError, SpecError
+from packedkv.codecs.hqmq import Hqmq, unpack_digits
 from packedkv.ops.bitpack import unpack
 from packedkv.ops.quaternion import nearest_product, products, random_units
-from packedkv.ops.radix import unpack_digits
 from tests.codecs.draws import fitted, normal_fp16, relative_mse
 
 
@@ -25,37 +22,6 @@ def relative_error(s, r, **options):
     """Mean over four heads, so over four codebook seeds."""
     codec, x = Hqmq(s, r, **options), normal_fp16(1, 4, 256, 128)
     return relative_mse(x, roundtrip(codec, x, fitted(codec, heads=4)))
-
-
-@pytest.mark.parametrize(
-    ("s", "r", "printed"),
-    [
-        *[(24, 3, 3.04), (24, 4, 3.29), (24, 6, 3.79), (48, 3, 3.29), (48, 4, 3.54), (48, 6, 4.04)],
-        *[(96, 3, 3.54), (96, 4, 3.79), (96, 6, 4.29), (192, 3, 3.79), (192, 4, 4.04), (192, 6, 4.54)],
-    ],
-    ids=str,
-)
-def test_bits_at_128(s, r, printed):
-    ceil, radix = Hqmq(s, r).layout(128), Hqmq(s, r, packing="radix").layout(128)
-    assert ceil.nominal_bits == pytest.approx(printed, abs=0.005)
-    assert ceil.effective_bits == (math.ceil(math.log2(24 * s)) + r) / 4 + 16 / 128
-    assert 0 < radix.effective_bits - (radix.nominal_bits + 16 / 128) < 0.005
-
-
-@pytest.mark.parametrize(
-    ("codec", "dim", "nbytes"),
-    [
-        (Hqmq(24, 3), 128, 54),  # 40 + 12 + 2
-        (Hqmq(24, 3), 64, 28),  # 20 + 6 + 2
-        (Hqmq(48, 4), 80, 40),  # 27.5 + 10 + 2
-        (Hqmq(192, 6), 256, 154),  # 104 + 48 + 2
-        (Hqmq(24, 3, packing="radix"), 128, 203),  # four tokens: 96 + 51 + 48 + 8
-        (Hqmq(24, 3), 45, 22),  # 12 chunks: 15 + 4.5 + 2
-    ],
-    ids=str,
-)
-def test_bytes_of_a_block(codec, dim, nbytes):
-    assert codec.layout(dim).block_bytes == nbytes
 
 
 def directions(n):
@@ -109,17 +75,6 @@ def test_radix_decodes_to_the_same_values_and_int8_nearly():
         assert all(torch.equal(a[name], b[name]) for name in a)
         entries = small["codebook"].double() / 127
         assert float((entries - params["codebook"].double()).abs().max()) <= 1 / 254 + 1e-9
-
-
-@pytest.mark.parametrize("s", [24, 48, 96, 192])
-def test_codes_are_the_search_over_the_decode_table(s):
-    codec, x = Hqmq(s, 4), normal_fp16(1, 2, 60, 64, seed=3)
-    params = fitted(codec, 64, 2)
-    codes = codec.unpack(codec.encode(x, params), 16)[0].long()
-    for head in range(2):
-        table = params["codebook"][0, head].double()
-        score = x[0, head].reshape(-1, 4).double() @ table.T
-        assert torch.equal(codes[0, head].flatten(), score.argmax(1)), "fp16 entries are exact: the same winner"
 
 
 def hamilton(p, q):
@@ -186,12 +141,6 @@ def test_codes_radii_and_scale_by_definition(s, r, seed, power, kind, crowd):
     assert bool(((radius - exact).abs()[between] < 0.5 + 1e-5).all())
 
 
-@pytest.mark.parametrize("codebook", ["fp16", "int8"])
-def test_the_lowest_bit_of_a_code_is_a_sign(codebook):
-    table = fitted(Hqmq(24, 3, codebook=codebook))["codebook"]
-    assert torch.equal(table[:, :, 0::2], -table[:, :, 1::2])
-
-
 def test_radix_splits_the_code_into_a_digit_and_low_bits():
     codec, plain = Hqmq(48, 3, packing="radix"), Hqmq(48, 3)
     x = normal_fp16(1, 1, 8, 128)
@@ -218,61 +167,9 @@ def test_the_order_of_bits_by_head_dim(s, r, dim):
         assert torch.equal(integers[..., :16].long(), whole.long())
 
 
-def test_a_chunk_of_16_bits_is_one_unit():
-    codec, x = Hqmq(96, 4), normal_fp16(1, 1, 3, 128)
-    payload = codec.encode(x, fitted(codec))
-    assert list(payload) == ["codes", "scale"]
-    codes, radius = (integers[0, 0].long() for integers in codec.unpack(payload, 32))
-    units = payload["codes"][0, 0].view(torch.int16).long() & 0xFFFF
-    assert torch.equal(units, (codes % 2) << 15 | codes // 2 << 4 | radius)
-
-
-def test_zero_chunks_have_code_zero_and_radius_zero():
-    codec, x = Hqmq(24, 3), normal_fp16(1, 1, 1, 64)
-    x[..., 8:16] = 0
-    payload = codec.encode(x, fitted(codec, 64))
-    for integers in codec.unpack(payload, 16):
-        assert integers[0, 0, 0, 2:4].tolist() == [0, 0]
-    assert not codec.decode(payload, fitted(codec, 64))[..., 8:16].any()
-
-
-@pytest.mark.parametrize("dim", [1, 3, 45, 66])
-@pytest.mark.parametrize("packing", ["ceil", "radix"])
-def test_a_head_dim_that_four_does_not_divide_is_padded(dim, packing):
-    codec, x = Hqmq(96, 6, packing=packing), normal_fp16(1, 2, 8, dim)
-    y = roundtrip(codec, x, fitted(codec, dim, 2))
-    assert y.shape == x.shape
-    assert relative_mse(x, y) < 0.03
-
-
-def test_codebooks_differ_by_head_layer_role_and_seed_and_repeat():
-    codec = Hqmq(24, 3)
-    books = codec.fit(Site(0, "key", 3, 64))["codebook"]
-    assert books.shape == (1, 3, 576, 4)
-    assert not torch.equal(books[0, 0], books[0, 1])
-    assert torch.equal(books, codec.fit(Site(0, "key", 3, 64))["codebook"])
-    for other in (Site(1, "key", 3, 64), Site(0, "value", 3, 64), Site(0, "key", 3, 64, seed=1)):
-        assert not torch.equal(books, codec.fit(other)["codebook"])
-
-
-def test_the_recipe_puts_outliers_around_the_codec():
-    scheme = packedkv.get("hqmq-s24_r3:outliers=4,slots=1,packing=radix")
-    assert scheme.key == scheme.value == Med(Hqmq(24, 3, packing="radix"), 4, 1)
-    assert packedkv.get("hqmq-s24_r3:slots=3").key == Hqmq(24, 3)
-    assert packedkv.get("hqmq-s24_r3:outliers=3").key_bits(128) == 3.375 + 1.25
-
-
 def test_int8_says_what_it_costs():
     codebook = next(o for o in packedkv.describe("hqmq")["options"] if o["name"] == "codebook")
     assert "2e-5 to 4e-5 of relative MSE" in codebook["doc"]
     for s in (24, 48, 192):
         cost = relative_error(s, 4, codebook="int8") - relative_error(s, 4)
         assert 1.2e-5 < cost < 5e-5, s
-
-
-def test_refusals():
-    for options in ({"s": 25}, {"r": 5}, {"packing": "zip"}, {"codebook": "fp8"}):
-        with pytest.raises(SpecError, match=r"hqmq: .* not allowed; use"):
-            Hqmq(**options)
-    with pytest.raises(ShapeError, match="head_dim=0"):
-        Hqmq().layout(0)

@@ -7,8 +7,7 @@ from hypothesis import strategies as st
 
 import packedkv
 from packedkv.codec import Sample, Site, roundtrip
-from packedkv.codecs.innerq import InnerQ, innerq
-from packedkv.errors import FitError, ShapeError, SpecError
+from packedkv.codecs.innerq import InnerQ
 from packedkv.ops.bitpack import unpack
 
 BITS = {  # key, value, published mean
@@ -41,26 +40,6 @@ def error(codec, x):
 )
 def test_error_of_each_reading(along, bits, symmetric, expected):
     assert error(InnerQ(bits, along, symmetric), normal(8192)) == pytest.approx(expected, rel=0.015)
-
-
-@pytest.mark.parametrize(
-    ("symmetric", "bits", "codes"),
-    [
-        ("literal", 2, range(-3, 4)),
-        ("literal", 3, range(-7, 8)),
-        ("signed", 2, range(-1, 2)),
-        ("signed", 3, range(-3, 4)),
-        ("full", 2, range(-2, 2)),
-        ("full", 3, range(-4, 4)),
-    ],
-)
-def test_levels_of_each_reading(symmetric, bits, codes):
-    codec = InnerQ(bits, "channels", symmetric)
-    payload = codec.encode(normal(256), {})
-    used = unpack(payload["codes"], codec.width, 64).int() - 2 ** (codec.width - 1)
-    assert sorted(set(used.flatten().tolist())) == list(codes)
-    scale = payload["scale"].float().repeat_interleave(32, -1)
-    assert torch.equal(codec.decode(payload, {}), used * scale)
 
 
 LEVELS = {  # L, lowest and highest code
@@ -186,18 +165,6 @@ def test_share_of_symmetric_groups(law, share, band):
     assert 0.25 < 1 - asymmetric_share("full", x) < 0.6
 
 
-@pytest.mark.parametrize("symmetric", ["literal", "signed", "full"])
-def test_hybrid_takes_the_better_of_two(symmetric):
-    x = normal(2048) + normal(64, seed=1).repeat_interleave(32, 2)
-    plain, hybrid = InnerQ(2, "tokens", symmetric), InnerQ(2, "tokens", symmetric, hybrid=True)
-    assert error(hybrid, x) < error(plain, x)
-    payload = hybrid.encode(x, {})
-    symmetric_groups = ~torch.signbit(payload["scale"]).repeat_interleave(32, 2)
-    assert torch.equal(roundtrip(hybrid, x, {})[symmetric_groups], roundtrip(plain, x, {})[symmetric_groups])
-    squares = [(roundtrip(c, x, {}) - x).square().unflatten(2, (-1, 32)).sum(3) for c in (hybrid, plain)]
-    assert bool((squares[0] <= squares[1] * (1 + 1e-5)).all())
-
-
 def test_a_far_off_constant_group_is_exact_when_asymmetric():
     x = torch.full((1, 1, 32, 8), -5.3125)
     x[:, :, 0] = -5.0
@@ -314,24 +281,3 @@ def test_norms_help_keys_with_a_loud_channel():
         return float((roundtrip(codec, x, params) - x)[..., :3].square().mean())
 
     assert logit_error(InnerQ(3, norm=True)) < 0.3 * logit_error(InnerQ(3))
-
-
-def test_recipe_is_the_papers():
-    assert packedkv.get("innerq-base").key == InnerQ(3, "channels", "literal", norm=True)
-    assert packedkv.get("innerq-base").value == InnerQ(3, "tokens", "literal")
-    assert packedkv.get("innerq-small").value == InnerQ(2, "tokens", "literal")
-    assert packedkv.get("innerq-hybrid").value == InnerQ(2, "tokens", "literal", hybrid=True)
-    assert not packedkv.get("innerq-small:norm=false").key.needs
-
-
-def test_unknown_options_and_missing_samples():
-    with pytest.raises(SpecError, match="bits=4 is not allowed; use 2 or 3"):
-        InnerQ(4)
-    with pytest.raises(SpecError, match="symmetric='odd' is not allowed; use literal, signed or full"):
-        innerq(symmetric="odd")
-    with pytest.raises(SpecError, match="use channels or tokens, and tokens with hybrid"):
-        InnerQ(2, "channels", hybrid=True)
-    with pytest.raises(ShapeError, match="head_dim=100 is not a multiple of 8; use 64, 80, 96, 128, 192 or 256"):
-        InnerQ().layout(100)
-    with pytest.raises(FitError, match="norm=true needs sample keys"):
-        InnerQ(norm=True).fit(Site(0, "key", 1, 64))

@@ -7,12 +7,10 @@ from hypothesis import strategies as st
 
 import packedkv
 from packedkv.codec import Codec
-from packedkv.codecs.group_int import GroupInt
+from packedkv.codecs.group_int import GroupInt, interleave
 from packedkv.codecs.outliers import Med
 from packedkv.codecs.saw_int4 import SawInt4
-from packedkv.errors import ShapeError, SpecError
 from packedkv.ops.bitpack import unpack
-from packedkv.ops.interleaved import deinterleave, interleave
 from tests.codecs.cuda_refusal import cuda_refusal
 from tests.codecs.draws import normal_fp16
 
@@ -48,44 +46,6 @@ def test_relative_mse_on_gaussian_tokens(bits, group, symmetric, expected):
     assert relative_mse(GroupInt(bits, group, "channels", symmetric), x) == pytest.approx(expected, rel=0.015)
 
 
-@pytest.mark.parametrize("along", ["channels", "tokens"])
-def test_groups_along_either_axis_cost_the_same_error_on_gaussian_data(along):
-    assert relative_mse(GroupInt(2, 32, along), normal_fp16(1, 2, 1024, 128)) == pytest.approx(0.1544, rel=0.015)
-
-
-@pytest.mark.parametrize("symmetric", [False, True], ids=["asymmetric", "symmetric"])
-@pytest.mark.parametrize("along", ["channels", "tokens"])
-@pytest.mark.parametrize("bits", [2, 3, 4, 8])
-@pytest.mark.parametrize("head_dim", HEAD_DIMS)
-def test_every_element_comes_back_within_half_a_step(head_dim, bits, along, symmetric):
-    codec = GroupInt(bits, 32, along, symmetric)
-    x = normal_fp16(2, 2, 64, head_dim)
-    payload = codec.encode(x, {})
-    step = payload["scale"].float()
-    step = step.repeat_interleave(32, 2) if along == "tokens" else step.repeat_interleave(32, -1)[..., :head_dim]
-    # the held step is within 2^-11 of the exact one, and that adds up over the codes
-    slack = 1 + codec.steps * 2**-10
-    assert ((codec.decode(payload, {}) - x).abs() <= step / 2 * slack).all()
-
-
-def test_one_token_by_hand():
-    # min -1, max 2 at 2 bits: step 1, codes (x + 1) rounded to even
-    x = torch.tensor([-1.0, 2.0, 0.0, 1.0, 0.4, 0.6, -0.5, 0.5]).view(1, 1, 1, 8)
-    payload = GroupInt(2, 0).encode(x, {})
-    assert payload["zero"].item() == -1.0
-    assert payload["scale"].item() == 1.0
-    assert unpack(payload["codes"], 2, 8).flatten().tolist() == [0, 3, 1, 2, 1, 2, 0, 2]
-    assert payload["codes"].flatten().tolist() == [0b10_01_11_00, 0b10_00_10_01]
-
-
-def test_symmetric_codes_are_offset_binary_and_never_zero():
-    x = torch.tensor([-3.0, 3.0, 0.0, 1.0, -1.0, 2.0, -2.0, 0.4]).view(1, 1, 1, 8)
-    payload = GroupInt(3, 0, symmetric=True).encode(x, {})
-    assert unpack(payload["codes"], 3, 8).flatten().tolist() == [1, 7, 4, 5, 3, 6, 2, 4]
-    many = GroupInt(3, 32, symmetric=True).encode(normal_fp16(1, 1, 512, 128), {})
-    assert deinterleave(many["codes"], 3).unique().tolist() == [1, 2, 3, 4, 5, 6, 7]
-
-
 @pytest.mark.parametrize("value", [0.0, 3.140625, -65504.0, 65504.0, 2.0**-24])
 @pytest.mark.parametrize("along", ["channels", "tokens"])
 def test_a_constant_group_comes_back_exactly(along, value):
@@ -113,29 +73,6 @@ def test_steps_that_fp16_cannot_hold_lose_at_most_what_fp16_loses(bits, magnitud
     assert error <= payload["scale"].max() / 2 + 2**bits * 2.0**-25
 
 
-def test_a_range_inside_the_spacing_of_fp16_subnormals_is_exact():
-    # multiples of the smallest fp16 number: a step of 2^-24 reaches each of 16 of them
-    x = torch.arange(16.0).repeat(4).view(1, 1, 1, 64) * 2**-24
-    assert torch.equal(there_and_back(GroupInt(4, 32), x), x)
-
-
-@pytest.mark.parametrize("bits", [2, 3, 4, 8])
-@pytest.mark.parametrize("head_dim", HEAD_DIMS)
-def test_bits_are_the_bytes_of_the_groups_that_are_there(head_dim, bits):
-    keys = normal_fp16(1, 2, 32, head_dim)
-    for group, scales in ((0, 1), (32, -(-head_dim // 32))):
-        held = packedkv.compress(f"int-{bits}:group={group}" if group else f"int-{bits}", keys, keys)
-        assert held.effective_bits == pytest.approx(bits + 32 * scales / head_dim)
-        assert sum(held.nbytes.values()) == 2 * 2 * 32 * (head_dim * bits // 8 + 4 * scales)
-
-
-def test_bits_at_head_dim_128():
-    scheme = packedkv.get("int-4")
-    assert (scheme.key_bits(128), scheme.value_bits(128), scheme.nominal_bits(128)) == (4.25, 4.25, 4)
-    assert packedkv.get("int-4:group=32").key_bits(128) == 5.0
-    assert packedkv.get("int-4:symmetric=true,group=32").key_bits(128) == 4.5
-
-
 def test_a_short_last_group_has_a_scale_of_its_own():
     # 80 channels in groups of 32: the last 16 are tiny and must not share the step of their neighbours
     x = normal_fp16(1, 1, 8, 80)
@@ -146,16 +83,6 @@ def test_a_short_last_group_has_a_scale_of_its_own():
     error = (there_and_back(GroupInt(4, 32), x)[..., 64:] - last).abs().amax(-1)
     assert (error <= step * 0.51).all()
     assert GroupInt(4, 32).layout(80).field("scale").shape == (3,)
-
-
-def test_blocks_of_tokens_are_packed_token_by_token():
-    codec = GroupInt(4, 32, "tokens")
-    field = codec.layout(128).field("codes")
-    assert (codec.block_tokens, field.shape) == (32, (32, 64))
-    ramp = torch.arange(32.0).view(1, 1, 32, 1).expand(1, 1, 32, 128)  # code of token t is round(t * 15 / 31)
-    rows = unpack(codec.encode(ramp, {})["codes"][0, 0, 0], 4, 128)
-    assert (rows == rows[:, :1]).all()
-    assert rows[[0, 31], 0].tolist() == [0, 15]
 
 
 @pytest.mark.parametrize("symmetric", [False, True], ids=["asymmetric", "symmetric"])
@@ -179,53 +106,6 @@ def test_interleaved_rows_hold_what_their_groups_hold_one_by_one(head_dim, bits,
     assert all(torch.equal(payload[n].flatten(), single[n].flatten()) for n in payload if n != "codes")
     expected = codec.decode(single, {}).view(1, 2, 30, -1)[..., :head_dim]
     assert torch.equal(codec.decode(payload, {}), expected)
-
-
-@pytest.mark.parametrize("codec", [GroupInt(2, 0), GroupInt(3, 64), GroupInt(2, 16), GroupInt(2, 32, "tokens")])
-def test_other_groups_are_not_interleaved(codec):
-    assert codec.layout(128).version == 1
-    x = normal_fp16(1, 1, 32, 128)
-    payload = codec.encode(x, {})
-    axis, width = (2, 32) if codec.along == "tokens" else (3, codec.group or 128)
-    scale, zero = (payload[name].float().repeat_interleave(width, axis) for name in ("scale", "zero"))
-    codes = unpack(payload["codes"], codec.bits, 128).view(1, 1, 32, 128)
-    assert torch.equal(codes.float(), ((x - zero) / scale).round().clamp(0, codec.steps))
-
-
-def test_the_version_of_interleaved_codes_goes_through_outliers():
-    assert Med(GroupInt(2, 32)).layout(128).version == 2
-    assert Med(GroupInt(2, 32)).layout(64).version == 1
-    assert [packedkv.get("octopus-2").value.layout(d).version for d in (64, 96, 128, 256)] == [1, 1, 2, 2]
-    assert packedkv.get("octopus-4").value.layout(128).version == 1
-
-
-def test_one_outlier_channel_takes_the_resolution_of_its_token_not_of_its_neighbours():
-    x = normal_fp16(1, 1, 64, 128)
-    x[0, 0, 7, 5] = 1e4
-    y = there_and_back(GroupInt(8, 0), x)
-    rest = [t for t in range(64) if t != 7]
-    assert relative_mse(GroupInt(8, 0), x[:, :, rest]) < 1e-4
-    assert torch.equal(y[:, :, rest], there_and_back(GroupInt(8, 0), x[:, :, rest]))
-    assert (y - x)[0, 0, 7].abs().max() <= 1e4 / 255
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"bits": 5}, "bits=5 is not allowed; use 2, 3, 4 or 8"),
-        ({"group": -1}, "group=-1 along channels is not allowed; use a positive number, e.g. 32, or 0"),
-        ({"group": 0, "along": "tokens"}, "group=0 along tokens is not allowed; use a positive number"),
-        ({"along": "heads"}, "along='heads' is not allowed; use 'channels' or 'tokens'"),
-    ],
-)
-def test_options_that_make_no_codec_say_what_does(options, message):
-    with pytest.raises(SpecError, match=message):
-        GroupInt(**options)
-
-
-def test_a_head_dim_that_leaves_half_bytes_is_refused():
-    with pytest.raises(ShapeError, match="head_dim=20 is not a multiple of 8; use 64, 80"):
-        GroupInt(3).layout(20)
 
 
 def groups_of(codec: GroupInt, tokens: int, dim: int):

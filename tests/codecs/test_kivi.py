@@ -9,12 +9,10 @@ from packedkv.cache.host import LayerCache
 from packedkv.codec import Site
 from packedkv.codecs.group_int import GroupInt
 from packedkv.codecs.turboquant import TurboQuant, coordinate_centroids
-from packedkv.errors import FormatError, SpecError
+from packedkv.errors import FormatError
 from packedkv.files.caches import load_layers, save_layers
 from packedkv.scheme import page_layout
 from tests.codecs.draws import normal
-
-HEAD_DIMS = (64, 80, 96, 128, 192, 256)
 
 
 def encoded_counts(spec: str, prefill: int, steps: int) -> list[tuple[int, int]]:
@@ -50,15 +48,6 @@ def test_the_window_never_falls_short_whatever_the_prefill(spec, prefill):
         assert keys == 32 * max(0, (tokens - scheme.sink - scheme.window) // 32)
 
 
-def test_the_sink_variant_keeps_the_first_32_tokens_exactly():
-    k, v = normal(2, 1, 2, 300, 128).half()
-    keys, values = packedkv.compress("kivi-sink-2", k, v).decode()
-    for x, y in ((k, keys), (v, values)):
-        assert torch.equal(y[:, :, :32], x[:, :, :32].float())
-        assert torch.equal(y[:, :, -96:], x[:, :, -96:].float())
-        assert not torch.equal(y[:, :, 32:64], x[:, :, 32:64].float())
-
-
 def test_groups_of_keys_start_behind_the_sink():
     # tokens 32..63 are one group: making token 40 huge in a channel spoils that channel there and nowhere else
     k = normal(1, 1, 256, 64).half()
@@ -70,24 +59,6 @@ def test_groups_of_keys_start_behind_the_sink():
     assert changed[:, 1].unique().tolist() == [3]
     assert changed[:, 0].min() >= 32
     assert changed[:, 0].max() <= 63
-
-
-@pytest.mark.parametrize(("spec", "bits"), [("kivi-2", 2), ("kivi-4", 4), ("kivi-sink-2", 2)])
-@pytest.mark.parametrize("head_dim", HEAD_DIMS)
-def test_bits_count_every_group_that_is_held(head_dim, spec, bits):
-    x = normal(1, 2, 320, head_dim)
-    held = packedkv.compress(packedkv.get(spec).without_windows(), x, x)
-    value_scales = -(-head_dim // 32)
-    assert sum(b for p, b in held.nbytes.items() if p.startswith("key")) * 8 / x.numel() == bits + 1
-    assert sum(b for p, b in held.nbytes.items() if p.startswith("value")) * 8 / x.numel() == pytest.approx(
-        bits + 32 * value_scales / head_dim
-    )
-
-
-def test_two_bits_cost_three_at_head_dim_128():
-    scheme = packedkv.get("kivi-2")
-    assert (scheme.key_bits(128), scheme.value_bits(128), scheme.nominal_bits(128)) == (3.0, 3.0, 2)
-    assert packedkv.get("kivi-2").value_bits(80) == pytest.approx(3.2)
 
 
 def test_an_outlier_channel_of_the_keys_costs_its_neighbours_nothing_along_tokens():
@@ -195,36 +166,6 @@ def test_long_groups_agree_with_an_encoder_written_from_the_definition(spec: str
         np.testing.assert_allclose(values[0, head].numpy(), want, rtol=0, atol=1e-4)
 
 
-@pytest.mark.parametrize("head_dim", HEAD_DIMS)
-@pytest.mark.parametrize("spec", LONG)
-def test_bits_of_long_groups_are_their_bytes(head_dim: int, spec: str):
-    bits, group = LONG[spec]
-    x = normal(1, 2, 256, head_dim)
-    held = packedkv.compress(packedkv.get(spec).without_windows(), x, x)
-    assert sum(b for p, b in held.nbytes.items() if p.startswith("key")) * 8 / x.numel() == bits + 32 / group
-    over = 16 / head_dim if "tq" in spec else 32 * -(-head_dim // group) / head_dim
-    found = sum(b for p, b in held.nbytes.items() if p.startswith("value")) * 8 / x.numel()
-    assert found == pytest.approx(bits + over)
-    assert packedkv.get(spec).key_bits(head_dim) == bits + 32 / group
-
-
-@pytest.mark.parametrize(
-    ("spec", "window", "group"), [("kivi-tq-4", 0, 128), ("kivi-g128-4", 128, 128), ("kivi-g64-3", 128, 64)]
-)
-@pytest.mark.parametrize("prefill", [0, 127, 128, 300])
-def test_keys_of_long_groups_leave_a_group_at_a_time(spec: str, window: int, group: int, prefill: int):
-    assert packedkv.get(spec).window == window
-    for step, (keys, values) in enumerate(encoded_counts(spec, prefill, 140)):
-        tokens = prefill + step
-        assert values == max(0, tokens - window)
-        assert keys == group * (values // group)
-
-
-def test_pages_hold_whole_groups():
-    for spec, tokens in (("kivi-4", 64), ("kivi-g64-4", 64), ("kivi-g128-4", 128), ("kivi-tq-3", 128)):
-        assert packedkv.get(spec).page_layout(128).page_tokens == tokens
-
-
 def test_keys_in_long_groups_with_turboquant_values_beat_turboquant_where_channels_differ():
     k, v = normal(2, 1, 2, 512, 128)
     k = k * 2.0 ** torch.linspace(-3, 3, 128)  # every channel of another size, as keys of models have
@@ -235,8 +176,3 @@ def test_keys_in_long_groups_with_turboquant_values_beat_turboquant_where_channe
 
     assert error(k, ours[0]) < error(k, theirs[0]) / 20
     torch.testing.assert_close(ours[1], theirs[1], rtol=0, atol=0)
-
-
-def test_turboquant_values_of_eight_bits_are_refused():
-    with pytest.raises(SpecError, match="kivi: bits=8 with values=turboquant is not allowed; use 2, 3 or 4 bits"):
-        packedkv.get("kivi-8:values=turboquant")

@@ -8,14 +8,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import packedkv
-from packedkv.codec import Dense, Sample, Site, roundtrip
+from packedkv.codec import Sample, Site, roundtrip
 from packedkv.codecs.group_int import GroupInt
 from packedkv.codecs.hessian import HessianRotated
-from packedkv.codecs.kmeans_residual import KMeansResidual
+from packedkv.codecs.kmeans_residual import KMeansResidual, fit_centroids, nearest_centroid
 from packedkv.codecs.saw_int4 import SawInt4
-from packedkv.errors import FitError, SpecError
+from packedkv.errors import FitError
 from packedkv.files.caches import load_layers, save_layers
-from packedkv.ops.kmeans import fit_centroids, nearest_centroid
 from tests.codecs.draws import normal, relative_mse
 from tests.codecs.filled import check_filled_and_saved
 
@@ -63,21 +62,6 @@ def test_a_tie_goes_to_the_lowest_id():
     assert nearest_centroid(x, centroids).flatten().tolist() == [1, 2, 1, 0]
 
 
-def test_assignment_is_cut_into_chunks_that_do_not_show(monkeypatch):
-    x, centroids = normal(2, 2, 33, 64), normal(1, 2, 17, 64, seed=1).half()
-    whole = nearest_centroid(x, centroids)
-    monkeypatch.setattr("packedkv.ops.kmeans.SCORES", 1)
-    assert torch.equal(nearest_centroid(x, centroids), whole)
-
-
-def test_centroids_of_sequences_are_their_own():
-    x = normal(2, 2, 33, 64)
-    centroids = normal(2, 2, 17, 64, seed=1).half()
-    both = nearest_centroid(x, centroids)
-    for b in range(2):
-        assert torch.equal(nearest_centroid(x[b : b + 1], centroids[b : b + 1]), both[b : b + 1])
-
-
 def test_one_cluster_is_the_mean_subtracted():
     k = normal(1, 2, 500, 64) + 8 * normal(1, 2, 1, 64, seed=1)
     codec = KMeansResidual(SawInt4(1), 1)
@@ -108,25 +92,6 @@ def test_error_falls_with_more_clusters_on_clustered_keys():
         errors.append(relative_mse(k, roundtrip(codec, k, codec.fit(SITE, Sample(sample)))))
     assert errors == sorted(errors, reverse=True)
     assert errors[-1] < 0.1 * errors[0]
-
-
-def test_rotating_before_or_after_clustering_is_the_same():
-    x, centroids = normal(1, 2, 200, 64), normal(1, 2, 16, 64, seed=1).half()
-    rotated = SawInt4().to_code(centroids.float(), {})
-    assert torch.equal(nearest_centroid(SawInt4().to_code(x, {}), rotated), nearest_centroid(x, centroids))
-
-
-@pytest.mark.parametrize(
-    ("clusters", "id_bytes", "bits", "printed"),
-    [(1, 0, 4.25, 4.25), (16, 1, 4.3125, 4.28125), (256, 1, 4.3125, 4.3125), (2048, 2, 4.375, 4.3359375)],
-)
-def test_bits_are_bytes_and_papers_count_log2(clusters, id_bytes, bits, printed):
-    layout = KMeansResidual(SawInt4(), clusters).layout(128)
-    assert layout.effective_bits == bits
-    assert layout.nominal_bits + 0.25 == printed
-    assert [f.name for f in layout.fields] == ["codes", "scale_zero"] + ["ids"] * (id_bytes > 0)
-    assert layout.block_bytes == 68 + id_bytes
-    assert packedkv.get(f"saw-int4:kmeans={clusters}").effective_bits(128) == bits
 
 
 def test_ids_are_little_endian():
@@ -190,15 +155,6 @@ def test_a_prefill_fits_each_sequence_and_a_text_fits_all_together():
     assert codec.fit(SITE, Sample(k, normal(1, 4, 9, 64)))["centroids"].shape == (1, 2, 6, 64)
 
 
-def test_fitting_is_deterministic_and_seeded_by_the_site():
-    codec, k = KMeansResidual(SawInt4(), 12), normal(1, 2, 200, 64)
-    before = torch.get_rng_state()
-    first = codec.fit(SITE, Sample(k))["centroids"]
-    assert torch.equal(torch.get_rng_state(), before)
-    assert torch.equal(codec.fit(SITE, Sample(k))["centroids"], first)
-    assert not torch.equal(codec.fit(Site(0, "key", 2, 64, seed=1), Sample(k))["centroids"], first)
-
-
 @pytest.mark.parametrize("distinct", [1, 3, 8])
 def test_fewer_distinct_points_than_clusters_are_all_centroids(distinct):
     points = normal(distinct, 64).half().float()
@@ -217,21 +173,6 @@ def test_points_too_close_to_tell_apart_fit_without_a_warning():
     found = fit_centroids(points, 30, torch.Generator().manual_seed(0))
     assert found.shape == (30, 64)
     assert float((found.abs() - 6e4).abs().max()) < 1
-
-
-def test_constants_nest_and_keys_and_values_have_their_own():
-    scheme = packedkv.get("saw-int4:rotate=kv,kmeans=4,hessian=true")
-    assert scheme.key == KMeansResidual(HessianRotated(SawInt4()), 4)
-    q, k = normal(1, 4, 90, 64), clustered(1, 2, 90, 64)
-    params = {r: scheme.codec(r).fit(Site(0, r, 2, 64), Sample(k, q)) for r in ("key", "value")}
-    for found in params.values():
-        shapes = {n: tuple(p.shape) for n, p in found.items()}
-        assert shapes == {"centroids": (1, 2, 4, 64), "inner.rotation": (1, 1, 64, 64)}
-    assert torch.equal(params["key"]["inner.rotation"], params["value"]["inner.rotation"])
-    assert "tensor" in scheme.key.needs
-    assert "queries" in scheme.key.needs
-    settled = scheme.key.settle([params["key"], params["value"]])
-    assert all(torch.equal(settled[1][n], params["value"][n]) for n in params["value"])
 
 
 SPECS = ("saw-int4:kmeans=1", "saw-int4:rotate=kv,kmeans=9", "saw-int4:kmeans=300,hessian=true")
@@ -268,34 +209,6 @@ def test_a_cache_fits_on_its_prefill_and_keeps_sequences_apart(tmp_path):
         assert torch.equal(d, c)
 
 
-def test_a_scheme_survives_json():
-    for spec in SPECS:
-        scheme = packedkv.get(spec)
-        again = packedkv.from_json(scheme.to_json())
-        assert again == scheme
-        assert repr(again.key) == repr(scheme.key)
-
-
-def test_the_dtype_of_the_inner_codec_is_resolved():
-    codec = KMeansResidual(Dense(), 4).for_dtype(torch.bfloat16)
-    assert codec.layout(64).fields[0].dtype == "bfloat16"
-    assert codec.held_dtype(torch.bfloat16) == torch.bfloat16
-
-
-def test_what_cannot_be_fitted_says_how_to():
-    codec = KMeansResidual(SawInt4(), 16)
-    with pytest.raises(FitError, match=r"kmeans=16 needs at least 16 tokens to fit on, got 15; .*`packedkv fit MODEL"):
-        codec.fit(SITE, Sample(normal(1, 2, 15, 64)))
-    with pytest.raises(FitError, match="kmeans=16 needs at least 16 tokens to fit on, got 1"):
-        packedkv.LayerCache(packedkv.get("saw-int4:kmeans=16")).append(normal(1, 2, 1, 64), normal(1, 2, 1, 64))
-    with pytest.raises(FitError, match=r"kmeans=16 needs sample vectors .* got none"):
-        codec.fit(SITE)
-    with pytest.raises(FitError, match="this rotation comes from a model's queries"):
-        KMeansResidual(HessianRotated(SawInt4()), 2).fit(SITE, Sample(normal(1, 2, 15, 64)))
-    # a text of several windows counts as a whole
-    assert codec.fit(SITE, Sample(normal(2, 2, 8, 64), normal(1, 4, 8, 64)))["centroids"].shape[2] == 16
-
-
 def test_a_missing_library_is_named_and_the_mean_needs_none(monkeypatch):
     real = builtins.__import__
 
@@ -308,14 +221,3 @@ def test_a_missing_library_is_named_and_the_mean_needs_none(monkeypatch):
     with pytest.raises(FitError, match=r"k-means of 4 clusters needs scikit-learn.*install packedkv\[fit\]"):
         KMeansResidual(SawInt4(), 4).fit(SITE, Sample(normal(1, 2, 15, 64)))
     assert KMeansResidual(SawInt4(), 1).fit(SITE, Sample(normal(1, 2, 15, 64)))
-
-
-@pytest.mark.parametrize("clusters", [0, -1, 65537, 2.0, True])
-def test_counts_that_an_id_cannot_name_are_refused(clusters):
-    with pytest.raises(SpecError, match="is not allowed; use 1 to 65536 clusters"):
-        KMeansResidual(SawInt4(), clusters)
-
-
-def test_residuals_of_residuals_are_refused():
-    with pytest.raises(SpecError, match="the inner codec subtracts centroids already"):
-        KMeansResidual(KMeansResidual(SawInt4(), 4), 4)

@@ -8,7 +8,6 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-import packedkv
 from packedkv.codec import roundtrip
 from packedkv.codecs.group_int import GroupInt
 from packedkv.codecs.kvarn import KVarN
@@ -167,41 +166,3 @@ def test_numbers_beyond_fp16_are_balanced_into_it(along, rounds):
     assert all(bool(part.isfinite().all()) for name, part in payload.items() if name != "codes")
     assert float(payload["zero"].abs().max()) < 2**15
     assert error(KVarN(4, along, rounds=rounds), x) < 0.02
-
-
-def test_the_first_128_tokens_and_an_unfinished_tile_stay_in_16_bit():
-    x = normal(2, 1, 1, 128 + 128 + 57, 64).half()
-    keys, values = packedkv.compress("kvarn-k4v2", *x).decode()
-    for side, back in zip(x, (keys, values), strict=True):
-        same = (back == side.float()).all(-1)[0, 0]
-        assert bool(same[:128].all())
-        assert not bool(same[128:256].any())
-        assert bool(same[256:].all())
-
-
-@pytest.mark.parametrize(
-    ("spec", "key", "value"),
-    [("kvarn-k4v2", 4.375, 2.375), ("kvarn-k4v4", 4.375, 4.375), ("kvarn-k3v3", 3.375, 3.375)],
-)
-def test_bits_are_the_printed_ones_at_head_dim_128(spec, key, value):
-    scheme = packedkv.get(spec)
-    assert (scheme.key_bits(128), scheme.value_bits(128)) == (key, value)
-    assert (scheme.key_bits(64) - key, scheme.value_bits(64) - value) == (0.125, 0.25)
-    x = normal(1, 2, 384, 128)
-    held = packedkv.compress(scheme.without_windows(), x, x)
-    assert sum(held.nbytes.values()) * 8 / (2 * x.numel()) == (key + value) / 2
-    half = packedkv.get(f"{spec}:group=64")
-    assert half.key_bits(128) == key + 16 * 2 / 64 - 16 * 2 / 128
-
-
-def test_refusals():
-    with pytest.raises(packedkv.SpecError, match="bits=5 is not allowed; use 2, 3 or 4"):
-        KVarN(5)
-    with pytest.raises(packedkv.SpecError, match="use tokens or channels"):
-        KVarN(4, "rows")
-    with pytest.raises(packedkv.SpecError, match="group=1 is not allowed; use 2 or more"):
-        KVarN(4, group=1)
-    with pytest.raises(packedkv.SpecError, match="rounds=-1 is not allowed; use 0 or more"):
-        KVarN(4, rounds=-1)
-    with pytest.raises(packedkv.SpecError, match="group"):
-        packedkv.get("kvarn-k4v2:group=32")

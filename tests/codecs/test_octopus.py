@@ -8,12 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import packedkv
-from packedkv.codec import Site, roundtrip
-from packedkv.codecs.group_int import GroupInt
-from packedkv.codecs.octopus import Octopus, _Tables, octopus
-from packedkv.errors import ShapeError, SpecError
-from packedkv.ops.lloyd_max import block_norm_density, distortion, lloyd_max
-from packedkv.ops.split_words import unpack_split
+from packedkv.codec import roundtrip
+from packedkv.codecs.octopus import Octopus, _Tables, unpack_split
 from tests.codecs.draws import fitted, loud_channel_cost, unit_keys
 
 from .definitions import MARGIN, by_definition, key_batches, nearest, rotated_unit, smallest
@@ -33,32 +29,6 @@ def error_of(split, rounding="local_3x3", dim=128):
     y = roundtrip(codec, x, fitted(codec, dim))
     cosine = torch.nn.functional.cosine_similarity(x, y, dim=-1)
     return float((x - y).pow(2).mean()), float(cosine.mean())
-
-
-def test_params_hold_the_codebooks():
-    params = fitted(Octopus(4, 2), heads=3)
-    xi = [0.072157, 0.202192, 0.323773, 0.441564, 0.558436, 0.676227, 0.797808, 0.927843]
-    torch.testing.assert_close(params["xi"][0, 8:], torch.tensor(xi), rtol=0, atol=6e-7)
-    assert torch.equal(params["xi"], -params["xi"].flip(1))
-    torch.testing.assert_close(
-        params["rho"][0], torch.tensor([0.070077, 0.124664, 0.178623, 0.247353]), rtol=0, atol=6e-7
-    )
-    assert {name: tuple(p.shape) for name, p in params.items()} == {
-        "signs": (1, 3, 128),
-        "xi": (1, 16),
-        "rho": (1, 4),
-        "directions": (1, 256, 3),
-    }
-
-
-def test_signs_differ_by_head_layer_and_seed_and_repeat():
-    codec = Octopus()
-    signs = codec.fit(Site(0, "key", 4, 128))["signs"]
-    assert set(signs.unique().tolist()) == {-1.0, 1.0}
-    assert len({tuple(row) for row in signs[0].tolist()}) == 4
-    assert torch.equal(signs, codec.fit(Site(0, "key", 4, 128))["signs"])
-    for other in (Site(1, "key", 4, 128), Site(0, "value", 4, 128), Site(0, "key", 4, 128, seed=1)):
-        assert not torch.equal(signs, codec.fit(other)["signs"])
 
 
 @pytest.mark.parametrize(
@@ -185,13 +155,6 @@ def test_codes_are_those_of_the_definition(rounding, x, split):
     )
 
 
-@pytest.mark.parametrize("rounding", ["scalar", "local_2x2", "local_3x3", "full"])
-def test_nearly_all_choices_of_the_definition_are_clear(rounding):
-    """Or the test above would compare nothing."""
-    params = fitted(Octopus(4, 2))
-    assert codes_by_definition(unit_keys(200), params, rounding)[2].double().mean() > 0.99
-
-
 @pytest.mark.parametrize(("rounding", "lowest"), [("full", 0), ("local_3x3", 7 * 16 + 7)])
 def test_ties_take_the_lowest_candidate(rounding, lowest):
     """Every direction fits a triplet of zeros equally well; it lies between levels 7 and 8 of 16."""
@@ -199,15 +162,6 @@ def test_ties_take_the_lowest_candidate(rounding, lowest):
     x[..., 127] = 1
     codes = codes_of(codec, codec.encode(x, fitted(codec)))
     assert codes[0, 0, 0, :42].tolist() == [lowest << 2] * 42
-
-
-def test_rounding_changes_the_encoder_only():
-    layouts = {Octopus(4, 2, rounding).layout(128) for rounding in ("scalar", "local_2x2", "local_3x3", "full")}
-    assert len(layouts) == 1
-    scalar, default = Octopus(4, 2, "scalar"), Octopus(4, 2)
-    params = fitted(scalar)
-    payload = scalar.encode(unit_keys(8), params)
-    assert torch.equal(scalar.decode(payload, params), default.decode(payload, params))
 
 
 @pytest.mark.parametrize("dim", [64, 80, 128])
@@ -227,72 +181,9 @@ def test_score_factorises_over_triplets(dim):
     torch.testing.assert_close(score, (q * decoded).sum(-1), rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize(
-    ("spec", "dim", "nbytes"),
-    [
-        ("octopus-2", 128, 40),  # 43 x 7 bits = 37.6 B
-        ("octopus-3", 128, 56),  # 43 x 10 = 53.75 B
-        ("octopus-4", 128, 72),  # 43 x 13 = 69.9 B
-        ("octopus-1", 128, 19),  # (1, 1)
-        ("octopus-2:norm=fp32", 128, 42),
-        ("octopus-3:norm=fp32", 128, 58),
-        ("octopus-4:norm=fp32", 128, 74),
-        ("octopus-2:split=plus", 128, 45),
-        ("octopus-3:split=plus", 128, 62),
-        ("octopus-4:split=plus", 128, 78),
-        ("octopus-4", 64, 38),
-        ("octopus-4", 80, 46),
-        ("octopus-4", 96, 54),
-        ("octopus-4", 192, 106),
-        ("octopus-4", 256, 142),
-    ],
-)
-def test_bytes_of_a_key(spec, dim, nbytes):
-    scheme = packedkv.get(spec)
-    assert scheme.key.layout(dim).block_bytes == nbytes
-    payload = scheme.key.encode(unit_keys(3, dim), fitted(scheme.key, dim))
-    assert sum(field.nbytes for field in payload.values()) == 3 * nbytes
-
-
-@pytest.mark.parametrize("bits", [2, 3, 4], ids=lambda b: f"b{b}")
-def test_the_true_rate_is_a_third_of_a_bit_above_b(bits):
-    """At equal rate a scalar quantizer beats the paper's (b+1, b-1); (b+1, b) beats the scalar one."""
-
-    def scalar(rate):
-        density = block_norm_density(128, 1)
-        return 128 * distortion(density, lloyd_max(density, int(2**rate), -1.0, 1.0, symmetric=True), -1.0, 1.0)
-
-    assert Octopus(*SPLIT[bits]).layout(128).nominal_bits == pytest.approx(bits + 1 / 3)
-    paper, plus = error_of((bits + 1, bits - 1)), error_of((bits + 1, bits))
-    assert paper[0] > 1.05 * scalar(bits + 1 / 3)
-    assert plus[0] < 0.96 * scalar(bits + 2 / 3)
-    printed = {2: (0.0833, 0.0485), 3: (0.0242, 0.0129), 4: (0.0066, 0.0033)}[bits]
-    assert (paper[0], plus[0]) == pytest.approx(printed, rel=0.02)
-
-
 def test_a_loud_channel_costs_nothing():
     """The rotation's purpose: one channel 30 times the others'."""
     assert loud_channel_cost(Octopus(5, 3), unit_keys(2048)) < 1.3
-
-
-@pytest.mark.parametrize("dim", [64, 80, 256])
-@pytest.mark.parametrize("norm", ["fp16", "fp32"])
-def test_norms_beyond_fp16_are_not_clamped(dim, norm):
-    """|k| = 65504 sqrt(D) is no fp16 number; gamma / sqrt(D) is."""
-    codec = Octopus(5, 3, norm=norm)
-    x = torch.where(torch.rand(1, 1, 32, dim, generator=torch.Generator().manual_seed(0)) < 0.5, -65504.0, 65504.0)
-    x[0, 0, 0] = 65504.0
-    error = (roundtrip(codec, x, fitted(codec, dim)) - x).norm(dim=-1) / x.norm(dim=-1)
-    assert float(error.median()) < 0.12  # sqrt of the relative MSE, about 0.085
-
-
-def test_zero_keys_are_exact_and_do_not_disturb_their_neighbours():
-    codec, x = Octopus(), unit_keys(5)
-    x[0, 0, 2] = 0
-    params = fitted(codec)
-    y = roundtrip(codec, x, params)
-    assert torch.equal(y[0, 0, 2], torch.zeros(128))
-    assert torch.equal(y[:, :, :2], roundtrip(codec, x[:, :, :2], params))
 
 
 def test_half_of_the_bits_of_a_norm_cost_nothing_visible():
@@ -303,56 +194,6 @@ def test_half_of_the_bits_of_a_norm_cost_nothing_visible():
         codec = Octopus(5, 3, norm=norm)
         found.append(float((roundtrip(codec, x * 3.7, fitted(codec)) - x * 3.7).pow(2).mean()))
     assert found[0] == pytest.approx(found[1], rel=1e-3)
-
-
-def test_recipe_is_the_papers():
-    for bits in (2, 3, 4):
-        scheme = packedkv.get(f"octopus-{bits}")
-        assert scheme.key == Octopus(bits + 1, bits - 1, "local_3x3", "fp16")
-        assert scheme.value == GroupInt(bits, 32, "channels")
-        assert (scheme.sink, scheme.window, scheme.dense_key_layers, scheme.dense_value_layers) == (0, 32, 1, 0)
-        assert packedkv.get(f"octopus-{bits}:split=plus").key == Octopus(bits + 1, bits)
-    one = packedkv.get("octopus-1")
-    assert (one.key, one.value.bits) == (Octopus(1, 1), 2)
-    changed = packedkv.get("octopus-3:rounding=scalar,window=0,group=16,dense_keys=0,norm=fp32")
-    assert changed.key == Octopus(4, 2, "scalar", "fp32")
-    assert (changed.value.group, changed.window, changed.dense_key_layers) == (16, 0, 0)
-
-
-@pytest.mark.parametrize(
-    ("spec", "message"),
-    [
-        ("octopus-5", "bits='5' is not allowed; expected 1|2|3|4"),
-        ("octopus-4:split=even", "split='even' is not allowed; expected paper|plus"),
-        ("octopus-4:rounding=3x3", "expected scalar|local_2x2|local_3x3|full"),
-        ("octopus-4:norm=bf16", "expected fp16|fp32"),
-    ],
-)
-def test_unknown_options(spec, message):
-    with pytest.raises(SpecError, match=message.replace("|", r"\|")):
-        packedkv.get(spec)
-
-
-def test_recipe_called_directly_checks_its_arguments():
-    with pytest.raises(SpecError, match="bits=5 is not allowed; use 1, 2, 3 or 4"):
-        octopus(bits=5)
-    with pytest.raises(SpecError, match=r"split='even' is not allowed; use paper, plus, or d of -2\.\.2"):
-        octopus(split="even")
-    with pytest.raises(SpecError, match="rounding='3x3' is not allowed; use scalar, local_2x2, local_3x3 or full"):
-        octopus(rounding="3x3")
-    with pytest.raises(SpecError, match="norm='bf16' is not allowed; use fp16 or fp32"):
-        octopus(norm="bf16")
-
-
-@pytest.mark.parametrize("split", [(0, 2), (3, 0), (7, 3)], ids=str)
-def test_splits_without_a_codebook_or_a_code(split):
-    with pytest.raises(SpecError, match="use at least 1 each, and 2 \\* direction_bits \\+ norm_bits <= 16"):
-        Octopus(*split)
-
-
-def test_head_dim_that_is_no_multiple_of_8():
-    with pytest.raises(ShapeError, match="head_dim=100 is not a multiple of 8; use 64, 80, 96, 128, 192 or 256"):
-        Octopus().layout(100)
 
 
 @pytest.mark.parametrize("bits", [1, 2, 3, 4, 5])

@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import packedkv
-from packedkv.codec import NO_SAMPLE, Dense, Sample, Site, roundtrip
+from packedkv.codec import NO_SAMPLE, Sample, Site, roundtrip
 from packedkv.codecs.fp8 import Fp8
 from packedkv.codecs.group_int import GroupInt
 from packedkv.codecs.hqmq import Hqmq
@@ -14,8 +14,6 @@ from packedkv.codecs.innerq import InnerQ
 from packedkv.codecs.outliers import Med
 from packedkv.codecs.saw_int4 import SawInt4
 from packedkv.codecs.wrapper import inside
-from packedkv.errors import FitError, ShapeError, SpecError
-from packedkv.files import caches as persist
 from packedkv.ops.bitpack import unpack
 from tests.codecs.draws import normal_fp16, relative_mse
 
@@ -79,15 +77,6 @@ def test_the_bulk_is_as_good_as_without_outliers(inner, without, with_it):
     assert torch.equal(kept[..., ~bulk], x[..., ~bulk]), "held as they are"
 
 
-def test_without_it_coarse_radii_lose_most_chunks():
-    """6 bits: those with |x| / |y| < 100 / 126, y as long as they are; |x|^2 / |y|^2 is F(4, 4): one third."""
-    _, x, bulk = with_a_long_chunk(1, 1000)
-    chunks = {r: roundtrip(Hqmq(24, r), x, fitted(Hqmq(24, r), x))[..., bulk].unflatten(-1, (31, 4)) for r in (3, 4, 6)}
-    zeroed = {r: float((~y.any(-1)).float().mean()) for r, y in chunks.items()}
-    assert min(zeroed[3], zeroed[4]) > 0.95
-    assert zeroed[6] == pytest.approx(0.333, abs=0.015)
-
-
 def test_a_rotating_codec_gets_the_rest_in_its_own_basis():
     """Outliers are split off before the rotation, so they come back as they are and do not smear over the head."""
     _, x, bulk = with_a_long_chunk(2)
@@ -109,36 +98,6 @@ def test_zeros_stretch_the_range_of_a_one_sided_token():
     kept = roundtrip(Med(inner, 3, 1), x, fitted(Med(inner, 3, 1), sample))
     step = (kept - x)[..., 12:].abs().max() * 2
     assert 9 / 15 * 0.9 < float(step) < 9.1 / 15
-
-
-# -- what it costs ---------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("codec", "dim", "nbytes"),
-    [
-        (Med(Hqmq(24, 3)), 128, 74),  # 54 + 4 flags + 2 x 8
-        (Med(Hqmq(24, 3), slots=1), 128, 66),
-        (Med(Hqmq(24, 3), slots=3), 45, 22 + 2 + 24),  # 12 chunks
-        (Med(Hqmq(24, 3, packing="radix"), slots=1), 128, 203 + 16 + 32),  # four tokens
-        (Med(GroupInt(4, 0)), 128, 68 + 4 + 16),
-        (Med(GroupInt(2, 32, "tokens"), slots=1), 64, 512 + 256 + 64 + 256),  # 32 tokens of 16 chunks
-        (Med(GroupInt(4, 0), slots=99), 16, 12 + 1 + 32),  # no more slots than chunks
-    ],
-    ids=str,
-)
-def test_bytes_of_a_block(codec, dim, nbytes):
-    layout, x = codec.layout(dim), normal_fp16(2, 1, 2 * codec.block_tokens, dim)
-    assert layout.block_bytes == nbytes
-    payload = codec.encode(x, fitted(codec, x))
-    assert sum(t.nbytes for t in payload.values()) == 2 * 2 * nbytes
-    assert [f.name for f in layout.fields][-2:] == ["flags", "outliers"]
-    assert layout.fields[:-2] == codec.inner.layout(dim).fields
-
-
-@pytest.mark.parametrize(("slots", "bits"), [(1, 0.75), (2, 1.25), (3, 1.75)])
-def test_bits_on_top_at_128(slots, bits):
-    assert Med(Hqmq(24, 3), slots=slots).layout(128).effective_bits == 3.375 + bits
 
 
 # -- which chunks ----------------------------------------------------------------------------------------------------
@@ -206,16 +165,6 @@ def test_the_threshold_is_frozen_at_c_medians_of_each_sequence_and_head():
     assert torch.allclose(Med(GroupInt(4, 0), 5).fit(Site(0, "key", 2, 64), Sample(x))["threshold"], median * 5 / 3)
 
 
-def test_the_more_medians_the_fewer_outliers():
-    x = normal_fp16(1, 1, 64, 128)
-    x[..., :4] *= 4
-    found = []
-    for c in (3, 4, 5):
-        codec = Med(Hqmq(24, 3), c)
-        found.append(int(flags_of(codec, codec.encode(x, fitted(codec, x)), 128).sum()))
-    assert found[0] > found[1] > found[2] > 0
-
-
 def test_overflow_counts_what_found_no_place_and_it_is_quantized_not_clamped():
     codec, x = Med(Hqmq(24, 6), 3, 2), normal_fp16(1, 1, 4, 64, seed=6)
     params = fitted(codec, normal_fp16(1, 1, 256, 64))
@@ -258,46 +207,6 @@ def lumpy(*shape):
     return x.half().float()
 
 
-@around
-def test_blocks_one_by_one_equal_all_at_once_and_sequences_do_not_meet(inner):
-    codec = Med(inner)
-    g, x = codec.block_tokens, lumpy(2, 2, 6 * codec.block_tokens, 64)
-    params = fitted(codec, normal_fp16(1, 2, 200, 64, seed=1))
-    whole = codec.encode(codec.to_code(x, params), params)
-    assert flags_of(codec, whole, 64).any()
-    for field in codec.layout(64).fields:
-        assert whole[field.name].shape == (2, 2, 6, *field.shape)
-        assert whole[field.name].dtype == field.torch_dtype
-    assert list(whole) == [f.name for f in codec.layout(64).fields]
-    decoded = codec.decode(whole, params)
-    for m in range(6):
-        one = codec.encode(codec.to_code(x[1:, :, m * g : (m + 1) * g], params), params)
-        for name, part in one.items():
-            assert torch.equal(part, whole[name][1:, :, m : m + 1]), name
-        piece = codec.decode({n: t[:1, :, m : m + 1] for n, t in whole.items()}, params)
-        assert torch.equal(piece, decoded[:1, :, m * g : (m + 1) * g])
-
-
-@around
-def test_a_cache_appends_crops_saves_and_loads(inner, tmp_path):
-    scheme = packedkv.KVScheme(key=Med(inner), value=Med(inner), window=3)
-    k, v = lumpy(2, 1, 2, 60, 64).half()
-    params = {"key": fitted(scheme.key, k.float()), "value": fitted(scheme.value, v.float())}
-    once, steps = (packedkv.LayerCache(scheme, params=params) for _ in range(2))
-    once.append(k, v)
-    for at in range(0, 60, 7):
-        steps.append(k[:, :, at : at + 7], v[:, :, at : at + 7])
-    assert all(torch.equal(a, b) for a, b in zip(once.decode(), steps.decode(), strict=True))
-    persist.save_layers(tmp_path / "cache", [steps], {})
-    (loaded,), _ = persist.load_layers(tmp_path / "cache")
-    assert loaded.scheme == scheme
-    assert all(torch.equal(a, b) for a, b in zip(once.decode(), loaded.decode(), strict=True))
-    once.crop(40)
-    assert torch.equal(once.decode()[0], steps.decode(0, 40)[0])
-    parts = once.nbytes()
-    assert parts["key.outliers"] > parts["key.flags"] > 0
-
-
 def test_a_cache_without_constants_fits_on_its_first_call():
     k, v = lumpy(2, 2, 2, 40, 64).half()
     cache = packedkv.LayerCache(packedkv.get("hqmq-s24_r4:outliers=3,slots=5"))
@@ -324,33 +233,7 @@ def test_constants_of_each_sequence_move_with_it():
     assert torch.equal(cache.decode()[0], swapped)
 
 
-def test_a_sequence_in_a_batch_gets_the_bytes_it_gets_alone():
-    k, v = ((normal_fp16(3, 2, 40, 64, seed=s) ** 3).half() for s in (1, 2))  # outliers of every size
-    k[1:] *= 20
-    together, alone = (packedkv.LayerCache(packedkv.get("int-4:outliers=3")) for _ in range(2))
-    together.append(k, v)
-    alone.append(k[:1], v[:1])
-    assert torch.equal(together.decode()[0][:1], alone.decode()[0])
-
-
-def test_no_tokens_make_no_bytes():
-    x = torch.zeros(1, 2, 0, 64)
-    for codec in (Med(inner) for inner in INNERS):
-        params = fitted(codec, normal_fp16(1, 2, 8, 64))
-        payload = codec.encode(x, params)
-        assert sum(t.nbytes for t in payload.values()) == 0
-        assert codec.decode(payload, params).shape == x.shape
-
-
 # -- around any codec ------------------------------------------------------------------------------------------------
-
-
-@around
-def test_json_and_repr_bring_the_same_codec_back(inner):
-    scheme = packedkv.KVScheme(key=Med(inner, 4, 1), value=Med(inner, 2.5))
-    assert packedkv.from_json(scheme.to_json()) == scheme
-    assert eval(repr(scheme.key)) == scheme.key
-    assert scheme.key != scheme.value
 
 
 def test_the_inner_codec_is_fitted_calibrated_and_settled_on_the_rest():
@@ -386,35 +269,9 @@ def test_the_inner_codec_is_fitted_calibrated_and_settled_on_the_rest():
     assert all(float(p["inner.mark"]) == 2 and torch.equal(p["threshold"], plain["threshold"]) for p in settled)
 
 
-def test_what_the_inner_codec_holds_depends_on_the_dtype():
-    codec = Med(Dense()).for_dtype(torch.bfloat16)
-    assert codec == Med(Dense("bfloat16"))
-    assert codec.held_dtype(torch.bfloat16) == torch.bfloat16
-    k = lumpy(1, 1, 8, 64).bfloat16()
-    assert torch.equal(
-        packedkv.compress(packedkv.KVScheme(key=Med(Dense()), value=Dense()), k, k).decode()[0], k.float()
-    )
-
-
 def test_which_kernels_know_these_bytes():
     kernels_for = packedkv.description.kernels_for
     assert kernels_for(packedkv.get("hqmq-s24_r3:outliers=3")) == {"encode": "cuda", "decode": "cuda"}
     for inner in (SawInt4(), GroupInt(4, 32), InnerQ(3)):
         scheme = packedkv.KVScheme(key=Med(inner), value=Med(inner))
         assert kernels_for(scheme) == {"encode": "none", "decode": "none"}
-
-
-def test_refusals():
-    site = Site(0, "key", 1, 64)
-    for sample in (None, torch.empty(1, 1, 0, 64)):
-        with pytest.raises(FitError, match=r"needs a sample .* outliers=off"):
-            Med(Hqmq(24, 3)).fit(site, Sample(sample))
-    for options in ({"c": 0}, {"c": float("nan")}, {"c": "3"}, {"slots": 0}, {"slots": 1.5}, {"inner": "hqmq"}):
-        with pytest.raises(SpecError, match=r"Med: .* (not allowed; use|is not a codec; pass)"):
-            Med(**({"inner": Hqmq(24, 3)} | options))
-    with pytest.raises(ShapeError, match="head_dim=20 is not a multiple of 8"):
-        Med(GroupInt(3)).layout(20)
-    with pytest.raises(SpecError, match=r"Med has a field .* use a codec without outliers"):
-        Med(Med(Hqmq(24, 3))).layout(64)
-    with pytest.raises(SpecError, match="outliers='2' is not allowed"):
-        packedkv.get("hqmq-s24_r3:outliers=2")

@@ -7,10 +7,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-import packedkv
 from packedkv.codec import roundtrip
-from packedkv.codecs.polarquant import PolarQuant, angle_levels, polarquant, tree
-from packedkv.errors import ShapeError, SpecError
+from packedkv.codecs.polarquant import PolarQuant, angle_levels, tree
 from packedkv.ops.bitpack import unpack
 from tests.codecs.draws import fitted, normal, unit_keys
 
@@ -140,54 +138,3 @@ def test_ties_take_the_lower_sector_and_level():
         y = torch.tensor([a, b] * 4, dtype=torch.float32).view(1, 1, 1, 8)
         codes = unpack(codec.encode(y, params)["codes"], 3, 7).flatten().tolist()
         assert codes == [sector] * 4 + [3] * 3, (a, b)
-
-
-def test_zero_rows_are_exact():
-    codec, x = PolarQuant(4), normal(1, 1, 5, 128)
-    x[0, 0, 2] = 0
-    y = roundtrip(codec, x, fitted(codec))
-    assert not y[0, 0, 2].any()
-    assert y[0, 0, 1].any()
-
-
-@pytest.mark.parametrize(
-    ("spec", "dim", "nbytes"),
-    [
-        ("polarquant-2", 128, 34),  # 127 x 2 bits = 31.75 B
-        ("polarquant-3", 128, 50),  # 47.6
-        ("polarquant-4", 128, 66),  # 63.5
-        ("polarquant-4:norm=fp32", 128, 68),
-        ("polarquant-4", 64, 34),
-        ("polarquant-4", 80, 42),
-        ("polarquant-2", 256, 66),
-    ],
-)
-def test_bytes_of_a_token(spec, dim, nbytes):
-    codec = packedkv.get(spec).key
-    assert codec.layout(dim).block_bytes == nbytes
-    payload = codec.encode(normal(1, 1, 3, dim), fitted(codec, dim))
-    assert sum(field.nbytes for field in payload.values()) == 3 * nbytes
-
-
-def test_the_recipe_has_one_codec_for_keys_and_values():
-    scheme = packedkv.get("polarquant-3:window=8")
-    assert scheme.key == scheme.value == PolarQuant(3, "fp16")
-    assert (scheme.sink, scheme.window) == (0, 8)
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"bits": 1}, "polarquant: bits=1 is not allowed; use 2, 3, 4, 5 or 6"),
-        ({"norm": "bf16"}, "polarquant: norm='bf16' is not allowed; use fp16 or fp32"),
-    ],
-    ids=["bits", "norm"],
-)
-def test_options_that_do_not_exist(options, message):
-    with pytest.raises(SpecError, match=message):
-        polarquant(**options)
-
-
-def test_head_dim_that_is_no_multiple_of_8():
-    with pytest.raises(ShapeError, match="head_dim=100 is not a multiple of 8; use 64, 80, 96, 128, 192 or 256"):
-        PolarQuant().layout(100)

@@ -103,19 +103,3 @@ def test_rotation_tames_a_loud_channel():
     quiet = [c for c in range(128) if c != 17]
     errors = {r: float((roundtrip(Q40(r), x, {}) - x)[..., quiet].square().mean()) for r in ("whole", "none")}
     assert errors["whole"] < 0.5 * errors["none"], errors
-
-
-def test_bits_and_what_shapes_are_refused():
-    layout = Q40().layout(128)
-    assert (layout.block_bytes, layout.effective_bits) == (72, 4.5)
-    assert packedkv.get("q4_0").effective_bits(64) == 4.5
-    with pytest.raises(packedkv.ShapeError, match="not a multiple of 32"):
-        Q40().layout(80)
-    with pytest.raises(packedkv.SpecError, match="rotation"):
-        Q40("32")
-    with pytest.raises(packedkv.SpecError, match="rotate"):
-        packedkv.get("q4_0:rotate=v")
-
-
-def test_no_kernel_is_promised():
-    assert packedkv.describe("q4_0")["kernels"] == {"encode": "none", "decode": "none"}

@@ -5,15 +5,10 @@ import torch
 
 import packedkv
 from packedkv.codec import roundtrip
-from packedkv.codecs.hessian import HessianRotated
-from packedkv.codecs.kmeans_residual import KMeansResidual
 from packedkv.codecs.saw_int4 import SawInt4
-from packedkv.errors import ShapeError, SpecError
 from packedkv.ops.bitpack import unpack
 from tests.codecs.cuda_refusal import cuda_refusal
 from tests.codecs.draws import normal, relative_mse
-
-HEAD_DIMS = (64, 80, 96, 128, 192, 256)
 
 
 def test_rounding_the_zero_point_costs_one_and_a_half_percent_on_gaussian_tokens():
@@ -94,28 +89,6 @@ def test_zero_points_outside_the_codes_are_not_clipped(sign, beyond):
     assert relative_mse(x, SawInt4(1).decode(payload, {})) < 3e-4
 
 
-@pytest.mark.parametrize("value", [0.0, 1.0, -3.140625, 2.0**-14, 1e4, 65504.0])
-@pytest.mark.parametrize("block", [1, None])
-@pytest.mark.parametrize("zero", ["rounded", "float"])
-def test_a_constant_token_comes_back(zero, block, value):
-    x = torch.full((1, 1, 3, 128), value)
-    error = (roundtrip(SawInt4(block, zero), x, {}) - x).abs().max()
-    # rotated, the constant sits in one channel of 128: sqrt(128) times larger, and a step is 1/15 of that
-    bound = abs(value) * (2**-10 if block == 1 else 2**-4) + 2.0**-24
-    assert error <= bound
-
-
-@pytest.mark.parametrize("head_dim", HEAD_DIMS)
-def test_bits_are_four_and_two_numbers_per_token(head_dim):
-    x = normal(1, 2, 7, head_dim)
-    assert packedkv.compress("saw-int4", x, x).effective_bits == pytest.approx(4 + 32 / head_dim)
-
-
-def test_bits_and_bytes_at_head_dim_128():
-    scheme = packedkv.get("saw-int4")
-    assert (scheme.key_bits(128), scheme.key.layout(128).block_bytes) == (4.25, 68)
-
-
 def test_the_low_nibble_is_the_even_channel():
     x = torch.arange(16.0).repeat(4).view(1, 1, 1, 64)
     codes = SawInt4(1).encode(x, {})["codes"].flatten()
@@ -147,59 +120,6 @@ def test_the_rotation_takes_the_largest_power_of_two_that_divides_the_head(head_
     torch.testing.assert_close(codec.from_code(codec.to_code(x, {}), {}), x)
 
 
-@pytest.mark.parametrize(("rotate", "key", "value"), [("k", None, 1), ("kv", None, None), ("none", 1, 1)])
-def test_what_is_rotated_is_an_option(rotate, key, value):
-    scheme = packedkv.get(f"saw-int4:rotate={rotate}")
-    assert (scheme.key, scheme.value) == (SawInt4(key), SawInt4(value))
-
-
-def test_a_block_that_does_not_fit_says_which_does():
-    with pytest.raises(ShapeError, match="block=128 does not divide head_dim=192; use block<=64"):
-        SawInt4(128).layout(192)
-    with pytest.raises(SpecError, match="block=48 is not a power of two; use 16, 32, 64 or 128"):
-        SawInt4(48)
-
-
-@pytest.mark.parametrize(
-    ("options", "key", "value"),
-    [
-        ("hessian=true", HessianRotated(SawInt4()), SawInt4(1)),
-        ("rotate=none,hessian=true", HessianRotated(SawInt4(1)), SawInt4(1)),
-        ("rotate=kv,block=16,hessian=true", HessianRotated(SawInt4(16)), HessianRotated(SawInt4(16))),
-        ("kmeans=16", KMeansResidual(SawInt4(), 16), KMeansResidual(SawInt4(1), 16)),
-        (
-            "zero=float,pack=halves,kmeans=2048,hessian=true",
-            KMeansResidual(HessianRotated(SawInt4(None, "float", "halves")), 2048),
-            KMeansResidual(SawInt4(1, "float", "halves"), 2048),
-        ),
-    ],
-)
-def test_options_compose(options, key, value):
-    scheme = packedkv.get(f"saw-int4:{options}")
-    assert (scheme.key, scheme.value) == (key, value)
-    assert packedkv.from_json(scheme.to_json()) == scheme
-
-
-def test_describe_prints_every_option():
-    options = {o["name"]: o for o in packedkv.describe("saw-int4:kmeans=256")["options"]}
-    assert list(options) == [
-        "block",
-        "rotate",
-        "zero",
-        "pack",
-        "kmeans",
-        "hessian",
-        "oscar",
-        "scale",
-        "sink",
-        "window",
-        "recent",
-        "mean",
-    ]
-    assert all(o["doc"] for o in options.values())
-    assert options["kmeans"]["value"] == 256
-
-
 @pytest.mark.parametrize(
     ("options", "reason"),
     [
@@ -215,19 +135,3 @@ def test_variants_that_no_kernel_reads_are_refused_with_the_reason(options, reas
     assert reason in cuda_refusal(scheme, 128)
     assert packedkv.describe(str(scheme))["kernels"] == {"encode": "none", "decode": "none"}
     assert packedkv.describe("saw-int4:rotate=kv")["kernels"] == {"encode": "cuda", "decode": "cuda"}
-
-
-@pytest.mark.parametrize(
-    ("make", "text"),
-    [
-        (lambda: SawInt4(zero="half"), "zero='half' is not allowed; use rounded or float"),
-        (lambda: SawInt4(pack="quarters"), "pack='quarters' is not allowed; use neighbours or halves"),
-        (lambda: packedkv.get("saw-int4:kmeans=-1"), r"kmeans=-1 is not allowed; use 0 \(none\) or 1 to 65536"),
-        (lambda: packedkv.get("saw-int4:kmeans=65537"), "kmeans=65537 is not allowed; use 1 to 65536"),
-        (lambda: packedkv.get("saw-int4:hessian=1"), r"hessian='1' is not allowed; expected true\|false"),
-    ],
-    ids=["zero", "pack", "negative", "too-many", "hessian"],
-)
-def test_options_that_do_not_exist_are_refused(make, text):
-    with pytest.raises(SpecError, match=text):
-        make()

@@ -11,13 +11,12 @@ from torch import Tensor
 
 from packedkv.codec import ROLES, Codec, Params, Payload, Role, Site
 from packedkv.codecs.hqmq import RADII, SIZES, Hqmq
-from packedkv.codecs.octopus import JOINT_BITS, Octopus
+from packedkv.codecs.octopus import JOINT_BITS, Octopus, pack_split
 from packedkv.codecs.saw_int4 import SawInt4
 from packedkv.kernels.codecs import hqmq as hqmq_kernels
 from packedkv.kernels.cuda import build
 from packedkv.kernels.spec import definitions
 from packedkv.kernels.spec import reader as reader_of
-from packedkv.ops.split_words import pack_split
 from tests.kernels import harness
 from tests.kernels.decode_cases import CASES, Case, Geometry, check_all, each_in_turn, two_dims_in_turn
 from tests.kernels.offline import architectures_in_turn, compile_kernels

@@ -5,8 +5,8 @@ import math
 import pytest
 import torch
 
+from packedkv.codecs.octopus import coordinate_density
 from packedkv.ops.lloyd_max import block_norm_density, distortion, lloyd_max, midpoints, nearest_level
-from packedkv.ops.octahedral import coordinate_density
 
 XI = {
     1: [0.5],
@@ -116,12 +116,6 @@ def test_polar_angle_of_polarquant():
     assert (low, high) == pytest.approx((0.5, math.pi / 2 - 0.5), abs=1e-12)
 
 
-def test_midpoints_send_ties_down():
-    centroids = torch.tensor([0.0, 1.0, 4.0], dtype=torch.float64)
-    assert midpoints(centroids).tolist() == [0.5, 2.5]
-    assert torch.bucketize(torch.tensor([0.5, 2.5, 2.6]).double(), midpoints(centroids)).tolist() == [0, 1, 2]
-
-
 @pytest.mark.parametrize("levels", [1, 2, 3, 8, 32, 5000], ids=lambda n: f"L{n}")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
 def test_nearest_level_is_bucketize(levels, dtype):
@@ -135,18 +129,6 @@ def test_nearest_level_is_bucketize(levels, dtype):
     assert nearest_level(centroids)(x[:6].reshape(2, 3)).shape == (2, 3)
 
 
-@pytest.mark.parametrize(("levels", "low", "high"), [(0, 0.0, 1.0), (4, 1.0, 1.0), (4, 1.0, 0.0)])
-def test_nonsense_is_refused(levels, low, high):
-    with pytest.raises(ValueError, match="expected levels >= 1 and low < high"):
-        lloyd_max(torch.ones_like, levels, low, high)
-
-
 def test_no_fixed_point_says_so():
     with pytest.raises(ArithmeticError, match="give an interval on which the density is positive"):
         lloyd_max(lambda x: (x > 2.0).double(), 4, 0.0, 1.0)
-
-
-@pytest.mark.parametrize(("dim", "block"), [(4, 3), (8, 0)])
-def test_block_density_arguments(dim, block):
-    with pytest.raises(ValueError, match="expected block >= 1"):
-        block_norm_density(dim, block)

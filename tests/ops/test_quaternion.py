@@ -3,13 +3,12 @@
 import pytest
 import torch
 
+from packedkv.codecs.hqmq import pack_digits, packed_digit_bytes, unpack_digits
 from packedkv.ops import quaternion
 from packedkv.ops.quaternion import (
     MANY,
     UNITS,
-    chunk_lengths,
     conjugate,
-    corner_score,
     decode_lengths,
     multiply,
     nearest_entry,
@@ -17,9 +16,7 @@ from packedkv.ops.quaternion import (
     products,
     quantize_lengths,
     random_units,
-    split_chunks,
 )
-from packedkv.ops.radix import pack_digits, packed_digit_bytes, unpack_digits
 
 
 def generator(seed=0):
@@ -45,19 +42,6 @@ def test_hamilton_rules():
         assert torch.equal(multiply(b, a), -c)
         assert torch.equal(multiply(a, a), -one)
         assert torch.equal(multiply(a, conjugate(a)), one)
-
-
-def test_left_multiplication_keeps_angles():
-    a, b, p = (random_units(200, generator(s)) for s in range(3))
-    before = (a * b).sum(-1)
-    after = (multiply(p, a) * multiply(p, b)).sum(-1)
-    torch.testing.assert_close(after, before * p.square().sum(-1), rtol=0, atol=1e-12)
-
-
-def test_the_closed_form_is_the_best_corner():
-    v = torch.randn(5000, 4, generator=generator(), dtype=torch.float64)
-    torch.testing.assert_close(corner_score(v, -1), (v @ UNITS.T).amax(1), rtol=1e-14, atol=0)
-    assert corner_score(v.T, 0).shape == (5000,)
 
 
 @pytest.mark.parametrize("count", [1, 24, 192], ids=lambda s: f"S{s}")
@@ -96,16 +80,6 @@ def test_ties_take_the_lowest_product():
     expected = (x.double() @ UNITS.T).max(1, keepdim=True).values == x.double() @ UNITS.T
     assert nearest_product(x, one).tolist() == expected.int().argmax(1).tolist()
     assert nearest_product(x, one)[3] == 0
-
-
-@pytest.mark.parametrize("power", [-24, -10, 0, 14], ids=lambda p: f"2^{p}")
-def test_the_search_ignores_length_and_company(power):
-    q = random_units(96, generator(6))
-    x = torch.randn(3000, 4, generator=generator(7))
-    whole = nearest_product(x, q)
-    assert torch.equal(nearest_product(x * 2.0**power, q), whole)
-    assert torch.equal(torch.cat([nearest_product(x[i : i + 1], q) for i in range(40)]), whole[:40])
-    assert torch.equal(nearest_product(x[1700:1733], q), whole[1700:1733])
 
 
 def many(kind: str) -> torch.Tensor:
@@ -168,12 +142,6 @@ def test_a_gpu_finds_what_a_cpu_finds(kind):
     q, x, entries = random_units(24, generator(12)), many(kind), random_units(576, generator(13))
     assert torch.equal(nearest_product(x.cuda(), q.cuda()).cpu(), nearest_product(x, q))
     assert torch.equal(nearest_entry(x.cuda(), entries.cuda(), "angle").cpu(), nearest_entry(x, entries, "angle"))
-
-
-def test_chunks_are_padded_with_zeros():
-    x = torch.arange(1.0, 7.0)
-    assert split_chunks(x).tolist() == [[1, 2, 3, 4], [5, 6, 0, 0]]
-    torch.testing.assert_close(chunk_lengths(split_chunks(x)), torch.tensor([30.0, 61.0]).double().sqrt())
 
 
 def test_lengths_come_back_within_half_a_step_and_never_overflow():

@@ -10,7 +10,7 @@ import packedkv
 from packedkv.cache.fused import FusedLayerCache
 from packedkv.cache.host import LayerCache
 from packedkv.codec import ROLES, Codec, Role, Sample, Site
-from packedkv.errors import SpecError, UnsupportedError
+from packedkv.errors import UnsupportedError
 from packedkv.kernels import spec as cuda
 from packedkv.kernels.cpu import library
 from packedkv.kernels.cpu import spec as cpu
@@ -128,25 +128,6 @@ def test_a_packed_cache_holds_the_same_bytes_as_the_reference(spec: str) -> None
         assert torch.equal(got, want)
     q = torch.randn(1, 4, 1, 64, generator=torch.Generator().manual_seed(1)).half()
     torch.testing.assert_close(fused.attend(q).float(), plain.attend(q).float(), atol=2e-2, rtol=2e-2)
-
-
-@pytest.mark.parametrize("method", ["turboquant", "octopus", "saw-int4", "int", "kivi", "ultra-tq", "ultraquant"])
-def test_another_scale_is_refused(method: str) -> None:
-    with pytest.raises(SpecError, match="scale='best' is not allowed"):
-        get(f"{method}:scale=best")
-
-
-def test_integers_beside_outliers_have_no_search() -> None:
-    with pytest.raises(SpecError, match="scale=search with outliers=3 is not allowed"):
-        get("int-4:outliers=3,scale=search")
-
-
-def test_sketches_of_residuals_have_no_search() -> None:
-    for method in ("turboquant-qjl", "octopus-qjl"):
-        with pytest.raises(SpecError, match="scale"):
-            get(f"{method}-3:scale=search")
-        with pytest.raises(SpecError, match="scale='search' is not allowed"):
-            replace(get(f"{method}-3").key, scale="search")  # type: ignore[call-arg]
 
 
 def test_the_first_of_equals_and_each_group_its_own() -> None:

@@ -24,7 +24,7 @@ Deviations from the paper
 1. Codebook entries are uniform on the sphere; the paper only says random and fixed.
 2. e(i, j) is cut to multiples of 2^-10, exact in fp16: a search in float64 makes no rounding, so a token alone gives
    the bits it gives in a batch.
-3. sigma / 2 is held, as in hqmq: a chunk of fp16 values may be longer than fp16 can hold.
+3. sigma / 2 is stored, as in hqmq: a chunk of fp16 values may be longer than fp16 can hold.
 
 Pitfalls: the paper's 3 to 12 times higher perplexity fits ``raw`` or ``greedy``; normalised sums are only 3 to 24 %
 worse than as many of HQMQ's products. The search has no closed form: normalised sums are found in cells
@@ -37,30 +37,28 @@ Not for: anything else; hqmq has a slightly smaller error in the same bytes, and
 
 import math
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Literal
 
 import torch
 from torch import Tensor
 
-from packedkv.codec import NO_SAMPLE, Codec, Constant, Constants, Params, Payload, Sample, Site
-from packedkv.errors import ShapeError, SpecError
-from packedkv.layout import Field, Layout
+from packedkv.codec import NO_SAMPLE, Codec, Constant, Constants, Params, Payload, Sample, Site, one_of
+from packedkv.layout import Field, Layout, check_head_dim
 from packedkv.ops.bitpack import pack, packed_bytes, unpack
-from packedkv.ops.heads import each_head
 from packedkv.ops.quaternion import (
     GRID,
     chunk_lengths,
-    decode_lengths,
+    decode_chunks,
     nearest_entry,
     quantize_lengths,
     random_units,
+    search_heads,
     split_chunks,
 )
 from packedkv.registry import register
 from packedkv.scheme import KVScheme
 
 Reading = Literal["normalised", "raw", "greedy"]
-SIZES, RADII, READINGS = (24, 48, 96, 192), (3, 4, 6), get_args(Reading)
 
 
 @dataclass(frozen=True)
@@ -70,11 +68,11 @@ class Additive(Codec):
     Parameters
     ----------
     k : {24, 48, 96, 192}
-        Entries K of each codebook.
+        Entries of each codebook; k^2 sums.
     r : {3, 4, 6}
         Bits of a chunk's radius.
     reading : {"normalised", "raw", "greedy"}
-        What a pair of codewords stands for and how it is found.
+        normalised: sums on the sphere; raw: sums as they are, best pair; greedy: one codeword after the other.
 
     Examples
     --------
@@ -82,16 +80,9 @@ class Additive(Codec):
     4.125
     """
 
-    k: int = 48
-    r: int = 4
+    k: int = one_of(24, 48, 96, 192, default=48)
+    r: int = one_of(3, 4, 6, default=4)
     reading: Reading = "normalised"
-
-    def __post_init__(self) -> None:
-        """Refuse what the format does not have."""
-        for name, choices in {"k": SIZES, "r": RADII, "reading": READINGS}.items():
-            came = getattr(self, name)
-            if came not in choices:
-                raise SpecError(f"additive: {name}={came!r} is not allowed; use {', '.join(map(str, choices))}.")
 
     @property
     def code_bits(self) -> int:
@@ -99,9 +90,7 @@ class Additive(Codec):
         return (self.k**2 - 1).bit_length()
 
     def layout(self, head_dim: int) -> Layout:
-        """Codes, radii and scale of one token."""
-        if head_dim < 1:
-            raise ShapeError(f"additive: head_dim={head_dim} is not allowed; use 64, 80, 96, 128, 192 or 256.")
+        check_head_dim("additive", head_dim, 1)
         n = -(-head_dim // 4)
         fields = (
             Field("codes", "uint8", (packed_bytes(n, self.code_bits),)),
@@ -111,7 +100,6 @@ class Additive(Codec):
         return Layout(head_dim, 1, fields, nominal_bits=(2 * math.log2(self.k) + self.r) * n / head_dim)
 
     def constants(self, site: Site) -> Constants:
-        """Declare two codebooks, their sums, and the channels."""
         book, sums = (site.num_heads, self.k, 4), (site.num_heads, self.k**2, 4)
         return {
             "first": Constant(book, low=-1, high=1),
@@ -121,14 +109,7 @@ class Additive(Codec):
         }
 
     def fit(self, site: Site, sample: Sample = NO_SAMPLE) -> Params:
-        """Draw the two codebooks; tabulate what pairs stand for.
-
-        Returns
-        -------
-        dict
-            ``first, second [1, H, K, 4]`` float32; ``codebook [1, H, K^2, 4]`` float16, row ``K i + j``;
-            ``channels [1, D]`` int16, which tells the decoder D.
-        """
+        """Sample the two codebooks and tabulate their sums, row ``K i + j``; ``channels`` tells the decoder D."""
         draws = [
             [random_units(self.k, site.generator(head, stream)) for head in range(site.num_heads)] for stream in (0, 1)
         ]
@@ -143,39 +124,27 @@ class Additive(Codec):
         return {name: table[None].to(site.device) for name, table in tables.items()}
 
     def encode(self, x: Tensor, params: Params) -> Payload:
-        """Pair of codewords of each chunk's direction, then radii; elementwise or exact in float64."""
+        """Find the pair of codewords of each chunk's direction, then radii; elementwise or exact in float64."""
         chunks = split_chunks(x)
         length = chunk_lengths(chunks)
-
-        def search(head: int) -> Tensor:
-            own = length[:, head, ..., None]
-            u = chunks[:, head]
-            if self.reading != "normalised":  # whose search is by angle, whatever the length
-                u = (u.double() / own).masked_fill_(own == 0, 0.0)
-            return self._search(u.reshape(-1, 4), params, head).reshape(length[:, head].shape)
-
-        codes = torch.stack(each_head(search, x.shape[1], x.numel(), x.device), 1)
-        codes = codes.masked_fill(length == 0, 0)
+        u = chunks
+        if self.reading != "normalised":  # whose search is by angle, whatever the length
+            u = (u.double() / length[..., None]).masked_fill_(length[..., None] == 0, 0.0)
+        codes = search_heads(u, lambda part, head: self._search(part, params, head)).masked_fill(length == 0, 0)
         radius, scale = quantize_lengths(length, self.r)
         return {"codes": pack(codes, self.code_bits), "radius": pack(radius, self.r), "scale": scale}
 
     def decode(self, payload: Payload, params: Params) -> Tensor:
-        """Look sums up and scale them."""
         dim = params["channels"].shape[-1]
         n = -(-dim // 4)
-        table = params["codebook"][0].float()
-        codes = unpack(payload["codes"], self.code_bits, n).long().clamp_max(table.shape[1] - 1)
-        first_row = torch.arange(table.shape[0], device=table.device)[:, None, None] * table.shape[1]
-        direction = table.flatten(0, 1)[codes + first_row]
-        length = decode_lengths(unpack(payload["radius"], self.r, n), payload["scale"], self.r)
-        return (direction * length[..., None]).flatten(-2)[..., :dim]
+        codes, radius = unpack(payload["codes"], self.code_bits, n), unpack(payload["radius"], self.r, n)
+        return decode_chunks(params["codebook"][0].float(), codes, radius, payload["scale"], self.r)[..., :dim]
 
     def _search(self, u: Tensor, params: Params, head: int) -> Tensor:
         """Rows of the codebook for ``u [n, 4]``, unit vectors unless the search is by angle; the lowest on ties."""
-        if self.reading == "normalised":
-            return nearest_entry(u, params["codebook"][0, head].double(), by="angle")
-        if self.reading == "raw":
-            return nearest_entry(u, params["codebook"][0, head].double(), by="distance")
+        if self.reading != "greedy":
+            by: Literal["angle", "distance"] = "angle" if self.reading == "normalised" else "distance"
+            return nearest_entry(u, params["codebook"][0, head].double(), by)
         first, second = (params[name][0, head].double() for name in ("first", "second"))
         i = nearest_entry(u, first, by="distance")
         return i * self.k + nearest_entry(u - first[i], second, by="distance")
@@ -188,16 +157,6 @@ class Additive(Codec):
     mark="baseline",
 )
 def additive(k: Literal[24, 48, 96, 192] = 48, r: Literal[3, 4, 6] = 4, reading: Reading = "normalised") -> KVScheme:
-    """Keys and values in chunks of four on sums of two random codebooks: HQMQ's baseline.
-
-    Parameters
-    ----------
-    k : {24, 48, 96, 192}
-        Entries of each codebook; k^2 sums.
-    r : {3, 4, 6}
-        Bits of a chunk's radius.
-    reading : {"normalised", "raw", "greedy"}
-        normalised: sums on the sphere; raw: sums as they are, best pair; greedy: one codeword after the other.
-    """
+    """Keys and values in chunks of four on sums of two random codebooks: HQMQ's baseline."""
     codec = Additive(k, r, reading)
     return KVScheme(key=codec, value=codec)

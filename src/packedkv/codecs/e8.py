@@ -35,7 +35,7 @@ Deviations from NexusQuant 0.6.3 (nexusquant-kv on PyPI, Apache-2.0: ``E8Lattice
    turboquant-2's. The factor 0.96 is the best for normal values, to two digits.
 3. Its cache turns keys back to before RoPE, rounds them and turns them again; here keys are rounded after RoPE, as in
    every other codec.
-4. Its presets may drop tokens; here all are held.
+4. Its presets may drop tokens; here all are stored.
 
 Pitfalls: a channel of the rotated row reaches 2.75 s: what lies farther out is cut. Rows that a Hadamard rotation does
 not spread (a multiple of one of its rows) lose most of their length.
@@ -55,10 +55,9 @@ import torch
 from torch import Tensor
 
 from packedkv.codec import FP16_MAX, Codec, Params, Payload
-from packedkv.errors import ShapeError
-from packedkv.layout import Field, Layout
-from packedkv.ops.hadamard import block_hadamard, power_of_two_divisor
-from packedkv.ops.sums import row_norm, sum_by_halves, token_chunks
+from packedkv.layout import Field, Layout, check_head_dim
+from packedkv.ops.hadamard import Rotated
+from packedkv.ops.sums import in_pieces, row_norm, sum_by_halves
 from packedkv.registry import register
 from packedkv.scheme import KVScheme
 
@@ -90,7 +89,7 @@ def numbers() -> Tensor:
 
 @cache
 def candidates() -> tuple[Tensor, Tensor]:
-    """What a search tries: the patterns of |h|^2 <= 10 with the largest letters first, ``[7, 8]``, and all of 12."""
+    """Candidates of a search: the patterns of |h|^2 <= 10 with the largest letters first, ``[7, 8]``; all of 12."""
     table = patterns()
     inner = (table * table).sum(-1) <= 10
     return table[inner].sort(-1, descending=True).values.unique(dim=0), table[~inner]
@@ -103,48 +102,36 @@ def keys(sizes: Tensor) -> Tensor:
 
 
 @dataclass(frozen=True)
-class E8(Codec):
+class E8(Rotated, Codec):
     """2^16 points of E8 for 8 channels, one scale per token.
 
-    Examples
-    --------
     >>> E8().layout(128).effective_bits
     2.125
     """
 
     def layout(self, head_dim: int) -> Layout:
-        """Two bytes for 8 channels, and the scale of one token."""
-        if head_dim % RUN:
-            raise ShapeError(f"e8: head_dim={head_dim} is not a multiple of 8; use 64, 80, 96, 128, 192 or 256.")
+        check_head_dim("e8", head_dim, RUN)
         fields = (Field("codes", "uint8", (head_dim // 4,)), Field("scale", "float16", (1,), "scales"))
         return Layout(head_dim, 1, fields, nominal_bits=2.0)
 
-    def to_code(self, x: Tensor, params: Params) -> Tensor:
-        """Rotate."""
-        return block_hadamard(x, power_of_two_divisor(x.shape[-1]))
-
-    def from_code(self, x: Tensor, params: Params) -> Tensor:
-        """Rotate back: H is its own inverse."""
-        return self.to_code(x, params)
-
     def encode(self, x: Tensor, params: Params) -> Payload:
-        """Nearest points of rows divided by their held scales; float64, element by element."""
-        parts = []
-        for piece in token_chunks(x):
+        """Find the nearest points of rows divided by their stored scales; float64, element by element."""
+
+        def points_of(piece: Tensor) -> tuple[Tensor, Tensor]:
             wide = piece.double()
             scale = (row_norm(wide) * (STEP / x.shape[-1] ** 0.5)).clamp_max(FP16_MAX).half()
             held = scale.double()
-            parts.append((nearest_codes(torch.where(held > 0, wide / held, 0.0)), scale))
-        codes, scales = (torch.cat(field, 2) for field in zip(*parts, strict=True))
-        return {"codes": codes, "scale": scales}
+            return nearest_codes(torch.where(held > 0, wide / held, 0.0)), scale
+
+        codes, scale = in_pieces(points_of, x)
+        return {"codes": codes, "scale": scale}
 
     def decode(self, payload: Payload, params: Params) -> Tensor:
-        """``s p``."""
         return points(payload["codes"]) * payload["scale"].float()
 
 
 def points(codes: Tensor) -> Tensor:
-    """Points of codes: uint8 ``[..., D/4]`` -> float32 ``[..., D]``."""
+    """Map codes to lattice points: uint8 ``[..., D/4]`` -> float32 ``[..., D]``."""
     pattern, bits = (half.contiguous() for half in codes.unflatten(-1, (-1, 2)).unbind(-1))  # [..., D/8]
     sizes = patterns().float().to(codes.device)[pattern.int()]
     negative = bits.unsqueeze(-1) >> torch.arange(RUN, dtype=torch.uint8, device=codes.device) & 1
@@ -230,7 +217,5 @@ def e8(bits: Literal[2] = 2, window: int = 0) -> KVScheme:
     ----------
     bits : {2}
         Bits of a channel; the scale comes on top.
-    window : int
-        Newest tokens that stay in 16 bit.
     """
     return KVScheme(key=E8(), value=E8(), window=window)

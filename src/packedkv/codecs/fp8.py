@@ -14,7 +14,7 @@ Block (one token of one head)::
 
 Bits: 8 + 16/D; D = 128: 130 bytes, 8.125. Without a scale: 8.
 
-Deviations: the scale is held in fp16, not float32, and never below 2^-24; codes are computed with the held scale.
+Deviations: the scale is stored in fp16, not float32, and never below 2^-24; codes are computed with the stored scale.
 
 Pitfalls
 1. Without a scale everything above 448 saturates, and what is below 2^-10 becomes zero. Engines' ``fp8`` without
@@ -35,8 +35,7 @@ import torch
 from torch import Tensor
 
 from packedkv.codec import Codec, Params, Payload
-from packedkv.errors import ShapeError
-from packedkv.layout import Field, Layout
+from packedkv.layout import Field, Layout, check_head_dim
 from packedkv.ops.groups import fp16_scale
 from packedkv.registry import register
 from packedkv.scheme import KVScheme
@@ -46,34 +45,24 @@ E4M3_MAX = 448
 
 @dataclass(frozen=True)
 class Fp8(Codec):
-    """E4M3 bytes.
-
-    Parameters
-    ----------
-    scaled : bool
-        One fp16 scale per token and head; False: none.
-    """
+    """E4M3 bytes; ``scaled``: with one fp16 scale per token and head."""
 
     scaled: bool = True
 
     def layout(self, head_dim: int) -> Layout:
-        """One byte per channel, and the token's scale."""
-        if head_dim < 1:
-            raise ShapeError(f"head_dim={head_dim}: expected a positive number, e.g. 128.")
+        check_head_dim("fp8", head_dim, 1)
         fields = [Field("codes", "uint8", (head_dim,), reads="float8_e4m3fn")]
         if self.scaled:
             fields.append(Field("scale", "float16", (1,), "scales"))
         return Layout(head_dim, 1, tuple(fields), nominal_bits=8.0)
 
     def encode(self, x: Tensor, params: Params) -> Payload:
-        """Scale, saturate, cast."""
         if not self.scaled:
             return {"codes": _e4m3(x)}
         scale = fp16_scale(x.abs().amax(-1, keepdim=True), E4M3_MAX)
         return {"codes": _e4m3(x / scale.float()), "scale": scale}
 
     def decode(self, payload: Payload, params: Params) -> Tensor:
-        """Cast back and scale."""
         x = payload["codes"].contiguous().view(torch.float8_e4m3fn).float()
         return x * payload["scale"].float() if self.scaled else x
 

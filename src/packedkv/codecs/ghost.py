@@ -14,7 +14,7 @@ p + D/2 as a pair, so v and E of keys are means over a pair, which hold at every
 normal channel of w bits has the error d(w); together they cost the sum of W_c d(w_c), W = v f. Channels are sorted by
 falling W, and the i-th shares T = 2 b bits with the i-th from the end. So every pair of channels has T bits, and is one
 look-up for a kernel. It is of one of a few kinds k, with widths h_k = ceil(b) + k, up to 7 or T, and l_k = T - h_k; k
-rises as long as the loud channel gains more than the quiet one loses::
+rises as long as the large channel gains more than the small one loses::
 
     m_k = number of i < D/2 - 4 with W_i (d(h_(k-1)) - d(h_k)) > W_(D-1-i) (d(l_k) - d(l_(k-1)))
     pair i has the last kind with i < m_k; as W falls, so do kinds
@@ -27,9 +27,9 @@ heads of models.
 the best of the form ``A u + B u^3``, u = i - (2^w - 1)/2: a kernel may compute them or look them up. At 3 bits its
 error is 0.2 % above Lloyd-Max's, at 5 bits 6 %; that of equidistant levels is 8 % and 40 % above.
 
-(4) *One scale a token*, of 16. The constants know each channel's usual size, so the scale only says how loud the token
+(4) *One scale a token*, of 16. The constants know each channel's usual size, so the scale only says how large the token
 is. The encoder tries six around the token's root mean square and keeps the one of least cost, since a token with one
-loud channel wants another scale than a normal one::
+large channel wants another scale than a normal one::
 
     y_c = k_c / sqrt(v_c)                          keys without R_t mu; values x: (x_c - m_c) / sqrt(v_c)
     r = sqrt(mean of y_c^2 over channels with w > 0);  n: the n in 1..15 with 2^((n-6)/4) nearest to r
@@ -40,8 +40,8 @@ loud channel wants another scale than a normal one::
 
 Block (one token of one head)::
 
-    codes   uint8  [b D/8]   D/2 fields of T bits, a little-endian stream (packedkv/ops/bitpack.py). Field p has the
-                             codes of places 2p (low bits) and 2p + 1, the louder channel first. The highest bit of
+    codes   uint8  [b D/8]   D/2 fields of T bits, a little-endian stream (ops/bitpack). Field p has the
+                             codes of places 2p (low bits) and 2p + 1, the larger channel first. The highest bit of
                              field D/2 - 4 + t, t in 0..3, is bit t of the scale's number
 
 The four short pairs have the last four fields. The others, in their order, have what is left of fields 0, D/8, D/4,
@@ -54,7 +54,7 @@ of the mean of S_cc H_cc in units 1 / S_cc, so that scaling a channel changes no
 
     H^(1/2) S H^(1/2) = U L U^T;  y = L^(-1/2) U^T H^(1/2) k       variance 1, cost L in place of v f
 
-With gradients g of the model's loss by the keys (values), which `packedkv fit` takes with labels drawn from the model
+With gradients g of the model's loss by the keys (values), which `packedkv fit` takes with labels sampled from the model
 itself, a token counts in S and m by the root of sum_c v_c g_c^2 over its mean, cut to 0.001 to 100: the basis suits
 tokens on which the loss depends.
 
@@ -74,7 +74,7 @@ until as many have come, so that no byte is written twice. The prompt's queries 
 model's queries of tokens drawn at random; without a model f is sqrt(v), since where keys are loud, queries often are.
 
 Tokens unlike all others (mean of x^2/v above 6) do not count in v and m: a sink's key would. v is at least 1/n of the
-head's mean over n tokens: what a few tokens do not show may be loud later.
+head's mean over n tokens: what a few tokens do not show may be large later.
 
 Deviations from the paper
 1. There is none: the method is ours. Known parts are reverse water-filling (Cover and Thomas, Sec. 10.3.3), Lloyd's and
@@ -93,18 +93,18 @@ Not for: fewer than 512 tokens without a file.
 from dataclasses import dataclass
 from functools import lru_cache, partial
 from itertools import pairwise
-from typing import Literal, get_args
+from typing import Literal
 
 import torch
 from torch import Tensor
 
-from packedkv.checks import check_fitted
+from packedkv.checks import check_fitted, needed
 from packedkv.codec import NO_SAMPLE, Codec, Constant, Constants, Params, Part, Payload, Sample, Site
 from packedkv.errors import FitError, ShapeError, SpecError
 from packedkv.layout import Field, Layout
 from packedkv.ops.bitpack import pack, unpack
 from packedkv.ops.exact import KERNEL_BITS, cut_rotation, rotate_exactly
-from packedkv.ops.sums import sum_by_halves, token_chunks
+from packedkv.ops.sums import in_pieces, sum_by_halves
 from packedkv.ops.widths import channel_squares, nearest_in, ordered, put_back, width_cuts
 from packedkv.registry import register
 from packedkv.scheme import KVScheme
@@ -176,19 +176,11 @@ def power(quarters: int) -> float:
 
 
 def usual(x: Tensor, *, paired: bool) -> tuple[Tensor, Tensor, Tensor]:
-    """Mean and variance of each channel without the tokens that are unlike all others, and which tokens are left.
+    """Mean and variance of each channel of ``x [B, H, N, D]`` without outlier tokens, and a mask of the other tokens.
 
-    Parameters
-    ----------
-    x : Tensor ``[B, H, N, D]``
-    paired : bool
-        Keys, whose mean is gone: the mean is 0, and both channels of a RoPE pair have the pair's variance.
-
-    Returns
-    -------
-    (Tensor, Tensor, Tensor) float64
-        Mean and variance ``[B, H, D]``; the variance is at least 1/n of the head's mean, 1 where that is 0. The tokens:
-        ``[B, H, N, 1]``, 1 or 0.
+    ``paired``: of keys, whose mean was removed: the mean is 0, and both channels of a RoPE pair have the pair's
+    variance. All float64: mean and variance ``[B, H, D]``, the variance at least 1/n of the head's mean, 1 where that
+    is 0; the mask ``[B, H, N, 1]``, 1 or 0.
     """
     wide = x.double()
     kept = torch.ones_like(wide[..., :1])
@@ -211,19 +203,8 @@ def token_weights(gradients: Tensor, variance: Tensor, kept: Tensor) -> Tensor:
     """How much a token counts in a covariance: the root of what errors as large as its channels would cost.
 
     That cost is r = sum v g^2 over the channels, g the gradient of the loss, over its mean; limited to 0.001 to 100.
-    The root, since a gradient is of this text and these labels, and trusted less.
-
-    Parameters
-    ----------
-    gradients : Tensor ``[1, H, N, D]``
-    variance : Tensor float64 ``[1, H, D]``
-        v of the channels.
-    kept : Tensor float64 ``[1, H, N, 1]``
-        Tokens that count: 1, others 0.
-
-    Returns
-    -------
-    Tensor float64 ``[1, H, N, 1]``
+    The root, since a gradient is of this text and these labels, and trusted less. ``gradients [1, H, N, D]``, the rest
+    float64: v of the channels ``[1, H, D]``, ``kept`` and the result ``[1, H, N, 1]``.
     """
     cost = sum_by_halves(gradients.double().square() * variance.unsqueeze(2))
     usual_cost = sum_by_halves(cost * kept, 2) / sum_by_halves(kept, 2).clamp_min(1)
@@ -243,17 +224,9 @@ def shrunk(moment: Tensor) -> Tensor:
 
 
 def klt(covariance: Tensor, asked: Tensor) -> tuple[Tensor, Tensor]:
-    """Basis in which the channels of a head are uncorrelated and errors cost alike.
+    """Basis in which the channels of a head are uncorrelated and errors cost alike, from S and H; float64 ``[D, D]``.
 
-    Parameters
-    ----------
-    covariance, asked : Tensor float64 ``[D, D]``
-        S of keys or values, H of what multiplies them; both positive semidefinite.
-
-    Returns
-    -------
-    (Tensor, Tensor) float64
-        E^T ``[D, D]``: x E^T has channels of variance 1. L ``[D]``, falling: what an error of one channel costs.
+    Returns E^T ``[D, D]``: x E^T has channels of variance 1; and L ``[D]``, falling: the cost of an error of a channel.
     """
     s, h = shrunk(covariance), shrunk(asked)
     sizes = s.diagonal().clamp_min(SMALLEST**2)
@@ -291,19 +264,9 @@ def short_kind(total: int) -> tuple[int, int]:
 
 
 def share_bits(cost: Tensor, total: int) -> tuple[Tensor, Tensor]:
-    """Widths of channels, and which place of a row each has.
+    """Width of each place of a row, and the number, by falling cost, of the channel there: int64 ``[..., D]`` each.
 
-    Parameters
-    ----------
-    cost : Tensor float64 ``[..., D]``
-        W, falling.
-    total : int
-        T, bits of a pair.
-
-    Returns
-    -------
-    (Tensor, Tensor) int64
-        Width of each place ``[..., D]``; the number, by falling cost, of the channel there ``[..., D]``.
+    ``cost``, float64 ``[..., D]``, is W, falling; ``total`` is T, the bits of a pair.
     """
     dim = cost.shape[-1]
     full = dim // 2 - PARTS
@@ -341,10 +304,10 @@ class Ghost(Codec):
 
     Parameters
     ----------
-    bits : float
-        b, 2 to 5 by halves: bits of a channel on average, the scale included.
+    bits : int or float
+        2, 2.5, 3, 3.5, 4, 4.5 or 5: bits of a channel on average, everything counted.
     transform : {"channels", "klt"}
-        Channels as they are, or uncorrelated ones.
+        klt: uncorrelated channels; a product with a [D, D] matrix, from a file of `packedkv fit`.
 
     Examples
     --------
@@ -356,34 +319,28 @@ class Ghost(Codec):
     transform: Transform = "channels"
 
     def __post_init__(self) -> None:
-        """Refuse options that do not exist."""
-        if self.transform not in get_args(Transform):
-            raise SpecError(f"ghost: transform={self.transform!r} is not allowed; use channels or klt.")
+        super().__post_init__()
         if self.bits not in ALLOWED:
             raise SpecError(f"ghost: bits={self.bits} is not allowed; use {', '.join(map(str, ALLOWED))}.")
 
     @property
     def needs(self) -> frozenset[Part]:
-        """Sizes and widths are fitted; a basis also needs queries, and gradients tell which tokens it should suit."""
+        # a basis also needs queries, and gradients tell which tokens it should suit
         return frozenset({"tensor", "queries", "gradients"} if self.transform == "klt" else {"tensor"})
 
     @property
     def without_mean(self) -> bool:
-        """The ghost term is part of the method."""
-        return True
+        return True  # the ghost term is part of the method
 
     @property
     def fit_tokens(self) -> int:
-        """So many tokens tell a channel's size."""
         return FIT_TOKENS
 
     @property
     def fit_every(self) -> int:
-        """Every second of them is enough."""
         return FIT_EVERY
 
     def layout(self, head_dim: int) -> Layout:
-        """The pairs of one token."""
         if head_dim < 2 * PARTS or head_dim % (2 * PARTS) or head_dim * self.bits % (8 * PARTS):
             raise ShapeError(
                 f"ghost: head_dim={head_dim} at {self.bits} bits does not fill four quarters of whole bytes; "
@@ -398,7 +355,6 @@ class Ghost(Codec):
         return int(2 * self.bits)
 
     def constants(self, site: Site) -> Constants:
-        """Declare what the module's text lists."""
         row, each = (site.num_heads, site.head_dim), partial(Constant, each=True)
         found = {
             "weight": each(row, low=0, high=1),
@@ -427,29 +383,13 @@ class Ghost(Codec):
 
         f of keys is ``query_cost`` of the energies of the queries, sqrt(v) where neither is given. For a basis, tokens
         count by ``token_weights`` of the gradients in the covariance and in the mean of values.
-
-        Returns
-        -------
-        dict
-            ``order [B, H, D]`` int16, ``factor``, ``weight [B, H, D]`` float32, ``widths [B, H, D]`` uint8, of values
-            ``centre [B, H, D]`` float32; of a basis ``matrix, inverse [1, H, D, D]`` float32 in place of ``order``.
-
-        Raises
-        ------
-        FitError
-            If there is no sample, or none of its queries for a basis; if their head_dim is not the site's; if the
-            gradients have another shape than the sample.
         """
         if self.transform == "klt" and sample.queries is None:
             raise FitError(
                 "ghost: transform=klt is fitted with the model's queries, which a prefill does not show; run "
                 '`packedkv fit MODEL "ghost-3:transform=klt" --text FILE -o PARAMS` (with your spec) and pass params.'
             )
-        if (x := sample.tensor) is None:
-            raise FitError(
-                "ghost needs sample keys or values [batch, kv_heads, tokens, head_dim]; got none. Pass a sample to "
-                "fit, or run `packedkv fit MODEL ghost-3 --text FILE -o PARAMS` (with your spec) and pass params."
-            )
+        x = needed("ghost", sample.tensor)
         if sample.queries is not None:
             return self._calibrate(site, x, sample.queries, sample.gradients)
         mean, variance, _ = usual(x[:, :, : FIT_TOKENS // FIT_EVERY], paired=site.role == "key")
@@ -530,13 +470,11 @@ class Ghost(Codec):
         return ordered(x, params["order"]).float() * params["factor"].unsqueeze(2)
 
     def query_to_code(self, q: Tensor, params: Params) -> Tensor:
-        """The dual: each channel times its size."""
         if self.transform == "klt":
             return (q.double() @ params["inverse"].double().mT).float() / params["factor"].unsqueeze(2)
         return ordered(q, params["order"]).float() / params["factor"].unsqueeze(2)
 
     def from_code(self, x: Tensor, params: Params) -> Tensor:
-        """Each channel times its size, in the model's basis."""
         channels = x / params["factor"].unsqueeze(2)
         if self.transform == "klt":
             return (channels.double() @ params["inverse"].double()).float()
@@ -546,14 +484,15 @@ class Ghost(Codec):
         """Try scales; elementwise in float32 and sums by halves, so nothing depends on the call's shape."""
         upper = params["widths"][..., ::2].long().unsqueeze(2)  # where the second code of a field begins
         fields, turns = x.shape[-1] // 2, torch.arange(PARTS, device=x.device)
-        parts = []
-        for piece in token_chunks(x):
+
+        def encoded(piece: Tensor) -> tuple[Tensor]:
             y = piece - params["centre"].unsqueeze(2) if "centre" in params else piece
             codes, number = self._quantize(y, params)
             pairs = codes[..., ::2] | codes[..., 1::2] << upper
             pairs[..., fields - PARTS :] |= (number >> turns & 1) << (self.total - 1)
-            parts.append(pack(pairs, self.total))
-        return {"codes": torch.cat(parts, 2)}
+            return (pack(pairs, self.total),)
+
+        return {"codes": in_pieces(encoded, x)[0]}
 
     def _quantize(self, y: Tensor, params: Params) -> tuple[Tensor, Tensor]:
         """Codes ``[B, H, N, D]`` and the scale's number ``[B, H, N, 1]`` of least cost, int64."""
@@ -581,7 +520,6 @@ class Ghost(Codec):
         return codes, number
 
     def decode(self, payload: Payload, params: Params) -> Tensor:
-        """Look levels up and scale them; of values add the mean."""
         widths = params["widths"].long().unsqueeze(2)
         first, second = widths[..., ::2], widths[..., 1::2]
         fields = unpack(payload["codes"], self.total, widths.shape[-1] // 2).long()
@@ -599,18 +537,6 @@ class Ghost(Codec):
     mark="recommended",
 )
 def ghost(bits: int | float = 3, transform: Transform = "channels", window: int = 0, sink: int = 4) -> KVScheme:
-    """Keys without their mean before RoPE, values without theirs; channels get bits by what their errors cost.
-
-    Parameters
-    ----------
-    bits : int or float
-        2, 2.5, 3, 3.5, 4, 4.5 or 5: bits of a channel on average, everything counted.
-    transform : {"channels", "klt"}
-        klt: uncorrelated channels; a product with a [D, D] matrix, from a file of `packedkv fit`.
-    window : int
-        Newest tokens kept dense.
-    sink : int
-        First tokens that stay in 16 bit for ever.
-    """
+    """Keys without their mean before RoPE, values without theirs; channels get bits by what their errors cost."""
     codec = Ghost(bits, transform)
     return KVScheme(key=codec, value=codec, sink=sink, window=window)

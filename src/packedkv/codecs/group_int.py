@@ -10,7 +10,7 @@ Symmetric (InnerQ, Eq. 13, read as b-bit signed integers), L = 2^(b-1) - 1 level
     S = fp16(max |x| / L)
     code = clip(rne(x / S), -L, L)             x^ = S code
 
-Codes are computed with S and Z as they are held, so x^ is the nearest representable point.
+Codes are computed with S and Z as stored, so x^ is the nearest representable point.
 
 Block along channels (one token of one head; ``ceil(D / G)`` groups of neighbouring channels, the last one shorter when
 G does not divide D)::
@@ -19,10 +19,11 @@ G does not divide D)::
     scale   fp16   [ceil(D / G)]
     zero    fp16   [ceil(D / G)]    asymmetric only
 
-Codes of 2 and 3 bits in groups of 32 channels are interleaved if 128 divides D (``ops/interleaved``, layout version
-2): as many bytes, in an order that lets attention kernels load one channel of two tokens into a register. Channel
-32 q + 4 g + p of a run of 128 is code 4 q + p of g = 0..7; the 16 codes of a g fill b 16-bit units, unit i of g is
-word 8 i + g::
+Codes of 2 and 3 bits in groups of 32 channels are interleaved if 128 divides D (layout version 2): as many bytes, in an
+order that lets attention kernels load one channel of two tokens into a register. GPUs load 8 x 8 matrices of 16-bit
+units from shared memory and transpose them; equal bits of eight neighbouring units are channels 4 apart of one group,
+so one mask extracts them in all lanes, and they share a scale. Channel 32 q + 4 g + p of a run of 128 is code 4 q + p
+of g = 0..7; the 16 codes of a g fill b little-endian 16-bit units, unit i of g is word 8 i + g::
 
     b = 2   8 codes to a unit, the first in the lowest bits
     b = 3   5 codes to a unit, and bit 15 of unit i is bit i of code 15
@@ -35,7 +36,7 @@ Block along tokens (G tokens of one head; D groups of G tokens of one channel)::
     scale   fp16   [D]
     zero    fp16   [D]              asymmetric only
 
-Symmetric codes are held as code + 2^(b-1): two's complement with its top bit flipped; 0 does not occur.
+Symmetric codes are stored as code + 2^(b-1): two's complement with its top bit flipped; 0 does not occur.
 
 Bits: b + 32 ceil(D/G) / D along channels, b + 32/G along tokens; half the second term when symmetric. D = 128, G = 32,
 b = 2, asymmetric: 3.0 both ways (48 bytes a token). D = 80, G = 32 along channels: 2 + 96/80 = 3.2.
@@ -50,7 +51,7 @@ Deviations
 ``scale=search`` tries ranges max x - min x (max |x|) times a few factors (``ops/scale_search``).
 
 Pitfalls: two bits symmetric have three levels (-1, 0, 1) and lose most of a Gaussian (relative MSE 0.43 in groups of
-32 against 0.15 asymmetric). Where fp16 is subnormal (S < 2^-14), S is held to 2^-25: an absolute error of at most
+32 against 0.15 asymmetric). Where fp16 is subnormal (S < 2^-14), S is stored to 2^-25: an absolute error of at most
 (2^b - 1) 2^-25 comes on top of S/2.
 """
 
@@ -60,33 +61,36 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from packedkv.codec import FP16_MAX, Codec, Params, Payload
+from packedkv.codec import FP16_MAX, Codec, Params, Payload, one_of
 from packedkv.errors import SpecError
-from packedkv.layout import Field, Layout, check_whole_bytes
+from packedkv.layout import Field, Layout, check_head_dim
 from packedkv.ops.bitpack import pack, packed_bytes, unpack
 from packedkv.ops.groups import fp16_scale, group_count, split_channels, spread_channels
-from packedkv.ops.interleaved import RUN, deinterleave, interleave
-from packedkv.ops.scale_search import Scale, ScaleOption, around_middle, check_scale, quantized
+from packedkv.ops.scale_search import Scale, around_middle, quantized
 
 Along = Literal["channels", "tokens"]
 BITS = (2, 3, 4, 8)
+RUN = 128
+"""Channels that are interleaved together."""
 
 
 @dataclass(frozen=True)
-class GroupInt(ScaleOption, Codec):
+class GroupInt(Codec):
     """Group-wise integers.
 
     Parameters
     ----------
     bits : {2, 3, 4, 8}
+        Bits of a code.
     group : int
-        G, elements that share a scale; 0 (along channels only): all channels of the token.
+        Elements that share a scale; 0 (along channels only): all channels of the token.
     along : {"channels", "tokens"}
-        The axis a group runs over.
+        The axis of a group.
     symmetric : bool
-        No offset, codes of either sign.
+        No offset: 2^bits - 1 levels around zero.
     scale : {"own", "search"}
-        search: of several ranges the one of least squared error.
+        own: from the whole range; search: of 13 multiples of it about its middle (symmetric: about 0) the one of least
+        squared error, the bytes' form unchanged.
 
     Examples
     --------
@@ -94,29 +98,23 @@ class GroupInt(ScaleOption, Codec):
     (3.0, 3.0)
     """
 
-    bits: int = 4
+    bits: int = one_of(*BITS, default=4)
     group: int = 32
     along: Along = "channels"
     symmetric: bool = False
     scale: Scale = field(default="own", kw_only=True)
 
     def __post_init__(self) -> None:
-        """Refuse what cannot be packed or grouped."""
-        check_scale("int", self.scale)
-        if self.bits not in BITS:
-            raise SpecError(f"int: bits={self.bits} is not allowed; use 2, 3, 4 or 8.")
-        if self.along not in ("channels", "tokens"):
-            raise SpecError(f"int: along={self.along!r} is not allowed; use 'channels' or 'tokens'.")
+        super().__post_init__()
         least = 1 if self.along == "tokens" else 0
         if self.group < least:
             raise SpecError(
-                f"int: group={self.group} along {self.along} is not allowed; use a positive number, e.g. 32"
+                f"GroupInt: group={self.group} along {self.along} is not allowed; use a positive number, e.g. 32"
                 + (", or 0 for all channels of a token." if least == 0 else ".")
             )
 
     @property
     def block_tokens(self) -> int:
-        """G along tokens, else 1."""
         return self.group if self.along == "tokens" else 1
 
     @property
@@ -125,25 +123,18 @@ class GroupInt(ScaleOption, Codec):
         return 2 ** (self.bits - 1) - 1 if self.symmetric else 2**self.bits - 1
 
     def layout(self, head_dim: int) -> Layout:
-        """Codes, scales and offsets of one block."""
-        check_whole_bytes("int", head_dim)
-        row = packed_bytes(head_dim, self.bits)
-        tokens = self.along == "tokens"
-        scales = head_dim if tokens else group_count(head_dim, self.group)
-        fields = [Field("codes", "uint8", (self.group, row) if tokens else (row,))]
-        fields.append(Field("scale", "float16", (scales,), "scales"))
-        if not self.symmetric:
-            fields.append(Field("zero", "float16", (scales,), "scales"))
+        check_head_dim("int", head_dim)
+        fields = grid_fields(head_dim, self.bits, self.group, self.along, zero=not self.symmetric)
         version = 2 if self.interleaves(head_dim) else 1
-        return Layout(head_dim, self.block_tokens, tuple(fields), nominal_bits=float(self.bits), version=version)
+        return Layout(head_dim, self.block_tokens, fields, nominal_bits=float(self.bits), version=version)
 
     def encode(self, x: Tensor, params: Params) -> Payload:
-        """Quantize each group to the grid of its held scale."""
         rows = x if self.along == "channels" else x.unflatten(2, (-1, self.group)).mT  # [B, H, M, D, G]
         codes, *held = quantized(rows, self._quantize, self._value, self.scale, self._row_group)
         if self.along == "tokens":
             codes, held = codes.mT, [scale.squeeze(-1) for scale in held]
-        return {"codes": self._pack(codes), **dict(zip(("scale", "zero"), held, strict=False))}
+        packed = interleave(codes, self.bits) if self.interleaves(x.shape[-1]) else pack(codes, self.bits)
+        return {"codes": packed, **dict(zip(("scale", "zero"), held, strict=False))}
 
     def _quantize(self, rows: Tensor, factor: float) -> tuple[Tensor, ...]:
         """Codes, scales and offsets of ranges that are ``factor`` times those of the groups, about the same middle."""
@@ -165,7 +156,6 @@ class GroupInt(ScaleOption, Codec):
         return codes.float().mul_(self._spread(scale, codes)).add_(self._spread(zero, codes))
 
     def decode(self, payload: Payload, params: Params) -> Tensor:
-        """``S code + Z``."""
         packed = payload["codes"]
         dim = packed.shape[-1] * 8 // self.bits
         codes = deinterleave(packed, self.bits) if self.interleaves(dim) else unpack(packed, self.bits, dim)
@@ -178,10 +168,6 @@ class GroupInt(ScaleOption, Codec):
         """Whether codes are interleaved; 4 bits are the same bytes either way."""
         return (self.along, self.group) == ("channels", 32) and self.bits in (2, 3) and head_dim % RUN == 0
 
-    def _pack(self, codes: Tensor) -> Tensor:
-        """Bytes of integers ``[..., D]``."""
-        return interleave(codes, self.bits) if self.interleaves(codes.shape[-1]) else pack(codes, self.bits)
-
     @property
     def _row_group(self) -> int:
         """Neighbours in a row that share a scale; 0 for all, which along tokens are a group."""
@@ -191,3 +177,47 @@ class GroupInt(ScaleOption, Codec):
         """Give every element of the rows its group's number in float32, ready to broadcast."""
         wide = held.float()
         return spread_channels(wide, self._row_group, rows.shape[-1]) if self._row_group else wide
+
+
+def grid_fields(head_dim: int, bits: int, group: int, along: Along, *, zero: bool) -> tuple[Field, ...]:
+    """Fields of a block of integers: codes, scales and, with ``zero``, offsets of its groups."""
+    row, tokens = packed_bytes(head_dim, bits), along == "tokens"
+    scales = head_dim if tokens else group_count(head_dim, group)
+    codes = Field("codes", "uint8", (group, row) if tokens else (row,))
+    names = ("scale", "zero") if zero else ("scale",)
+    return codes, *(Field(name, "float16", (scales,), "scales") for name in names)
+
+
+def interleave(codes: Tensor, bits: int) -> Tensor:
+    """Pack integers ``[..., n]`` of 2 or 3 bits in interleaved order, n a multiple of 128: uint8.
+
+    >>> codes = torch.zeros(128, dtype=torch.uint8)
+    >>> codes[[4, 37]] = 3  # q = 0, g = 1, p = 0 and q = 1, g = 1, p = 1
+    >>> interleave(codes, 2).view(torch.int16)[:2].tolist()
+    [0, 3075]
+    """
+    lanes = codes.to(torch.int16).unflatten(-1, (-1, 4, 8, 4))  # [..., run, q, g, p]
+    quads = lanes[..., 0].clone()
+    for p in range(1, 4):
+        quads.add_(lanes[..., p], alpha=1 << bits * p)
+    a, b, c, d = quads.unbind(-2)  # code p at bit `bits * p` of the quad of q
+    if bits == 2:
+        units = [a | b << 8, c | d << 8]
+    else:
+        units = [a | b << 12, b >> 3 | c << 9, c >> 6 | d << 6]
+        units = [unit & 0x7FFF | d >> (9 + i) << 15 for i, unit in enumerate(units)]
+    return torch.stack(units, -2).view(torch.uint8).flatten(-3)
+
+
+def deinterleave(packed: Tensor, bits: int) -> Tensor:
+    """Undo ``interleave``: uint8 ``[..., n * bits / 8]`` -> uint8 ``[..., n]``."""
+    pairs = packed.unflatten(-1, (-1, bits, 8, 2)).to(torch.int16)  # bytes: a view would need an even address
+    units = (pairs[..., 0] | pairs[..., 1] << 8).unbind(-2)
+    if bits == 2:
+        quads = torch.stack([half for unit in units for half in (unit, unit >> 8)], -2)
+    else:
+        u, v, w = units
+        last = u >> 15 & 1 | v >> 14 & 2 | w >> 13 & 4
+        quads = torch.stack([u, u >> 12 & 0o7 | v << 3, v >> 9 & 0o77 | w << 6, w >> 6 & 0o777 | last << 9], -2)
+    mask = (1 << bits) - 1
+    return torch.stack([(quads >> bits * p & mask).to(torch.uint8) for p in range(4)], -1).flatten(-4)

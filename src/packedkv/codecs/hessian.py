@@ -24,7 +24,6 @@ range of a token, and may widen it.
 """
 
 from dataclasses import dataclass
-from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -47,21 +46,6 @@ def second_moment(queries: Tensor) -> Tensor:
     return total / (queries.numel() // queries.shape[-1])
 
 
-def check_queries(method: str, site: Site, queries: Tensor) -> None:
-    """Validate that a rotation can be made of queries.
-
-    Raises
-    ------
-    FitError
-        If there are none, they are not finite, or their head_dim is not the site's.
-    """
-    check_fitted(method, site, {"queries": queries})
-    if not bool(queries.isfinite().all()):
-        raise FitError(
-            f"{method}: the queries of layer {site.layer} are not finite; check the model's dtype (fp16 overflow?)."
-        )
-
-
 def hessian_rotation(moment: Tensor) -> Tensor:
     """R of Eq. 9-10: eigenvectors as columns, eigenvalues descending, signs canonical; float64 ``[D, D]``.
 
@@ -76,43 +60,28 @@ def hessian_rotation(moment: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class HessianRotated(Wrapper):
-    """An inner codec in the eigenbasis of the queries' second moment.
-
-    Parameters
-    ----------
-    inner : Codec
-    """
-
-    method: ClassVar[str] = "hessian"
+    """An inner codec in the eigenbasis of the queries' second moment."""
 
     @property
     def needs(self) -> frozenset[Part]:
-        """R comes from the model's queries."""
         return self.inner.needs | {"queries"}
 
     def constants(self, site: Site) -> Constants:
-        """Declare the rotation and the inner codec's constants."""
         return {"rotation": Constant((1, site.head_dim, site.head_dim), low=-1, high=1), **super().constants(site)}
 
     def fit(self, site: Site, sample: Sample = NO_SAMPLE) -> Params:
-        """Take the rotation from the queries.
-
-        Returns
-        -------
-        dict
-            ``rotation [1, 1, D, D]`` float32 and the inner codec's constants.
-
-        Raises
-        ------
-        FitError
-            If there are no queries, they are not finite, or their head_dim is not the site's.
-        """
+        """Take the rotation from the queries; raises FitError if there are none, or they are not finite."""
         if sample.queries is None:
             raise FitError(
                 "this rotation comes from a model's queries, which keys and values do not tell; run `packedkv fit "
                 'MODEL "saw-int4:hessian=true" --text FILE -o PARAMS` (with your spec) and pass params.'
             )
-        check_queries(self.method, site, sample.queries)
+        method = type(self).__name__
+        check_fitted(method, site, {"queries": sample.queries})
+        if not bool(sample.queries.isfinite().all()):
+            raise FitError(
+                f"{method}: the queries of layer {site.layer} are not finite; check the model's dtype (fp16 overflow?)."
+            )
         return around({"rotation": self._rotation(site, sample.queries)}, self.inner.fit(site, sample))
 
     def _rotation(self, site: Site, queries: Tensor) -> Tensor:
@@ -121,13 +90,10 @@ class HessianRotated(Wrapper):
         return rotation[None, None].to(site.device)
 
     def to_code(self, x: Tensor, params: Params) -> Tensor:
-        """Into the inner code basis, then R: Eq. 11."""
         return rotate_exactly(self.inner.to_code(x, inside(params)), params["rotation"][0, 0])
 
     def query_to_code(self, q: Tensor, params: Params) -> Tensor:
-        """Into the inner codec's dual basis, then R: Eq. 11."""
         return rotate_exactly(self.inner.query_to_code(q, inside(params)), params["rotation"][0, 0])
 
     def from_code(self, x: Tensor, params: Params) -> Tensor:
-        """R^T, then out of the inner code basis."""
         return self.inner.from_code(rotate_exactly(x, params["rotation"][0, 0].T), inside(params))

@@ -15,8 +15,9 @@ Block, ``packing=ceil`` (one token of one head; w = ceil(log2 24 S): 10, 11, 12,
     radius    uint8  [ceil(n r / 8)]     r_q
     scale     fp16   [1]                 sigma / 2
 
-Where 8 divides n (layout version 5) the same bits are in another order, of which kernels make addresses and signed
-radii with few operations; sign = bit 0 of the code, row = the other w - 1 bits (more: ``ops/signed_rows``)::
+Where 8 divides n (layout version 5) the same bits are in another order: one mask leaves two signed radii in a register
+as fp16 numbers, and few operations turn rows into addresses. Rows 2i and 2i + 1 of the codebook are opposite, so
+sign = bit 0 of the code, row = the other w - 1 bits::
 
     w + r >= 16   codes   uint8  [2 n]            16 bits: sign << 15 | row << 16 - w | low 16 - w bits of r_q
                   radius  uint8  [n x / 8]        high x = w + r - 16 bits of r_q; none at s24_r6, s96_r4, s192_r3
@@ -24,8 +25,12 @@ radii with few operations; sign = bit 0 of the code, row = the other w - 1 bits 
                   radius  uint8  [n / 2]          4 bits: r_q, at r = 3 + 8 sign
                   bits    uint8  [k n / 8]        k planes: bit 8 of the row at S = 24, the sign at r = 4; none at k = 0
 
+All are plain streams, but in a plane of ``bits`` chunk ``c = m g + i`` (m = n / 8, g of 0..7) is bit g of byte i: a
+lane that reads m neighbouring chunks shifts the plane by g once and has their bits in as many bytes.
+
 ``packing=radix`` (four tokens of one head, every field for all of them): 24 S = 9 * 2^k, so a code is a digit of
-0..8 and k = 6, 7, 8, 9 low bits; ``codes`` becomes ``low``, k bits each, and ``digits``, 17 digits per 54 bits.
+0..8 and k = 6, 7, 8, 9 low bits; ``codes`` becomes ``low``, k bits each, and ``digits``: words of 17 digits, sum d_i
+9^i, in 54 bits (3.1765 bits a digit where log2 9 = 3.1699; the last word is as narrow as it may be), one bit stream.
 
 Bits: (8 ceil(n w / 8) + 8 ceil(n r / 8) + 16) / D. D = 128::
 
@@ -42,7 +47,7 @@ there, which take no part in sigma.
 Deviations from the paper
 1. q_s is cut to multiples of 2^-10. All of C is then exact in fp16 and a search in float64 is exact, so a token alone
    gives the bits it gives in a batch. Direction error moves by 2 10^-5 at most.
-2. sigma / 2 is held, the root mean square of the largest chunk: |x| of fp16 values can be 131008, above fp16.
+2. sigma / 2 is stored, the root mean square of the largest chunk: |x| of fp16 values can be 131008, above fp16.
 3. ``codebook=int8`` decodes with entries rounded to k/127, half the table: each component of c is off by 1/254 at
    most, relative MSE + 4e-5 at S = 24, + 2e-5 above. The bytes of the cache are the same.
 
@@ -57,29 +62,27 @@ Encoding on a CPU, where the search costs tens of times int-4's time.
 """
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Literal
 
 import torch
 from torch import Tensor
 
-from packedkv.codec import NO_SAMPLE, Codec, Constant, Constants, Params, Payload, Sample, Site
+from packedkv.codec import NO_SAMPLE, Codec, Constant, Constants, Params, Payload, Sample, Site, one_of
 from packedkv.codecs.outliers import Outliers, with_outliers
-from packedkv.errors import ShapeError, SpecError
-from packedkv.layout import Field, Layout
+from packedkv.layout import Field, Layout, check_head_dim
 from packedkv.ops.bitpack import pack, packed_bytes, unpack
-from packedkv.ops.heads import each_head
 from packedkv.ops.quaternion import (
     chunk_lengths,
-    decode_lengths,
+    decode_chunks,
     nearest_product,
     products,
     quantize_lengths,
     random_units,
+    search_heads,
     split_chunks,
 )
-from packedkv.ops.radix import pack_digits, packed_digit_bytes, unpack_digits
-from packedkv.ops.signed_rows import pack_rows, row_fields, unpack_rows
 from packedkv.registry import register
 from packedkv.scheme import KVScheme
 
@@ -87,11 +90,12 @@ Packing = Literal["ceil", "radix"]
 Codebook = Literal["fp16", "int8"]
 
 SIZES, RADII = (24, 48, 96, 192), (3, 4, 6)
-PACKINGS, CODEBOOKS = get_args(Packing), get_args(Codebook)
 RADIX_TOKENS = 4
+WORD_DIGITS = 17
+"""The longest word that wastes so little and whose arithmetic int64 holds."""
+UNIT = 16
 VERSION, SIGNED_VERSION = 4, 5
-"""Of the bytes: plain streams, and the order of ``ops/signed_rows``. Before (1; 2 and 3) the units (+-1 +-i +-j +-k)/2
-were in other orders."""
+"""Of the bytes: plain streams, and the order of ``pack_rows``."""
 
 
 @dataclass(frozen=True)
@@ -101,13 +105,13 @@ class Hqmq(Codec):
     Parameters
     ----------
     s : {24, 48, 96, 192}
-        Random unit quaternions S; 24 S directions.
+        Random quaternions per layer, head and role; 24 s directions.
     r : {3, 4, 6}
-        Bits of a chunk's radius.
+        Bits of a chunk's radius; 6 where a few chunks are far longer than the rest.
     packing : {"ceil", "radix"}
-        Whole bits per code, or base-9 digits over four tokens.
+        ceil: whole bits per code; radix: 0.2 bits less per element, four tokens to a block.
     codebook : {"fp16", "int8"}
-        Entries of the decode table; fp16 is exact, int8 adds 2e-5 to 4e-5 of relative MSE.
+        Entries of the decode table; fp16 is exact, int8 halves the table and adds 2e-5 to 4e-5 of relative MSE.
 
     Examples
     --------
@@ -115,22 +119,13 @@ class Hqmq(Codec):
     (3.375, 3.171875)
     """
 
-    s: int = 96
-    r: int = 4
+    s: int = one_of(*SIZES, default=96)
+    r: int = one_of(*RADII, default=4)
     packing: Packing = "ceil"
     codebook: Codebook = "fp16"
 
-    def __post_init__(self) -> None:
-        """Refuse what the format does not have."""
-        allowed = {"s": SIZES, "r": RADII, "packing": PACKINGS, "codebook": CODEBOOKS}
-        for name, choices in allowed.items():
-            came = getattr(self, name)
-            if came not in choices:
-                raise SpecError(f"hqmq: {name}={came!r} is not allowed; use {', '.join(map(str, choices))}.")
-
     @property
     def block_tokens(self) -> int:
-        """Tokens whose codes are packed together."""
         return RADIX_TOKENS if self.packing == "radix" else 1
 
     @property
@@ -144,9 +139,7 @@ class Hqmq(Codec):
         return (24 * self.s // 9).bit_length() - 1
 
     def layout(self, head_dim: int) -> Layout:
-        """Codes, radii and scale of one token or of four."""
-        if head_dim < 1:
-            raise ShapeError(f"hqmq: head_dim={head_dim} is not allowed; use 64, 80, 96, 128, 192 or 256.")
+        check_head_dim("hqmq", head_dim, 1)
         tokens, n = self.block_tokens, -(-head_dim // 4)
         total = n * tokens
         if self._signed(n):
@@ -163,7 +156,6 @@ class Hqmq(Codec):
         return Layout(head_dim, tokens, tuple(fields), nominal_bits=nominal, version=version)
 
     def constants(self, site: Site) -> Constants:
-        """Declare the secondary quaternions, their products, and the channels."""
         products, fp16 = (site.num_heads, 24 * self.s, 4), self.codebook == "fp16"
         most = 1 if fp16 else 127
         return {
@@ -173,13 +165,9 @@ class Hqmq(Codec):
         }
 
     def fit(self, site: Site, sample: Sample = NO_SAMPLE) -> Params:
-        """Draw the secondary quaternions; tabulate the products.
+        """Sample the secondary quaternions and tabulate the products, int8 in units of 1/127.
 
-        Returns
-        -------
-        dict
-            ``secondary [1, H, S, 4]`` float32; ``codebook [1, H, 24 S, 4]`` float16, or int8 in units of 1/127;
-            ``channels [1, D]`` int16, which tells the decoder D.
+        ``channels [1, D]`` tells the decoder D.
         """
         secondary = torch.stack([random_units(self.s, site.generator(head)) for head in range(site.num_heads)])
         table = products(secondary)
@@ -189,34 +177,22 @@ class Hqmq(Codec):
         return {name: value.to(site.device) for name, value in params.items()}
 
     def encode(self, x: Tensor, params: Params) -> Payload:
-        """Code of each chunk's direction, then radii; elementwise or exact in float64."""
+        """Find the code of each chunk's direction, then radii; elementwise or exact in float64."""
         tokens = self.block_tokens
         chunks = split_chunks(x)  # [B, H, N, n, 4]
-        length = chunk_lengths(chunks)
         secondary = params["secondary"][0].double()
-
-        def search(head: int) -> Tensor:
-            part = chunks[:, head]
-            return nearest_product(part.reshape(-1, 4), secondary[head]).reshape(part.shape[:-1])
-
-        codes = torch.stack(each_head(search, x.shape[1], x.numel(), x.device), 1)
-        radius, scale = quantize_lengths(length, self.r)
+        codes = search_heads(chunks, lambda part, head: nearest_product(part, secondary[head]))
+        radius, scale = quantize_lengths(chunk_lengths(chunks), self.r)
         return {**self.pack(_blocks(codes, tokens), _blocks(radius, tokens)), "scale": _blocks(scale, tokens)}
 
     def decode(self, payload: Payload, params: Params) -> Tensor:
-        """Look directions up and scale them."""
-        tokens, dim = self.block_tokens, params["channels"].shape[-1]
+        dim = params["channels"].shape[-1]
         n = -(-dim // 4)
-        codes, radius = self.unpack(payload, n)
+        codes, radius = (part.unflatten(-1, (-1, n)).flatten(2, 3) for part in self.unpack(payload, n))
         table = params["codebook"][0].float()  # [H, 24 S, 4]
         if self.codebook == "int8":
             table = table / torch.full_like(table, 127)
-        codes = codes.long().clamp_max(table.shape[1] - 1)  # slots that were never written hold any bits
-        row = codes + torch.arange(table.shape[0], device=table.device)[:, None, None] * table.shape[1]
-        direction = table.flatten(0, 1)[row].unflatten(3, (tokens, n)).flatten(2, 3)
-        radius = radius.unflatten(-1, (tokens, n)).flatten(2, 3)
-        length = decode_lengths(radius, payload["scale"].flatten(2, 3)[..., None], self.r)
-        return (direction * length[..., None]).flatten(-2)[..., :dim]
+        return decode_chunks(table, codes, radius, payload["scale"].flatten(2, 3)[..., None], self.r)[..., :dim]
 
     def pack(self, codes: Tensor, radius: Tensor) -> Payload:
         """Bytes of a block's integers, both ``[..., tokens n]``; all fields but the scale."""
@@ -239,13 +215,124 @@ class Hqmq(Codec):
         return unpack_digits(payload["digits"], total) << self.low_bits | low, radius
 
     def _signed(self, n: int) -> bool:
-        """Whether the bytes of ``n`` chunks are those of ``ops/signed_rows``."""
+        """Whether the bytes of ``n`` chunks are those of ``pack_rows``."""
         return self.packing == "ceil" and n % 8 == 0
 
 
 def _blocks(x: Tensor, tokens: int) -> Tensor:
     """Fold ``tokens`` neighbouring tokens: ``[B, H, N, n, ...]`` -> ``[B, H, N / tokens, tokens n, ...]``."""
     return x.unflatten(2, (-1, tokens)).flatten(3, 4)
+
+
+# -- signed rows: the order of bits of version 5, w of 10..13 code bits and r of 3, 4, 6 radius bits -------------------
+
+
+def row_fields(n: int, code_bits: int, radius_bits: int) -> dict[str, int]:
+    """Bytes of the fields of ``n`` chunks, in order.
+
+    >>> row_fields(32, 12, 4), row_fields(32, 13, 6), row_fields(32, 10, 3)
+    ({'codes': 64}, {'codes': 64, 'radius': 12}, {'codes': 32, 'radius': 16, 'bits': 4})
+    """
+    spare = code_bits + radius_bits - UNIT
+    if spare >= 0:
+        sizes = {"codes": 2 * n, "radius": n * spare // 8}
+    else:
+        planes = (code_bits == 10) + (radius_bits == 4)
+        sizes = {"codes": n * _low(code_bits) // 8, "radius": n // 2, "bits": planes * n // 8}
+    return {name: size for name, size in sizes.items() if size}
+
+
+def pack_rows(codes: Tensor, radius: Tensor, code_bits: int, radius_bits: int) -> dict[str, Tensor]:
+    """Pack codes and radii ``[..., n]`` into ``row_fields``, n a multiple of 8."""
+    codes, radius = codes.to(torch.int32), radius.to(torch.int32)
+    row, sign = codes >> 1, codes & 1
+    spare, held = code_bits + radius_bits - UNIT, UNIT - code_bits
+    if spare >= 0:
+        packed = {"codes": pack(sign << 15 | row << held | radius & (1 << held) - 1, UNIT)}
+        return packed | ({"radius": pack(radius >> held, spare)} if spare else {})
+    low, planes = _low(code_bits), []
+    if low < code_bits - 1:
+        planes.append(row >> low)
+        row = row & (1 << low) - 1
+    if radius_bits == 4:
+        planes.append(sign)
+    else:
+        radius = radius | sign << 3
+    packed = {"codes": pack(row, low), "radius": pack(radius, 4)}
+    return packed | ({"bits": torch.cat([_to_plane(plane) for plane in planes], -1)} if planes else {})
+
+
+def unpack_rows(packed: Mapping[str, Tensor], n: int, code_bits: int, radius_bits: int) -> tuple[Tensor, Tensor]:
+    """Undo ``pack_rows``: codes and radii, int32 ``[..., n]``."""
+    spare, held = code_bits + radius_bits - UNIT, UNIT - code_bits
+    if spare >= 0:
+        unit = unpack(packed["codes"], UNIT, n).to(torch.int32)
+        radius = unit & (1 << held) - 1
+        if spare:
+            radius = radius | unpack(packed["radius"], spare, n).to(torch.int32) << held
+        return (unit & 0x7FFF) >> held << 1 | unit >> 15, radius
+    low = _low(code_bits)
+    row, radius = (unpack(packed[name], bits, n).to(torch.int32) for name, bits in (("codes", low), ("radius", 4)))
+    planes = [_from_plane(plane) for plane in packed["bits"].split(n // 8, -1)] if "bits" in packed else []
+    if low < code_bits - 1:
+        row = row | planes.pop(0) << low
+    sign = planes.pop(0) if radius_bits == 4 else radius >> 3
+    return row << 1 | sign, radius if radius_bits == 4 else radius & 7
+
+
+def _low(code_bits: int) -> int:
+    """Bits of a row in ``codes`` where chunks have no unit: a byte, or all of them."""
+    return 8 if code_bits == 10 else code_bits - 1
+
+
+def _to_plane(x: Tensor) -> Tensor:
+    """Bits ``[..., n]`` to bytes ``[..., n / 8]``."""
+    return pack(x.unflatten(-1, (8, -1)).mT.flatten(-2), 1)
+
+
+def _from_plane(x: Tensor) -> Tensor:
+    """Undo ``_to_plane``, int32."""
+    return unpack(x, 1, 8 * x.shape[-1]).unflatten(-1, (-1, 8)).mT.flatten(-2).to(torch.int32)
+
+
+# -- radix: base-9 digits as bits --------------------------------------------------------------------------------------
+
+
+def _word_bits(digits: int) -> list[int]:
+    """Bits of the words that hold a row of base-9 digits, ``WORD_DIGITS`` to a word."""
+    counts = [min(WORD_DIGITS, digits - start) for start in range(0, digits, WORD_DIGITS)]
+    return [(9**count - 1).bit_length() for count in counts]
+
+
+def packed_digit_bytes(digits: int) -> int:
+    """Bytes of a row of base-9 digits.
+
+    >>> packed_digit_bytes(128), packed_digit_bytes(32)
+    (51, 13)
+    """
+    return -(-sum(_word_bits(digits)) // 8)
+
+
+def pack_digits(digits: Tensor) -> Tensor:
+    """Pack base-9 digits ``[..., n]`` into one bit stream; the first digit of a word is its lowest."""
+    words = []
+    for part, bits in zip(digits.split(WORD_DIGITS, -1), _word_bits(digits.shape[-1]), strict=True):
+        power = 9 ** torch.arange(part.shape[-1], device=digits.device)
+        word = (part * power).sum(-1, keepdim=True)
+        words.append(word >> torch.arange(bits, device=digits.device) & 1)
+    return pack(torch.cat(words, -1).to(torch.uint8), 1)
+
+
+def unpack_digits(packed: Tensor, count: int) -> Tensor:
+    """Undo ``pack_digits``: int64 ``[..., count]``."""
+    widths = _word_bits(count)
+    stream = unpack(packed, 1, sum(widths)).long().split(widths, -1)
+    digits = []
+    for number, bits in enumerate(stream):
+        word = (bits << torch.arange(bits.shape[-1], device=packed.device)).sum(-1, keepdim=True)
+        have = min(WORD_DIGITS, count - number * WORD_DIGITS)
+        digits.append(word // 9 ** torch.arange(have, device=packed.device) % 9)
+    return torch.cat(digits, -1)
 
 
 @register(
@@ -265,18 +352,10 @@ def hqmq(
 
     Parameters
     ----------
-    s : {24, 48, 96, 192}
-        Random quaternions per layer, head and role; 24 s directions.
-    r : {3, 4, 6}
-        Bits of a chunk's radius; 6 where a few chunks are far longer than the rest.
     outliers : {"off", 3, 4, 5}
-        Chunks longer than this many medians are held in fp16, up to ``slots`` a token; thresholds need a sample.
+        Chunks longer than this many medians are stored in fp16, up to ``slots`` a token; thresholds need a sample.
     slots : int
         Room for such chunks per token, 64 bits each.
-    packing : {"ceil", "radix"}
-        ceil: whole bits per code; radix: 0.2 bits less per element, four tokens to a block.
-    codebook : {"fp16", "int8"}
-        Entries of the decode table; fp16 is exact, int8 halves the table and adds 2e-5 to 4e-5 of relative MSE.
     """
     codec = with_outliers(Hqmq(s, r, packing, codebook), outliers, slots)
     return KVScheme(key=codec, value=codec)

@@ -26,7 +26,7 @@ Blocks, w = true bits of a code::
     scale  fp16   [ceil(D / 32)]           scale  fp16   [D]     sign bit = M (hybrid)
                                            zero   fp16   [D]     hybrid only
 
-Symmetric codes are held as code + 2^(w-1), asymmetric ones as they are.
+Symmetric codes are stored as code + 2^(w-1), asymmetric ones as they are.
 
 Bits: w + 16/32, hybrid w + 32/32. literal: base 4.5 + 4.5, small 4.5 + 3.5 = 4.0, hybrid 4.5 + 4.0 = 4.25; signed and
 full: 3.5, 3.0, 3.25 as published. The first 32 and AT LEAST the newest 96 tokens stay dense (keys leave one by one,
@@ -38,7 +38,7 @@ Deviations from the paper
    norm; here it is shared and applied to cached keys and queries, so batched prompts each have their own.
    ``integrations.transformers.fold.fold_key_norms`` folds the norms of one prompt into a model's weights; use
    ``norm=false`` there.
-3. The hybrid metric is unstated: squared error, a tie is symmetric. Codes are computed with the held S.
+3. The hybrid metric is unstated: squared error, a tie is symmetric. Codes are computed with the stored S.
 4. "The last 96 tokens" could also be read as at most 96 (values 65 to 96); only the other reading is offered.
 
 Pitfalls: hybrid gains nothing over small on centred data (fewer than 1 group in 1000 is asymmetric with ``literal``).
@@ -58,20 +58,33 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from packedkv.codec import FP16_MAX, LEAST, NO_SAMPLE, Codec, Constant, Constants, Params, Part, Payload, Sample, Site
-from packedkv.errors import FitError, SpecError
-from packedkv.layout import Field, Layout, check_whole_bytes
-from packedkv.ops.bitpack import pack, packed_bytes, unpack
-from packedkv.ops.groups import fp16_scale, group_count, split_channels, spread_channels
+from packedkv.checks import needed
+from packedkv.codec import (
+    FP16_MAX,
+    LEAST,
+    NO_SAMPLE,
+    Codec,
+    Constant,
+    Constants,
+    Params,
+    Part,
+    Payload,
+    Sample,
+    Site,
+    one_of,
+)
+from packedkv.codecs.group_int import Along, grid_fields
+from packedkv.errors import SpecError
+from packedkv.layout import Layout, check_head_dim
+from packedkv.ops.bitpack import pack, unpack
+from packedkv.ops.groups import fp16_scale, split_channels, spread_channels
 from packedkv.ops.sums import sum_by_halves
 from packedkv.registry import register
 from packedkv.scheme import KVScheme
 
-Along = Literal["channels", "tokens"]
 Reading = Literal["literal", "signed", "full"]
 
 GROUP = 32
-READINGS = ("literal", "signed", "full")
 
 
 @dataclass(frozen=True)
@@ -85,11 +98,11 @@ class InnerQ(Codec):
     along : {"channels", "tokens"}
         Axis of a group.
     symmetric : {"literal", "signed", "full"}
-        Reading of the symmetric codes.
+        Reading of b-bit symmetric codes; literal is Eq. 13 and takes b + 1 bits, the others b.
     hybrid : bool
         The better of symmetric and asymmetric per group; along tokens only.
     norm : bool
-        Divide channels by norms fitted on the sample (keys).
+        Divide key channels by norms fitted on the prefill.
 
     Examples
     --------
@@ -97,32 +110,23 @@ class InnerQ(Codec):
     (4.5, 4.0)
     """
 
-    bits: int = 3
+    bits: int = one_of(2, 3, default=3)
     along: Along = "channels"
     symmetric: Reading = "literal"
     hybrid: bool = False
     norm: bool = False
 
     def __post_init__(self) -> None:
-        """Refuse what does not exist."""
-        if self.bits not in (2, 3):
-            raise SpecError(f"innerq: bits={self.bits} is not allowed; use 2 or 3.")
-        if self.symmetric not in READINGS:
-            raise SpecError(f"innerq: symmetric={self.symmetric!r} is not allowed; use literal, signed or full.")
-        if self.along not in ("channels", "tokens") or (self.hybrid and self.along != "tokens"):
-            raise SpecError(
-                f"innerq: along={self.along!r}, hybrid={self.hybrid} is not allowed; use channels or tokens, "
-                f"and tokens with hybrid."
-            )
+        super().__post_init__()
+        if self.hybrid and self.along != "tokens":
+            raise SpecError(f"InnerQ: along={self.along!r} with hybrid is not allowed; use tokens.")
 
     @property
     def block_tokens(self) -> int:
-        """32 along tokens, else 1."""
         return GROUP if self.along == "tokens" else 1
 
     @property
     def needs(self) -> frozenset[Part]:
-        """Norms are fitted on the prefill."""
         return frozenset({"tensor"} if self.norm else ())
 
     @property
@@ -140,57 +144,34 @@ class InnerQ(Codec):
         }[self.symmetric]
 
     def layout(self, head_dim: int) -> Layout:
-        """Codes, scales and, for hybrid, offsets of one block."""
-        check_whole_bytes("innerq", head_dim)
-        row = packed_bytes(head_dim, self.width)
-        tokens = self.along == "tokens"
-        scales = head_dim if tokens else group_count(head_dim, GROUP)
-        fields = [Field("codes", "uint8", (GROUP, row) if tokens else (row,))]
-        fields.append(Field("scale", "float16", (scales,), "scales"))
-        if self.hybrid:
-            fields.append(Field("zero", "float16", (scales,), "scales"))
-        return Layout(head_dim, self.block_tokens, tuple(fields), nominal_bits=float(self.width))
+        check_head_dim("innerq", head_dim)
+        fields = grid_fields(head_dim, self.width, GROUP, self.along, zero=self.hybrid)
+        return Layout(head_dim, self.block_tokens, fields, nominal_bits=float(self.width))
 
     def constants(self, site: Site) -> Constants:
-        """Declare the norms."""
         norm = Constant((site.num_heads, site.head_dim), low=LEAST, high=FP16_MAX, each=True)
         return {"norm": norm} if self.norm else {}
 
     def fit(self, site: Site, sample: Sample = NO_SAMPLE) -> Params:
-        """Take the norms of each sequence: ``norm [B, H, D]`` float32, or nothing without ``norm``.
-
-        Raises
-        ------
-        FitError
-            If norms are wanted and there is no sample.
-        """
+        """Take the norms of each sequence: ``norm [B, H, D]`` float32, or nothing without ``norm``."""
         if not self.norm:
             return {}
-        if sample.tensor is None:
-            raise FitError(
-                "innerq: norm=true needs sample keys [batch, kv_heads, tokens, head_dim]; got none. "
-                "Pass a sample to fit, or use norm=false."
-            )
-        pairs = sample.tensor.unflatten(-1, (2, -1))
+        pairs = needed("innerq: norm=true", sample.tensor, ", use norm=false").unflatten(-1, (2, -1))
         most = torch.linalg.vector_norm(pairs, torch.inf, (2, 3), dtype=torch.float32)
         norm = most.double().sqrt_().float()  # torch's root of a float is not rounded alike on all machines
         norm.masked_fill_(norm == 0, 1.0)
         return {"norm": torch.cat([norm, norm], -1).to(site.device)}
 
     def to_code(self, x: Tensor, params: Params) -> Tensor:
-        """Divide by the channels' norms."""
         return x.float() / params["norm"].unsqueeze(2) if self.norm else x
 
     def query_to_code(self, q: Tensor, params: Params) -> Tensor:
-        """Multiply by the norms of the keys."""
         return self.from_code(q, params)
 
     def from_code(self, x: Tensor, params: Params) -> Tensor:
-        """Multiply by the channels' norms."""
         return x * params["norm"].unsqueeze(2) if self.norm else x
 
     def encode(self, x: Tensor, params: Params) -> Payload:
-        """Quantize each group to the grid of its held scale; hybrid keeps the better of two."""
         dim = x.shape[-1]
         if self.along == "tokens":
             x = x.unflatten(2, (-1, GROUP))  # [B, H, M, 32, D]
@@ -205,6 +186,7 @@ class InnerQ(Codec):
         offset = 2 ** (self.width - 1)
         if not self.hybrid:
             return {"codes": pack((codes + offset).to(torch.uint8), self.width), "scale": scale}
+        # asymmetric codes of the same groups, kept where their error is smaller
         zero = low.clamp(-FP16_MAX, FP16_MAX).half()
         most = 2**self.bits - 1
         other_scale = fp16_scale(high - zero.float(), most, zero.float())
@@ -219,7 +201,6 @@ class InnerQ(Codec):
         }
 
     def decode(self, payload: Payload, params: Params) -> Tensor:
-        """``S code``, plus Z where the scale's sign bit is set."""
         dim = payload["codes"].shape[-1] * 8 // self.width
         codes = unpack(payload["codes"], self.width, dim).float()
         scale = self._spread(payload["scale"], dim)
@@ -262,12 +243,6 @@ def innerq(
     ----------
     variant : {"base", "small", "hybrid"}
         Values: base 3-bit symmetric, small 2-bit symmetric, hybrid the better of 2-bit symmetric and asymmetric.
-    symmetric : {"literal", "signed", "full"}
-        Reading of b-bit symmetric codes; literal is Eq. 13 and takes b + 1 bits, the others b.
-    norm : bool
-        Divide key channels by norms fitted on the prefill.
-    sink : int
-        First tokens that stay in 16 bit for ever.
     window : int
         Newest tokens that stay in 16 bit, at least.
     """

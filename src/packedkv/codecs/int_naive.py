@@ -5,9 +5,6 @@ the rounding are ``group_int``'s. Keys and values alike, no rotation, no window:
 
     Z = fp16(min x)     S = fp16((max x - Z) / (2^b - 1))     x^ = S clip(rne((x - Z) / S), 0, 2^b - 1) + Z
 
-``scale=search`` takes of 13 multiples of max x - min x about its middle the one of least squared error, in the same
-bytes (``ops/scale_search``).
-
 Block (one token of one head)::
 
     codes   uint8  [D b / 8]         channel 0 in the lowest bits, or interleaved
@@ -59,14 +56,10 @@ def int_naive(
 
     Parameters
     ----------
-    bits : {2, 3, 4, 8}
-        Bits of a code.
-    symmetric : bool
-        No offset: 2^bits - 1 levels around zero.
     group : int
         Neighbouring channels that share a scale; 0: all channels of the token.
     outliers : {"off", 3, 4, 5}
-        Chunks of four longer than this many medians are held in fp16, up to ``slots`` a token; needs a sample.
+        Chunks of four longer than this many medians are stored in fp16, up to ``slots`` a token; needs a sample.
     slots : int
         Room for such chunks per token, 64 bits each.
     scale : {"own", "search"}

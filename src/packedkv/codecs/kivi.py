@@ -36,10 +36,7 @@ Deviations
 1. The authors' code encodes its residual keys 128 at a time, so between 0 and 127 recent keys are exact. InnerQ's code
    for this baseline encodes 32 keys whenever its window holds 32, so the window shrinks to a few tokens. Here it never
    falls short of ``window``, as InnerQ's text says.
-2. The held minimum is the offset of the codes, see ``group_int``.
-
-``scale=search`` takes of 13 multiples of each range about its middle the one of least squared error, in the same bytes
-(``ops/scale_search``).
+2. The stored minimum is the offset of the codes, see ``group_int``.
 
 Pitfalls: cropping into the middle of an encoded group of keys leaves dead slots, since a group is never encoded again.
 Short contexts gain nothing: below window + G tokens all keys are still in 16 bit.

@@ -34,6 +34,7 @@ decode step prepares and reads all C centroids of a head: beyond a few hundred t
 """
 
 import math
+import warnings
 from dataclasses import dataclass
 
 import torch
@@ -43,28 +44,22 @@ from packedkv.codec import FP16_MAX, NO_SAMPLE, Constant, Constants, Params, Par
 from packedkv.codecs.wrapper import Wrapper, around, inside
 from packedkv.errors import FitError, SpecError
 from packedkv.layout import Field, Layout
-from packedkv.ops.kmeans import fit_centroids, nearest_centroid
+from packedkv.ops.exact import dot_bits, to_grid
 
 MOST = 1 << 16
 STREAM = 101
 """Apart from the streams that inner codecs draw from."""
+SCORES = 1 << 21
+"""Distances held at once: float64 temporaries of 16 MB each."""
 
 
 @dataclass(frozen=True)
 class KMeansResidual(Wrapper):
-    """Centroids, and an inner codec for the residual.
-
-    Parameters
-    ----------
-    inner : Codec
-    clusters : int
-        C, 1 to 65536.
-    """
+    """``clusters`` centroids C, 1 to 65536, and an inner codec for the residual."""
 
     clusters: int = 256
 
     def __post_init__(self) -> None:
-        """Refuse what a 16-bit id cannot name, and residuals of residuals."""
         super().__post_init__()
         if isinstance(self.clusters, bool) or not isinstance(self.clusters, int) or not 1 <= self.clusters <= MOST:
             raise SpecError(f"kmeans={self.clusters} is not allowed; use 1 to {MOST} clusters (0 in a spec: none).")
@@ -73,7 +68,6 @@ class KMeansResidual(Wrapper):
 
     @property
     def needs(self) -> frozenset[Part]:
-        """Centroids are fitted on data."""
         return self.inner.needs | {"tensor"}
 
     @property
@@ -87,25 +81,19 @@ class KMeansResidual(Wrapper):
         return -(-(self.clusters - 1).bit_length() // 8)
 
     def layout(self, head_dim: int) -> Layout:
-        """The inner codec's fields, then the ids."""
         inner = self.inner.layout(head_dim)
         ids = (Field("ids", "uint8", (inner.block_tokens * self.id_bytes,)),) if self.id_bytes else ()
         bits = inner.nominal_bits + math.log2(self.clusters) / head_dim
         return Layout(head_dim, inner.block_tokens, inner.fields + ids, bits, inner.version)
 
     def constants(self, site: Site) -> Constants:
-        """Declare the centroids and the inner codec's constants."""
         shape = (site.num_heads, self.clusters, site.head_dim)
         return {"centroids": Constant(shape, torch.float16, each=True), **super().constants(site)}
 
     def fit(self, site: Site, sample: Sample = NO_SAMPLE) -> Params:
-        """Cluster each sequence of the sample on its own, ``centroids [B, H, C, D]``; with queries all together, B = 1.
+        """Cluster each sequence of the sample on its own; with queries all together, B = 1.
 
-        Raises
-        ------
-        FitError
-            If there is no sample or it has fewer tokens than clusters; if scikit-learn is missing (C > 1); what the
-            inner codec raises.
+        Raises FitError if there are fewer tokens than clusters, or scikit-learn is missing (C > 1).
         """
         inner = self.inner.fit(site, sample)
         if sample.tensor is None:
@@ -116,9 +104,6 @@ class KMeansResidual(Wrapper):
         code = self.inner.to_code(sample.tensor.float(), inner)
         if sample.queries is not None:
             code = code.transpose(0, 1).flatten(1, 2)[None]
-        return around(self._centroids(site, code), inner)
-
-    def _centroids(self, site: Site, code: Tensor) -> Params:
         if code.shape[2] < self.clusters:
             raise FitError(
                 f"kmeans={self.clusters} needs at least {self.clusters} tokens to fit on, got {code.shape[2]}; use "
@@ -130,7 +115,7 @@ class KMeansResidual(Wrapper):
             for head, points in enumerate(sequence)
         ]
         held = torch.stack(found).clamp(-FP16_MAX, FP16_MAX).half().unflatten(0, code.shape[:2])
-        return {"centroids": held.to(site.device)}
+        return around({"centroids": held.to(site.device)}, inner)
 
     def encode(self, x: Tensor, params: Params) -> Payload:
         """Assign, subtract, and encode the residual: Eq. 5."""
@@ -156,3 +141,54 @@ class KMeansResidual(Wrapper):
         """Centroids of tokens: float32 ``[B, H, N, D]`` for ids ``[B, H, N]``."""
         table = params["centroids"].expand(ids.shape[0], -1, -1, -1)
         return table.gather(2, ids[..., None].expand(*ids.shape, table.shape[-1])).float()
+
+
+def nearest_centroid(x: Tensor, centroids: Tensor) -> Tensor:
+    """``argmin_j |x - c_j|^2``, a tie to the lowest j: int64 ``[B, H, N]``.
+
+    Of ``|x|^2/2 - x c_j + |c_j|^2/2`` the last two terms decide. Both are taken of points on grids (``ops/exact``),
+    relative to the middle of the centroids, so their sums are exact and only the difference is rounded: the result is
+    exact for points whose components are moved by at most ``2^-22`` of their largest one (D up to 256; more beyond),
+    whatever else is in the call. ``x`` is ``[B, H, N, D]``, ``centroids [1 or B, H, C, D]``.
+    """
+    batch, heads, _, dim = x.shape
+    wide = centroids.double()
+    middle = (wide.amin(2, keepdim=True) + wide.amax(2, keepdim=True)) / 2
+    bits = dot_bits(dim)
+    c, c_unit = to_grid(wide - middle, bits)
+    half = ((c * c).sum(-1, keepdim=True) * (c_unit * c_unit / 2)).transpose(2, 3)  # [., H, 1, C]
+    c, c_unit = c.transpose(2, 3), c_unit.transpose(2, 3)
+    found = []
+    for piece in x.split(max(1, SCORES // max(1, batch * heads * half.shape[-1])), 2):
+        whole, unit = to_grid(piece.double() - middle, bits)
+        found.append((half - (whole @ c).mul_(unit).mul_(c_unit)).argmin(-1))
+    return torch.cat(found, 2)
+
+
+def fit_centroids(points: Tensor, count: int, generator: torch.Generator) -> Tensor:
+    """Cluster points ``[N, D]`` by k-means++ and Lloyd's iteration: float64 ``[count, D]``, on the CPU.
+
+    One centroid is the mean. Fewer distinct points than ``count`` are all centroids, the first of them several times.
+    """
+    points = points.detach().cpu().double()  # scikit-learn converts float32 again in every step of k-means++
+    if count == 1:
+        return points.mean(0, keepdim=True)
+    distinct = points.unique(dim=0)
+    if len(distinct) <= count:
+        return torch.cat([distinct, distinct[:1].expand(count - len(distinct), -1)])
+    try:
+        from sklearn.cluster import KMeans
+        from sklearn.exceptions import ConvergenceWarning
+        from threadpoolctl import threadpool_limits
+    except ImportError as error:
+        raise FitError(
+            f"k-means of {count} clusters needs scikit-learn, which is not here ({error}); "
+            f"install packedkv[fit], or use one cluster (the mean)."
+        ) from error
+    seed = int(torch.randint(2**31 - 1, (1,), generator=generator))
+    means = KMeans(count, init="k-means++", n_init=1, random_state=seed)
+    # one thread: threads would add partial means in the order in which they finish
+    with threadpool_limits(1), warnings.catch_warnings():
+        warnings.simplefilter("ignore", ConvergenceWarning)  # nearly equal points: spare centroids do no harm
+        means.fit(points.numpy())
+    return torch.from_numpy(means.cluster_centers_)

@@ -14,7 +14,7 @@ rounding tells apart, the last. Then each row of z = y / t is rounded as KIVI's 
     Z = fp16(min z)    S = fp16((max z - Z) / (2^b - 1))
     code = clip(rne((z - Z) / S), 0, 2^b - 1)    y^ = t (S code + Z)
 
-u need not be held: dividing a row by it changes S and Z by the same factor, and no code. So a block is a block of
+u need not be stored: dividing a row by it changes S and Z by the same factor, and no code. So a block is a block of
 ``group_int`` and t, which the authors' layout calls s_row (keys) and s_col (values)::
 
     keys, G tokens of one head             values, G tokens of one head
@@ -33,7 +33,7 @@ Sources: the paper; orders, clips, rounds and sink of the released code (huawei-
 16 in the paper's.
 
 Deviations
-1. Codes are computed with t, S and Z as they are held, in fp16; the released code computes them with float32 numbers.
+1. Codes are computed with t, S and Z as stored, in fp16; the released code computes them with float32 numbers.
 2. All sums are in float64 with a fixed order, and scales are multiplied where the released code adds logarithms, so
    that the bytes are the same on every machine.
 3. Where max |z| is 2^15 or more, t is multiplied by a power of two that brings it below, or Z would leave fp16.
@@ -55,12 +55,12 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from packedkv.codec import FP16_MAX, Codec, Params, Payload
+from packedkv.codec import FP16_MAX, Codec, Params, Payload, one_of
 from packedkv.codecs.group_int import Along, GroupInt
 from packedkv.errors import SpecError
-from packedkv.layout import Field, Layout, check_whole_bytes
+from packedkv.layout import Field, Layout, check_head_dim
 from packedkv.ops.bitpack import packed_bytes
-from packedkv.ops.hadamard import block_hadamard, power_of_two_divisor
+from packedkv.ops.hadamard import Rotated
 from packedkv.ops.sums import CHUNK, sum_by_halves
 from packedkv.registry import register
 from packedkv.scheme import KVScheme
@@ -71,7 +71,6 @@ SCALES = (0.7408182206817179, 22026.465794806718)
 """Bounds of a scale: e^-0.3 and e^10."""
 TIE = 2.0**-30
 """Imbalances that differ by less, relatively, are equal: a tile that no round changes keeps its last scales."""
-WIDTHS = (2, 3, 4)
 ROUNDS = 8
 TILE = 128
 EXPONENT = 15
@@ -79,7 +78,7 @@ EXPONENT = 15
 
 
 @dataclass(frozen=True)
-class KVarN(Codec):
+class KVarN(Rotated, Codec):
     """Integers of a tile whose columns are balanced.
 
     Parameters
@@ -88,9 +87,9 @@ class KVarN(Codec):
     along : {"tokens", "channels"}
         The axis that a scale runs over: tokens of one channel (keys), or channels of one token (values).
     group : int
-        G, tokens of a tile.
+        Tokens of a tile.
     rounds : int
-        R; 0 balances nothing.
+        Rounds of balancing; 0 leaves KIVI's integers behind a Hadamard rotation.
 
     Examples
     --------
@@ -98,17 +97,13 @@ class KVarN(Codec):
     (4.375, 2.375)
     """
 
-    bits: int = 4
+    bits: int = one_of(2, 3, 4, default=4)
     along: Along = "tokens"
     group: int = TILE
     rounds: int = ROUNDS
 
     def __post_init__(self) -> None:
-        """Refuse what does not exist."""
-        if self.bits not in WIDTHS:
-            raise SpecError(f"kvarn: bits={self.bits} is not allowed; use 2, 3 or 4.")
-        if self.along not in ("tokens", "channels"):
-            raise SpecError(f"kvarn: along={self.along!r} is not allowed; use tokens or channels.")
+        super().__post_init__()
         if self.group < 2:
             raise SpecError(f"kvarn: group={self.group} is not allowed; use 2 or more, 128 as published.")
         if self.rounds < 0:
@@ -116,17 +111,15 @@ class KVarN(Codec):
 
     @property
     def block_tokens(self) -> int:
-        """G."""
         return self.group
 
     @property
     def integers(self) -> GroupInt:
-        """What rounds the balanced tile."""
+        """The codec that rounds the balanced tile."""
         return GroupInt(self.bits, self.group if self.along == "tokens" else 0, self.along)
 
     def layout(self, head_dim: int) -> Layout:
-        """Codes, scales and offsets of the rows, scales of the columns."""
-        check_whole_bytes("kvarn", head_dim)
+        check_head_dim("kvarn", head_dim)
         rows, columns = (head_dim, self.group) if self.along == "tokens" else (self.group, head_dim)
         fields = (
             Field("codes", "uint8", (self.group, packed_bytes(head_dim, self.bits))),
@@ -136,16 +129,8 @@ class KVarN(Codec):
         )
         return Layout(head_dim, self.group, fields, nominal_bits=self.bits)
 
-    def to_code(self, x: Tensor, params: Params) -> Tensor:
-        """Rotate."""
-        return block_hadamard(x, power_of_two_divisor(x.shape[-1]))
-
-    def from_code(self, x: Tensor, params: Params) -> Tensor:
-        """Rotate back: H is its own inverse."""
-        return self.to_code(x, params)
-
     def encode(self, x: Tensor, params: Params) -> Payload:
-        """Divide the columns of every tile by their scales as they are held, then round the rows."""
+        """Divide the columns of every tile by their stored scales, then round the rows."""
         tiles = x.unflatten(2, (-1, self.group))  # [B, H, M, G, D]
         tiles = tiles.transpose(-1, -2) if self.along == "tokens" else tiles  # [..., rows, columns]
         rows, columns = tiles.shape[-2:]
@@ -158,7 +143,6 @@ class KVarN(Codec):
         return {**found, "balance": balance}
 
     def decode(self, payload: Payload, params: Params) -> Tensor:
-        """``t (S code + Z)``."""
         held = {name: part for name, part in payload.items() if name != "balance"}
         if self.along == "channels":  # a block of ``integers`` is one token
             held = {name: part.flatten(2, 3) for name, part in held.items()}
@@ -173,17 +157,7 @@ class KVarN(Codec):
 
 
 def held_scales(tiles: Tensor, rounds: int) -> Tensor:
-    """t in fp16, such that ``tiles / t`` fits fp16.
-
-    Parameters
-    ----------
-    tiles : Tensor ``[T, rows, columns]``
-    rounds : int
-
-    Returns
-    -------
-    Tensor float16 ``[T, columns]``
-    """
+    """t of ``tiles [T, rows, columns]``, such that ``tiles / t`` fits fp16: float16 ``[T, columns]``."""
     wide = tiles.double()
     scales = column_scales(wide, rounds)
     exponent = torch.frexp((wide / scales).abs().amax((-2, -1), keepdim=True)).exponent.long()
@@ -193,16 +167,9 @@ def held_scales(tiles: Tensor, rounds: int) -> Tensor:
 
 
 def column_scales(tiles: Tensor, rounds: int) -> Tensor:
-    """t: what columns are divided by, alternately with rows, so that all have nearly the same variance.
+    """t of float64 ``tiles [T, rows, columns]``, by dividing columns and rows alternately: float64 ``[T, 1, columns]``.
 
-    Parameters
-    ----------
-    tiles : Tensor float64 ``[T, rows, columns]``
-    rounds : int
-
-    Returns
-    -------
-    Tensor float64 ``[T, 1, columns]``
+    All columns and rows of ``tiles / t u`` have nearly the same variance.
     """
     columns, rows = torch.ones_like(tiles[:, :1]), torch.ones_like(tiles[:, :, :1])
     column_sd, row_sd = spread(tiles, -2), spread(tiles, -1)
@@ -255,18 +222,8 @@ def kvarn(
     ----------
     key_bits, value_bits : {2, 3, 4}
         Bits of a code.
-    group : {64, 128}
-        Tokens of a tile.
-    rounds : int
-        Rounds of balancing; 0 leaves KIVI's integers behind a Hadamard rotation.
-    sink : int
-        First tokens that stay in 16 bit for ever.
     window : int
         Newest tokens that stay in 16 bit, at least; those of an unfinished tile come on top.
     """
-    return KVScheme(
-        key=KVarN(key_bits, "tokens", group, rounds),
-        value=KVarN(value_bits, "channels", group, rounds),
-        sink=sink,
-        window=window,
-    )
+    key, value = KVarN(key_bits, "tokens", group, rounds), KVarN(value_bits, "channels", group, rounds)
+    return KVScheme(key=key, value=value, sink=sink, window=window)

@@ -7,13 +7,23 @@
     rho^ = the level of C_rho nearest to clip(t_i . n*, 0, 1)       2^b_nrm Lloyd-Max levels of |t_i|; NOT nearest |t_i|
     k^ = gamma s * H (rho^_i n*_i)_i                         Eq. 13; the padded coordinates are dropped
 
-Block (one token of one head); one code of w = 2 b_dir + b_nrm bits per triplet, ``(i_xi << b_dir | i_eta) << b_nrm |
-i_rho``: the row of a joint table of all 2^w decoded triplets. Four parts have about T/4 codes each (ops/split_words),
-where w exceeds 10 first directions, then lengths::
+Oct, with l = |x| + |y| + |z|, p = (x, y, z) / l, sign(0) = +1 (Eqs. 5-7)::
 
-    codes  uint8          [16 h]                   whole words of the parts, h = floor(floor(T/4) w / 32)
-    tail   uint8          [ceil(T w / 8) - 16 h]   their other bits
+    p_z >= 0:  (xi, eta) = (p_x, p_y)
+    p_z <  0:  (xi, eta) = (sign(p_x) (1 - |p_y|), sign(p_y) (1 - |p_x|))
+
+Block (one token of one head); one code of w = 2 b_dir + b_nrm bits per triplet, ``(i_xi << b_dir | i_eta) << b_nrm |
+i_rho``: the row of a joint table of all 2^w decoded triplets::
+
+    codes  uint8          [16 h]                   h whole 32-bit words of each of four parts, h = floor(a w / 32)
+    tail   uint8          [ceil(T w / 8) - 16 h]   their other bits; no such field where there are none
     norm   fp16 or fp32   [1]                      gamma / sqrt(D)
+
+Four lanes of a warp share a token's row: each has words of its own and shifts once for its bits of the tail, where most
+lanes of a plain bit stream begin inside a word. Part p has a = floor(T / 4) neighbouring codes, one more where
+p < T mod 4; its bits are the codes as in ops/bitpack. Where w exceeds 10 they are of the first a codes all directions,
+then all lengths; a code more follows whole. ``codes`` has the first h little-endian words of part 0, of part 1, ...;
+``tail`` the bits behind them of part 0, of part 1, ..., one bit stream, as many bytes in all as a plain one.
 
 Bits: (8 ceil(T w / 8) + 16) / D, with fp32 norms + 16 / D. D = 128, T = 43::
 
@@ -26,11 +36,8 @@ So the paper's "b" is not the rate: the codes alone cost b + 1/3 bits per elemen
 quantizer has 7-11 % less MSE than the paper's split; ``split=plus``, (b+1, b), is the one that wins at its own rate
 (D = 128, unit vectors: -6, -10, -14 % at b = 2, 3, 4).
 
-``scale=search`` takes of 13 multiples of gamma, and of the values' ranges, those of least squared error, in the same
-bytes (``ops/scale_search``).
-
 Deviations from the paper
-1. The norm is held as gamma / sqrt(D), the key's root mean square, which never leaves the fp16 range that keys have;
+1. The norm is stored as gamma / sqrt(D), the key's root mean square, which never leaves the fp16 range that keys have;
    gamma itself may. fp16 costs 16/D bits instead of 32/D and a relative error of 2^-11; ``norm=fp32`` is the paper's.
    A key with |k| < 2^-25 sqrt(D) decodes to zero.
 2. C_xi is solved for the exact density (Eq. 7), not trained on samples, and is symmetric to the last bit.
@@ -52,9 +59,11 @@ Not for: head_dim without a large power of two in it (80: blocks of 16 spread ou
 (octopus-qjl); least loss per byte: on the small model turboquant-4 at 4.25 bits in all is better than octopus-3 at 4.5.
 """
 
+import math
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import lru_cache, partial
-from typing import Literal, get_args
+from typing import Literal, NamedTuple, get_args
 
 import torch
 from torch import Tensor
@@ -62,12 +71,10 @@ from torch import Tensor
 from packedkv.codec import NO_SAMPLE, Codec, Constant, Constants, Params, Payload, Sample, Site
 from packedkv.codecs.group_int import GroupInt
 from packedkv.errors import SpecError
-from packedkv.layout import Field, Layout, check_whole_bytes
+from packedkv.layout import Field, Layout, check_head_dim
+from packedkv.ops.hadamard import UnitRotated, random_signs
 from packedkv.ops.lloyd_max import block_norm_density, interval, lloyd_max, nearest_level
-from packedkv.ops.octahedral import coordinate_density, direction_table, to_square
-from packedkv.ops.rotation import random_signs, rotate, rotate_back
-from packedkv.ops.scale_search import FACTORS, Scale, ScaleOption, check_scale, least_error
-from packedkv.ops.split_words import pack_split, split_bytes, unpack_split
+from packedkv.ops.scale_search import FACTORS, Scale, least_error
 from packedkv.ops.sums import row_norm
 from packedkv.registry import register
 from packedkv.scheme import KVScheme
@@ -77,11 +84,62 @@ Split = Literal["paper", "plus", -2, -1, 0, 1, 2]
 Norm = Literal["fp16", "fp32"]
 
 JOINT_BITS = 10
-"""Longest code that is held whole: a GPU decodes it by one table."""
+"""Longest code that is stored whole: a GPU decodes it by one table."""
 OFFSETS: dict[str, tuple[int, ...]] = {"scalar": (0,), "local_2x2": (0, 1), "local_3x3": (0, 1)}
 """Candidates on each axis, from the nearest level; local_3x3: from the level below the value."""
 CHUNK = 1 << 13
 """Triplets rounded at once: float64 temporaries of 64 KB each, which stay in cache and below torch's threading."""
+PARTS = 4
+TINY = 1e-300  # avoids 0/0: the zero vector maps to (0, 0)
+
+
+# -- the octahedral map: every step is one elementwise IEEE operation, so a vector gives the same bits in a batch ------
+
+
+def _signed(magnitude: Tensor, like: Tensor) -> Tensor:
+    """``magnitude`` with the sign of ``like``, zero (either one) counting as positive."""
+    return torch.where(like >= 0, magnitude, -magnitude)
+
+
+def _fold(a: Tensor, b: Tensor, lower: Tensor) -> tuple[Tensor, Tensor]:
+    """Exchange the inner square and the outer triangles where ``lower``; its own inverse."""
+    return (
+        torch.where(lower, _signed(1 - b.abs(), a), a),
+        torch.where(lower, _signed(1 - a.abs(), b), b),
+    )
+
+
+def to_square(x: Tensor, y: Tensor, z: Tensor) -> tuple[Tensor, Tensor]:
+    """Octahedral coordinates (xi, eta) of float64 vectors of any length, Eq. 5; the zero vector gives (0, 0).
+
+    >>> x, y, z = torch.tensor([[3.0, 0.0, 0.0], [0.0, 0.0, -1.0]], dtype=torch.float64).unbind(-1)
+    >>> torch.stack(to_square(x, y, z), -1).tolist()
+    [[1.0, 0.0], [1.0, 1.0]]
+    """
+    length = (x.abs() + y.abs() + z.abs()).clamp_min(TINY)
+    return _fold(x / length, y / length, z < 0)
+
+
+def from_square(xi: Tensor, eta: Tensor) -> Tensor:
+    """Unit vectors ``[..., 3]`` of square coordinates, Eq. 6; the inverse of ``to_square``."""
+    z = 1 - xi.abs() - eta.abs()
+    x, y = _fold(xi, eta, z < 0)
+    v = torch.stack([x, y, z], -1)
+    return v / (x * x + y * y + z * z).sqrt()[..., None]
+
+
+def direction_table(centroids: Tensor) -> Tensor:
+    """Directions of every centroid pair: ``[n, 3]`` -> row ``i * len(centroids) + j`` is ``from_square(c_i, c_j)``."""
+    n = len(centroids)
+    return from_square(centroids.repeat_interleave(n), centroids.repeat(n))
+
+
+def coordinate_density(xi: Tensor) -> Tensor:
+    """Density of one octahedral coordinate of a uniform direction on [-1, 1], Eq. 7; integrates to 1."""
+    a = xi.abs()
+    inner = (1 - a) / (1 - 2 * a + 3 * a * a)
+    outer = a / (2 - 4 * a + 3 * a * a)
+    return (inner + outer) / (math.pi * (a * a + (1 - a) * (1 - a)).sqrt())
 
 
 @lru_cache(maxsize=64)
@@ -96,8 +154,109 @@ def norm_centroids(head_dim: int, bits: int) -> Tensor:
     return lloyd_max(block_norm_density(head_dim, 3), 2**bits, 0.0, 1.0)
 
 
+# -- codes of a row in four parts --------------------------------------------------------------------------------------
+
+
+class Runs(NamedTuple):
+    """Positions of runs of neighbouring bits of codes in a row, ``codes`` and ``tail`` side by side; int64 ``[runs]``.
+
+    Parameters
+    ----------
+    code, shift : Tensor
+        Index of the code, and its bit where the run begins.
+    mask : Tensor
+        ``2**length - 1``.
+    byte, bit : Tensor
+        Beginning of the run in the row.
+    """
+
+    code: Tensor
+    shift: Tensor
+    mask: Tensor
+    byte: Tensor
+    bit: Tensor
+
+
+def split_bytes(n: int, bits: int) -> dict[str, int]:
+    """Bytes of a row of ``n`` codes, by field.
+
+    >>> split_bytes(43, 10), split_bytes(43, 3), split_bytes(64, 8)
+    ({'codes': 48, 'tail': 6}, {'tail': 17}, {'codes': 64})
+    """
+    head = 16 * (n // PARTS * bits // 32)
+    sizes = {"codes": head, "tail": -(-n * bits // 8) - head}
+    return {name: size for name, size in sizes.items() if size}
+
+
+def _part_fields(n: int, bits: int, low: int) -> list[list[tuple[int, int, int]]]:
+    """Bits of each part, from the first one on: (code, its first bit, how many bits)."""
+    least, more = divmod(n, PARTS)
+    parts, first = [], 0
+    for part in range(PARTS):
+        codes = range(first, first + least)
+        fields = [(code, low, bits - low) for code in codes] + [(code, 0, low) for code in codes if low]
+        first += least
+        if part < more:
+            fields.append((first, 0, bits))
+            first += 1
+        parts.append(fields)
+    return parts
+
+
+@lru_cache(maxsize=64)
+def runs(n: int, bits: int, low: int, device: str) -> Runs:
+    """Positions of the bits of ``n`` codes, whose lowest ``low`` bits are apart (0: codes are whole)."""
+    words = 8 * split_bytes(n, bits).get("codes", 0) // PARTS  # bits of a part that are whole words
+    found = []
+    tail = PARTS * words
+    for part, fields in enumerate(_part_fields(n, bits, low)):
+        at = 0
+        for code, shift, length in fields:
+            inside = max(0, min(length, words - at))
+            if inside:
+                found.append((code, shift, inside, part * words + at))
+            if inside < length:
+                found.append((code, shift + inside, length - inside, tail))
+                tail += length - inside
+            at += length
+    code, shift, length, position = torch.tensor(found, device=device).T
+    return Runs(code, shift, (1 << length) - 1, position // 8, position % 8)
+
+
+def pack_split(codes: Tensor, bits: int, low: int = 0) -> dict[str, Tensor]:
+    """Pack codes ``[..., n]`` of 1 to 16 bits into ``codes`` and ``tail``, uint8; ``low`` as in ``runs``.
+
+    >>> packed = pack_split(torch.arange(18), 8)  # parts of 5, 5, 4 and 4 codes, one word each
+    >>> packed["codes"].tolist(), packed["tail"].tolist()
+    ([0, 1, 2, 3, 5, 6, 7, 8, 10, 11, 12, 13, 14, 15, 16, 17], [4, 9])
+    """
+    n = codes.shape[-1]
+    found = runs(n, bits, low, str(codes.device))
+    wide = (codes.to(torch.int32)[..., found.code] >> found.shift.int() & found.mask.int()) << found.bit.int()
+    sizes = split_bytes(n, bits)
+    row = torch.zeros(*codes.shape[:-1], sum(sizes.values()) + 2, dtype=torch.int32, device=codes.device)
+    for i in range(3):  # runs do not overlap, so sums are unions
+        row.index_add_(-1, found.byte + i, wide >> 8 * i & 0xFF)
+    pieces = row.to(torch.uint8)[..., :-2].split(list(sizes.values()), -1)
+    return {name: piece.contiguous() for name, piece in zip(sizes, pieces, strict=True)}
+
+
+def unpack_split(packed: Mapping[str, Tensor], bits: int, n: int, low: int = 0) -> Tensor:
+    """Undo ``pack_split``: int32 ``[..., n]``; other fields are ignored."""
+    row = torch.cat([packed[name] for name in split_bytes(n, bits)], -1)
+    row = torch.nn.functional.pad(row, (0, 2)).to(torch.int32)
+    where = runs(n, bits, low, str(row.device))
+    wide = row[..., where.byte] | row[..., where.byte + 1] << 8 | row[..., where.byte + 2] << 16
+    found = (wide >> where.bit.int() & where.mask.int()) << where.shift.int()
+    codes = torch.zeros(*row.shape[:-1], n, dtype=torch.int32, device=row.device)
+    return codes.index_add_(-1, where.code, found)
+
+
+# -- the codec ---------------------------------------------------------------------------------------------------------
+
+
 @dataclass(frozen=True)
-class Octopus(ScaleOption, Codec):
+class Octopus(UnitRotated, Codec):
     """Octahedral triplet codec of the rotated, normalised vector.
 
     Parameters
@@ -105,11 +264,13 @@ class Octopus(ScaleOption, Codec):
     direction_bits, norm_bits : int
         b_dir of each octahedral coordinate and b_nrm of the triplet norm; at least 1, 2 b_dir + b_nrm at most 16.
     rounding : {"scalar", "local_2x2", "local_3x3", "full"}
-        Direction candidates of the encoder; the bytes mean the same. scalar rounds xi, eta and rho on their own.
+        Encoder's direction search, the bytes mean the same; local_3x3 equals full, local_2x2 is the weak set as
+        printed, scalar rounds xi, eta and rho on their own, as the paper's scores.
     norm : {"fp16", "fp32"}
-        How gamma / sqrt(D) is held.
+        How key norms are stored; the paper's is fp32.
     scale : {"own", "search"}
-        search: of several norms the one of least squared error.
+        own: the paper's norms and ranges; search: of 13 multiples of each the one of least squared error, the bytes'
+        form unchanged.
 
     Examples
     --------
@@ -124,17 +285,12 @@ class Octopus(ScaleOption, Codec):
     scale: Scale = field(default="own", kw_only=True)
 
     def __post_init__(self) -> None:
-        """Refuse what has no codebook, does not fit a code, or does not exist."""
+        super().__post_init__()
         if min(self.direction_bits, self.norm_bits) < 1 or self.code_bits > 16:
             raise SpecError(
                 f"octopus: direction_bits={self.direction_bits}, norm_bits={self.norm_bits} is not allowed; "
                 f"use at least 1 each, and 2 * direction_bits + norm_bits <= 16."
             )
-        if self.rounding not in (*OFFSETS, "full"):
-            raise SpecError(f"octopus: rounding={self.rounding!r} is not allowed; use {', '.join(OFFSETS)} or full.")
-        if self.norm not in ("fp16", "fp32"):
-            raise SpecError(f"octopus: norm={self.norm!r} is not allowed; use fp16 or fp32.")
-        check_scale("octopus", self.scale)
 
     @property
     def code_bits(self) -> int:
@@ -143,45 +299,28 @@ class Octopus(ScaleOption, Codec):
 
     @property
     def low_bits(self) -> int:
-        """Bits of a code that are held apart from the others: those of the length, where one table is too long."""
+        """Bits of a code that are stored apart from the others: the length's, where one table is too long."""
         return self.norm_bits if self.code_bits > JOINT_BITS else 0
 
     def layout(self, head_dim: int) -> Layout:
         """Joint codes and the norm of one token; in version 1 the codes were one bit stream."""
-        check_whole_bytes("octopus", head_dim)
+        check_head_dim("octopus", head_dim)
         sizes = split_bytes(-(-head_dim // 3), self.code_bits).items()
-        norm = Field("norm", "float16" if self.norm == "fp16" else "float32", (1,), "norms")
-        fields = (*(Field(name, "uint8", (size,)) for name, size in sizes), norm)
+        fields = (*(Field(name, "uint8", (size,)) for name, size in sizes), self.norm_field)
         return Layout(head_dim, 1, fields, nominal_bits=self.code_bits / 3, version=2)
 
     def constants(self, site: Site) -> Constants:
-        """Declare signs and codebooks."""
         sides = 2**self.direction_bits
         shapes = {"xi": (sides,), "rho": (2**self.norm_bits,), "directions": (sides**2, 3)}
         shapes["signs"] = (site.num_heads, site.head_dim)
         return {name: Constant(shape, low=-1, high=1) for name, shape in shapes.items()}
 
     def fit(self, site: Site, sample: Sample = NO_SAMPLE) -> Params:
-        """Draw the signs; tabulate the codebooks.
-
-        Returns
-        -------
-        dict
-            ``signs [1, H, D]`` of +-1; ``xi [1, 2^b_dir]``; ``rho [1, 2^b_nrm]``; ``directions [1, 4^b_dir, 3]``, row
-            ``i_xi << b_dir | i_eta``. All float32.
-        """
+        """Sample the signs and tabulate the codebooks; row ``i_xi << b_dir | i_eta`` of ``directions``."""
         xi, rho = direction_centroids(self.direction_bits), norm_centroids(site.head_dim, self.norm_bits)
         tables = {"xi": xi, "rho": rho, "directions": direction_table(xi)}
         tables = {name: table[None].float().to(site.device) for name, table in tables.items()}
         return {"signs": random_signs(site), **tables}
-
-    def to_code(self, x: Tensor, params: Params) -> Tensor:
-        """Flip signs, then Hadamard: Eq. 2 without the division by gamma, so that it is linear."""
-        return rotate(x, params["signs"])
-
-    def from_code(self, x: Tensor, params: Params) -> Tensor:
-        """Hadamard, then signs: the inverse, R is orthogonal."""
-        return rotate_back(x, params["signs"])
 
     def encode(self, x: Tensor, params: Params) -> Payload:
         """Alg. 1 on the rotated key.
@@ -193,21 +332,19 @@ class Octopus(ScaleOption, Codec):
         rows = x.reshape(-1, dim)
         tables = _Tables(params)
         codes = torch.empty(len(rows), triplets, dtype=torch.int32, device=x.device)
-        dtype = torch.float16 if self.norm == "fp16" else torch.float32
-        norm = torch.empty(len(rows), 1, dtype=dtype, device=x.device)
+        norm = torch.empty(len(rows), 1, dtype=self.norm_field.torch_dtype, device=x.device)
         step = max(1, CHUNK // triplets)
         for start in range(0, len(rows), step):
             part = slice(start, start + step)
-            u = rows[part].double()
-            gamma = row_norm(u)
-            u = torch.where(gamma > 0, u / gamma, 0.0)  # Eq. 1
+            gamma = row_norm(rows[part].double())
+            u, _ = self.unit(rows[part])  # Eq. 1
             t = torch.nn.functional.pad(u, (0, triplets * 3 - dim)).reshape(-1, 3).T.contiguous()
             direction, length = (found.unflatten(0, (-1, triplets)) for found in self._round(t, tables))
 
             def quantize(
                 factor: float, direction: Tensor = direction, length: Tensor = length, gamma: Tensor = gamma
             ) -> tuple[Tensor, Tensor]:
-                return self._join(direction, length / factor, tables), (gamma * factor / dim**0.5).to(dtype)
+                return self._join(direction, length / factor, tables), self.rounded(gamma * factor, dim)
 
             if self.scale == "own":
                 codes[part], norm[part] = quantize(FACTORS[0])
@@ -232,7 +369,7 @@ class Octopus(ScaleOption, Codec):
         return joint.flatten(0, 1)[codes.long()].flatten(-2)[..., : params["signs"].shape[-1]]
 
     def _values(self, params: Params, codes: Tensor, norm: Tensor) -> Tensor:
-        return self._triplets(params, codes) * (norm.float() * params["signs"].shape[-1] ** 0.5)
+        return self._triplets(params, codes) * self.length(norm, params["signs"].shape[-1])
 
     def _round(self, t: Tensor, tables: "_Tables") -> tuple[Tensor, Tensor]:
         """Direction and length of triplets ``t [3, n]``: lines 7-21 of Alg. 1."""
@@ -269,7 +406,7 @@ class Octopus(ScaleOption, Codec):
 
 
 class _Tables:
-    """What the encoder looks up, in float64."""
+    """Tables of the encoder, in float64."""
 
     def __init__(self, params: Params) -> None:
         self.directions = params["directions"][0].double()
@@ -313,25 +450,13 @@ def octopus(
     bits : {1, 2, 3, 4}
         The paper's b of keys and values; keys cost b + 1/3 bits and a norm, values b bits and group constants.
         At 1 the keys have (b_dir, b_nrm) = (1, 1) and the values 2 bits.
-    rounding : {"scalar", "local_2x2", "local_3x3", "full"}
-        Encoder's direction search; local_3x3 equals full, local_2x2 is the weak set as printed.
     split : {"paper", "plus", -2, -1, 0, 1, 2}
         (b_dir, b_nrm): paper (b+1, b-1); plus (b+1, b), better at its rate; a number d (b+d, b-d), as in Table 4.
-    window : int
-        Newest tokens kept dense.
     group : int
         Channels of a value that share a scale and an offset; 0 for all of them.
     dense_keys : int
-        How many of the first and of the last layers hold keys dense.
-    norm : {"fp16", "fp32"}
-        How key norms are held; the paper's is fp32.
-    scale : {"own", "search"}
-        own: the paper's norms and ranges; search: of 13 multiples of each the one of least squared error, the bytes'
-        form unchanged.
+        How many of the first and of the last layers keep keys dense.
     """
-    return KVScheme(
-        key=Octopus(*split_bits(bits, split), rounding, norm, scale=scale),
-        value=GroupInt(max(2, bits), group, "channels", scale=scale),
-        window=window,
-        dense_key_layers=dense_keys,
-    )
+    key = Octopus(*split_bits(bits, split), rounding, norm, scale=scale)
+    value = GroupInt(max(2, bits), group, "channels", scale=scale)
+    return KVScheme(key=key, value=value, window=window, dense_key_layers=dense_keys)

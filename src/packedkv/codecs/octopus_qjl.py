@@ -60,16 +60,16 @@ from packedkv.codecs.group_int import GroupInt
 from packedkv.codecs.octopus import Norm, Octopus, Rounding, Split, split_bits
 from packedkv.errors import SpecError
 from packedkv.layout import Field, Layout
+from packedkv.ops.hadamard import random_signs
 from packedkv.ops.qjl import check_sketch, estimate, sketch
-from packedkv.ops.rotation import random_signs
-from packedkv.ops.sums import row_norm, token_chunks
+from packedkv.ops.sums import token_chunks
 from packedkv.registry import register
 from packedkv.scheme import KVScheme
 
 
 @dataclass(frozen=True)
 class OctopusQJL(Octopus):
-    """OCTOPUS and the signs of a sketch of its residual; parameters are those of ``Octopus``.
+    """OCTOPUS and the signs of a sketch of its residual; the residual's length is fp16.
 
     Examples
     --------
@@ -78,39 +78,31 @@ class OctopusQJL(Octopus):
     """
 
     def __post_init__(self) -> None:
-        """Refuse options that do not exist."""
         super().__post_init__()
         if self.scale != "own":
             raise SpecError(f"octopus-qjl: scale={self.scale!r} is not allowed; only octopus searches scales.")
 
     def layout(self, head_dim: int) -> Layout:
-        """OCTOPUS' fields, then the residual's signs and length."""
         stage = super().layout(head_dim)
         check_sketch("octopus-qjl", head_dim)
-        fields = (
-            *stage.fields,
-            Field("signs", "uint8", (head_dim // 8,)),
-            Field("residual", "float16", (1,), "norms"),
-        )
-        return Layout(head_dim, 1, fields, nominal_bits=stage.nominal_bits + 1, version=stage.version)
+        signs, residual = Field("signs", "uint8", (head_dim // 8,)), Field("residual", "float16", (1,), "norms")
+        return Layout(head_dim, 1, (*stage.fields, signs, residual), stage.nominal_bits + 1, stage.version)
 
     def constants(self, site: Site) -> Constants:
-        """Declare OCTOPUS' constants and the sketch's signs."""
         return {**super().constants(site), "sketch": Constant((site.num_heads, site.head_dim), low=-1, high=1)}
 
     def fit(self, site: Site, sample: Sample = NO_SAMPLE) -> Params:
-        """OCTOPUS' constants and ``sketch [1, H, D]``: s', drawn apart from s."""
+        """Add ``sketch [1, H, D]``, s', sampled apart from s, to OCTOPUS' constants."""
         return {**super().fit(site), "sketch": random_signs(site, stream=1)}
 
     def encode(self, x: Tensor, params: Params) -> Payload:
-        """Encode as OCTOPUS does, then sketch what that leaves of the unit vector."""
+        """Encode as OCTOPUS does, then sketch the residual of the unit vector."""
         stage = super().encode(x, params)
         parts, start = [], 0
         for piece in token_chunks(x):
             stop = start + piece.shape[2]
             held = self.look_up({name: field[:, :, start:stop] for name, field in stage.items()}, params)
-            gamma = row_norm(wide := piece.double())
-            u = torch.where(gamma > 0, wide / gamma, 0.0)
+            u, _ = self.unit(piece)
             parts.append(sketch(u - held, params["sketch"]))
             start = stop
         signs, lengths = (torch.cat(field, 2) for field in zip(*parts, strict=True))
@@ -119,7 +111,7 @@ class OctopusQJL(Octopus):
     def decode(self, payload: Payload, params: Params) -> Tensor:
         """Add the residual's estimate to the triplets, then scale."""
         r = estimate(payload["signs"], payload["residual"], params["sketch"])
-        return (self.look_up(payload, params) + r) * (payload["norm"].float() * params["signs"].shape[-1] ** 0.5)
+        return (self.look_up(payload, params) + r) * self.length(payload["norm"], params["signs"].shape[-1])
 
 
 @register(
@@ -142,22 +134,12 @@ def octopus_qjl(
     ----------
     bits : {1, 2, 3, 4}
         The paper's b of keys and values; keys cost b + 1/3 bits, one more for the residual's sign, and two norms.
-    rounding : {"scalar", "local_2x2", "local_3x3", "full"}
-        Encoder's direction search; the paper's scores are those of scalar.
     split : {"paper", "plus", -2, -1, 0, 1, 2}
         (b_dir, b_nrm): paper (b+1, b-1), plus (b+1, b), a number d (b+d, b-d).
-    window : int
-        Newest tokens kept dense.
     group : int
         Channels of a value that share a scale and an offset; 0 for all of them.
     dense_keys : int
-        How many of the first and of the last layers hold keys dense.
-    norm : {"fp16", "fp32"}
-        How key norms are held; the paper's is fp32. The residual's length is fp16 either way.
+        How many of the first and of the last layers keep keys dense.
     """
-    return KVScheme(
-        key=OctopusQJL(*split_bits(bits, split), rounding, norm),
-        value=GroupInt(max(2, bits), group, "channels"),
-        window=window,
-        dense_key_layers=dense_keys,
-    )
+    key, value = OctopusQJL(*split_bits(bits, split), rounding, norm), GroupInt(max(2, bits), group, "channels")
+    return KVScheme(key=key, value=value, window=window, dense_key_layers=dense_keys)

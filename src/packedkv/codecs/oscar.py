@@ -5,7 +5,7 @@
     k^ = (k U_h) H,  q^ = (q U_h) H                                H is the inner codec's own rotation
 
 A score is off by q^T dk, in the mean square dk^T M dk. U_h makes M diagonal, so the Hadamard matrix behind it spreads
-the loud and the silent directions evenly over all channels. ``hessian`` has a layer's eigenvectors behind the
+the large and the silent directions evenly over all channels. ``hessian`` has a layer's eigenvectors behind the
 Hadamard matrix.
 
 Block: the inner codec's, unchanged. Bits: the inner codec's; the rotations of a layer are constants of the site.
@@ -26,7 +26,6 @@ Pitfalls: the rotations need the model's queries: ``packedkv fit`` makes them.
 """
 
 from dataclasses import dataclass
-from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -39,34 +38,22 @@ from packedkv.ops.exact import cut_rotation, rotate_exactly
 
 @dataclass(frozen=True)
 class OscarRotated(HessianRotated):
-    """An inner codec behind the eigenbasis of each KV head's queries.
-
-    Parameters
-    ----------
-    inner : Codec
-    """
-
-    method: ClassVar[str] = "oscar"
+    """An inner codec behind the eigenbasis of each KV head's queries."""
 
     def constants(self, site: Site) -> Constants:
-        """Declare a rotation for each head and the inner codec's constants."""
         shape = (site.num_heads, site.head_dim, site.head_dim)
         return {**super().constants(site), "rotation": Constant(shape, low=-1, high=1)}
 
     def _rotation(self, site: Site, queries: Tensor) -> Tensor:
-        """Return the rotations ``[1, H, D, D]`` of the KV heads, each from its own queries."""
         heads = queries.unflatten(1, (site.num_heads, -1)).unbind(1)
         rotation = torch.stack([cut_rotation(hessian_rotation(second_moment(own).cpu())) for own in heads])
         return rotation[None].to(site.device)
 
     def to_code(self, x: Tensor, params: Params) -> Tensor:
-        """U, then into the inner code basis."""
         return self.inner.to_code(rotate_exactly(x, params["rotation"][0]), inside(params))
 
     def query_to_code(self, q: Tensor, params: Params) -> Tensor:
-        """U, then into the inner codec's dual basis."""
         return self.inner.query_to_code(rotate_exactly(q, params["rotation"][0]), inside(params))
 
     def from_code(self, x: Tensor, params: Params) -> Tensor:
-        """Out of the inner code basis, then U^T."""
         return rotate_exactly(self.inner.from_code(x, inside(params)), params["rotation"][0].mT)

@@ -6,7 +6,7 @@
 
 Block (T = ``block_tokens`` of the inner codec, of one head): the inner codec's fields, then ::
 
-    flags     uint8  [ceil(T n / 8)]     which chunks are held; token 0, chunk 0 in the lowest bit
+    flags     uint8  [ceil(T n / 8)]     which chunks are stored; token 0, chunk 0 in the lowest bit
     outliers  fp16   [T slots, 4]        those chunks, ``slots`` rows per token, ascending; unused rows are zero
 
 Bits: the inner codec's + (8 ceil(T n / 8) / T + 64 slots) / D; D = 128: + 0.75, 1.25, 1.75 with 1, 2, 3 slots. int-4
@@ -44,7 +44,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from packedkv.codec import NO_SAMPLE, Codec, Constant, Constants, Params, Part, Payload, Sample, Site
+from packedkv.codec import LARGEST, NO_SAMPLE, Codec, Constant, Constants, Params, Part, Payload, Sample, Site
 from packedkv.codecs.wrapper import Wrapper, around, inside
 from packedkv.errors import FitError, SpecError
 from packedkv.layout import Field, Layout
@@ -55,21 +55,18 @@ from packedkv.shared import drawn
 Outliers = Literal["off", 3, 4, 5]
 """What recipes offer: off, or C."""
 SIDE = ("flags", "outliers")
-LARGEST = torch.finfo(torch.float32).max
 
 
 @dataclass(frozen=True)
 class Med(Wrapper):
-    """Hold the chunks that are longer than ``c`` medians in fp16, and give the rest to ``inner``.
+    """Store the chunks that are longer than ``c`` medians in fp16, and give the rest to ``inner``.
 
     Parameters
     ----------
-    inner : Codec
-        Any codec but another Med.
     c : float
         C, positive; the paper has 3, 4 and 5.
     slots : int
-        How many outliers a token has room for.
+        Room for outliers per token, 64 bits each.
 
     Examples
     --------
@@ -82,7 +79,6 @@ class Med(Wrapper):
     slots: int = 2
 
     def __post_init__(self) -> None:
-        """Refuse what means nothing."""
         super().__post_init__()
         if not isinstance(self.c, (int, float)) or not 0 < self.c < float("inf"):
             raise SpecError(f"Med: c={self.c!r} is not allowed; use a positive number of medians, e.g. 3, 4 or 5.")
@@ -91,31 +87,13 @@ class Med(Wrapper):
 
     @property
     def needs(self) -> frozenset[Part]:
-        """The threshold comes from data."""
         return self.inner.needs | {"tensor"}
 
-    def to_code(self, x: Tensor, params: Params) -> Tensor:
-        """Stay in the model basis, where outliers are; the inner codec's maps are inside ``encode`` and ``decode``."""
-        return x
-
-    def query_to_code(self, q: Tensor, params: Params) -> Tensor:
-        """Stay in the model basis."""
-        return q
-
-    def from_code(self, x: Tensor, params: Params) -> Tensor:
-        """Stay in the model basis."""
-        return x
+    # Outliers are split off in the model basis; the inner codec's maps are inside ``encode`` and ``decode``.
+    to_code, query_to_code, from_code = Codec.to_code, Codec.query_to_code, Codec.from_code
 
     def layout(self, head_dim: int) -> Layout:
-        """The inner codec's fields, then flags and outliers.
-
-        Raises
-        ------
-        ShapeError
-            If the inner codec cannot take ``head_dim``.
-        SpecError
-            If the inner codec has outliers of its own.
-        """
+        """The inner codec's fields, then flags and outliers; raises SpecError if it has outliers of its own."""
         inner = self.inner.layout(head_dim)
         tokens, n = inner.block_tokens, -(-head_dim // 4)
         side = (
@@ -128,23 +106,10 @@ class Med(Wrapper):
         return replace(inner, fields=(*inner.fields, *side))
 
     def constants(self, site: Site) -> Constants:
-        """Declare the threshold and the inner codec's constants."""
         return {"threshold": Constant((site.num_heads,), low=0, each=True), **super().constants(site)}
 
     def fit(self, site: Site, sample: Sample = NO_SAMPLE) -> Params:
-        """Find the threshold; fit the inner codec on what is left of the sample.
-
-        Returns
-        -------
-        dict
-            The inner codec's constants, and ``threshold [B, H]`` float32: C times the median chunk length of each
-            sequence of the sample.
-
-        Raises
-        ------
-        FitError
-            If there is no sample.
-        """
+        """Set ``threshold [B, H]``, C times each sequence's median length; fit the inner codec on the other chunks."""
         threshold, bulk = self._split_sample(sample.tensor)
         if self.inner.needs or sample.queries is not None:
             inner = self.inner.fit(site, replace(sample, tensor=bulk()))
@@ -153,7 +118,6 @@ class Med(Wrapper):
         return around({"threshold": threshold.to(site.device)}, inner)
 
     def encode(self, x: Tensor, params: Params) -> Payload:
-        """Split outliers off, zero their places, encode the rest."""
         chunks = split_chunks(x)  # [B, H, N, n, 4]
         flags = _longest(_above(chunks, params["threshold"]), self.slots)
         place = _first(flags, min(self.slots, flags.shape[-1]))  # [B, H, N, slots], n where unused
@@ -167,7 +131,6 @@ class Med(Wrapper):
         }
 
     def decode(self, payload: Payload, params: Params) -> Tensor:
-        """Decode the rest, put outliers back."""
         constants = inside(params)
         x = self.inner.from_code(
             self.inner.decode({n: t for n, t in payload.items() if n not in SIDE}, constants), constants
@@ -181,24 +144,15 @@ class Med(Wrapper):
         return torch.where(flags[..., None], held, split_chunks(x)).flatten(-2)[..., :dim]
 
     def overflow(self, x: Tensor, params: Params) -> Tensor:
-        """How many chunks above the threshold found no place, per token.
+        """Count the chunks above the threshold that find no slot, per token of ``x [B, H, N, D]``, model basis.
 
-        Parameters
-        ----------
-        x : Tensor ``[B, H, N, D]``
-            Keys or values, model basis.
-        params : Params
-
-        Returns
-        -------
-        Tensor int64 ``[B, H, N]``
-            0 where ``slots`` were enough; the largest of them is how many slots are missing.
+        The largest number of the result, int64 ``[B, H, N]``, says how many slots are missing.
         """
         above = _above(split_chunks(x), params["threshold"])
         return ((above > 0).sum(-1) - self.slots).clamp_min(0)
 
     def _split_sample(self, sample: Tensor | None) -> tuple[Tensor, Callable[[], Tensor]]:
-        """Threshold ``[B, H]``, and what gives the sample with zeros in place of the outliers that find room."""
+        """Threshold ``[B, H]``, and a function that returns the sample with zeros in place of stored outliers."""
         if sample is None or 0 in sample.shape[1:]:
             raise FitError(
                 "Med: the threshold of outliers needs a sample [batch, kv_heads, tokens, head_dim] to find the median; "

@@ -27,13 +27,13 @@ Deviations from the paper
    D - 1 angles and one gamma. A radius per power-of-two block would cost 16/16 bits per element at D = 80 instead.
    The rotation is block-diagonal there, of the largest power of two that divides D.
 2. All angles take b bits (the paper gives 4 to level 1 and 2 to the others), as in OCTOPUS' baseline.
-3. The norm is held as the root mean square, in fp16 by default; ``norm=fp32`` is the paper's.
+3. The norm is stored as the root mean square, in fp16 by default; ``norm=fp32`` is the paper's.
    A row with |x| < 2^-25 sqrt(D) decodes to zero.
 4. The encoder compares b / (a + b), which rises with atan2(b, a), with cuts so transformed: no arctangent, whose last
    bit differs between machines. On a tie the lower sector or level.
 
 Pitfalls: not the method of arXiv:2502.00527, which has the same name. Keeping |x| does not make scores unbiased: they
-are short by 1 - E cos. Rows that the rotation does not spread (loud channels at D = 80) fall outside the narrow
+are short by 1 - E cos. Rows that the rotation does not spread (large channels at D = 80) fall outside the narrow
 distributions of the upper levels.
 
 Use: comparing with papers that use it; keeping the length of every vector, up to the rounding of its norm.
@@ -49,13 +49,12 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from packedkv.codec import NO_SAMPLE, Codec, Constant, Constants, Params, Payload, Sample, Site
-from packedkv.errors import SpecError
-from packedkv.layout import Field, Layout, check_whole_bytes
+from packedkv.codec import NO_SAMPLE, Codec, Constant, Constants, Params, Payload, Sample, Site, one_of
+from packedkv.layout import Field, Layout, check_head_dim
 from packedkv.ops.bitpack import pack, packed_bytes, unpack
+from packedkv.ops.hadamard import UnitRotated, random_signs
 from packedkv.ops.lloyd_max import lloyd_max, midpoints
-from packedkv.ops.rotation import random_signs, rotate, rotate_back
-from packedkv.ops.sums import token_chunks
+from packedkv.ops.sums import in_pieces
 from packedkv.registry import register
 from packedkv.scheme import KVScheme
 
@@ -96,15 +95,15 @@ def angle_levels(m: int, n: int, bits: int) -> Tensor:
 
 
 @dataclass(frozen=True)
-class PolarQuant(Codec):
+class PolarQuant(UnitRotated, Codec):
     """Recursive polar angles of the rotated vector, b bits each.
 
     Parameters
     ----------
-    bits : int
-        b, 2 to 6.
+    bits : {2, 3, 4, 5, 6}
+        Bits of each of the D - 1 angles; the norm comes on top.
     norm : {"fp16", "fp32"}
-        How gamma / sqrt(D) is held.
+        How norms are stored; the paper's is fp32.
 
     Examples
     --------
@@ -112,27 +111,15 @@ class PolarQuant(Codec):
     (4.125, 4.4)
     """
 
-    bits: int = 4
+    bits: int = one_of(2, 3, 4, 5, 6, default=4)
     norm: Norm = "fp16"
 
-    def __post_init__(self) -> None:
-        """Refuse options that do not exist."""
-        if self.bits not in range(2, 7):
-            raise SpecError(f"polarquant: bits={self.bits} is not allowed; use 2, 3, 4, 5 or 6.")
-        if self.norm not in ("fp16", "fp32"):
-            raise SpecError(f"polarquant: norm={self.norm!r} is not allowed; use fp16 or fp32.")
-
     def layout(self, head_dim: int) -> Layout:
-        """Angles and the norm of one token."""
-        check_whole_bytes("polarquant", head_dim)
-        fields = (
-            Field("codes", "uint8", (packed_bytes(head_dim - 1, self.bits),)),
-            Field("norm", "float16" if self.norm == "fp16" else "float32", (1,), "norms"),
-        )
-        return Layout(head_dim, 1, fields, nominal_bits=self.bits * (head_dim - 1) / head_dim)
+        check_head_dim("polarquant", head_dim)
+        codes = Field("codes", "uint8", (packed_bytes(head_dim - 1, self.bits),))
+        return Layout(head_dim, 1, (codes, self.norm_field), nominal_bits=self.bits * (head_dim - 1) / head_dim)
 
     def constants(self, site: Site) -> Constants:
-        """Declare signs and angles."""
         rows = 1 + sum(len(level) for level in tree(site.head_dim))
         return {
             "signs": Constant((site.num_heads, site.head_dim), low=-1, high=1),
@@ -140,25 +127,10 @@ class PolarQuant(Codec):
         }
 
     def fit(self, site: Site, sample: Sample = NO_SAMPLE) -> Params:
-        """Draw the signs; tabulate the angles.
-
-        Returns
-        -------
-        dict
-            float32 ``signs [1, H, D]``; float64 ``angles [1, 1 + runs, 2^b]``: row 0 the middles of level 1's sectors,
-            then one row for every run of ``tree``.
-        """
+        """Sample the signs and tabulate the angles: the middles of level 1's sectors, then a row for each run."""
         sectors = (torch.arange(2**self.bits, dtype=torch.float64) + 0.5) * (2 * pi / 2**self.bits)
         rows = [angle_levels(m, n, self.bits) for level in tree(site.head_dim) for _, m, n in level]
         return {"signs": random_signs(site), "angles": torch.stack([sectors, *rows])[None].to(site.device)}
-
-    def to_code(self, x: Tensor, params: Params) -> Tensor:
-        """Flip signs, then Hadamard; linear."""
-        return rotate(x, params["signs"])
-
-    def from_code(self, x: Tensor, params: Params) -> Tensor:
-        """Hadamard, then signs: the inverse."""
-        return rotate_back(x, params["signs"])
 
     def encode(self, x: Tensor, params: Params) -> Payload:
         """Climb the tree; elementwise in float64, so nothing depends on what else is in the call."""
@@ -169,20 +141,19 @@ class PolarQuant(Codec):
         cuts[0] = cuts[0][: 2 ** (self.bits - 2) - 1].clone()
         # in float32, psi = pi/4 is a share of 1/2 sharp, and what a last bit of sin or sqrt moves falls together
         cuts = [cut.float() for cut in cuts]
-        parts = []
-        for piece in token_chunks(x):
+
+        def encoded(piece: Tensor) -> tuple[Tensor, Tensor]:
             codes, gamma = self._climb(piece.double(), cuts)
-            held = (gamma / dim**0.5).to(torch.float16 if self.norm == "fp16" else torch.float32)
-            parts.append((pack(codes, self.bits), held))
-        packed, norms = (torch.cat(field, 2) for field in zip(*parts, strict=True))
-        return {"codes": packed, "norm": norms}
+            return pack(codes, self.bits), self.rounded(gamma, dim)
+
+        return dict(zip(("codes", "norm"), in_pieces(encoded, x), strict=True))
 
     def decode(self, payload: Payload, params: Params) -> Tensor:
         """Descend from gamma to coordinates."""
         dim = params["signs"].shape[-1]
         codes = unpack(payload["codes"], self.bits, dim - 1).int()
         cos, sin = params["angles"][0].cos().float(), params["angles"][0].sin().float()
-        radii = payload["norm"].float() * dim**0.5
+        radii = self.length(payload["norm"], dim)
         row, end = len(cos), dim - 1
         for level in reversed(tree(dim)):
             pairs = sum(count for count, _, _ in level)
@@ -203,10 +174,9 @@ class PolarQuant(Codec):
         for level in tree(y.shape[-1]):
             pairs = sum(count for count, _, _ in level)
             a, b = radii[..., 0 : 2 * pairs : 2], radii[..., 1 : 2 * pairs : 2]
-            share = _share(b, a + b)
-            for (count, _, _), start in zip(level, _starts(level), strict=True):
-                own = share[..., start : start + count].float().contiguous()
-                codes.append(torch.bucketize(own, cuts[row], out_int32=True))
+            # each run of a level has cuts of its own
+            for share in _share(b, a + b).split([count for count, _, _ in level], -1):
+                codes.append(torch.bucketize(share.float().contiguous(), cuts[row], out_int32=True))
                 row += 1
             radii = _beside((a * a).add_(b * b).sqrt_(), radii[..., 2 * pairs :])
         return torch.cat(codes, -1), radii
@@ -218,13 +188,8 @@ def _share(b: Tensor, both: Tensor) -> Tensor:
 
 
 def _beside(x: Tensor, waiting: Tensor) -> Tensor:
-    """``x``, then those that wait; there are none as long as the tree is even."""
+    """``x``, then the odd radii; there are none as long as the tree is even."""
     return torch.cat([x, waiting], -1) if waiting.shape[-1] else x
-
-
-def _starts(level: tuple[Run, ...]) -> list[int]:
-    """First pair of each run."""
-    return [sum(count for count, _, _ in level[:i]) for i in range(len(level))]
 
 
 def _turn(codes: Tensor, level: tuple[Run, ...], cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
@@ -237,7 +202,7 @@ def _turn(codes: Tensor, level: tuple[Run, ...], cos: Tensor, sin: Tensor) -> tu
 
 
 def _split(radii: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Undo one level: each of the first radii gives two, those behind had waited."""
+    """Undo one level: each of the first radii gives two, the odd one behind them stays."""
     pairs = cos.shape[-1]
     turned = radii[..., :pairs]
     return _beside(torch.stack([cos.mul_(turned), sin.mul_(turned)], -1).flatten(-2), radii[..., pairs:])
@@ -249,16 +214,6 @@ def _split(radii: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     presets=("polarquant-4", "polarquant-3", "polarquant-2"),
 )
 def polarquant(bits: Literal[2, 3, 4, 5, 6] = 4, window: int = 0, norm: Norm = "fp16") -> KVScheme:
-    """Recursive polar angles of rotated keys and values; lengths are kept.
-
-    Parameters
-    ----------
-    bits : {2, 3, 4, 5, 6}
-        Bits of each of the D - 1 angles; the norm comes on top.
-    window : int
-        Newest tokens kept dense.
-    norm : {"fp16", "fp32"}
-        How norms are held; the paper's is fp32.
-    """
+    """Recursive polar angles of rotated keys and values; lengths are kept."""
     codec = PolarQuant(bits, norm)
     return KVScheme(key=codec, value=codec, window=window)

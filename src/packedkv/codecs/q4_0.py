@@ -2,7 +2,7 @@
 
     y = x diag(H_h, ..., H_h)           H orthonormal Sylvester; keys: h = the largest power of two in D; values: h = 64
     m = the first element of largest magnitude of 32 neighbouring channels, with its sign
-    d = m / -8                          the float d makes the codes, fp16(d) is held
+    d = m / -8                          the float d makes the codes, fp16(d) is stored
     q = min(15, trunc(y (1 / d) + 8.5)),   y^ = fp16(d) (q - 8)
 
 The 16 levels are -8..7 times d: m itself is code 0, and the other sign has one level less. Rows are rotated
@@ -41,10 +41,9 @@ import torch
 from torch import Tensor
 
 from packedkv.codec import FP16_MAX, Codec, Params, Payload
-from packedkv.errors import ShapeError, SpecError
-from packedkv.layout import Field, Layout
+from packedkv.layout import Field, Layout, check_head_dim
 from packedkv.ops.bitpack import pack, unpack
-from packedkv.ops.hadamard import block_hadamard, power_of_two_divisor
+from packedkv.ops.hadamard import Rotated, power_of_two_divisor
 from packedkv.registry import register
 from packedkv.scheme import KVScheme
 
@@ -54,11 +53,9 @@ ROTATED = 64
 SMALLEST = 2.0**-120
 """Of |d|: its reciprocal and what is multiplied by it stay finite."""
 
-Rotation = Literal["whole", "64", "none"]
-
 
 @dataclass(frozen=True)
-class Q40(Codec):
+class Q40(Rotated, Codec):
     """ggml's q4_0 behind llama.cpp's rotation.
 
     Parameters
@@ -73,15 +70,10 @@ class Q40(Codec):
     (4.5, 72)
     """
 
-    rotation: Rotation = "whole"
-
-    def __post_init__(self) -> None:
-        """Refuse rotations that do not exist."""
-        if self.rotation not in ("whole", "64", "none"):
-            raise SpecError(f"q4_0: rotation={self.rotation!r} is not allowed; use whole, 64 or none.")
+    rotation: Literal["whole", "64", "none"] = "whole"
 
     def order_for(self, head_dim: int) -> int:
-        """Hadamard order used at ``head_dim``; 1 for no rotation.
+        """Order of the Hadamard matrix; 1: no rotation.
 
         >>> [Q40().order_for(d) for d in (64, 96, 128, 192, 256)], Q40("64").order_for(256)
         ([64, 1, 128, 64, 256], 64)
@@ -91,22 +83,9 @@ class Q40(Codec):
         return power_of_two_divisor(head_dim) if self.rotation == "whole" else ROTATED
 
     def layout(self, head_dim: int) -> Layout:
-        """Codes and scales of one token."""
-        if head_dim < 1 or head_dim % GROUP:
-            raise ShapeError(f"q4_0: head_dim={head_dim} is not a multiple of {GROUP}; use 64, 96, 128, 192 or 256.")
-        fields = (
-            Field("codes", "uint8", (head_dim // 2,)),
-            Field("scale", "float16", (head_dim // GROUP,), "scales"),
-        )
-        return Layout(head_dim, 1, fields, nominal_bits=4)
-
-    def to_code(self, x: Tensor, params: Params) -> Tensor:
-        """Rotate."""
-        return block_hadamard(x, self.order_for(x.shape[-1]))
-
-    def from_code(self, x: Tensor, params: Params) -> Tensor:
-        """Rotate back: the matrix is symmetric and its own inverse."""
-        return block_hadamard(x, self.order_for(x.shape[-1]))
+        check_head_dim("q4_0", head_dim, GROUP)
+        codes = Field("codes", "uint8", (head_dim // 2,))
+        return Layout(head_dim, 1, (codes, Field("scale", "float16", (head_dim // GROUP,), "scales")), nominal_bits=4)
 
     def encode(self, x: Tensor, params: Params) -> Payload:
         """Quantize each group of 32 channels; in float32, operation by operation as ggml does."""
@@ -121,7 +100,6 @@ class Q40(Codec):
         return {"codes": pack(codes, 4), "scale": d[..., 0].half()}
 
     def decode(self, payload: Payload, params: Params) -> Tensor:
-        """``d (q - 8)``."""
         packed = payload["codes"]
         codes = unpack(packed, 4, packed.shape[-1] * 2).unflatten(-1, (-1, GROUP // 2, 2)).transpose(-1, -2)
         return codes.flatten(-2).float().sub_(8).mul_(payload["scale"].float()[..., None]).flatten(-2)
@@ -134,7 +112,7 @@ def q4_0(rotate: Literal["kv", "k", "none"] = "kv", *, window: int = 0) -> KVSch
     Parameters
     ----------
     rotate : {"kv", "k", "none"}
-        What is rotated; kv is llama.cpp's default for quantized caches, none what it did before.
+        Roles that are rotated; kv is llama.cpp's default for quantized caches, none its behaviour before April 2026.
     window : int
         Newest tokens that stay in 16 bit; llama.cpp has none.
     """

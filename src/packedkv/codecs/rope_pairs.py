@@ -34,13 +34,13 @@ Deviations from the paper
    more bits per segment and token.
 2. w_p is the product of the energies: the mean squared error of the scores, were the pair stored with 0 bits. Steps of
    4 pairs, so that a step is whole bytes. Widths 0..8; the paper's are 1..8.
-3. An energy of n tokens is at least 1/n of the head's mean energy: what a few tokens do not show may be loud later.
+3. An energy of n tokens is at least 1/n of the head's mean energy: what a few tokens do not show may be large later.
 
 Pitfalls: both channels of a pair share a scale, because RoPE turns one into the other as positions grow; scales per
 channel are a little better at the length they were fitted on, and wrong beyond it. Where a model pairs neighbouring
 channels or rotates only some, the bits still follow the energies, but what shares a scale is no pair. Energies are
-about zero: a key bias makes a pair loud, and its constant part takes bits. Nothing is rotated, so a token's outlier
-stays in its channel; at 2 bits a token of one loud channel can come back worse than as zeros.
+about zero: a key bias makes a pair large, and its constant part takes bits. Nothing is rotated, so a token's outlier
+stays in its channel; at 2 bits a token of one large channel can come back worse than as zeros.
 
 Use: 2 to 3 bits token by token (pages, prefix reuse, speculation), with a file of `packedkv fit`.
 
@@ -54,14 +54,26 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from packedkv.checks import check_fitted
-from packedkv.codec import FP16_MAX, LEAST, NO_SAMPLE, Codec, Constant, Constants, Params, Part, Payload, Sample, Site
+from packedkv.checks import check_fitted, needed
+from packedkv.codec import (
+    FP16_MAX,
+    LEAST,
+    NO_SAMPLE,
+    Codec,
+    Constant,
+    Constants,
+    Params,
+    Part,
+    Payload,
+    Sample,
+    Site,
+    one_of,
+)
 from packedkv.codecs.turboquant import TurboQuant
-from packedkv.errors import FitError, ShapeError, SpecError
-from packedkv.layout import Field, Layout
+from packedkv.layout import Field, Layout, check_head_dim
 from packedkv.ops.bitpack import pack, packed_bytes, unpack
 from packedkv.ops.lloyd_max import lloyd_max
-from packedkv.ops.sums import sum_by_halves, token_chunks
+from packedkv.ops.sums import in_pieces, sum_by_halves
 from packedkv.ops.widths import allot, channel_squares, for_tokens, nearest_in, ordered, put_back, width_cuts
 from packedkv.registry import register
 from packedkv.scheme import KVScheme
@@ -86,11 +98,7 @@ def normal_levels() -> Tensor:
 def pair_energy(squares: Tensor, tokens: int) -> Tensor:
     """e or f: mean square of each pair's channels, at least 1/tokens of the head's mean; float64 ``[B, H, D/2]``.
 
-    Parameters
-    ----------
-    squares : Tensor ``[B, H, D]``
-        Sums over ``tokens`` tokens.
-    tokens : int
+    ``squares [B, H, D]`` are sums over ``tokens`` tokens.
     """
     pairs = squares.unflatten(-1, (2, -1)).unbind(-2)
     energy = (pairs[0] + pairs[1]) / (2 * tokens)
@@ -117,8 +125,8 @@ class RopePairs(Codec):
 
     Parameters
     ----------
-    bits : int
-        b, 2 to 4: bits of a channel on average.
+    bits : {2, 3, 4}
+        Bits of a channel, in keys on average; norms come on top.
 
     Examples
     --------
@@ -126,24 +134,14 @@ class RopePairs(Codec):
     (3.125, 3.25)
     """
 
-    bits: int = 3
-
-    def __post_init__(self) -> None:
-        """Refuse widths that do not exist."""
-        if self.bits not in (2, 3, 4):
-            raise SpecError(f"rope-pairs: bits={self.bits} is not allowed; use 2, 3 or 4.")
+    bits: int = one_of(2, 3, 4, default=3)
 
     @property
     def needs(self) -> frozenset[Part]:
-        """Sizes and widths are fitted."""
         return frozenset({"tensor"})
 
     def layout(self, head_dim: int) -> Layout:
-        """Codes and the norm of one token."""
-        if head_dim < STEP or head_dim % STEP:
-            raise ShapeError(
-                f"rope-pairs: head_dim={head_dim} is not a multiple of {STEP}; use 64, 80, 96, 128, 192 or 256."
-            )
+        check_head_dim("rope-pairs", head_dim, STEP)
         fields = (
             Field("codes", "uint8", (packed_bytes(head_dim, self.bits),)),
             Field("norm", "float16", (1,), "norms"),
@@ -151,7 +149,6 @@ class RopePairs(Codec):
         return Layout(head_dim, 1, fields, nominal_bits=self.bits)
 
     def constants(self, site: Site) -> Constants:
-        """Declare channels, sizes, widths and levels."""
         row, total = (site.num_heads, site.head_dim), self.bits * site.head_dim // STEP
         return {
             "order": Constant.order(*row, each=True),
@@ -164,24 +161,8 @@ class RopePairs(Codec):
         }  # fmt: skip
 
     def fit(self, site: Site, sample: Sample = NO_SAMPLE) -> Params:
-        """Fit each sequence on its own by the energy of its keys; with queries all together by both energies, B = 1.
-
-        Returns
-        -------
-        dict
-            ``order [B, H, D]`` int16, ``scale [B, H, D]`` float32, ``widths [B, H, D/8]`` uint8, ``levels [1, 511]``
-            float32.
-
-        Raises
-        ------
-        FitError
-            If there are no keys; with queries, if there are none or their head_dim is not the site's.
-        """
-        if (keys := sample.tensor) is None:
-            raise FitError(
-                "rope-pairs needs sample keys [batch, kv_heads, tokens, head_dim]; got none. Pass a sample to fit, or "
-                "run `packedkv fit MODEL rope-pairs-3 --text FILE -o PARAMS` (with your spec) and pass params."
-            )
+        """Fit each sequence on its own by the energy of its keys; with queries all together by both energies, B = 1."""
+        keys = needed("rope-pairs", sample.tensor)
         if (queries := sample.queries) is None:
             energy = pair_energy(channel_squares(keys), keys.shape[2])
             return self._constants(site, energy, energy * energy)
@@ -212,11 +193,9 @@ class RopePairs(Codec):
         return ordered(x, params["order"]).float() / params["scale"].unsqueeze(2)
 
     def query_to_code(self, q: Tensor, params: Params) -> Tensor:
-        """Channels in coded order, each times its pair's size."""
         return ordered(q, params["order"]).float() * params["scale"].unsqueeze(2)
 
     def from_code(self, x: Tensor, params: Params) -> Tensor:
-        """Each channel times its pair's size, in the model's order."""
         return put_back(x * params["scale"].unsqueeze(2), params["order"])
 
     def encode(self, x: Tensor, params: Params) -> Payload:
@@ -226,18 +205,17 @@ class RopePairs(Codec):
         cuts = width_cuts(params["levels"][0])[widths]
         coded = (widths > 0).unsqueeze(2)
         count = coded.sum(-1, keepdim=True)
-        parts = []
-        for piece in token_chunks(x):
+
+        def encoded(piece: Tensor) -> tuple[Tensor, Tensor]:
             z = torch.where(coded, piece.double(), 0.0)
             gamma = (sum_by_halves(z * z) / count).sqrt()
             codes = nearest_in(cuts, torch.where(gamma > 0, z / gamma, 0.0))
             stream = codes.gather(-1, for_tokens(channel, codes)) >> place.unsqueeze(2) & 1
-            parts.append((pack(stream.to(torch.uint8), 1), gamma.clamp_max(FP16_MAX).half()))
-        codes, norms = (torch.cat(field, 2) for field in zip(*parts, strict=True))
-        return {"codes": codes, "norm": norms}
+            return pack(stream.to(torch.uint8), 1), gamma.clamp_max(FP16_MAX).half()
+
+        return dict(zip(("codes", "norm"), in_pieces(encoded, x), strict=True))
 
     def decode(self, payload: Payload, params: Params) -> Tensor:
-        """Look levels up and scale them."""
         widths = _channel_widths(params)
         total = widths.shape[-1] * self.bits
         channel, place = _bit_places(widths, total)
@@ -253,13 +231,5 @@ class RopePairs(Codec):
     presets=("rope-pairs-4", "rope-pairs-3"),
 )
 def rope_pairs(bits: Literal[2, 3, 4] = 3, window: int = 0) -> KVScheme:
-    """Keys with more bits for RoPE pairs that weigh more in the scores; values TurboQuant-MSE.
-
-    Parameters
-    ----------
-    bits : {2, 3, 4}
-        Bits of a channel, in keys on average; norms come on top.
-    window : int
-        Newest tokens kept dense.
-    """
+    """Keys with more bits for RoPE pairs that weigh more in the scores; values TurboQuant-MSE."""
     return KVScheme(key=RopePairs(bits), value=TurboQuant(bits), window=window)

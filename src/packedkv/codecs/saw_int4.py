@@ -10,9 +10,6 @@ Around it, as the paper's ablations: ``kmeans=C`` subtracts the nearest of C cen
 ``hessian``). ``oscar=true`` is a later paper's order of the two, for keys: eigenvectors of each head's queries, then
 the Hadamard matrix (see ``oscar``).
 
-``scale=search`` takes of 13 multiples of max y - min y about its middle the one of least squared error, in the same
-bytes (``ops/scale_search``).
-
 Block (one token of one head)::
 
     codes       uint8  [D/2]   byte i: low nibble = channel 2i, high nibble = channel 2i+1       pack=neighbours
@@ -55,10 +52,11 @@ from packedkv.codecs.hessian import HessianRotated
 from packedkv.codecs.kmeans_residual import KMeansResidual
 from packedkv.codecs.oscar import OscarRotated
 from packedkv.errors import ShapeError, SpecError
-from packedkv.layout import Field, Layout, check_whole_bytes
+from packedkv.layout import Field, Layout, check_head_dim
 from packedkv.ops.bitpack import pack, unpack
-from packedkv.ops.hadamard import block_hadamard, power_of_two_divisor
-from packedkv.ops.scale_search import Scale, ScaleOption, around_middle, check_scale, quantized
+from packedkv.ops.groups import SMALLEST_SCALE
+from packedkv.ops.hadamard import Rotated, power_of_two_divisor
+from packedkv.ops.scale_search import Scale, around_middle, quantized
 from packedkv.registry import register
 from packedkv.scheme import KVScheme
 
@@ -66,23 +64,23 @@ Zero = Literal["rounded", "float"]
 Packing = Literal["neighbours", "halves"]
 
 SCALE_FLOOR_EXPONENT = -9
-SMALLEST_SCALE = 2.0**-24
 
 
 @dataclass(frozen=True)
-class SawInt4(ScaleOption, Codec):
+class SawInt4(Rotated, Codec):
     """Token-wise INT4 behind a block-diagonal Hadamard.
 
     Parameters
     ----------
     block : int or None
-        Hadamard order h; 1 for no rotation, None for the largest power of two that divides head_dim.
+        Hadamard order, a power of two; none: the largest one that divides head_dim. 1: no rotation.
     zero : {"rounded", "float"}
-        z an integer, as in the paper, or not, as in the public kernels.
+        Zero point: an integer, as in the paper, or not rounded, as in the public kernels.
     pack : {"neighbours", "halves"}
-        Which two channels share a byte.
+        Channels that share a byte: 2i and 2i + 1, or i and i + D/2.
     scale : {"own", "search"}
-        search: of several ranges the one of least squared error.
+        own: the paper's, from the whole range; search: of 13 multiples of it about its middle the one of least squared
+        error, the bytes' form unchanged.
 
     Examples
     --------
@@ -96,17 +94,12 @@ class SawInt4(ScaleOption, Codec):
     scale: Scale = field(default="own", kw_only=True)
 
     def __post_init__(self) -> None:
-        """Refuse orders that are no power of two, and options that do not exist."""
+        super().__post_init__()
         if self.block is not None and (self.block < 1 or self.block & (self.block - 1)):
             raise SpecError(f"saw-int4: block={self.block} is not a power of two; use 16, 32, 64 or 128.")
-        if self.zero not in ("rounded", "float"):
-            raise SpecError(f"saw-int4: zero={self.zero!r} is not allowed; use rounded or float.")
-        if self.pack not in ("neighbours", "halves"):
-            raise SpecError(f"saw-int4: pack={self.pack!r} is not allowed; use neighbours or halves.")
-        check_scale("saw-int4", self.scale)
 
-    def block_for(self, head_dim: int) -> int:
-        """Hadamard order used at ``head_dim``."""
+    def order_for(self, head_dim: int) -> int:
+        """Order h of the Hadamard matrix; raises ShapeError if ``block`` does not divide ``head_dim``."""
         block = power_of_two_divisor(head_dim) if self.block is None else self.block
         if head_dim % block:
             raise ShapeError(
@@ -116,25 +109,12 @@ class SawInt4(ScaleOption, Codec):
         return block
 
     def layout(self, head_dim: int) -> Layout:
-        """Codes and (s, z) of one token."""
-        check_whole_bytes("saw-int4", head_dim)
-        self.block_for(head_dim)
-        fields = (
-            Field("codes", "uint8", (head_dim // 2,)),
-            Field("scale_zero", "float16", (2,), "scales"),
-        )
+        check_head_dim("saw-int4", head_dim)
+        self.order_for(head_dim)
+        fields = Field("codes", "uint8", (head_dim // 2,)), Field("scale_zero", "float16", (2,), "scales")
         return Layout(head_dim, 1, fields, nominal_bits=4)
 
-    def to_code(self, x: Tensor, params: Params) -> Tensor:
-        """Rotate, Eq. 16."""
-        return block_hadamard(x, self.block_for(x.shape[-1]))
-
-    def from_code(self, x: Tensor, params: Params) -> Tensor:
-        """Rotate back: the matrix is symmetric and its own inverse."""
-        return block_hadamard(x, self.block_for(x.shape[-1]))
-
     def encode(self, x: Tensor, params: Params) -> Payload:
-        """Quantize each token over its D channels."""
         codes, scale, z = quantized(x, self._quantize, self._value, self.scale)
         if self.pack == "halves":
             codes = codes.unflatten(-1, (2, -1)).transpose(-1, -2).flatten(-2)
@@ -163,7 +143,6 @@ class SawInt4(ScaleOption, Codec):
         return codes.float().sub_(zero.float()).mul_(scale.float())
 
     def decode(self, payload: Payload, params: Params) -> Tensor:
-        """``s (q - z)``."""
         scale, zero = payload["scale_zero"].split(1, -1)
         codes = unpack(payload["codes"], 4, payload["codes"].shape[-1] * 2)
         if self.pack == "halves":
@@ -188,14 +167,8 @@ def saw_int4(
 
     Parameters
     ----------
-    block : int or none
-        Hadamard order, a power of two; none: the largest one that divides head_dim.
     rotate : {"k", "kv", "none"}
-        What is rotated; none is plain token-wise INT4.
-    zero : {"rounded", "float"}
-        Zero point: an integer, as in the paper, or not rounded, as in the public kernels.
-    pack : {"neighbours", "halves"}
-        Channels that share a byte: 2i and 2i + 1, or i and i + D/2.
+        Roles that are rotated; none is plain token-wise INT4.
     kmeans : int
         Centroids C per layer, head and role, of which the nearest is subtracted first; 0: none, 1: the mean.
     hessian : bool
@@ -203,9 +176,6 @@ def saw_int4(
         with rotate=none it alone rotates the keys. Needs params from `packedkv fit`.
     oscar : bool
         Rotate keys by the eigenvectors of their head's queries, before the Hadamard. Needs params from `packedkv fit`.
-    scale : {"own", "search"}
-        own: the paper's, from the whole range; search: of 13 multiples of it about its middle the one of least squared
-        error, the bytes' form unchanged.
     """
     if kmeans < 0:
         raise SpecError(f"saw-int4: kmeans={kmeans} is not allowed; use 0 (none) or 1 to 65536 clusters.")

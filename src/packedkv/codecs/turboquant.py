@@ -29,19 +29,18 @@ Bits: b + 16/D, QJL keys b + 32/D; with fp32 norms + 16/D. D = 128::
 Relative MSE at D = 128: .1160 .03397 .00932 at b = 2, 3, 4. QJL has pi/2 - 1 = .57 of its stage's error energy and
 unshrinks the scores, but its bit is worth a factor of 3 to 4: at equal b, MSE has the smaller error.
 
-``scale=search`` of TurboQuant-MSE takes of 13 multiples of gamma the one of least squared error, in the same bytes
-(``ops/scale_search``). TurboQuant-QJL has no such option: r carries the error.
+TurboQuant-QJL has no option ``scale=search``: r carries the error.
 
 Deviations from the papers
 1. The rotation is a signed Hadamard, not a dense orthogonal matrix: OCTOPUS' baselines (arXiv:2605.21226, Sec. 4) are
    built so. D that is no power of two: block-diagonal of the largest power of two that divides D (80: 16, 96: 32);
    small blocks spread an outlier channel less. R' is not: blocks would bias the scores (ops/qjl).
 2. The sketch is orthonormal. A Gaussian one (coefficient sqrt(pi/2) / D) multiplies the error energy by 1.56, not .57.
-3. The norm is held as the root mean square, in fp16 (``norm=fp32`` is the paper's): |x| < 2^-25 sqrt(D) gives zeros.
+3. The norm is stored as the root mean square, in fp16 (``norm=fp32`` is the paper's): |x| < 2^-25 sqrt(D) gives zeros.
 
 ``variant=printed`` is for reproducing Table 1 of OCTOPUS only. The TurboQuant-QJL scores printed there leave out the
 residual: they fit signs INDEPENDENT of r at the coefficient sqrt(pi/2) / D on an orthonormal sketch, an error
-energy of 1 + pi/(2D); why is unknown. Here the decoder's R'' is drawn apart from the encoder's R', so that the bytes
+energy of 1 + pi/(2D); why is unknown. Here the decoder's R'' is sampled apart from the encoder's R', so that the bytes
 are the correct variant's and only their reading is wrong: mean score error 5.44 instead of 4.06 at b = 2.
 
 Pitfalls: TurboQuant-MSE scores are short by the relative MSE (slope -.116 at b = 2). ``bits`` of QJL counts the sign.
@@ -58,25 +57,22 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Literal
 
-import torch
 from torch import Tensor
 
-from packedkv.codec import NO_SAMPLE, Codec, Constant, Constants, Params, Payload, Sample, Site
+from packedkv.codec import NO_SAMPLE, Codec, Constant, Constants, Params, Payload, Sample, Site, one_of
 from packedkv.errors import SpecError
-from packedkv.layout import Field, Layout, check_whole_bytes
+from packedkv.layout import Field, Layout, check_head_dim
 from packedkv.ops.bitpack import pack, packed_bytes, unpack
+from packedkv.ops.hadamard import UnitRotated, random_signs
 from packedkv.ops.lloyd_max import block_norm_density, lloyd_max, nearest_level
 from packedkv.ops.qjl import check_sketch, estimate, sketch
-from packedkv.ops.rotation import random_signs, rotate, rotate_back
-from packedkv.ops.scale_search import Scale, ScaleOption, check_scale, quantized
-from packedkv.ops.sums import row_norm, token_chunks
+from packedkv.ops.scale_search import Scale, quantized
+from packedkv.ops.sums import in_pieces
 from packedkv.registry import register
 from packedkv.scheme import KVScheme
 
 Norm = Literal["fp16", "fp32"]
 Variant = Literal["correct", "printed"]
-
-NORM_DTYPES: dict[str, str] = {"fp16": "float16", "fp32": "float32"}
 
 
 @lru_cache(maxsize=64)
@@ -86,17 +82,17 @@ def coordinate_centroids(head_dim: int, bits: int) -> Tensor:
 
 
 @dataclass(frozen=True)
-class TurboQuant(ScaleOption, Codec):
+class TurboQuant(UnitRotated, Codec):
     """Lloyd-Max of every rotated, normalised coordinate: TurboQuant-MSE.
 
     Parameters
     ----------
-    bits : int
-        b, 1 to 6.
+    bits : {1, 2, 3, 4, 5, 6}
+        Bits of a coordinate; the norm comes on top.
     norm : {"fp16", "fp32"}
-        How gamma / sqrt(D) is held.
+        How norms are stored; the paper's is fp32.
     scale : {"own", "search"}
-        search: of several norms the one of least squared error.
+        own: the paper's norm; search: of 13 multiples of it the one of least squared error, the bytes' form unchanged.
 
     Examples
     --------
@@ -104,44 +100,22 @@ class TurboQuant(ScaleOption, Codec):
     (4.125, 4.25)
     """
 
-    bits: int = 4
+    bits: int = one_of(1, 2, 3, 4, 5, 6, default=4)
     norm: Norm = "fp16"
     scale: Scale = field(default="own", kw_only=True)
 
-    def __post_init__(self) -> None:
-        """Refuse options that do not exist."""
-        check_scale("turboquant", self.scale)
-        if self.bits not in range(1, 7):
-            raise SpecError(f"turboquant: bits={self.bits} is not allowed; use 1, 2, 3, 4, 5 or 6.")
-        if self.norm not in NORM_DTYPES:
-            raise SpecError(f"turboquant: norm={self.norm!r} is not allowed; use fp16 or fp32.")
-
     def layout(self, head_dim: int) -> Layout:
-        """Codes and the norm of one token."""
-        check_whole_bytes("turboquant", head_dim)
-        fields = (
-            Field("codes", "uint8", (packed_bytes(head_dim, self.bits),)),
-            Field("norm", NORM_DTYPES[self.norm], (1,), "norms"),
-        )
-        return Layout(head_dim, 1, fields, nominal_bits=self.bits)
+        check_head_dim("turboquant", head_dim)
+        codes = Field("codes", "uint8", (packed_bytes(head_dim, self.bits),))
+        return Layout(head_dim, 1, (codes, self.norm_field), nominal_bits=self.bits)
 
     def constants(self, site: Site) -> Constants:
-        """Declare signs and levels."""
         signs = Constant((site.num_heads, site.head_dim), low=-1, high=1)
         return {"signs": signs, "levels": Constant((2**self.bits,), low=-1, high=1)}
 
     def fit(self, site: Site, sample: Sample = NO_SAMPLE) -> Params:
-        """Draw the signs, tabulate the levels: float32 ``signs [1, H, D]``, ``levels [1, 2^b]``."""
         levels = coordinate_centroids(site.head_dim, self.bits)
         return {"signs": random_signs(site), "levels": levels[None].float().to(site.device)}
-
-    def to_code(self, x: Tensor, params: Params) -> Tensor:
-        """Rotate; without the division by gamma, so that it is linear."""
-        return rotate(x, params["signs"])
-
-    def from_code(self, x: Tensor, params: Params) -> Tensor:
-        """Rotate back."""
-        return rotate_back(x, params["signs"])
 
     def encode(self, x: Tensor, params: Params) -> Payload:
         """Round each coordinate of the unit vector; elementwise in float64, so nothing depends on the call's shape."""
@@ -152,24 +126,16 @@ class TurboQuant(ScaleOption, Codec):
             return search(u), norm
 
         def value(codes: Tensor, norm: Tensor) -> Tensor:
-            return at(codes, params) * length(norm, x.shape[-1])
+            return at(codes, params) * self.length(norm, x.shape[-1])
 
-        parts = []
-        for piece in token_chunks(x):
+        def encoded(piece: Tensor) -> tuple[Tensor, Tensor]:
             codes, norm = quantized(piece, quantize, value, self.scale)
-            parts.append((pack(codes, self.bits), norm))
-        packed, norms = (torch.cat(part, 2) for part in zip(*parts, strict=True))
-        return {"codes": packed, "norm": norms}
+            return pack(codes, self.bits), norm
+
+        return dict(zip(("codes", "norm"), in_pieces(encoded, x), strict=True))
 
     def decode(self, payload: Payload, params: Params) -> Tensor:
-        """Look levels up and scale them."""
-        return self.look_up(payload, params) * length(payload["norm"], params["signs"].shape[-1])
-
-    def unit(self, x: Tensor, factor: float = 1.0) -> tuple[Tensor, Tensor]:
-        """Rows over ``factor`` times their lengths gamma in float64, and that norm over sqrt(D) as it is held."""
-        gamma = row_norm(wide := x.double()) * factor
-        held = (gamma / x.shape[-1] ** 0.5).to(getattr(torch, NORM_DTYPES[self.norm]))
-        return torch.where(gamma > 0, wide / gamma, 0.0), held
+        return self.look_up(payload, params) * self.length(payload["norm"], params["signs"].shape[-1])
 
     def look_up(self, payload: Payload, params: Params) -> Tensor:
         """Levels of the codes: u^ in float32."""
@@ -181,76 +147,60 @@ def at(codes: Tensor, params: Params) -> Tensor:
     return params["levels"][0].index_select(0, codes.flatten().int()).view(codes.shape)
 
 
-def length(norm: Tensor, dim: int) -> Tensor:
-    """Length of rows of ``dim`` channels, from what is held: float32."""
-    return norm.float() * dim**0.5
-
-
 @dataclass(frozen=True)
 class TurboQuantQJL(TurboQuant):
     """TurboQuant-MSE at ``bits - 1`` and the signs of a sketch of its residual; the same rotation.
 
     Parameters
     ----------
-    bits : int
-        b, 2 to 4, the sign included.
+    bits : {2, 3, 4}
+        Bits of a coordinate, in keys with the residual's sign; norms come on top.
     norm : {"fp16", "fp32"}
-        How gamma / sqrt(D) is held.
+        How norms are stored; the paper's is fp32.
     variant : {"correct", "printed"}
-        printed reads the signs through a sketch that is not the encoder's.
+        printed fits a published table whose residuals carry nothing; for reproduction only.
     """
 
-    bits: int = 3
+    bits: int = one_of(2, 3, 4, default=3)
     variant: Variant = "correct"
 
     def __post_init__(self) -> None:
-        """Refuse options that do not exist."""
+        super().__post_init__()
         if self.scale != "own":
             raise SpecError(f"turboquant-qjl: scale={self.scale!r} is not allowed; only turboquant searches scales.")
-        if self.bits not in (2, 3, 4):
-            raise SpecError(f"turboquant-qjl: bits={self.bits} is not allowed; use 2, 3 or 4.")
-        super().__post_init__()
-        if self.variant not in ("correct", "printed"):
-            raise SpecError(f"turboquant-qjl: variant={self.variant!r} is not allowed; use correct or printed.")
 
     @property
     def stage(self) -> TurboQuant:
-        """What rounds the vector itself."""
+        """The codec of the vector itself."""
         return TurboQuant(self.bits - 1, self.norm)
 
     def layout(self, head_dim: int) -> Layout:
-        """The stage's fields, then the residual's signs and length."""
         stage = self.stage.layout(head_dim)
         check_sketch("turboquant-qjl", head_dim)
-        fields = (
-            *stage.fields,
-            Field("signs", "uint8", (head_dim // 8,)),
-            Field("residual", "float16", (1,), "norms"),
-        )
-        return Layout(head_dim, 1, fields, nominal_bits=self.bits)
+        signs, residual = Field("signs", "uint8", (head_dim // 8,)), Field("residual", "float16", (1,), "norms")
+        return Layout(head_dim, 1, (*stage.fields, signs, residual), nominal_bits=self.bits)
 
     def constants(self, site: Site) -> Constants:
-        """Declare the stage's constants and the sketches' signs."""
         found = self.stage.constants(site)
         return {**found, "sketch": found["signs"], "sketch_back": found["signs"]}
 
     def fit(self, site: Site, sample: Sample = NO_SAMPLE) -> Params:
-        """Draw the stage's constants, and ``sketch``, ``sketch_back [1, H, D]``: s' of the encoder and decoder."""
+        """Add s' of the encoder and of the decoder, ``sketch`` and ``sketch_back [1, H, D]``, to the stage's."""
         signs = random_signs(site, stream=1)
         back = signs if self.variant == "correct" else random_signs(site, stream=2)
         return {**self.stage.fit(site), "sketch": signs, "sketch_back": back}
 
     def encode(self, x: Tensor, params: Params) -> Payload:
-        """Round, then sketch what is left."""
+        """Round, then sketch the residual."""
         levels = params["levels"][0].double()
         search = nearest_level(levels)
-        parts = []
-        for piece in token_chunks(x):
-            u, norm = self.stage.unit(piece)
+
+        def encoded(piece: Tensor) -> tuple[Tensor, ...]:
+            u, norm = self.unit(piece)
             codes = search(u)
-            parts.append((pack(codes, self.bits - 1), norm, *sketch(u - levels[codes], params["sketch"])))
-        fields = (torch.cat(field, 2) for field in zip(*parts, strict=True))
-        return dict(zip(("codes", "norm", "signs", "residual"), fields, strict=True))
+            return pack(codes, self.bits - 1), norm, *sketch(u - levels[codes], params["sketch"])
+
+        return dict(zip(("codes", "norm", "signs", "residual"), in_pieces(encoded, x), strict=True))
 
     def decode(self, payload: Payload, params: Params) -> Tensor:
         """Add the residual's estimate to the levels, then scale."""
@@ -258,7 +208,7 @@ class TurboQuantQJL(TurboQuant):
         r = estimate(payload["signs"], payload["residual"], params["sketch_back"])
         if self.variant == "printed":
             r = r * dim**-0.5  # the coefficient of a Gaussian sketch, on one of unit rows
-        return (self.stage.look_up(payload, params) + r) * (payload["norm"].float() * dim**0.5)
+        return (self.stage.look_up(payload, params) + r) * self.length(payload["norm"], dim)
 
 
 @register(
@@ -269,19 +219,7 @@ class TurboQuantQJL(TurboQuant):
 def turboquant(
     bits: Literal[1, 2, 3, 4, 5, 6] = 4, window: int = 0, norm: Norm = "fp16", scale: Scale = "own"
 ) -> KVScheme:
-    """Scalar Lloyd-Max of rotated keys and values: TurboQuant-MSE.
-
-    Parameters
-    ----------
-    bits : {1, 2, 3, 4, 5, 6}
-        Bits of a coordinate; the norm comes on top.
-    window : int
-        Newest tokens kept dense.
-    norm : {"fp16", "fp32"}
-        How norms are held; the paper's is fp32.
-    scale : {"own", "search"}
-        own: the paper's norm; search: of 13 multiples of it the one of least squared error, the bytes' form unchanged.
-    """
+    """Scalar Lloyd-Max of rotated keys and values: TurboQuant-MSE."""
     codec = TurboQuant(bits, norm, scale=scale)
     return KVScheme(key=codec, value=codec, window=window)
 
@@ -294,17 +232,5 @@ def turboquant(
 def turboquant_qjl(
     bits: Literal[2, 3, 4] = 3, variant: Variant = "correct", window: int = 0, norm: Norm = "fp16"
 ) -> KVScheme:
-    """Keys with unbiased scores, a bit less of Lloyd-Max and 1-bit QJL residuals; values TurboQuant-MSE.
-
-    Parameters
-    ----------
-    bits : {2, 3, 4}
-        Bits of a coordinate, in keys with the residual's sign; norms come on top.
-    variant : {"correct", "printed"}
-        printed fits a published table whose residuals carry nothing; for reproduction only.
-    window : int
-        Newest tokens kept dense.
-    norm : {"fp16", "fp32"}
-        How norms are held; the paper's is fp32.
-    """
+    """Keys with unbiased scores, a bit less of Lloyd-Max and 1-bit QJL residuals; values TurboQuant-MSE."""
     return KVScheme(key=TurboQuantQJL(bits, norm, variant), value=TurboQuant(bits, norm), window=window)

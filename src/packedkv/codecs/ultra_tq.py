@@ -6,9 +6,6 @@
     y^ = s c_code
     values: Z = fp16(min), S = fp16((max - Z) / 15), v^ = S code + Z      per 32 channels (``group_int``)
 
-``scale=search`` takes of 13 multiples of s, and of the values' ranges, those of least squared error, in the same bytes
-(``ops/scale_search``).
-
 In the paper's scale, y / |y| over n channels, a level is c_j / sqrt(n). The distribution (``table``)::
 
     gaussian     N(0, 1), whatever n; largest level 2.7326 = 0.34157 sqrt(64), the paper's 0.342
@@ -23,14 +20,14 @@ Blocks (one token of one head; g = ceil(D / 32), the last group shorter when 32 
     norm   fp16   [1], or [g] per block    scale  fp16   [g]
                                            zero   fp16   [g]
 
-A block's norm is held over 2^r, r = ceil(log2(h / 32) / 2) for a rotation of order h > 32, so that it stays an fp16
+A block's norm is stored over 2^r, r = ceil(log2(h / 32) / 2) for a rotation of order h > 32, so that it stays an fp16
 number where the rotation gathers a whole key in one block; r = 0 otherwise and for token norms.
 
 Bits: keys 4 + 16/D (norm=block: 4 + 16 g/D), values 4 + 32 g/D; D = 128: 66 bytes, 4.125, and 80 bytes, 5.0, together
 4.5625. The first two and the last two layers are dense, as in all of the paper's results.
 
 Deviations from the paper
-1. Norm per token is Secs. 4.1, 5.3 and B.1, norm per block is Alg. 2; the default is the former. It is held as a root
+1. Norm per token is Secs. 4.1, 5.3 and B.1, norm per block is Alg. 2; the default is the former. It is stored as a root
    mean square in fp16 (the paper prints no bits).
 2. The text names the sphere's distribution, but its 0.342 is the Gaussian's: that table is the default.
 3. ``calibrated`` fits on the prefill unless constants are given, and then refits every layer that is not dense: a
@@ -62,15 +59,16 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from packedkv.checks import needed
 from packedkv.codec import NO_SAMPLE, Codec, Constant, Constants, Params, Part, Payload, Sample, Site
 from packedkv.codecs.group_int import GroupInt
-from packedkv.errors import FitError, SpecError
-from packedkv.layout import Field, Layout, check_whole_bytes
+from packedkv.errors import SpecError
+from packedkv.layout import Field, Layout, check_head_dim
 from packedkv.ops.bitpack import pack, unpack
 from packedkv.ops.groups import group_count, spread_channels
-from packedkv.ops.hadamard import block_hadamard, power_of_two_divisor
+from packedkv.ops.hadamard import Rotated, power_of_two_divisor
 from packedkv.ops.lloyd_max import block_norm_density, lloyd_max, nearest_level, sample_levels
-from packedkv.ops.scale_search import Scale, ScaleOption, check_scale, quantized
+from packedkv.ops.scale_search import Scale, quantized
 from packedkv.ops.sums import sum_by_halves
 from packedkv.registry import register
 from packedkv.scheme import KVScheme
@@ -98,19 +96,22 @@ def sphere_levels(dim: int) -> Tensor:
 
 
 @dataclass(frozen=True)
-class UltraTQ(ScaleOption, Codec):
+class UltraTQ(Rotated, Codec):
     """Rotated, normalised, nearest of 16 levels: the keys of Ultra-TQ.
 
     Parameters
     ----------
     norm : {"token", "block"}
-        What shares a norm: a token's channels, or 32 of them.
+        One key norm per token, or per 32 channels.
     table : {"gaussian", "sphere", "calibrated"}
-        The law that the levels are optimal for.
+        Centroids: Lloyd-Max of the normal law (the paper's production table), of the exact law of a rotated unit
+        vector, or of the layer's own keys.
     refit : float
-        Share of the layers that keep calibrated levels in ``settle``, rounded up to whole layers.
+        With table=calibrated and ``packedkv fit``: share of the layers, those with the largest error, that keep their
+        own centroids; 1 for all. Fitted on a prefill, all layers do.
     scale : {"own", "search"}
-        search: of several norms the one of least squared error.
+        own: the paper's norms and ranges; search: of 13 multiples of each the one of least squared error, the bytes'
+        form unchanged.
 
     Examples
     --------
@@ -124,23 +125,16 @@ class UltraTQ(ScaleOption, Codec):
     scale: Scale = field(default="own", kw_only=True)
 
     def __post_init__(self) -> None:
-        """Refuse what does not exist."""
-        if self.norm not in ("token", "block"):
-            raise SpecError(f"ultra-tq: norm={self.norm!r} is not allowed; use token or block.")
-        if self.table not in ("gaussian", "sphere", "calibrated"):
-            raise SpecError(f"ultra-tq: table={self.table!r} is not allowed; use gaussian, sphere or calibrated.")
+        super().__post_init__()
         if not 0 <= self.refit <= 1:
             raise SpecError(f"ultra-tq: refit={self.refit} is not allowed; use a share of the layers, 0 to 1.")
-        check_scale("ultra-tq", self.scale)
 
     @property
     def needs(self) -> frozenset[Part]:
-        """Only ``calibrated`` levels are fitted."""
         return frozenset({"tensor"} if self.table == "calibrated" else ())
 
     def layout(self, head_dim: int) -> Layout:
-        """Codes and norms of one token."""
-        check_whole_bytes("ultra-tq", head_dim)
+        check_head_dim("ultra-tq", head_dim)
         fields = (
             Field("codes", "uint8", (head_dim // 2,)),
             Field("norm", "float16", (group_count(head_dim, self._group),), "norms"),
@@ -153,36 +147,22 @@ class UltraTQ(ScaleOption, Codec):
         return 0 if self.norm == "token" else GROUP
 
     def constants(self, site: Site) -> Constants:
-        """Declare the levels, of coordinates over their root mean square."""
         return {"levels": Constant((16,), low=-(site.head_dim**0.5), high=site.head_dim**0.5)}
 
     def fit(self, site: Site, sample: Sample = NO_SAMPLE) -> Params:
-        """Tabulate the levels.
+        """Tabulate the levels, ascending and symmetric, for coordinates of mean square 1.
 
-        Returns
-        -------
-        dict
-            ``levels [1, 16]`` float32, ascending and symmetric, for coordinates of mean square 1. With queries (a
-            calibration) and table=calibrated also ``error [1, 1]`` float32 for ``settle``: the mean of
-            (y / s - c_code)^2 over the sample, Gaussian levels.
-
-        Raises
-        ------
-        FitError
-            If the table is to be calibrated and there is no sample.
+        With queries (a calibration) and table=calibrated also ``error [1, 1]`` float32 for ``settle``: the mean of
+        (y / s - c_code)^2 over the sample, Gaussian levels.
         """
         params: dict[str, Tensor] = {}
         if self.table == "gaussian":
             levels = gaussian_levels()
         elif self.table == "sphere":
             levels = sphere_levels(min(self._group or site.head_dim, site.head_dim))
-        elif sample.tensor is None:
-            raise FitError(
-                "ultra-tq: table=calibrated needs sample keys [batch, kv_heads, tokens, head_dim]; got none. "
-                "Pass a sample to fit, or use table=gaussian."
-            )
         else:
-            u, gaussian = self._coordinates(sample.tensor), gaussian_levels()
+            u = self._coordinates(needed("ultra-tq: table=calibrated", sample.tensor, ", use table=gaussian"))
+            gaussian = gaussian_levels()
             levels = sample_levels(u, gaussian)
             if sample.queries is not None:
                 gaussian = gaussian.to(u.device)
@@ -201,22 +181,14 @@ class UltraTQ(ScaleOption, Codec):
         return [{"levels": x if i in worst else gaussian.to(x.device)} for i, x in enumerate(held)]
 
     def _coordinates(self, sample: Tensor) -> Tensor:
-        """Rotated keys over their held norms, float64 ``[n]``; keys of zeros have no shape to learn from."""
+        """Rotated keys over their stored norms, float64 ``[n]``; keys of zeros have no shape to learn from."""
         step = max(1, sample.numel() // SAMPLE)
         y = self.to_code(sample[:, :, ::step].float(), {})
         held = self._held(self._norms(y), y.shape[-1])
         return (y.double() / held)[(held > 0).expand_as(y)]
 
-    def to_code(self, x: Tensor, params: Params) -> Tensor:
-        """Rotate, Alg. 2 line 3."""
-        return block_hadamard(x, power_of_two_divisor(x.shape[-1]))
-
-    def from_code(self, x: Tensor, params: Params) -> Tensor:
-        """Rotate back: the matrix is symmetric and its own inverse."""
-        return block_hadamard(x, power_of_two_divisor(x.shape[-1]))
-
     def encode(self, x: Tensor, params: Params) -> Payload:
-        """Nearest level of each coordinate over its held norm; elementwise in float64, a tie to the lower level."""
+        """Nearest level of each coordinate over its stored norm; elementwise in float64, a tie to the lower level."""
         search = nearest_level(params["levels"][0].double())
 
         def quantize(rows: Tensor, factor: float) -> tuple[Tensor, Tensor]:
@@ -228,17 +200,13 @@ class UltraTQ(ScaleOption, Codec):
         return {"codes": pack(codes, 4), "norm": norm}
 
     def decode(self, payload: Payload, params: Params) -> Tensor:
-        """Look levels up and scale them, Alg. 2 line 10."""
         return self._value(params, unpack(payload["codes"], 4, payload["codes"].shape[-1] * 2), payload["norm"])
 
     def _value(self, params: Params, codes: Tensor, norm: Tensor) -> Tensor:
         return params["levels"][0][codes.int()] * self._held(norm, codes.shape[-1]).float()
 
     def _norms(self, x: Tensor, factor: float = 1.0) -> Tensor:
-        """Root mean squares times ``factor`` as they are held, fp16 ``[..., groups]``.
-
-        Sums by halves, one order on every machine.
-        """
+        """Root mean squares times ``factor``, as stored: fp16 ``[..., groups]``; sums by halves."""
         dim = x.shape[-1]
         size = self._group or dim
         squares = x.double() ** 2
@@ -250,7 +218,7 @@ class UltraTQ(ScaleOption, Codec):
         return ((total / count).sqrt() * factor / self._unit(dim)).half()
 
     def _held(self, norm: Tensor, head_dim: int) -> Tensor:
-        """Norm of every channel in float64, from what is stored; token norms stay ``[..., 1]`` and broadcast."""
+        """Norm of every channel in float64, from the stored numbers; token norms stay ``[..., 1]`` and broadcast."""
         wide = norm.double() * self._unit(head_dim)
         return spread_channels(wide, self._group, head_dim) if self._group else wide
 
@@ -274,25 +242,10 @@ def ultra_tq(
 
     Parameters
     ----------
-    norm : {"token", "block"}
-        One key norm per token, or per 32 channels.
-    table : {"gaussian", "sphere", "calibrated"}
-        Centroids: Lloyd-Max of the normal law (the paper's production table), of the exact law of a rotated unit
-        vector, or of the layer's own keys.
-    refit : float
-        With table=calibrated and ``packedkv fit``: share of the layers, those with the largest error, that keep their
-        own centroids; 1 for all. Fitted on a prefill, all layers do.
     group : int
         Channels of a value that share a scale and an offset; 0 for all of them.
     dense_layers : int
-        How many of the first and of the last layers hold keys and values dense.
-    scale : {"own", "search"}
-        own: the paper's norms and ranges; search: of 13 multiples of each the one of least squared error, the bytes'
-        form unchanged.
+        How many of the first and of the last layers keep keys and values dense.
     """
-    return KVScheme(
-        key=UltraTQ(norm, table, refit, scale=scale),
-        value=GroupInt(4, group, "channels", scale=scale),
-        dense_key_layers=dense_layers,
-        dense_value_layers=dense_layers,
-    )
+    key, value = UltraTQ(norm, table, refit, scale=scale), GroupInt(4, group, "channels", scale=scale)
+    return KVScheme(key=key, value=value, dense_key_layers=dense_layers, dense_value_layers=dense_layers)

@@ -6,8 +6,10 @@
     code = q(y / 2^E)                 nearest of +-{0, 0.5, 1, 1.5, 2, 3, 4, 6}, beyond 6 saturates
     y^ = code 2^E                     Eq. 1
 
-With ``scale=real`` the scale is c m itself, which is what Eq. 2 optimises c for. ``scale=search`` takes of E - 1, E and
-E + 1 the one of least squared error, in the same bytes (``ops/scale_search``).
+E2M1: bit 3 of a code is the sign, bits 0-2 number the magnitudes; a negative number that rounds to zero keeps its sign,
+code 8, as hardware casts do. With ``scale=real`` the scale is c m itself, which is what Eq. 2 optimises c for.
+``scale=search`` takes of E - 1, E and E + 1 the one of least squared error, in the same bytes. Every step is one
+elementwise IEEE operation or an exact one, so CPU and GPU write the same bytes.
 
 Block (one token of one head; g = ceil(D / 32) groups, the last one shorter when 32 does not divide D)::
 
@@ -15,7 +17,7 @@ Block (one token of one head; g = ceil(D / 32) groups, the last one shorter when
     scale  uint8 or fp16   [g]     E + 127 (UE8M0; 0 for a group of zeros, 255 never), or c m / 2^r with scale=real
 
 r = ceil(log2(h) / 2) for keys rotated in blocks of h channels (2^r >= sqrt(h), the most a rotation can add to a
-maximum, so that the held scale never leaves the fp16 range), r = 0 for values.
+maximum, so that the stored scale never leaves the fp16 range), r = 0 for values.
 
 Bits: 4 + 8 g / D, D = 128: 68 bytes, 4.25; real scales 4 + 16 g / D, 4.5. D = 80 has 3 groups: 43 bytes, 4.3. The first
 two and the last two layers are dense: with 48 layers of D = 128 the mean is 5.229 bits.
@@ -46,19 +48,19 @@ wanted scale by up to a factor of sqrt 2; shallow models, of which four layers s
 
 import math
 from dataclasses import dataclass
-from typing import Literal, get_args
+from functools import lru_cache
+from typing import Literal
 
 import torch
 from torch import Tensor
 
 from packedkv.codec import FP16_MAX, Codec, Params, Payload
 from packedkv.errors import SpecError
-from packedkv.layout import Field, Layout, check_whole_bytes
+from packedkv.layout import Field, Layout, check_head_dim
 from packedkv.ops.bitpack import pack, unpack
-from packedkv.ops.fp4 import decode_e2m1, encode_e2m1, nearest_ue8m0, ue8m0_reciprocal, ue8m0_value
 from packedkv.ops.groups import SMALLEST_SCALE, group_count, split_channels, spread_channels
-from packedkv.ops.hadamard import block_hadamard, power_of_two_divisor
-from packedkv.ops.scale_search import ScaleOption, quantized
+from packedkv.ops.hadamard import Rotated, power_of_two_divisor
+from packedkv.ops.scale_search import quantized
 from packedkv.registry import register
 from packedkv.scheme import KVScheme
 
@@ -69,22 +71,24 @@ GROUP = 32
 POWERS = (1.0, 2.0, 0.5)
 """Multiples of c m that scale=search tries."""
 E4M3_MAX = 448
+E2M1_MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+UE8M0_BIAS = 127
+UE8M0_LARGEST = 254
 
 
 @dataclass(frozen=True)
-class UltraQuant(ScaleOption, Codec):
-    """E2M1 codes, one scale per 32 channels.
+class UltraQuant(Rotated, Codec):
+    """E2M1 codes, one scale per 32 channels; ``rotate``: Hadamard before the codes (keys).
 
     Parameters
     ----------
-    rotate : bool
-        Hadamard before the codes (keys).
     c : float
-        Scale over the group's largest magnitude, before it is rounded to a power of two.
+        Scale over a group's largest magnitude: 0.156 (the paper's), 0.195 (least error with pow2), 1.0 (no shrinkage).
     scale : {"pow2", "real", "search"}
-        One UE8M0 byte, or c m in fp16; search: the byte of least squared error, of three.
+        pow2: one UE8M0 byte per group; real: c m in fp16, 8 bits per group more; search: of pow2's byte and its
+        neighbours the one of least squared error.
     queries : {"exact", "fp8"}
-        Whether ``query_to_code`` rounds to E4M3.
+        fp8: attention rounds rotated queries to E4M3, as the paper's kernels do; needs ``attention="streamed"``.
 
     Examples
     --------
@@ -98,13 +102,9 @@ class UltraQuant(ScaleOption, Codec):
     queries: Queries = "exact"
 
     def __post_init__(self) -> None:
-        """Validate options."""
+        super().__post_init__()
         if not 0 < self.c <= 2:
             raise SpecError(f"ultraquant: c={self.c} is not allowed; use 0.156, 0.195 or another number in (0, 2].")
-        if self.scale not in get_args(Scale):
-            raise SpecError(f"ultraquant: scale={self.scale!r} is not allowed; use pow2, real or search.")
-        if self.queries not in ("exact", "fp8"):
-            raise SpecError(f"ultraquant: queries={self.queries!r} is not allowed; use exact or fp8.")
 
     @property
     def query_error(self) -> float:
@@ -112,20 +112,15 @@ class UltraQuant(ScaleOption, Codec):
         return 2.0**-4 if self.queries == "fp8" else 0.0
 
     def layout(self, head_dim: int) -> Layout:
-        """Codes and scales of one token."""
-        check_whole_bytes("ultraquant", head_dim)
+        check_head_dim("ultraquant", head_dim)
         groups = (group_count(head_dim, GROUP),)
         real = Field("scale", "float16", groups, "scales")
         power = Field("scale", "uint8", groups, "scales", reads="float8_e8m0fnu")
         fields = Field("codes", "uint8", (head_dim // 2,)), real if self.scale == "real" else power
         return Layout(head_dim, 1, fields, nominal_bits=4.0)
 
-    def _order(self, head_dim: int) -> int:
+    def order_for(self, head_dim: int) -> int:
         return power_of_two_divisor(head_dim) if self.rotate else 1
-
-    def to_code(self, x: Tensor, params: Params) -> Tensor:
-        """Rotate keys, Alg. 1 line 3."""
-        return block_hadamard(x, self._order(x.shape[-1]))
 
     def query_to_code(self, q: Tensor, params: Params) -> Tensor:
         """Rotate queries, Alg. 1 line 9; rounded to E4M3 when ``queries`` is fp8."""
@@ -133,10 +128,6 @@ class UltraQuant(ScaleOption, Codec):
         if self.queries == "exact":
             return rotated
         return rotated.clamp(-E4M3_MAX, E4M3_MAX).to(torch.float8_e4m3fn).float()
-
-    def from_code(self, x: Tensor, params: Params) -> Tensor:
-        """Rotate back: the matrix is symmetric and its own inverse."""
-        return block_hadamard(x, self._order(x.shape[-1]))
 
     def encode(self, x: Tensor, params: Params) -> Payload:
         """Scale each group and round it to E2M1, Alg. 1 lines 5-7."""
@@ -160,16 +151,69 @@ class UltraQuant(ScaleOption, Codec):
         return decode_e2m1(codes).mul_(spread_channels(self._held(scale, dim), GROUP, dim))
 
     def decode(self, payload: Payload, params: Params) -> Tensor:
-        """``code 2^E``."""
         return self._value(unpack(payload["codes"], 4, payload["codes"].shape[-1] * 2), payload["scale"])
 
     def _held(self, scale: Tensor, head_dim: int) -> Tensor:
-        """Scales of the groups in float32, from what is stored."""
+        """Scales of the groups in float32, from the stored numbers."""
         return scale.float() * self._unit(head_dim) if self.scale == "real" else ue8m0_value(scale)
 
     def _unit(self, head_dim: int) -> float:
-        """2^r, in which real scales are held; a power of two, so that it rounds nothing."""
-        return 2.0 ** math.ceil(math.log2(self._order(head_dim)) / 2)
+        """2^r, the unit of stored real scales; a power of two, so that it rounds nothing."""
+        return 2.0 ** math.ceil(math.log2(self.order_for(head_dim)) / 2)
+
+
+def encode_e2m1(x: Tensor) -> Tensor:
+    """Nearest E2M1 codes of float ``x``; ties go to the even code, beyond 6 saturates.
+
+    >>> encode_e2m1(torch.tensor([0.25, 0.75, 2.5, 5.0, 9.0, -0.5])).tolist()
+    [0, 2, 4, 6, 7, 9]
+    """
+    y = x.abs()
+    # the code as a function of the magnitude is the minimum of three lines of slope 2, 1 and 1/2 (it is concave);
+    # rounding half to even preserves this, because neighbouring lines meet at an even code
+    code = torch.minimum((y * 2).round_(), y.round() + 2)
+    code = torch.minimum(code, (y / 2).round_() + 4).clamp_max_(7)
+    return code.to(torch.uint8) | ((x < 0).to(torch.uint8) << 3)
+
+
+def decode_e2m1(codes: Tensor) -> Tensor:
+    """Values of integer ``codes`` in 0..15; float32 of the same shape."""
+    return _levels(codes.device)[codes.int()]
+
+
+@lru_cache(maxsize=32)
+def _levels(device: torch.device) -> Tensor:
+    """Values of all codes, float32 ``[16]``; cached, because a copy to a GPU synchronizes."""
+    with torch.inference_mode(False):
+        levels = torch.tensor(E2M1_MAGNITUDES, dtype=torch.float32)
+        return torch.cat([levels, -levels]).to(device)
+
+
+def nearest_ue8m0(y: Tensor) -> Tensor:
+    """Bytes of the powers of two nearest to ``y >= 0`` on a log scale, ``clip(round(log2 y), -127, 127) + 127``.
+
+    0 for 0; ``y`` is float64. Decided on mantissa and exponent, not by a logarithm, whose last bit differs between
+    machines. There is no tie: sqrt(1/2) is not a floating point number.
+
+    >>> nearest_ue8m0(torch.tensor([0.0, 1.0, 1.41, 1.42, 2.0**-130], dtype=torch.float64)).tolist()
+    [0, 127, 127, 128, 0]
+    """
+    mantissa, exponent = torch.frexp(y)  # y = mantissa 2^exponent, 1/2 <= mantissa < 1
+    exponent = exponent - (mantissa < math.sqrt(0.5)).to(exponent.dtype)
+    byte = (exponent + UE8M0_BIAS).clamp(0, UE8M0_LARGEST)
+    return torch.where(y > 0, byte, 0).to(torch.uint8)
+
+
+def ue8m0_value(byte: Tensor) -> Tensor:
+    """``2^(byte - 127)``, exact: float32 of the same shape, for bytes 0..254."""
+    bits = byte.int()
+    # the byte is the float32's exponent field; only 2^-127 is subnormal
+    return torch.where(bits > 0, bits << 23, 1 << 22).to(torch.int32).view(torch.float32)
+
+
+def ue8m0_reciprocal(byte: Tensor) -> Tensor:
+    """``2^(127 - byte)``, exact: a factor in place of a division."""
+    return ue8m0_value(UE8M0_LARGEST - byte.int())
 
 
 @register("ultraquant", source="UltraQuant, arXiv:2606.20474, Sec. 5-6, Alg. 1", presets={"ultraquant": {}})
@@ -178,19 +222,8 @@ def ultraquant(c: float = 0.156, scale: Scale = "pow2", queries: Queries = "exac
 
     Parameters
     ----------
-    c : float
-        Scale over a group's largest magnitude: 0.156 (the paper's), 0.195 (least error with pow2), 1.0 (no shrinkage).
-    scale : {"pow2", "real", "search"}
-        pow2: one UE8M0 byte per group; real: c m in fp16, 8 bits per group more; search: of pow2's byte and its
-        neighbours the one of least squared error.
-    queries : {"exact", "fp8"}
-        fp8: attention rounds rotated queries to E4M3, as the paper's kernels do; needs ``attention="streamed"``.
     dense_layers : int
-        How many of the first and of the last layers hold keys and values dense.
+        How many of the first and of the last layers keep keys and values dense.
     """
-    return KVScheme(
-        key=UltraQuant(True, c, scale, queries),
-        value=UltraQuant(False, c, scale),
-        dense_key_layers=dense_layers,
-        dense_value_layers=dense_layers,
-    )
+    key, value = UltraQuant(True, c, scale, queries), UltraQuant(False, c, scale)
+    return KVScheme(key=key, value=value, dense_key_layers=dense_layers, dense_value_layers=dense_layers)

@@ -49,17 +49,12 @@ def forward_all(wrapper: type["Wrapper"]) -> type["Wrapper"]:
 @forward_all
 @dataclass(frozen=True)
 class Wrapper(Codec):
-    """An inner codec, unchanged.
-
-    Parameters
-    ----------
-    inner : Codec
-    """
+    """An inner codec, unchanged."""
 
     inner: Codec
 
     def __post_init__(self) -> None:
-        """Refuse an inner object that is no codec."""
+        super().__post_init__()
         if not isinstance(self.inner, Codec):
             raise SpecError(f"{type(self).__name__}: inner={self.inner!r} is not a codec; pass one, e.g. SawInt4().")
 
@@ -67,7 +62,6 @@ class Wrapper(Codec):
     config = Codec.config
 
     def for_dtype(self, dtype: torch.dtype) -> Codec:
-        """Wrap the inner codec for ``dtype``."""
         return replace(self, inner=self.inner.for_dtype(dtype))
 
     def constants(self, site: Site) -> Constants:
@@ -75,23 +69,18 @@ class Wrapper(Codec):
         return {MARK + name: constant for name, constant in self.inner.constants(site).items()}
 
     def fit(self, site: Site, sample: Sample = NO_SAMPLE) -> Params:
-        """Fit the inner codec."""
         return around({}, self.inner.fit(site, sample))
 
     def settle(self, fitted: Sequence[Params]) -> list[Params]:
-        """Settle the inner codec's constants; the wrapper's own stay."""
         settled = self.inner.settle([inside(params) for params in fitted])
         own = [{n: v for n, v in params.items() if not n.startswith(MARK)} for params in fitted]
         return [dict(around(o, s)) for o, s in zip(own, settled, strict=True)]
 
     def layout(self, head_dim: int) -> Layout:
-        """Fields of the inner codec."""
         return self.inner.layout(head_dim)
 
     def encode(self, x: Tensor, params: Params) -> Payload:
-        """Bytes of the inner codec."""
         return self.inner.encode(x, inside(params))
 
     def decode(self, payload: Payload, params: Params) -> Tensor:
-        """Values of the inner codec."""
         return self.inner.decode(payload, inside(params))

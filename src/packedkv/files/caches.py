@@ -36,21 +36,8 @@ COUNTS = 1 << 31
 def save_layers(path: str | Path, layers: Sequence[LayerCache], meta: Mapping[str, Any]) -> None:
     """Write caches to one file; an older file of that name is replaced only when the new one is complete.
 
-    Parameters
-    ----------
-    path : str or Path
-        The folder must exist.
-    layers : sequence of LayerCache
-        In the order in which ``load_layers`` gives them back; empty ones are kept as such.
-    meta : mapping
-        Plain JSON values of the caller (model name, spec, ...).
-
-    Raises
-    ------
-    FileNotFoundError, NotADirectoryError, IsADirectoryError, PermissionError, OSError
-        The path cannot be written; the text says why.
-    TypeError
-        ``meta`` is not plain JSON.
+    ``load_layers`` returns them in this order, empty ones too. ``meta`` holds plain JSON values of the caller (model
+    name, spec, ...), else TypeError; OSError, or a subclass, if the path cannot be written.
     """
     path = Path(path)
     check_target(path, KIND)  # before copying gigabytes
@@ -65,25 +52,9 @@ def save_layers(path: str | Path, layers: Sequence[LayerCache], meta: Mapping[st
 
 
 def load_layers(path: str | Path, *, device: torch.device | str = "cpu") -> tuple[list[LayerCache], dict[str, Any]]:
-    """Read what ``save_layers`` wrote.
+    """Read caches of ``save_layers`` onto a device, and their ``meta``.
 
-    Parameters
-    ----------
-    path : str or Path
-    device : torch.device or str
-        Device of the loaded caches.
-
-    Returns
-    -------
-    (list of LayerCache, dict)
-        Caches that decode to the same bits and continue as the saved ones would; and ``meta``.
-
-    Raises
-    ------
-    FileNotFoundError, IsADirectoryError
-        No file there.
-    FormatError
-        The file is cut, altered, foreign, or newer than this packedkv; the text says which and what to do.
+    The caches dequantize to the same bits and continue as the saved ones would. Errors as in ``container.read``.
     """
     path = Path(path)
     header, tensors = read(path, KIND)

@@ -17,13 +17,7 @@ SAMPLE = 4096
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """Return the files of a model's weights as transformers reads them, in order.
-
-    Raises
-    ------
-    ModelError
-        There are none.
-    """
+    """Return the files of a model's weights as transformers reads them, in order; ModelError if there are none."""
     found = sorted(path for path in folder.glob("*.safetensors") if not path.name.startswith("consolidated"))
     if not found:  # `consolidated*` hold the same weights once more, in Mistral's own form
         raise ModelError(f"{folder} holds no weights as .safetensors; a model folder is what save_pretrained writes.")
@@ -33,10 +27,7 @@ def weight_files(folder: Path) -> list[Path]:
 def digest_of(folder: Path) -> str:
     """Return the sha256 of a checkpoint: config, every tensor's name, dtype and shape, and some bytes of each.
 
-    Raises
-    ------
-    ModelError
-        A file is missing or is not safetensors.
+    Raises ModelError if a file is missing or is not safetensors.
     """
     found = hashlib.sha256()
     try:

@@ -52,29 +52,11 @@ class Kind:
 
 
 def write(path: Path, kind: Kind, header: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> str:
-    """Write a file; an older one of that name is replaced only when the new one is complete.
+    """Write a file and return its sha256; an older file is replaced only when the new one is complete.
 
-    Parameters
-    ----------
-    path : Path
-        The folder must exist.
-    kind : Kind
-    header : mapping
-        Plain JSON values; ``version``, ``packedkv`` and ``sha256`` are added.
-    tensors : mapping
-        Contiguous CPU tensors by name.
-
-    Returns
-    -------
-    str
-        The sha256.
-
-    Raises
-    ------
-    FileNotFoundError, NotADirectoryError, IsADirectoryError, PermissionError, OSError
-        The path cannot be written; the text says why.
+    ``header`` holds plain JSON values, to which ``version``, ``packedkv`` and ``sha256`` are added; ``tensors`` are
+    contiguous, on the CPU. Raises OSError, or a subclass, if the path cannot be written; the text says why.
     """
-
     check_target(path, kind)
     whole: dict[str, Any] = {"version": kind.version, "packedkv": __version__, **header}
     whole["sha256"] = digest(whole, tensors)
@@ -87,14 +69,10 @@ def write(path: Path, kind: Kind, header: Mapping[str, Any], tensors: Mapping[st
 
 
 def read(path: Path, kind: Kind) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """Read a file of ``write``: its header and its tensors, on the CPU.
+    """Read the header and the tensors of a file, on the CPU.
 
-    Raises
-    ------
-    FileNotFoundError, IsADirectoryError
-        No file there.
-    FormatError
-        The file is cut, altered, foreign, or newer than this packedkv; the text says which and what to do.
+    Raises FileNotFoundError or IsADirectoryError if there is no file; FormatError if the file is cut, altered, foreign,
+    or newer than this packedkv: the text says which and what to do.
     """
     _check_file(path, kind)
     while True:
@@ -122,12 +100,7 @@ def _read(path: Path, file: BinaryIO, kind: Kind) -> tuple[dict[str, Any], dict[
 
 
 def check_target(path: Path, kind: Kind) -> None:
-    """Validate, before any work, that a path can be written.
-
-    Raises
-    ------
-    FileNotFoundError, NotADirectoryError, IsADirectoryError, PermissionError
-    """
+    """Raise a subclass of OSError, before any work, if a path cannot be written."""
     folder = path.parent
     if not folder.exists():
         raise FileNotFoundError(f"cannot save to {path}: the folder {folder} does not exist; create it first.")
@@ -153,10 +126,7 @@ def digest(header: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> str:
 def store_params(params: Mapping[str, Tensor], tensors: dict[str, Tensor]) -> dict[str, str]:
     """Put constants among ``tensors`` under the hash of their bytes, so that layers share equal tensors.
 
-    Returns
-    -------
-    dict
-        Constant -> name of its tensor, for the header.
+    Returns the name of each constant's tensor, for the header.
     """
     names = {}
     for key, value in params.items():

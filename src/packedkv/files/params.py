@@ -149,21 +149,9 @@ class FittedParams(Mapping[int, Mapping[Role, Params]]):
     def check(
         self, here: ModelIdentity, spec: str | KVScheme, *, seed: int = 0, model: torch.nn.Module | None = None
     ) -> None:
-        """Validate that the constants fit a scheme, model and seed.
+        """Raise FormatError if the constants are for another scheme, seed or model than ``here``; the text says which.
 
-        Parameters
-        ----------
-        here : ModelIdentity
-            Identity of the model that will use the constants.
-        spec : str or KVScheme
-        seed : int
-        model : torch.nn.Module, optional
-            Its weights are compared as well.
-
-        Raises
-        ------
-        FormatError
-            The text says what differs.
+        Of ``model`` the weights are compared as well.
         """
         scheme, name = get(spec), self.file or "these params"
         if not scheme.allows(self.scheme):
@@ -189,13 +177,7 @@ class FittedParams(Mapping[int, Mapping[Role, Params]]):
             )
 
     def save(self, path: str | Path) -> "FittedParams":
-        """Write the constants to one safetensors file, atomically; return them with its name and checksum.
-
-        Raises
-        ------
-        OSError
-            The path cannot be written; the text says why.
-        """
+        """Write the constants to one file (``container.write``); return them with its name and checksum."""
         path = Path(path)
         check_target(path, KIND)
         tensors: dict[str, Tensor] = {}
@@ -226,15 +208,7 @@ def _layout_versions(scheme: KVScheme, head_dim: int | None) -> dict[str, Any]:
 
 
 def read_params(path: str | Path) -> FittedParams:
-    """Read a params file without checking it against a model.
-
-    Raises
-    ------
-    FileNotFoundError, IsADirectoryError
-        No file there.
-    FormatError
-        The file is cut, altered, foreign or newer; the text says which and what to do.
-    """
+    """Read a params file without checking it against a model; errors as in ``container.read``."""
     path = Path(path)
     header, tensors = read(path, KIND)
     try:
@@ -291,12 +265,7 @@ def _from_data(scheme: KVScheme, role: Role) -> bool:
 
 
 def check_given(name: str, layers: Sequence[int], given: LayerParams) -> None:
-    """Validate that the model ``name`` has all layers and roles that constants are given for.
-
-    Raises
-    ------
-    FitError
-    """
+    """Raise FitError unless the model ``name`` has all layers and roles that constants are given for."""
     if not isinstance(given, Mapping) or not all(isinstance(roles, Mapping) for roles in given.values()):
         raise FitError(
             f"params are {type(given).__name__}: expected the path of a file of `packedkv fit`, what load_params read "
@@ -313,12 +282,7 @@ def check_given(name: str, layers: Sequence[int], given: LayerParams) -> None:
 
 
 def check_queries(scheme: KVScheme, layers: Sequence[int], given: LayerParams) -> None:
-    """Validate that constants which need queries are given: they cannot be fitted on a prefill.
-
-    Raises
-    ------
-    FitError
-    """
+    """Raise FitError unless constants which need queries are given: they cannot be fitted on a prefill."""
     for layer, role, codec in sites_to_fit(scheme, layers):
         if "queries" in codec.needs and role not in given.get(layer, {}):
             raise FitError(
@@ -330,12 +294,7 @@ def check_queries(scheme: KVScheme, layers: Sequence[int], given: LayerParams) -
 def match_params(files: Sequence[str | Path | FittedParams], schemes: Sequence[KVScheme]) -> list[FittedParams | None]:
     """Match params to schemes; None for a scheme without params.
 
-    Raises
-    ------
-    SpecError
-        If params were fitted for a scheme that is not among them, or two for the same one.
-    FormatError, FileNotFoundError, IsADirectoryError
-        As ``read_params``.
+    Raises SpecError if params were fitted for a scheme that is not among them, or two for the same one.
     """
     found: list[FittedParams | None] = [None] * len(schemes)
     for file in files:

@@ -19,21 +19,8 @@ def packed_bytes(n: int, bits: int) -> int:
 
 
 def pack(codes: Tensor, bits: int) -> Tensor:
-    """Pack the last axis.
+    """Pack integers ``[..., n]`` of ``[0, 2**bits)``, 1 to 16 bits: uint8 ``[..., ceil(n * bits / 8)]``.
 
-    Parameters
-    ----------
-    codes : Tensor of any integer dtype, shape ``[..., n]``
-        Values in ``[0, 2**bits)``.
-    bits : int
-        1..16.
-
-    Returns
-    -------
-    Tensor uint8 ``[..., ceil(n * bits / 8)]``
-
-    Examples
-    --------
     >>> pack(torch.tensor([1, 2]), 4).tolist()
     [33]
     """
@@ -61,17 +48,7 @@ def pack(codes: Tensor, bits: int) -> Tensor:
 
 
 def unpack(packed: Tensor, bits: int, n: int) -> Tensor:
-    """Inverse of ``pack``.
-
-    Parameters
-    ----------
-    packed : Tensor uint8 ``[..., ceil(n * bits / 8)]``
-    bits, n : int
-
-    Returns
-    -------
-    Tensor int32 ``[..., n]`` (uint8 for bits in 1, 2, 4, 8)
-    """
+    """Unpack the ``n`` integers of each row: int32 ``[..., n]``, of 1, 2, 4 and 8 bits mostly uint8."""
     if bits == 8:
         return packed
     if bits in (1, 2, 4) and n * bits % 8 == 0:

@@ -18,21 +18,11 @@ KERNEL_BITS = 15
 
 
 def to_grid(x: Tensor, bits: int) -> tuple[Tensor, Tensor]:
-    """Round each row to a multiple of ``2^-bits`` of the power of two above its largest component.
+    """Round each row of ``x [..., D]`` to multiples of ``2^-bits`` of the power of two above its largest component.
 
-    Parameters
-    ----------
-    x : Tensor ``[..., D]``
-    bits : int
+    Returns float64 integers ``[..., D]`` of magnitude at most ``2^bits``, and units ``[..., 1]``, powers of two:
+    ``x = integers * units`` to half a unit.
 
-    Returns
-    -------
-    (Tensor, Tensor) float64
-        Integers ``[..., D]`` of magnitude at most ``2^bits``, and units ``[..., 1]``, powers of two;
-        ``x = integers * units`` to half a unit.
-
-    Examples
-    --------
     >>> to_grid(torch.tensor([3.0, -0.4, 0.0]), 4)
     (tensor([12., -2.,  0.], dtype=torch.float64), tensor([0.2500], dtype=torch.float64))
     """
@@ -62,10 +52,10 @@ def cut_rotation(rotation: Tensor, bits: int = ROTATION_BITS) -> Tensor:
 
 
 def rotate_exactly(x: Tensor, rotation: Tensor, bits: int = ROTATION_BITS) -> Tensor:
-    """``x R`` with exact sums.
+    """``x R`` with exact sums: float32 ``[..., D]``.
 
     ``|sum_i x_i R_ij| <= |x| |R_j|`` for every part of the sum: with 24 bits each and columns of length 1 it stays
-    within ``2^48 sqrt(D)``, which is exact up to D = 1024.
+    within ``2^48 sqrt(D)``, which is exact up to D = 1024; a larger D raises ShapeError.
 
     Parameters
     ----------
@@ -75,15 +65,6 @@ def rotate_exactly(x: Tensor, rotation: Tensor, bits: int = ROTATION_BITS) -> Te
         Columns of length 1, of ``cut_rotation``; or the transpose of an orthogonal one.
     bits : int
         As of ``cut_rotation``, 24 at most.
-
-    Returns
-    -------
-    Tensor float32 ``[..., D]``
-
-    Raises
-    ------
-    ShapeError
-        If D is above 1024.
     """
     dim = x.shape[-1]
     if dim > 4 ** (MANTISSA - 2 * ROTATION_BITS):

@@ -2,7 +2,8 @@
 
 Groups run along channels (neighbouring channels of one token) or along tokens (neighbouring tokens of one channel).
 Along channels the last group is shorter when the group does not divide head_dim: 80 channels in groups of 32 are
-32 + 32 + 16. So every head_dim works, and bits are counted for the actual groups.
+32 + 32 + 16. So every head_dim works, and bits are counted for the actual groups. ``group = 0`` is one group of all
+channels.
 """
 
 import torch
@@ -15,7 +16,7 @@ SMALLEST_SCALE = 2.0**-24
 
 
 def group_count(head_dim: int, group: int) -> int:
-    """Groups along channels of one token; ``group = 0`` is one group of all channels.
+    """Groups along channels of one token.
 
     >>> [group_count(d, 32) for d in (16, 64, 80, 128)], group_count(128, 0)
     ([1, 2, 3, 4], 1)
@@ -24,19 +25,9 @@ def group_count(head_dim: int, group: int) -> int:
 
 
 def split_channels(x: Tensor, group: int) -> Tensor:
-    """Cut the last axis into groups.
+    """Cut ``x [..., D]`` into groups ``[..., group_count(D, group), group]``.
 
     A shorter last group is filled up with copies of its last channel, which changes neither minimum nor maximum.
-
-    Parameters
-    ----------
-    x : Tensor ``[..., D]``
-    group : int
-        0 for one group of all channels.
-
-    Returns
-    -------
-    Tensor ``[..., group_count(D, group), group]``
     """
     dim = x.shape[-1]
     if group == 0:
@@ -57,26 +48,11 @@ def spread_channels(per_group: Tensor, group: int, head_dim: int) -> Tensor:
 
 
 def fp16_scale(span: Tensor, steps: int, zero: Tensor | float = 0.0) -> Tensor:
-    """Scale that maps ``steps`` codes onto ``span``, in fp16, finite and never zero.
+    """Scale that maps codes 0 to ``steps`` onto a float32 ``span`` above ``zero``: fp16, finite and never zero.
 
     ``rne(span / steps)``, one fp16 step smaller where ``zero + steps * scale`` would leave the fp16 range: rounding
-    65504 / 3 up to 21840 would decode to 65520, which is infinity in fp16.
+    65504 / 3 up to 21840 would decode to 65520, which is infinity in fp16. A negative span counts as 0.
 
-    Parameters
-    ----------
-    span : Tensor float32
-        What the codes must reach above ``zero``; negative counts as 0.
-    steps : int
-        Largest code.
-    zero : Tensor or float
-        Where code 0 lies.
-
-    Returns
-    -------
-    Tensor float16, of span's shape.
-
-    Examples
-    --------
     >>> fp16_scale(torch.tensor([3.0, 0.0, 65504.0]), 3).tolist()
     [1.0, 5.960464477539063e-08, 21824.0]
     """

@@ -28,13 +28,8 @@ SAMPLE_ROUNDS = 500
 def block_norm_density(dim: int, block: int) -> Density:
     """Density (not normalised) of the norm of ``block`` coordinates of a uniform unit vector in R^``dim``.
 
-    ``f(r) ~ r^(block-1) (1 - r^2)^((dim-block-2)/2)`` on [0, 1]: OCTOPUS Eq. 4 at block = 3. With block = 1 it is the
-    law of |u|, and, even as it is, that of one coordinate u on [-1, 1] (Eq. 3).
-
-    Parameters
-    ----------
-    dim, block : int
-        ``dim >= block + 2``, where the density is bounded.
+    ``f(r) ~ r^(block-1) (1 - r^2)^((dim-block-2)/2)`` on [0, 1]: OCTOPUS Eq. 4 at block = 3. At block = 1 it is the
+    density of |u|, and, as it is even, of one coordinate u on [-1, 1] (Eq. 3). It is bounded for dim >= block + 2.
     """
     if block < 1 or dim < block + 2:
         raise ValueError(f"dim={dim}, block={block}: expected block >= 1 and dim >= block + 2.")
@@ -43,32 +38,12 @@ def block_norm_density(dim: int, block: int) -> Density:
 
 
 def lloyd_max(density: Density, levels: int, low: float, high: float, *, symmetric: bool = False) -> Tensor:
-    """Centroids of the least-squares quantizer of ``density`` on ``[low, high]``.
+    """Centroids of the least-squares quantizer of ``density`` on ``[low, high]``: float64 ``[levels]``, ascending.
 
-    Parameters
-    ----------
-    density : callable
-        Tensor float64 -> tensor of the same shape, non-negative; a constant factor does not matter.
-    levels : int
-        Number of centroids, at least 1.
-    low, high : float
-        The interval.
-    symmetric : bool
-        The density is symmetric about the interval's middle: the centroids are made exactly symmetric.
+    Decision boundaries are their ``midpoints``. ``density`` maps float64 tensors to non-negative ones, up to a constant
+    factor; with ``symmetric`` it is even about the interval's middle, and the centroids are made exactly symmetric.
+    Raises ArithmeticError if there is no fixed point, e.g. for a density that vanishes on much of the interval.
 
-    Returns
-    -------
-    Tensor float64 ``[levels]``, ascending. Decision boundaries are the midpoints (``midpoints``).
-
-    Raises
-    ------
-    ValueError
-        If ``levels`` or the interval is invalid.
-    ArithmeticError
-        If no fixed point was found, e.g. for a density that vanishes on much of the interval.
-
-    Examples
-    --------
     >>> [round(c, 9) for c in lloyd_max(torch.ones_like, 4, 0.0, 1.0).tolist()]
     [0.125, 0.375, 0.625, 0.875]
     """
@@ -111,25 +86,16 @@ def midpoints(centroids: Tensor) -> Tensor:
 
 
 def nearest_level(centroids: Tensor) -> Callable[[Tensor], Tensor]:
-    """Prepare a search for the nearest of ascending ``centroids [levels]``.
-
-    Returns
-    -------
-    callable
-        ``x -> torch.bucketize(x, midpoints(centroids))``, for finite x of the same dtype; see ``interval``.
-    """
+    """Prepare a search for the nearest of ascending ``centroids [levels]``, see ``interval``."""
     return interval(midpoints(centroids))
 
 
 def interval(cuts: Tensor) -> Callable[[Tensor], Tensor]:
     """Prepare a search for the interval between ascending ``cuts [n]`` in which a number lies.
 
-    Returns
-    -------
-    callable
-        ``x -> torch.bucketize(x, cuts)``, for finite x of the same dtype, in a few elementwise steps: a uniform
-        grid gives the start, a few comparisons the result. Two to three times faster on a CPU than a binary search per
-        element, which mispredicts half of its branches.
+    The result is ``x -> torch.bucketize(x, cuts)`` for finite x of the same dtype, in a few elementwise steps: a
+    uniform grid gives the start, a few comparisons the result. That is two to three times faster on a CPU than a binary
+    search per element, which mispredicts half of its branches.
     """
     if len(cuts) == 0:
         return lambda x: torch.zeros_like(x, dtype=torch.long)
@@ -153,14 +119,10 @@ def interval(cuts: Tensor) -> Callable[[Tensor], Tensor]:
 
 
 def sample_levels(x: Tensor, start: Tensor) -> Tensor:
-    """Lloyd's iteration on float64 samples ``[n]``, mirrored about 0.
+    """Lloyd's iteration on float64 samples ``[n]``, mirrored about 0: levels, ascending and symmetric.
 
     ``start`` is shrunk to the samples' range first, so that no outer level is without samples; without samples it is
     the result.
-
-    Returns
-    -------
-    Tensor float64 ``[levels]``, ascending and symmetric.
     """
     levels = start.to(x)
     if len(x) == 0:

@@ -10,7 +10,7 @@ so the error is (pi/2 - 1) |r|^2.
 
 R' must mix all coordinates. Were it block-diagonal, n blocks, a would have the variance n |r_k|^2 / D of its block k,
 and r^_k would come out scaled by |r| / (sqrt(n) |r_k|): right only where all blocks hold the same energy. With one
-channel 30 times as loud as the others scores at D = 80, blocks of 16, are then short by 24 % (turboquant-qjl-2). So M
+channel 30 times as large as the others scores at D = 80, blocks of 16, are then short by 24 % (turboquant-qjl-2). So M
 is of full order for D that is no power of two too: Sylvester's times one of Paley's (80 = 4 x 20, 96 = 8 x 12).
 
 Nearly normal means that r is spread over a dozen coordinates or more; for an r of one coordinate r^ is 1.25 r.
@@ -32,12 +32,9 @@ FIXED_POINT = 2.0**30
 
 
 def check_sketch(method: str, head_dim: int) -> None:
-    """Validate that a head_dim has a Hadamard matrix.
+    """Raise ShapeError if neither Sylvester nor Paley (over a prime field) gives a Hadamard matrix of ``head_dim``.
 
-    Raises
-    ------
-    ShapeError
-        If neither Sylvester nor Paley (over a prime field) gives one: of the multiples of 8 up to 256, 184 and 232.
+    Of the multiples of 8 up to 256 these are 184 and 232.
     """
     if _paley_order(head_dim) is None:
         raise ShapeError(
@@ -46,22 +43,10 @@ def check_sketch(method: str, head_dim: int) -> None:
 
 
 def sketch(r: Tensor, signs: Tensor) -> tuple[Tensor, Tensor]:
-    """Signs and lengths of residuals.
+    """Sigma and g of residuals r: packed signs, uint8 ``[B, H, N, D / 8]``, bit 1 is +1; fp16 ``[B, H, N, 1]``.
 
     The sums of R' r are taken of r in units of 2^-30 and are exact, so a sign never depends on the order of additions.
-
-    Parameters
-    ----------
-    r : Tensor float64 ``[B, H, N, D]``
-        At most 4 in magnitude: what is left of a unit vector.
-    signs : Tensor ``[1, H, D]``
-        s' of +-1.
-
-    Returns
-    -------
-    sigma : Tensor uint8 ``[B, H, N, D / 8]``
-        Packed; bit 1 is +1.
-    g : Tensor float16 ``[B, H, N, 1]``
+    ``r`` is float64 ``[B, H, N, D]``, at most 4 in magnitude; ``signs [1, H, D]`` are s'.
     """
     units = (r * FIXED_POINT).round() * signs.unsqueeze(2)
     plus = units @ hadamard_matrix(r.shape[-1], str(r.device)).T >= 0

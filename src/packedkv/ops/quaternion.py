@@ -17,6 +17,7 @@ which fp16 holds exactly: a table of products in fp16 IS the product set, and a 
 
 import itertools
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Literal
 
 import torch
@@ -30,6 +31,8 @@ SCORES = 1 << 17
 """Numbers of one temporary of the search; 1 MB of float64 stays in cache."""
 WIDE_SCORES = 1 << 25
 """The same on a GPU: 256 MB, so that a search is a few launches."""
+THREADED = 1 << 18
+"""Elements of all heads from which one thread per head pays."""
 MANY = 4096
 """Number of vectors from which setting up cells pays."""
 GRID_CELLS = 4
@@ -67,7 +70,7 @@ UNITS = _units()
 """The 24 Hurwitz units, float64 ``[24, 4]``: rows 4n, 4n + 1, 4n + 2 and 4n + 3 are p, -p, i p and -i p.
 
 So the lowest bit of a code is a sign, and the next one a product with i, which exchanges components: half of the signs,
-and a quarter of all, need not be held in a table. p is 1, j, then (1 - i +-j +-k)/2, + before -, j slower.
+and a quarter of all, need not be stored in a table. p is 1, j, then (1 - i +-j +-k)/2, + before -, j slower.
 """
 
 FACE_UNITS = (multiply(UNITS[:8, None], UNITS) @ UNITS.T).max(-1).indices
@@ -111,21 +114,11 @@ def scaled(x: Tensor) -> Tensor:
 
 
 def nearest_product(x: Tensor, secondary: Tensor) -> Tensor:
-    """Index ``24 s + p`` of the product that has the largest inner product with ``x``; the lowest one on ties.
+    """Index ``24 s + p`` of the product with the largest inner product with each of ``x [n, 4]``: int64 ``[n]``.
 
-    A few vectors are searched by the closed form, many in cells: ``<p_f y, p_f p q> = <y, p q>``, so one face's cells
-    serve all eight faces. Both are exact and agree, ties included.
-
-    Parameters
-    ----------
-    x : Tensor ``[n, 4]``
-        Of any length; zero gives index 0.
-    secondary : Tensor float64 ``[S, 4]``
-        From ``random_units``.
-
-    Returns
-    -------
-    Tensor int64 ``[n]``
+    The lowest one on ties; zero gives index 0. A few vectors are searched by the closed form, many in cells:
+    ``<p_f y, p_f p q> = <y, p q>``, so one face's cells serve all eight faces. Both are exact and agree, ties included.
+    ``secondary``, float64 ``[S, 4]``, comes from ``random_units``.
     """
     x = scaled(x.T.contiguous())
     if not _cells_pay(x):
@@ -141,22 +134,11 @@ def nearest_product(x: Tensor, secondary: Tensor) -> Tensor:
 
 
 def nearest_entry(x: Tensor, table: Tensor, by: Literal["angle", "distance"]) -> Tensor:
-    """Row of ``table`` nearest to ``x``; the lowest one on ties.
+    """Row of ``table`` nearest to each of ``x [n, 4]``, the lowest one on ties: int64 ``[n]``.
 
-    Many vectors are searched in cells by angle; all entries are tried otherwise.
-
-    Parameters
-    ----------
-    x : Tensor ``[n, 4]``
-        For ``distance`` at most 2 long and held to 2^-38, so that every sum is exact; for ``angle`` of any length.
-    table : Tensor float64 ``[m, 4]``
-        Multiples of 2^-11, at most 2 in size.
-    by : {"angle", "distance"}
-        Largest inner product (for entries of one length), or smallest distance.
-
-    Returns
-    -------
-    Tensor int64 ``[n]``
+    ``angle``: largest inner product, for entries of one length; many vectors are searched in cells. ``distance``:
+    smallest distance, all entries are tried; x is at most 2 long and rounded to 2^-38, so that every sum is exact.
+    ``table``, float64 ``[m, 4]``, holds multiples of 2^-11 of at most 2 in size.
     """
     x = scaled(x.T.contiguous()) if by == "angle" else (x.T.double() * FINE).round_().div_(FINE).contiguous()
     # |x - e|^2 = |x|^2 - 2 (<x, e> - |e|^2 / 2)
@@ -212,16 +194,10 @@ def _settle(index: Tensor, x: Tensor, search: Callable[[Tensor], Tensor]) -> Ten
 
 
 def _by_face(x: Tensor) -> tuple[Tensor, list[int], Tensor]:
-    """Sort ``x [4, n]`` by the unit +-1, +-i, +-j, +-k nearest to it, and turn that unit to 1.
+    """Sort ``x [4, n]`` by the unit p_f of +-1, +-i, +-j, +-k nearest to it, and rotate that unit to 1.
 
-    Returns
-    -------
-    rows : Tensor int64 ``[n]``
-        Columns of x, face by face.
-    sizes : list of int
-        How many to each of the eight faces.
-    y : Tensor ``[4, n]``
-        ``conj(p_f) x`` of them: the first component is the largest.
+    Returns columns of x, face by face; how many belong to each of the eight faces; and ``conj(p_f) x [4, n]`` of the
+    columns, whose first component is the largest.
     """
     largest = x.abs().amax(0)
     face = torch.zeros_like(largest, dtype=torch.uint8)
@@ -239,10 +215,7 @@ def _by_face(x: Tensor) -> tuple[Tensor, list[int], Tensor]:
 def _in_cells(y: Tensor, table: Tensor) -> Tensor:
     """Row of ``table [m, 4]`` with the largest inner product, for ``y [4, n]`` whose first component is the largest.
 
-    Returns
-    -------
-    Tensor int64 ``[n]``
-        -1 where several rows are best.
+    -1 where several rows are best.
     """
     # a ratio just below a wall may be rounded onto it, see _rivals; zero goes to any cell
     ratio = (y[1:] / y[0].clamp_min(MANTISSA**-1)).add_(1).mul_(GRID_CELLS / 2)
@@ -304,18 +277,9 @@ def chunk_lengths(chunks: Tensor) -> Tensor:
 
 
 def quantize_lengths(length: Tensor, bits: int) -> tuple[Tensor, Tensor]:
-    """Round lengths to 2^bits - 1 steps of the longest in the last axis.
+    """Round float64 lengths ``[..., n]`` to 2^bits - 1 steps of the longest: uint8 steps, fp16 scale ``[..., 1]``.
 
-    Parameters
-    ----------
-    length : Tensor float64 ``[..., n]``
-    bits : int
-
-    Returns
-    -------
-    steps : Tensor uint8 ``[..., n]``
-    scale : Tensor float16 ``[..., 1]``
-        Half of the longest, so that it stays in range: a chunk of fp16 values may be 131008 long.
+    The scale is half of the longest, so that it stays in range: a chunk of fp16 values may be 131008 long.
     """
     levels = 2**bits - 1
     scale = (length.amax(-1, keepdim=True) * 0.5).half()
@@ -325,7 +289,53 @@ def quantize_lengths(length: Tensor, bits: int) -> tuple[Tensor, Tensor]:
 
 
 def decode_lengths(steps: Tensor, scale: Tensor, bits: int) -> Tensor:
-    """Inverse of ``quantize_lengths``: float32 ``[..., n]``."""
+    """Undo ``quantize_lengths``: float32 ``[..., n]``."""
     step = scale.float() * 2
     # a tensor, not a number: CUDA divides by a constant by way of its reciprocal
     return steps * (step / torch.full_like(step, 2**bits - 1))
+
+
+def decode_chunks(table: Tensor, codes: Tensor, radius: Tensor, scale: Tensor, bits: int) -> Tensor:
+    """Look up directions and multiply them by lengths.
+
+    Parameters
+    ----------
+    table : Tensor float32 ``[H, m, 4]``
+    codes, radius : integer Tensors ``[B, H, N, n]``
+        Rows of the table, and steps of ``quantize_lengths``.
+    scale : Tensor float16 ``[B, H, N, 1]``
+    bits : int
+        As of ``quantize_lengths``.
+
+    Returns
+    -------
+    Tensor float32 ``[B, H, N, 4 n]``
+    """
+    codes = codes.long().clamp_max(table.shape[1] - 1)  # slots that were never written hold any bits
+    row = codes + torch.arange(table.shape[0], device=table.device)[:, None, None] * table.shape[1]
+    return (table.flatten(0, 1)[row] * decode_lengths(radius, scale, bits)[..., None]).flatten(-2)
+
+
+def search_heads(chunks: Tensor, search: Callable[[Tensor, int], Tensor]) -> Tensor:
+    """Search ``chunks [B, H, N, n, 4]`` of each head: int64 ``[B, H, N, n]``.
+
+    ``search`` maps vectors ``[m, 4]`` of a head to indices. A search in cells is thousands of small matrix products,
+    each too small for several threads, so on a CPU each head gets a thread where there are enough elements.
+    """
+
+    def run(head: int) -> Tensor:
+        part = chunks[:, head]
+        return search(part.reshape(-1, 4), head).reshape(part.shape[:-1])
+
+    heads, inference = chunks.shape[1], torch.is_inference_mode_enabled()
+    workers = min(heads, torch.get_num_threads())
+    if chunks.device.type != "cpu" or workers < 2 or chunks.numel() < THREADED:
+        return torch.stack([run(head) for head in range(heads)], 1)
+
+    def threaded(head: int) -> Tensor:
+        # modes are per thread: pass no_grad and inference_mode on
+        with torch.inference_mode(inference), torch.no_grad():
+            return run(head)
+
+    with ThreadPoolExecutor(workers) as pool:
+        return torch.stack(list(pool.map(threaded, range(heads))), 1)

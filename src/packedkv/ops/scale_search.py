@@ -1,49 +1,31 @@
 """Search of a scale: of several encodings of a token or group, the one of least squared error (``scale=search``).
 
-A method's own rule takes the scale from the norm or the range of what it encodes. Codes for a few multiples of it cost
-no byte, and any reader decodes them: a row with one loud channel wants a larger scale than a normal one, a coarse code
-wants a range that its outermost numbers leave::
+A method's own rule takes the scale from the norm or the range of the numbers. Codes for a few multiples of it cost no
+byte, and any reader decodes them: a row with one large channel wants a larger scale than a normal one, a coarse code
+wants a range that its outermost numbers exceed::
 
     for each factor f in FACTORS:  codes and scale by the method's rule, its norm or range times f
     keep those of least sum of (x - x^)^2, x^ as decoded; the first of equals, so the method's own unless one is better
 
-Codes are made anew for each multiple; a scale of least squares for the codes found would leave them as they are. Not
-for ``fp8``, whose steps follow each number, nor for ``hqmq``, whose vectors have radii of their own.
+Codes are computed anew for each multiple. The option does not exist for ``fp8``, whose steps follow each number, nor
+for ``hqmq``, whose vectors have radii of their own.
 """
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Literal, get_args
+from typing import Literal
 
 import torch
 from torch import Tensor
 
-from packedkv.errors import SpecError
 from packedkv.ops.groups import spread_channels
-from packedkv.ops.sums import sum_by_halves, token_chunks
+from packedkv.ops.sums import in_pieces, sum_by_halves
 
 Scale = Literal["own", "search"]
 FACTORS = (1.0, 0.95, 0.9, 0.85, 0.8, 0.75, 0.7, 0.65, 0.6, 1.05, 1.1, 1.15, 1.2)
 """Multiples of the method's own norm or range, its own first."""
 Quantized = tuple[Tensor, ...]
 """Codes ``[..., n]`` and scales ``[..., groups]`` of the same rows, in the codec's order."""
-
-
-class ScaleOption:
-    """Base of a codec with the option ``scale``, listed before ``Codec``."""
-
-    scale: str
-
-    @property
-    def searches(self) -> bool:
-        """Whether ``scale=search``: PyTorch alone writes it, kernels read it as ever."""
-        return self.scale == "search"
-
-
-def check_scale(name: str, scale: str) -> None:
-    """Raise SpecError if the option does not exist."""
-    if scale not in get_args(Scale):
-        raise SpecError(f"{name}: scale={scale!r} is not allowed; use own or search.")
 
 
 def quantized(
@@ -54,26 +36,14 @@ def quantized(
     group: int = 0,
     factors: Sequence[float] = FACTORS,
 ) -> Quantized:
-    """Quantize by the codec's own rule, or search.
+    """Quantize ``x [B, H, N, ...]`` by the codec's own rule, or with ``scale="search"`` by the best of ``factors``.
 
-    Parameters
-    ----------
-    x : Tensor ``[B, H, N, ...]``
-    quantize : callable
-        Rows and a factor -> codes and scales.
-    value : callable
-        Codes and scales -> the rows, as the codec decodes them.
-    scale : str
-        Anything but "search": the codec's own rule.
-    group, factors
-        As ``least_error``.
+    ``quantize`` maps rows and a factor to codes and scales; ``value`` maps these to the rows as decoded. ``group`` as
+    in ``least_error``.
     """
     if scale != "search":
         return quantize(x, factors[0])
-    parts = []
-    for piece in token_chunks(x):
-        parts.append(least_error(piece, partial(quantize, piece), value, group, factors))
-    return tuple(torch.cat(field, 2) for field in zip(*parts, strict=True))
+    return tuple(in_pieces(lambda piece: least_error(piece, partial(quantize, piece), value, group, factors), x))
 
 
 def least_error(
@@ -83,25 +53,10 @@ def least_error(
     group: int = 0,
     factors: Sequence[float] = FACTORS,
 ) -> Quantized:
-    """Keep what has the least squared error, group by group; sums by halves in float64, the same on every machine.
+    """Return the encoding of ``x [..., D]`` with the least squared error in each group; sums by halves in float64.
 
-    Parameters
-    ----------
-    x : Tensor ``[..., D]``
-    quantize, value : callable
-        As ``quantized``, for these rows.
-    group : int
-        Neighbouring channels that share a scale; 0: all of them.
-    factors : sequence of float
-        Tried in this order; 1, the codec's own, first.
+    ``group`` neighbouring channels share a scale; 0: all of them. ``factors`` are tried in order.
 
-    Returns
-    -------
-    tuple of Tensor
-        As ``quantize`` returns them.
-
-    Examples
-    --------
     >>> x = torch.tensor([[0.4, 0.4, 0.4, -1.0]])
     >>> least_error(x, lambda f: ((x / f).round(), torch.full((1, 1), f)), lambda codes, scale: codes * scale)
     (tensor([[ 1.,  1.,  1., -2.]]), tensor([[0.6000]]))

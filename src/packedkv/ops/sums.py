@@ -1,8 +1,10 @@
-"""Sums with a fixed order of additions, and chunks of a call that fit a CPU cache.
+"""Sums with a fixed order of additions, and pieces of a call that fit a CPU cache.
 
 ``sum(-1)`` adds in an order that depends on the machine and on the shape of the call. Encoded bytes must not: a token
 has to give the same bits alone and in a batch, on CPU and GPU.
 """
+
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -36,7 +38,13 @@ def row_norm(x: Tensor) -> Tensor:
 def token_chunks(x: Tensor, elements: int | None = None) -> tuple[Tensor, ...]:
     """Cut ``x [B, H, N, D]`` along N into pieces of about ``elements`` elements; one, empty, when N is 0.
 
-    By default the size goes by the device; pass it where a result depends on the pieces.
+    By default the size depends on the device; pass it where a result depends on the pieces.
     """
     elements = elements or (CHUNK if x.device.type == "cpu" else GPU_CHUNK)
     return x.split(max(1, elements // max(1, x.shape[0] * x.shape[1] * x.shape[3])), 2)
+
+
+def in_pieces(encode: Callable[[Tensor], tuple[Tensor, ...]], x: Tensor) -> list[Tensor]:
+    """Encode ``token_chunks`` of ``x`` one after the other, and join each of the results along N."""
+    parts = [encode(piece) for piece in token_chunks(x)]
+    return [torch.cat(field, 2) for field in zip(*parts, strict=True)]

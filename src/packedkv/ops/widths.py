@@ -1,4 +1,4 @@
-"""Bits that differ by channel: who gets how many, channels in the order of their bits, and the nearest level of each.
+"""Bits that differ by channel: how many each gets, channels in the order of their bits, and nearest levels.
 
 Levels of all widths stand in one table, those of width w from 2^w - 1 on: one level of width 0, two of width 1, ...
 """
@@ -14,25 +14,12 @@ from packedkv.ops.sums import CHUNK, sum_by_halves, token_chunks
 
 
 def allot(weights: Tensor, errors: Sequence[float], total: int) -> Tensor:
-    """Widths of least weighted error: one bit at a time to where it gains most, to the first of equals.
+    """Share ``total`` bits among n groups of channels with the least weighted error.
 
-    Optimal where the gains of a further bit fall (water-filling in whole bits).
+    One bit at a time goes where it gains most, to the first of equals: water-filling in whole bits, which is optimal
+    where the gains of a further bit fall. ``weights [..., n]`` are float64; ``errors`` are the squared errors of the
+    widths 0 to the widest. The result is int64 ``[..., n]``.
 
-    Parameters
-    ----------
-    weights : Tensor float64 ``[..., n]``
-        What the squared error of each group of channels costs, not negative.
-    errors : sequence of float
-        Squared error of the widths 0 to the widest, falling ever less.
-    total : int
-        Sum of the n widths.
-
-    Returns
-    -------
-    Tensor int64 ``[..., n]``
-
-    Examples
-    --------
     >>> allot(torch.tensor([100.0, 10.0, 1.0, 1.0]), [1.0, 0.36, 0.12, 0.035, 0.0095, 0.0025], 12)
     tensor([5, 4, 2, 1])
     """
@@ -49,9 +36,9 @@ def channel_squares(x: Tensor) -> Tensor:
 
 
 def width_cuts(levels: Tensor) -> Tensor:
-    """Where the number of the nearest level grows by one, for each width: float64 ``[W + 1, 2^W - 1]``.
+    """Decision boundaries of each width 0 to W, padded with infinity: float64 ``[W + 1, 2^W - 1]``.
 
-    Infinite behind a width's last; ``levels [2^(W + 1) - 1]`` are those of the widths 0 to W.
+    ``levels [2^(W + 1) - 1]`` are those of all widths.
     """
     widest = (len(levels) + 1).bit_length() - 2
     cuts = torch.full((widest + 1, 2**widest - 1), torch.inf, dtype=torch.float64, device=levels.device)
@@ -70,15 +57,15 @@ def nearest_in(cuts: Tensor, x: Tensor) -> Tensor:
 
 
 def for_tokens(index: Tensor, like: Tensor) -> Tensor:
-    """An index ``[1 or B, H, n]`` for every token of ``like [B, H, N, *]``: int64 ``[B, H, N, n]``."""
+    """Expand an index ``[1 or B, H, n]`` to every token of ``like [B, H, N, *]``: int64 ``[B, H, N, n]``."""
     return index.long().unsqueeze(2).expand(*like.shape[:3], index.shape[-1])
 
 
 def ordered(x: Tensor, order: Tensor) -> Tensor:
-    """Channels of ``x [B, H, N, D]`` in an order ``[1 or B, H, D]``."""
+    """Put the channels of ``x [B, H, N, D]`` in an order ``[1 or B, H, D]``."""
     return x.gather(-1, for_tokens(order, x))
 
 
 def put_back(x: Tensor, order: Tensor) -> Tensor:
-    """The inverse of ``ordered``."""
+    """Undo ``ordered``."""
     return torch.empty_like(x).scatter_(-1, for_tokens(order, x), x)

@@ -6,12 +6,18 @@ from typing import get_args
 import torch
 
 from packedkv.codec import Codec, Site, roundtrip
-from packedkv.codecs.octopus import Octopus, Rounding, direction_centroids, norm_centroids, split_bits
+from packedkv.codecs.octopus import (
+    Octopus,
+    Rounding,
+    coordinate_density,
+    direction_centroids,
+    norm_centroids,
+    split_bits,
+)
 from packedkv.codecs.octopus_qjl import OctopusQJL
 from packedkv.codecs.polarquant import PolarQuant
 from packedkv.codecs.turboquant import TurboQuant, TurboQuantQJL, Variant, coordinate_centroids
 from packedkv.ops.lloyd_max import block_norm_density, distortion, lloyd_max
-from packedkv.ops.octahedral import coordinate_density
 from packedkv_lab.reproduce.claims import NOT_PRINTED, Found, recomputes
 from packedkv_lab.reproduce.measure import fidelity
 

@@ -12,8 +12,7 @@ from packedkv.codec import Codec, Site
 from packedkv.codecs.group_int import GroupInt
 from packedkv.codecs.saw_int4 import SawInt4
 from packedkv.codecs.ultra_tq import UltraTQ, gaussian_levels
-from packedkv.codecs.ultraquant import GROUP, UltraQuant
-from packedkv.ops.fp4 import E2M1_MAGNITUDES, ue8m0_value
+from packedkv.codecs.ultraquant import E2M1_MAGNITUDES, GROUP, UltraQuant, ue8m0_value
 from packedkv.ops.groups import split_channels
 from packedkv.ops.lloyd_max import block_norm_density, distortion, midpoints, sample_levels
 from packedkv.registry import get

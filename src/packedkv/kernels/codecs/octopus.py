@@ -9,14 +9,13 @@ import torch
 from torch import Tensor
 
 from packedkv.codec import Codec, Params, Role
-from packedkv.codecs.octopus import JOINT_BITS, Octopus
+from packedkv.codecs.octopus import JOINT_BITS, PARTS, Octopus, runs, split_bytes
 from packedkv.errors import UnsupportedError
 from packedkv.kernels.codecs.tables import SLACK, copied_bytes, filled_walls, half_rows, wall_table
 from packedkv.kernels.cpu.spec import CpuEncoder, CpuReader
 from packedkv.kernels.spec import Encoder, Reader, flag
 from packedkv.ops.hadamard import power_of_two_divisor
 from packedkv.ops.lloyd_max import midpoints
-from packedkv.ops.split_words import PARTS, runs, split_bytes
 
 DIRECTION_BITS = 6
 """Largest b_dir: 4096 directions of 8 bytes."""

@@ -13,7 +13,7 @@ def reader(codec: Codec, head_dim: int, role: Role) -> Reader:
     if (codec.zero, codec.pack) != ("rounded", "neighbours"):
         raise UnsupportedError(f"the kernels read zero=rounded and pack=neighbours, not {codec}")
     return Reader(
-        f"kv::ReadSaw<{head_dim}>", "read_saw.cuh", order=codec.block_for(head_dim), tile=32, warps=6, uneven=True
+        f"kv::ReadSaw<{head_dim}>", "read_saw.cuh", order=codec.order_for(head_dim), tile=32, warps=6, uneven=True
     )
 
 
@@ -22,7 +22,7 @@ def cpu_reader(codec: Codec, head_dim: int, role: Role) -> CpuReader:
     assert isinstance(codec, SawInt4)
     if codec.pack != "neighbours":
         raise UnsupportedError(f"the CPU kernels read pack=neighbours, not {codec}")
-    return CpuReader("saw", order=codec.block_for(head_dim))
+    return CpuReader("saw", order=codec.order_for(head_dim))
 
 
 def encoder(codec: Codec, head_dim: int, role: Role) -> Encoder:
@@ -31,7 +31,7 @@ def encoder(codec: Codec, head_dim: int, role: Role) -> Encoder:
     if codec.pack != "neighbours":
         raise UnsupportedError(f"the kernels write pack=neighbours, not {codec}")
     name = f"kv::EncodeSaw<{head_dim}, {flag(codec.zero == 'float')}>"
-    return Encoder(name, "encode_saw.cuh", order=codec.block_for(head_dim), uneven=True)
+    return Encoder(name, "encode_saw.cuh", order=codec.order_for(head_dim), uneven=True)
 
 
 def cpu_encoder(codec: Codec, head_dim: int, role: Role) -> CpuEncoder:
@@ -39,4 +39,4 @@ def cpu_encoder(codec: Codec, head_dim: int, role: Role) -> CpuEncoder:
     assert isinstance(codec, SawInt4)
     if codec.pack != "neighbours":
         raise UnsupportedError(f"the CPU kernels write pack=neighbours, not {codec}")
-    return CpuEncoder("saw", (int(codec.zero == "float"),), order=codec.block_for(head_dim))
+    return CpuEncoder("saw", (int(codec.zero == "float"),), order=codec.order_for(head_dim))

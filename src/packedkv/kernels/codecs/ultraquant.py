@@ -6,12 +6,11 @@ import struct
 import torch
 
 from packedkv.codec import Codec, Role
-from packedkv.codecs.ultraquant import GROUP, UltraQuant
+from packedkv.codecs.ultraquant import GROUP, UltraQuant, decode_e2m1
 from packedkv.errors import UnsupportedError
 from packedkv.kernels.codecs.tables import group_levels, level_bytes
 from packedkv.kernels.cpu.spec import CpuEncoder, CpuReader
 from packedkv.kernels.spec import Encoder, Reader, flag
-from packedkv.ops.fp4 import decode_e2m1
 from packedkv.ops.hadamard import power_of_two_divisor
 
 _CODES = torch.arange(16)

@@ -110,7 +110,7 @@ inline uint16_t radii_of(const float* y, int n, int steps, uint32_t* radius) {
   return scale;
 }
 
-// codes and radii of token t in the order of ops/signed_rows.py, or as two plain streams
+// codes and radii of token t in the order of codecs/hqmq.py, or as two plain streams
 inline void store_chunks(const New& n, int t, int count, const uint32_t* codes, const uint32_t* radius) {
   const int r = n.options[1], w = n.options[4], spare = w + r - 16, held = 16 - w;
   Stream first(n.at(0, t)), second(n.at(1, t));

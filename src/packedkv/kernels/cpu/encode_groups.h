@@ -7,7 +7,7 @@
 
 namespace kv {
 
-// ops/interleaved.py: codes of 2 or 3 bits of runs of 128 channels
+// codecs/group_int.py: codes of 2 or 3 bits of runs of 128 channels
 template <int BITS> inline void interleave(const uint8_t* codes, int dim, uint8_t* to) {
   for (int run = 0; run < dim; run += 128, codes += 128, to += 16 * BITS) {
     uint16_t unit[BITS][8];
@@ -122,7 +122,7 @@ inline void encode_e2m1(const New& n) {
       float s = 0, reciprocal = 0;
       if (n.options[2]) {
         int exponent;
-        if (std::frexp(wanted, &exponent) < std::sqrt(0.5)) --exponent;  // ops/fp4.py, nearest_ue8m0
+        if (std::frexp(wanted, &exponent) < std::sqrt(0.5)) --exponent;  // codecs/ultraquant.py, nearest_ue8m0
         const int byte = wanted > 0 ? std::max(0, std::min(254, exponent + 127)) : 0, back = 254 - byte;
         n.at(1, t)[g] = (uint8_t)byte;
         reciprocal = float_of(back ? (uint32_t)back << 23 : 1u << 22);

@@ -10,7 +10,7 @@ namespace kv {
 
 enum Rounding { ROUND_SCALAR, ROUND_2X2, ROUND_3X3, ROUND_FULL };
 
-// A row's codes in the bytes of ops/split_words.py.
+// A row's codes in the bytes of codecs/octopus.py.
 struct SplitWords {
   int words;       // bits of a part that are whole words
   int bits, low;   // of a code, and of those its lower field; low = 0: codes are whole
@@ -49,7 +49,7 @@ struct Triplets {
 
   // the code of a part of a unit vector
   uint32_t code(double x, double y, double z) const {
-    // ops/octahedral.py, to_square
+    // codecs/octopus.py, to_square
     const double size = std::max(std::fabs(x) + std::fabs(y) + std::fabs(z), 1e-300);
     const double p = x / size, q = y / size, a = 1 - std::fabs(q), b = 1 - std::fabs(p);
     const double xi = z < 0 ? (p >= 0 ? a : -a) : p, eta = z < 0 ? (q >= 0 ? b : -b) : q;

@@ -1,6 +1,6 @@
 // hqmq (packedkv/codecs/hqmq.py): a row of the head's codebook, a sign and a radius per four channels.
 //
-// Planes: the layout's fields. Options: 2 whether bits are in the order of ops/signed_rows.py, 3 how many planes lie
+// Planes: the layout's fields. Options: 2 whether bits are in the order of codecs/hqmq.py, 3 how many planes lie
 // before the scale. Tables: rows of four float32, every second of the
 // codebook (the others are their negatives).
 #pragma once
@@ -32,7 +32,7 @@ struct Chunks {
   }
 };
 
-// LANES bits of a plane (ops/signed_rows.py) of n chunks, from chunk c on: bit 12 of each lane, the others are zeros.
+// LANES bits of a plane (codecs/hqmq.py) of n chunks, from chunk c on: bit 12 of each lane, the others are zeros.
 // by[c]: the bit's number, up to 32 chunks how far it is to be rotated to the left
 KV_INLINE U plane_bits(const uint8_t* plane, const int32_t* by, int n, int c) {
   U at, x;

@@ -9,7 +9,7 @@ namespace kv {
 
 constexpr int MOST_GROUPS = WIDEST / 16;
 
-// -- interleaved codes (ops/interleaved.py): runs of 128 channels -----------------------------------------------------
+// -- interleaved codes (codecs/group_int.py): runs of 128 channels -----------------------------------------------------
 
 // of 2 bits: 32 bytes as a plain stream
 inline void deinterleave(const uint8_t* row, int dim, uint8_t* out) {

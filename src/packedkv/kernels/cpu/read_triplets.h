@@ -1,4 +1,4 @@
-// octopus (packedkv/codecs/octopus.py): a code per three channels, in the order of bits of ops/split_words.py.
+// octopus (packedkv/codecs/octopus.py): a code per three channels, in the order of bits of codecs/octopus.py.
 //
 // Planes: as the layout's fields, codes and tail (one of them may be missing), then the norm. Options: 0 bits of a
 // direction, 1 bits of a length, 2 whether fields of a code are held apart, 3 whether norms are float32, 4 bytes of the
@@ -36,7 +36,7 @@ inline void triplets_norms(const Rows& r, float* norms) {
 // How many triplets come first in the order below.
 inline int without_tail(const int32_t* options, int n) {
   const int low = options[2] ? options[1] : 0, high = 2 * options[0] + options[1] - low;
-  const int each = n / 4, words = 2 * options[4];  // triplets of a part (ops/split_words.py), its bits in the codes
+  const int each = n / 4, words = 2 * options[4];  // triplets of a part (codecs/octopus.py), its bits in the codes
   const int whole = low ? (words - each * high) / low : words / high;  // triplets of a part without bits in the tail
   return whole > 0 ? std::min(each, whole) / 4 * 16 : 0;
 }

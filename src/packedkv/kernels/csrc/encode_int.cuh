@@ -4,7 +4,7 @@
 //     EncodeGroupInt<D, BITS, GROUP, SYMMETRIC>       GROUP = 0: one group
 //
 // Planes: codes [D BITS / 8], scale fp16 [groups], zero fp16 [groups] if not symmetric. Codes are interleaved
-// (ops/interleaved.py) at 2 and 3 bits if GROUP is 32 and 128 divides D; else they are a plain bit stream.
+// (codecs/group_int.py) at 2 and 3 bits if GROUP is 32 and 128 divides D; else they are a plain bit stream.
 #pragma once
 #include "encode.cuh"
 

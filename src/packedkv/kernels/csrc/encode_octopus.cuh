@@ -7,7 +7,7 @@
 
 namespace kv {
 
-// A row's codes in the bytes of ops/split_words.py: lanes of a team take a word at a time.
+// A row's codes in the bytes of codecs/octopus.py: lanes of a team take a word at a time.
 template <int COUNT, int BITS, int LOW> struct StoreParts {
   using Order = SplitWords<COUNT, BITS, LOW>;
 
@@ -140,7 +140,7 @@ template <int D, int DIR, int NRM, bool WIDE, int ROUNDING> struct OctopusRow : 
     return n;
   }
 
-  // as to_square of ops/octahedral.py; the sum of magnitudes is not 0
+  // as to_square of codecs/octopus.py; the sum of magnitudes is not 0
   template <class T> KV_DEV static void square(T px, T py, bool lower, T& xi, T& eta) {
     T a = sub((T)1, magnitude(py)), b = sub((T)1, magnitude(px));
     xi = lower ? (px >= (T)0 ? a : -a) : px;

@@ -22,7 +22,7 @@ template <int D, uint64_t C, bool REAL = false, int UNIT = 0> struct EncodeUltra
   }
   KV_DEV static float power(int32_t byte) { return bits_float(byte > 0 ? (uint32_t)byte << 23 : 1u << 22); }
 
-  // code of magnitude a, in the low bits: three lines of slope 2, 1, 1/2, the lowest counts, see ops/fp4.py
+  // code of magnitude a, in the low bits: three lines of slope 2, 1, 1/2, the lowest counts, see codecs/ultraquant.py
   KV_DEV static uint32_t code(float y) {
     float a = magnitude(y);
     float t = minimum(fma(a, 2.0f, ROUNDING), fma(a, 1.0f, ROUNDING + 2.0f));

@@ -1,4 +1,4 @@
-// Bits of hqmq (packedkv/ops/signed_rows.py): row and sign of a code of W bits and a radius of R bits, for each
+// Bits of hqmq (packedkv/codecs/hqmq.py): row and sign of a code of W bits and a radius of R bits, for each
 // chunk of four channels.
 #pragma once
 #include "platform.cuh"

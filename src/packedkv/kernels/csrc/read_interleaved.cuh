@@ -1,4 +1,4 @@
-// Reader of integers in groups of 32 channels of a token in interleaved order (packedkv/ops/interleaved.py): values of
+// Reader of integers in groups of 32 channels of a token in interleaved order (packedkv/codecs/group_int.py): values of
 // kivi, octopus and ultra-tq where the head dimension is a multiple of 128. Values of 4 bits, whose plain stream is
 // this order, also in groups of 64 and 128.
 //

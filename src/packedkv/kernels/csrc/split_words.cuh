@@ -1,4 +1,4 @@
-// Codes of a row in four parts (packedkv/ops/split_words.py): words of each part, and a tail of the bits that fill no
+// Codes of a row in four parts (packedkv/codecs/octopus.py): words of each part, and a tail of the bits that fill no
 // word.
 #pragma once
 #include "platform.cuh"

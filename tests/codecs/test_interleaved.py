@@ -5,8 +5,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from packedkv.ops.bitpack import pack, packed_bytes
-from packedkv.ops.interleaved import RUN, deinterleave, interleave
+from packedkv.codecs.group_int import RUN, deinterleave, interleave
+from packedkv.ops.bitpack import packed_bytes
 
 
 def random_codes(bits: int, *shape: int, seed: int = 0) -> torch.Tensor:
@@ -56,22 +56,6 @@ def test_deinterleave_inverts_interleave(bits, runs, lead, dtype, seed):
     for run in range(runs):  # runs know nothing of each other
         part = slice(16 * bits * run, 16 * bits * (run + 1))
         assert torch.equal(packed[..., part], interleave(codes[..., RUN * run : RUN * (run + 1)], bits))
-
-
-@pytest.mark.parametrize("bits", [2, 3])
-def test_any_bytes_are_some_codes(bits):
-    """No bit is spare: a kernel that reads a dead slot reads codes, and writing them again gives the slot's bytes."""
-    packed = torch.randint(0, 256, (50, 32 * bits), generator=torch.Generator().manual_seed(1), dtype=torch.uint8)
-    codes = deinterleave(packed, bits)
-    assert int(codes.max()) == (1 << bits) - 1
-    assert torch.equal(interleave(codes, bits), packed)
-
-
-def test_four_bits_are_the_plain_bit_stream():
-    codes = random_codes(4, 20, 3 * RUN)
-    assert torch.equal(interleave(codes, 4), pack(codes, 4))
-    for bits in (2, 3):
-        assert not torch.equal(interleave(codes & 3, bits), pack(codes & 3, bits))
 
 
 @pytest.mark.parametrize("bits", [2, 3, 4])

@@ -5,8 +5,7 @@ import itertools
 import pytest
 import torch
 
-from packedkv.ops.bitpack import packed_bytes
-from packedkv.ops.signed_rows import pack_rows, row_fields, unpack_rows
+from packedkv.codecs.hqmq import pack_rows
 
 WIDTHS = list(itertools.product((10, 11, 12, 13), (3, 4, 6)))
 
@@ -23,20 +22,6 @@ def bits_of(packed):
 
 def number(bits, first, count):
     return sum(bit << k for k, bit in enumerate(bits[first : first + count]))
-
-
-@pytest.mark.parametrize("n", [8, 16, 24, 32, 64])
-@pytest.mark.parametrize(("w", "r"), WIDTHS)
-def test_back_again_in_as_many_bytes(w, r, n):
-    codes, radius = numbers(w, r, n)
-    packed = pack_rows(codes, radius, w, r)
-    assert {name: x.shape[-1] for name, x in packed.items()} == row_fields(n, w, r)
-    assert list(packed) == list(row_fields(n, w, r))
-    assert all(x.dtype == torch.uint8 for x in packed.values())
-    assert sum(row_fields(n, w, r).values()) == packed_bytes(n, w) + packed_bytes(n, r)
-    found = unpack_rows(packed, n, w, r)
-    assert torch.equal(found[0].long(), codes)
-    assert torch.equal(found[1].long(), radius)
 
 
 @pytest.mark.parametrize(("w", "r"), WIDTHS)

@@ -1,12 +1,10 @@
 """Codes in four parts: every bit where the definition has it, there and back, as many bytes as a bit stream."""
 
-import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from packedkv.ops.bitpack import pack, packed_bytes
-from packedkv.ops.split_words import pack_split, split_bytes, unpack_split
+from packedkv.codecs.octopus import pack_split, split_bytes, unpack_split
 
 
 def random_codes(bits: int, *shape: int, seed: int = 0) -> torch.Tensor:
@@ -47,39 +45,3 @@ def test_bytes_are_those_of_the_definition_and_decode(n, bits, data, seed):
         assert packed["codes"][row].tolist() == head if head else "codes" not in packed
         assert packed["tail"][row].tolist() == tail if tail else "tail" not in packed
     assert torch.equal(unpack_split(packed, bits, n, low), codes.int())
-
-
-@settings(max_examples=60, deadline=None, derandomize=True, database=None)
-@given(n=st.integers(1, 300), bits=st.integers(1, 16))
-def test_no_bytes_more_than_a_bit_stream(n, bits):
-    sizes = split_bytes(n, bits)
-    assert sum(sizes.values()) == packed_bytes(n, bits)
-    assert sizes.get("codes", 0) % 16 == 0
-    assert all(sizes.values())
-
-
-@pytest.mark.parametrize(("n", "bits"), [(64, 8), (16, 16), (32, 4)])
-def test_parts_of_whole_words_are_the_plain_bit_stream(n, bits):
-    codes = random_codes(bits, 5, n)
-    packed = pack_split(codes, bits)
-    assert list(packed) == ["codes"]
-    assert torch.equal(packed["codes"], pack(codes, bits))
-
-
-@pytest.mark.parametrize("dtype", [torch.uint8, torch.int16, torch.int32, torch.int64])
-def test_any_integers_and_any_shape(dtype):
-    codes = random_codes(7, 3, 2, 43).to(dtype)
-    packed = pack_split(codes.transpose(0, 1), 7)
-    assert {name: (field.dtype, tuple(field.shape)) for name, field in packed.items()} == {
-        "codes": (torch.uint8, (2, 3, 32)),
-        "tail": (torch.uint8, (2, 3, 6)),
-    }
-    assert torch.equal(unpack_split(packed, 7, 43), codes.transpose(0, 1).int())
-    flat = pack_split(codes[0, 0], 7)
-    assert all(torch.equal(flat[name], packed[name][0, 0]) for name in packed)
-
-
-def test_any_bytes_are_some_codes():
-    """Of a dead slot too: every code is one of ``2**bits``."""
-    packed = {name: torch.full((3, size), 255, dtype=torch.uint8) for name, size in split_bytes(43, 13).items()}
-    assert torch.equal(unpack_split(packed, 13, 43, 3), torch.full((3, 43), 8191, dtype=torch.int32))
