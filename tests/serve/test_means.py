@@ -1,16 +1,18 @@
-"""Keys without their mean, and ghost: the library's tokens, whatever the scheduler does with the requests."""
+"""Key biases and means: what the weights or a file give, whatever the scheduler does; what breaks does not start."""
 
 import copy
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from packedkv.errors import BrokenPresetError, UnsupportedError
+from packedkv.errors import BrokenPresetError, KVError, UnsupportedError
 from packedkv.integrations.vllm.layer import EngineLayer
 from tests.serve.biased import Biased
-from tests.serve.engines import engine, generate, layers, library, metric, prompts
+from tests.serve.engines import WORDS, engine, generate, layers, library, metric, prompts
+from tests.test_key_bias import with_biases
 
 IDS = prompts(40, 2, 33)
 """One is shorter than ghost's dense first tokens."""
@@ -57,24 +59,6 @@ def test_the_reference_serves_them_as_well(biased: Biased, monkeypatch: pytest.M
         assert generate(llm, IDS[:1]) == want[:1]
 
 
-@pytest.mark.nightly
-def test_drafts_read_the_same_bytes(biased: Biased, tmp_path: Path) -> None:
-    """In blocks of the size that a server chooses, in which ghost's dense first tokens take a quarter bit a number."""
-    ids = [[*own, *own[:20], *own[:9]] for own in prompts(40, 2, 33)]
-    file = tmp_path / "fitted.safetensors"
-    biased.fitted("ghost-3", file)
-    given = {"preset": "ghost-3", "params": str(file)}
-    with engine(biased.folder, given) as llm:
-        want = generate(llm, ids, 24)
-        cache = next(iter(layers(llm).values())).kv_cache
-        assert cache.shape[2:] == (128, 2 * 64 * 3 // 8 + 2 * 4 * 64 * 2 // 128)
-    drafts = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 2, "prompt_lookup_min": 1}
-    with engine(biased.folder, given, speculative_config=drafts) as llm:
-        assert generate(llm, ids, 24) == want
-        drafted, accepted = (metric(llm, f"spec_decode_num_{what}_tokens") for what in ("draft", "accepted"))
-        assert drafted > accepted, (drafted, accepted)  # some are rejected
-
-
 ROPES: dict[str, tuple[dict[str, Any], str]] = {
     "yarn": ({"factor": 4.0, "original_max_position_embeddings": 256}, "pre"),
     "llama3": (
@@ -116,8 +100,12 @@ def test_rotary_embeddings(name: str, biased: Biased, tmp_path: Path) -> None:
 
 
 def test_what_cannot_be_served_is_refused(biased: Biased, llama: Any) -> None:
+    broken = (
+        r"packedkv: saw-int4:mean=none breaks on the key biases of .*channel 61, 4.*'saw-int4:mean=pre'.*"
+        r"'kivi-4:window=0'.*\"probe\": \"warn\""
+    )
     for preset, error, sentence, model in (
-        ("saw-int4:mean=none", BrokenPresetError, r"breaks on the key biases of .*'saw-int4:mean=pre'", biased),
+        ("saw-int4:mean=none", BrokenPresetError, broken, biased),
         (
             "saw-int4:mean=pre",
             UnsupportedError,
@@ -129,3 +117,84 @@ def test_what_cannot_be_served_is_refused(biased: Biased, llama: Any) -> None:
     ):
         with pytest.raises(error, match=sentence), engine(model.folder, {"preset": preset}):
             pass
+
+
+@pytest.mark.parametrize(
+    "given", [{"preset": "saw-int4:mean=none", "probe": "warn"}, {"preset": "kivi-4", "window": 0}], ids=str
+)
+def test_what_breaks_starts_when_told_and_what_holds_starts(given: dict[str, Any], biased: Biased) -> None:
+    with engine(biased.folder, given, max_num_batched_tokens=64) as llm:
+        assert len(generate(llm, IDS[:1])[0]) > 0
+
+
+# -- attention modules of other forms ----------------------------------------------------------------------------------
+
+FORMS: dict[str, tuple[dict[str, Any], str]] = {
+    "GPT2": ({"n_head": 2}, "post"),  # learned positions; called with states alone
+    "Starcoder2": ({"num_attention_heads": 2, "num_key_value_heads": 1}, "pre"),  # of the Transformers backend
+}
+
+
+@pytest.fixture(scope="module", params=FORMS)
+def formed(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Any, Path]:
+    """A model with large key biases, and a bias of the norm before them."""
+    changed, kind = FORMS[request.param]
+    made = with_biases(request.param, vocab_size=WORDS, **changed)
+    folder = tmp_path_factory.mktemp(request.param)
+    with torch.no_grad():
+        for name, weight in made.named_parameters():
+            if name.endswith(("ln_1.bias", "input_layernorm.bias")):
+                weight.normal_()
+    made.save_pretrained(folder)
+    return kind, made, folder
+
+
+def true_means(made: Any) -> list[torch.Tensor]:
+    """Keys of a state of zeros behind the norm, layer by layer: its bias, through the projection, and the keys' own."""
+    found = []
+    with torch.no_grad():
+        for block in made.base_model.h if hasattr(made.base_model, "h") else made.base_model.layers:
+            before = block.ln_1 if hasattr(block, "ln_1") else block.input_layernorm
+            y = before.bias[None]
+            found.append(block.attn.c_attn(y)[:, 128:256] if hasattr(block, "attn") else block.self_attn.k_proj(y))
+    return found
+
+
+def test_the_weights_give_the_mean_of_any_attention(formed: tuple[str, Any, Path]) -> None:
+    kind, made, folder = formed
+    with engine(folder, {"preset": "int-8"}, max_num_batched_tokens=16, block_size=16) as llm:
+        packed = [layer.impl.packed for layer in layers(llm).values()]
+        assert {(own.site.mean.kind, own.site.mean.source) for own in packed} == {(kind, "weights")}
+        for own, mean in zip(packed, true_means(made), strict=True):
+            assert (own.site.mean.given.flatten() - mean.flatten()).norm() < 0.02 * mean.norm()
+        ids = prompts(40, 2, 33)
+        found = generate(llm, ids)
+        assert [generate(llm, [own]) for own in ids] == [[own] for own in found]
+
+
+def named(text: str) -> list[str]:
+    return re.findall(r"'([a-z0-9_:=,-]+)'", text.partition(" cannot be followed")[2] or text.partition(" Use ")[2])
+
+
+def test_advice_names_what_starts(formed: tuple[str, Any, Path]) -> None:
+    """Both refusals: a mean that cannot be followed, and a preset that breaks; blocks of 16 are too small for some."""
+    kind, _, folder = formed
+    asked = "saw-int4:mean=pre" if kind == "post" else "saw-int4:mean=none"
+    with pytest.raises(KVError) as error, engine(folder, {"preset": asked}, block_size=16):
+        pass
+    assert isinstance(error.value, UnsupportedError if kind == "post" else BrokenPresetError)
+    assert str(error.value).startswith(f"packedkv: {asked}")
+    assert named(str(error.value)) == [f"saw-int4:mean={kind}", "octopus-4:window=0", "int-8"]
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("given", [{}, {"block_size": 16}], ids=["any blocks", "small blocks"])
+def test_all_that_advice_names_starts(given: dict[str, Any], formed: tuple[str, Any, Path]) -> None:
+    _, _, folder = formed
+    with pytest.raises(BrokenPresetError) as error, engine(folder, {"preset": "saw-int4:mean=none"}, **given):
+        pass
+    found = named(str(error.value))
+    assert len(found) >= 3
+    for spec in found:
+        with engine(folder, {"preset": spec}, **given) as llm:
+            assert len(generate(llm, prompts(9), 2)[0]) == 2

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from vllm.config import VllmConfig, get_current_vllm_config, get_current_vllm_config_or_none
 from vllm.logger import init_logger
 from vllm.model_executor.models.utils import extract_layer_index
@@ -46,7 +46,6 @@ from packedkv.integrations.vllm.servable import (
     preferred_page,
 )
 from packedkv.integrations.vllm.step import PackedBuilder, PackedMetadata, SharedStep, longest_sequence, metadata_of
-from packedkv.integrations.vllm.weights import Around
 from packedkv.kernels.cuda.build import LEAST
 from packedkv.kernels.cuda.prompts import Chunk
 from packedkv.scheme import Mean
@@ -229,7 +228,8 @@ class PackedImpl(AttentionImpl[PackedMetadata]):  # type: ignore[misc]
         self.kv_cache_dtype = kv_cache_dtype
         self.kv_sharing_target_layer_name = kv_sharing_target_layer_name
         self.rules = Rules(self.scale, sliding_window or 0, float(logits_soft_cap or 0.0), sinks)
-        self.around = Around(self)
+        self.modules: list[nn.Module] = []
+        """The modules around the layer, once ``weights.find_modules`` has found them."""
         self.packed: EngineLayer | None = None
         self.digest = ""
         self.backends: dict[tuple[str, int, int, int], type[PackedBackend]] = {}
@@ -343,7 +343,6 @@ class PackedImpl(AttentionImpl[PackedMetadata]):  # type: ignore[misc]
 
     def _check_weights(self, again: bool) -> None:
         """Check the preset against the model's key biases and decide means, once, when the first layer is bound."""
-        self.around.end()
         impls = {name: impl for name, impl in self._impls().items() if not impl.draft}
         if next(iter(impls.values())) is not self:  # the first layer has set the results
             return

@@ -158,7 +158,7 @@ def _starts(config: VllmConfig, spec: str, *, order: list[int], biases: KeyBiase
         for index, impl in rotaries.impls.items():
             layer = replace(scheme.for_layer(order.index(index), len(order)), mean=kinds[index])
             check_layer(layer, impl.head_size, page)
-            device = next(impl.around.modules[0].parameters()).device
+            device = next(impl.modules[0].parameters()).device
             if device.type != "cpu":
                 tokens = page or preferred_page(layer)
                 key, value = (layer.codec(role).for_dtype(config.model_config.dtype) for role in ROLES)

@@ -4,10 +4,6 @@ A preset that breaks on the model's key biases is not served (``key_bias``). Oth
 mean. Requests with the same prefix share pages, so the mean must not come from a request: it is that of the weights'
 biases, or that of a file.
 
-vLLM passes only the attention layer to a backend. ``Around`` finds the modules around it while the model is built: a
-torch hook reports every module that becomes a child of another. Models of the Transformers backend exist before their
-attention layers do; ``complete`` finds their modules among the objects of the process.
-
 The engine passes keys after RoPE, and a token's index in its request is its position. The layer's rotary embedding
 gives the frequencies; they are verified with keys that the layer computes of one state at several positions. Where they
 differ, or a token has several positions (M-RoPE), only a mean after RoPE is subtracted.
@@ -24,7 +20,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.module import register_module_module_registration_hook
 
 from packedkv.codec import Params
 from packedkv.errors import BrokenPresetError, UnsupportedError
@@ -52,43 +47,24 @@ STATES, POSITIONS, ANGLES = ("hidden_states", "x"), ("positions", "position_ids"
 """Names of arguments of attention modules; every other required argument is None."""
 
 
-class Around:
-    """The modules around an implementation's attention layer: its parent, which has the projections, and those above.
+def find_modules(impls: Iterable[Any]) -> None:
+    """Find the modules around attention layers, ``impl.modules``: the parent, which has the projections, and all above.
 
-    Parameters
-    ----------
-    impl
-        The implementation that vLLM's attention layer calls, its attribute ``impl``.
+    vLLM passes only the attention layer to a backend, so the modules are found among the objects of the process.
     """
-
-    def __init__(self, impl: Any) -> None:
-        self.modules: list[nn.Module] = []
-        self._impl = weakref.ref(impl)
-        self._hook = register_module_module_registration_hook(self._registered)
-
-    def _registered(self, parent: nn.Module, name: str, child: nn.Module) -> None:
-        if len(self.modules) == 1 and child is self.modules[0]:
-            self.modules.append(parent)
-        impl = self._impl()
-        if not self.modules and impl is not None and getattr(child, "impl", None) is impl:
-            self.modules.append(parent)
-
-    def end(self) -> None:
-        """Remove the hook."""
-        self._hook.remove()
-
-
-def complete(arounds: Sequence[Around]) -> None:
-    """Find the modules above those that had a parent before they had an attention layer."""
-    if not (short := [around for around in arounds if len(around.modules) == 1]):
+    missing = {id(impl): impl for impl in impls if not impl.modules}
+    if not missing:  # new weights in the same modules
         return
     parents: dict[int, nn.Module] = {}
+    layers: dict[int, nn.Module] = {}
     for found in gc.get_objects():
         if issubclass(type(found), nn.Module):
             parents |= {id(child): found for child in found.__dict__.get("_modules", {}).values() if child is not None}
-    for around in short:
-        while (above := parents.get(id(around.modules[-1]))) is not None and above not in around.modules:
-            around.modules.append(above)
+            layers[id(found.__dict__.get("impl"))] = found
+    for key, impl in missing.items():
+        module = layers.get(key)
+        while module is not None and (module := parents.get(id(module))) is not None and module not in impl.modules:
+            impl.modules.append(module)
 
 
 @contextmanager
@@ -106,7 +82,7 @@ def _any_error() -> Iterator[None]:
 def find_biases(name: str, text_config: Any, order: Sequence[int], impls: Mapping[int, Any]) -> KeyBiases:
     """Read the key biases of a model's layers.
 
-    ``order``: the layers that cache keys. ``impls``: by layer, the implementations of this process, with ``around,
+    ``order``: the layers that cache keys. ``impls``: by layer, the implementations of this process, with ``modules,
     num_heads, head_size, scale``.
 
     Raises
@@ -115,7 +91,7 @@ def find_biases(name: str, text_config: Any, order: Sequence[int], impls: Mappin
         They are not known.
     """
     with _any_error():
-        complete([impl.around for impl in impls.values()])
+        find_modules(impls.values())
         layers = [own for index, impl in impls.items() if (own := _layer(index, impl, text_config)) is not None]
         found = KeyBiases(name, layers, order)
     if found.unread:
@@ -125,7 +101,7 @@ def find_biases(name: str, text_config: Any, order: Sequence[int], impls: Mappin
 
 
 def _layer(index: int, impl: Any, text_config: Any) -> KeyLayer | None:
-    if not (around := impl.around.modules):
+    if not (around := impl.modules):
         raise UnsupportedError(f"the module around the attention of layer {index} was not seen")
     block = around[1] if len(around) > 1 else None
     given = {"query_heads": impl.num_heads, "head_dim": impl.head_size, "scale": impl.scale}
@@ -172,14 +148,14 @@ def keys_at(impl: Any, states: Tensor, positions: Tensor) -> Tensor:
     """Compute the keys ``[n, H, D]`` of states ``[n, hidden]`` at ``positions [n]``, float32.
 
     The layer's attention module is called as its model calls it, and ends where it calls its attention layer.
-    ``impl``: the layer's implementation, with ``around`` and ``head_size``.
+    ``impl``: the layer's implementation, with ``modules`` and ``head_size``.
 
     Raises
     ------
     UnsupportedError
         The module takes other arguments than states, positions, and cosines and sines of the positions.
     """
-    if not (around := impl.around.modules):
+    if not (around := impl.modules):
         raise UnsupportedError("the module around a layer's attention was not seen")
     attention: nn.Module = around[0]
     inner = next(child for child in attention.children() if getattr(child, "impl", None) is impl)
@@ -285,7 +261,7 @@ class Rotaries:
         return self._rotary[index]
 
     def _verified(self, impl: Any) -> Rotary:
-        around, last = impl.around.modules, self.most - 1
+        around, last = impl.modules, self.most - 1
         name = type(around[0] if around else nn.Module()).__name__
         found = _embeddings(around)
         if len(found) != 1:
@@ -318,7 +294,7 @@ class Rotaries:
 
     def _averaged(self, impl: Any) -> Tensor:
         count = min(self.most, MEASURED)
-        attention, *above = impl.around.modules
+        attention, *above = impl.modules
         device = next(attention.parameters()).device
         h = torch.randn(count, self.hidden, generator=torch.Generator().manual_seed(0)).to(device, self.dtype)
         states = torch.cat([h, -h])  # each with its negative: averaging over both leaves the bias
