@@ -27,7 +27,7 @@ from packedkv_lab.eval.merge import merge
 from packedkv_lab.eval.run import RunSettings, evaluate
 from packedkv_lab.eval.scoring import Reader
 from packedkv_lab.eval.store import ITEMS, RESULTS, RUN, read_run
-from packedkv_lab.eval.tasks.base import TaskSettings
+from packedkv_lab.eval.tasks.base import Item, TaskSettings
 
 SPECS = ["dense", "int-4"]
 TASKS = ["perplexity", "kl", "kv_retrieval", "needle"]
@@ -513,10 +513,12 @@ def test_the_hash_of_the_weights_sees_every_weight_and_no_order():
     assert weights_sha256(tiny_llama().to(torch.bfloat16)) != one
 
 
-def test_the_batches_module_has_a_bound_on_tokens_of_a_call():
-    rows = [("a", 5000)] * 10
-    groups = list(batches._equal(rows, lambda r: (r[1],), 16, lambda r: r[1]))
-    assert [len(g) for g in groups] == [3, 3, 3, 1]
-    wide = list(batches._equal(rows, lambda r: (r[1],), 64, lambda r: r[1]))
-    assert [len(g) for g in wide] == [10], "who asks for larger calls gets them"
-    assert [len(g) for g in batches._equal([("a", 10**6)] * 2, lambda r: (r[1],), 16, lambda r: r[1])] == [1, 1]
+def test_a_call_has_a_bound_on_its_tokens():
+    item = Item("t", "a", "answer", max_new_tokens=4)
+
+    def sizes(count, tokens, batch):
+        return [len(group) for group in batches._equal([(item, [0] * tokens)] * count, batch)]
+
+    assert sizes(10, 5000, 16) == [3, 3, 3, 1]
+    assert sizes(10, 5000, 64) == [10], "who asks for larger calls gets them"
+    assert sizes(2, 10**6, 16) == [1, 1]

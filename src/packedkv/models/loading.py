@@ -84,7 +84,7 @@ def load(
     Parameters
     ----------
     name : str
-        A folder, a ``.gguf`` file, a name of ``named_models.NAMED``, or a hub id.
+        A folder, a ``.gguf`` file, a name of ``named.NAMED``, or a hub id.
     progress : bool or Progress
         Whether (and how) to show progress on standard error.
 

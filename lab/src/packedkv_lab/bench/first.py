@@ -210,7 +210,7 @@ def first_rows(
     runner = Runner(model or make_model("Llama-3.2-1B", recorder.device), held)
     timings = [Timing("first_token_ms", shape_name(n), n, runner.first) for n in prompts]
     timings += [Timing("next_turn_ms", shape_name(held, n), n, runner.turn) for n in new]
-    dynamic: dict[tuple[str, str], Fastest] = {}
+    rows = _Rows(recorder, runner, repeats)
     subjects = [Subject("dense", "DynamicCache", form, runner.dense) for form in FORMS]
     subjects += [Subject(spec, "packedkv fused", "", partial(runner.packed, spec)) for spec in wanted]
     for before, subject in enumerate(subjects, -len(FORMS)):
@@ -220,63 +220,47 @@ def first_rows(
         runner.model.set_attn_implementation("sdpa" if dense else "packedkv")
         with attention_backends(subject.form), warnings.catch_warnings():
             warnings.simplefilter("ignore")  # the probe warns on random weights
-            if dense:
-                _dense_rows(subject, timings, recorder, runner, dynamic, repeats)
-            elif _first_cache(subject, first_prompt, recorder, runner, dynamic, before):
+            if dense or rows.first_cache(subject, first_prompt, before):
                 for timing in timings:
-                    _packed_row(subject, timing, recorder, runner, dynamic, repeats)
+                    (rows.dense if dense else rows.packed)(subject, timing)
 
 
-def _dense_rows(
-    subject: Subject,
-    timings: Sequence[Timing],
-    recorder: Recorder,
-    runner: Runner,
-    dynamic: dict[tuple[str, str], Fastest],
-    repeats: int,
-) -> None:
-    more = {"cache": subject.cache, "form": subject.form}
-    for metric, shape, n, run in timings:
-        with recorder.case("dense", shape, metric, "ms", bits=16.0, more=more) as case:
+class _Rows:
+    """Rows of one run, and DynamicCache's times that presets are compared with, by metric and shape."""
+
+    def __init__(self, recorder: Recorder, runner: Runner, repeats: int) -> None:
+        self.recorder, self.runner, self.repeats = recorder, runner, repeats
+        self.dynamic: dict[tuple[str, str], Fastest] = {}
+
+    def dense(self, subject: Subject, timing: Timing) -> None:
+        """Time DynamicCache with one form of attention."""
+        metric, shape, n, run = timing
+        more = {"cache": subject.cache, "form": subject.form}
+        with self.recorder.case("dense", shape, metric, "ms", bits=16.0, more=more) as case:
             run(subject.make, n)  # plans of shapes that the process has not seen
-            values, found = repeated(partial(run, subject.make, n), repeats)
+            values, found = repeated(partial(run, subject.make, n), self.repeats)
             mine = Fastest(values["p50"], subject.form)
-            dynamic[metric, shape] = min(dynamic.get((metric, shape), mine), mine)
+            self.dynamic[metric, shape] = min(self.dynamic.get((metric, shape), mine), mine)
             case.add(metric, "ms", values, **found)
 
+    def first_cache(self, subject: Subject, prompt: int, before: int) -> bool:
+        """Time the first cache of a spec; return whether it works."""
+        shape = shape_name(prompt)
+        with self.recorder.case(subject.spec, shape, "first_cache_ms", "ms", more={"cache": subject.cache}) as case:
+            ms, _ = self.runner.first(subject.make, prompt)
+            told = {}
+            if (known := self.dynamic.get(("first_token_ms", shape))) is not None:
+                told = {"vs_dynamic": round(ms / known.ms, 3), "dynamic_ms": known.ms}
+            case.add("first_cache_ms", "ms", flat(ms), caches_before=before, **told)
+            return True
+        return False
 
-def _first_cache(
-    subject: Subject,
-    prompt: int,
-    recorder: Recorder,
-    runner: Runner,
-    dynamic: dict[tuple[str, str], Fastest],
-    before: int,
-) -> bool:
-    """Time the first cache of a spec; return whether it works."""
-    shape = shape_name(prompt)
-    with recorder.case(subject.spec, shape, "first_cache_ms", "ms", more={"cache": subject.cache}) as case:
-        ms, _ = runner.first(subject.make, prompt)
-        told = {}
-        if (known := dynamic.get(("first_token_ms", shape))) is not None:
-            told = {"vs_dynamic": round(ms / known.ms, 3), "dynamic_ms": known.ms}
-        case.add("first_cache_ms", "ms", flat(ms), caches_before=before, **told)
-        return True
-    return False
-
-
-def _packed_row(
-    subject: Subject,
-    timing: Timing,
-    recorder: Recorder,
-    runner: Runner,
-    dynamic: dict[tuple[str, str], Fastest],
-    repeats: int,
-) -> None:
-    metric, shape, n, run = timing
-    with recorder.case(subject.spec, shape, metric, "ms", more={"cache": subject.cache}) as case:
-        fastest = dynamic.get((metric, shape))
-        rival = None if fastest is None else partial(runner.dynamic, run, n, fastest.form)
-        values, found = repeated(partial(run, subject.make, n), repeats, rival)
-        case.bits = found.pop("effective_bits", None)
-        case.add(metric, "ms", values, **found)
+    def packed(self, subject: Subject, timing: Timing) -> None:
+        """Time later caches of a spec, in turns with DynamicCache."""
+        metric, shape, n, run = timing
+        with self.recorder.case(subject.spec, shape, metric, "ms", more={"cache": subject.cache}) as case:
+            fastest = self.dynamic.get((metric, shape))
+            rival = None if fastest is None else partial(self.runner.dynamic, run, n, fastest.form)
+            values, found = repeated(partial(run, subject.make, n), self.repeats, rival)
+            case.bits = found.pop("effective_bits", None)
+            case.add(metric, "ms", values, **found)

@@ -10,16 +10,17 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch
-from torch import Tensor
 
 from packedkv.cli.measure.perplexity import Reference
-from packedkv.errors import KVError, ModelError
+from packedkv.errors import KVError
 from packedkv_lab.eval.scoring import Held, Reader, cut_at
 from packedkv_lab.eval.tasks.base import AnswerOutput, Item, Output, token_ids
 
 CALL_TOKENS, SEQUENCE_TOKENS = 1 << 14, 1 << 10
 """Bound on the tokens of a batch: the first number, or the second times the most sequences of a call."""
 
+Prompt = tuple[Item, list[int]]
+"""An item and its tokens."""
 T = TypeVar("T")
 R = TypeVar("R")
 Begin = Callable[[], None]
@@ -40,15 +41,15 @@ class Done:
 def read_answers(reader: Reader, tokenizer: Any, items: Sequence[Item], batch: int, begin: Begin) -> Iterator[Done]:
     """Continue every item's prompt greedily up to its stop, in calls of at most ``batch`` sequences."""
     ends = end_tokens(reader.model, tokenizer)
-    prompts: list[tuple[Item, tuple[int, ...]]] = []
+    prompts: list[Prompt] = []
     for item in items:
-        ids = tuple(token_ids(tokenizer, item.context))
-        try:
-            _check_length(reader, len(ids) + item.max_new_tokens)
-        except ModelError as error:
-            yield Done(item, None, None, 0.0, str(error))
-            continue
-        prompts.append((item, ids))
+        ids = token_ids(tokenizer, item.context)
+        tokens, limit = len(ids) + item.max_new_tokens, reader.positions
+        if limit and tokens > limit:
+            error = f"{tokens} tokens do not fit the model, which knows {limit} positions."
+            yield Done(item, None, None, 0.0, error)
+        else:
+            prompts.append((item, ids))
 
     def text_of(tokens: Sequence[int]) -> str:
         end = next((at for at, token in enumerate(tokens) if token in ends), len(tokens))
@@ -56,20 +57,18 @@ def read_answers(reader: Reader, tokenizer: Any, items: Sequence[Item], batch: i
         assert isinstance(text, str)
         return text
 
-    def answer(part: Sequence[tuple[Item, tuple[int, ...]]]) -> list[tuple[str, Held]]:
+    def answer(part: Sequence[Prompt]) -> list[tuple[str, Held]]:
         first = part[0][0]
 
         def finished(tokens: list[int]) -> bool:
             text = text_of(tokens)
             return tokens[-1] in ends or cut_at(text, first.stop) != text
 
-        made, held = reader.answers(_tensor(reader, [ids for _, ids in part]), first.max_new_tokens, finished)
+        together = torch.tensor([ids for _, ids in part], device=reader.model.device)
+        made, held = reader.answers(together, first.max_new_tokens, finished)
         return [(cut_at(text_of(tokens), first.stop), held) for tokens in made]
 
-    def alike(one: tuple[Item, tuple[int, ...]]) -> tuple[Any, ...]:
-        return len(one[1]), one[0].max_new_tokens, one[0].stop
-
-    for group in _equal(prompts, alike, batch, lambda one: len(one[1])):
+    for group in _equal(prompts, batch):
         for (item, _), result, seconds in _attempt(group, answer, begin):
             if isinstance(result, str):
                 yield Done(item, None, None, seconds, result)
@@ -93,26 +92,14 @@ def end_tokens(model: Any, tokenizer: Any) -> set[int]:
     return {int(token) for token in every if token is not None}
 
 
-def _check_length(reader: Reader, tokens: int) -> None:
-    limit = reader.positions
-    if limit and tokens > limit:
-        raise ModelError(f"{tokens} tokens do not fit the model, which knows {limit} positions.")
-
-
-def _tensor(reader: Reader, rows: Sequence[Sequence[int]]) -> Tensor:
-    return torch.tensor([list(row) for row in rows], device=reader.model.device)
-
-
-def _equal(
-    rows: Sequence[T], key: Callable[[T], tuple[Any, ...]], batch: int, tokens: Callable[[T], int]
-) -> Iterator[list[T]]:
-    """Groups of equal key, of at most ``batch`` rows and a call's tokens; in the order of their first rows."""
-    alike: dict[tuple[Any, ...], list[T]] = {}
-    for row in rows:
-        alike.setdefault(key(row), []).append(row)
-    for group in alike.values():
+def _equal(prompts: Sequence[Prompt], batch: int) -> Iterator[list[Prompt]]:
+    """Groups of prompts as long as each other that end alike, of at most ``batch`` and a call's tokens; in order."""
+    alike: dict[tuple[Any, ...], list[Prompt]] = {}
+    for item, ids in prompts:
+        alike.setdefault((len(ids), item.max_new_tokens, item.stop), []).append((item, ids))
+    for (tokens, *_), group in alike.items():
         most = max(CALL_TOKENS, batch * SEQUENCE_TOKENS)
-        size = max(1, min(batch, most // max(tokens(group[0]), 1)))
+        size = max(1, min(batch, most // max(tokens, 1)))
         for a in range(0, len(group), size):
             yield group[a : a + size]
 
