@@ -242,7 +242,7 @@ def _called(module: nn.Module, x: Tensor) -> Tensor:
 
 
 def frequencies_of(config: Any, head_dim: int) -> Tensor | None:
-    """Frequencies of RoPE by pair of channels, without scaling for long contexts; None: no RoPE."""
+    """Return the frequencies of RoPE by pair of channels, without scaling for long contexts; None: no RoPE."""
     rope = getattr(config, "rope_parameters", None) or {}
     rope = next((r for r in rope.values() if isinstance(r, dict)), rope)  # by type of layer
     if not (theta := rope.get("rope_theta")):

@@ -431,7 +431,7 @@ class LayerCache:
         return self.together or self.scheme.unit(state.role)
 
     def check_shapes(self, keys: Tensor, values: Tensor) -> None:
-        """Raise ShapeError unless new tokens fit each other and those held."""
+        """Raise ShapeError unless the shapes of new tokens fit each other and the cached tokens."""
         if keys.shape[:3] != values.shape[:3]:
             raise ShapeError(
                 f"keys {tuple(keys.shape)} and values {tuple(values.shape)} differ in batch, heads or tokens; "
@@ -517,7 +517,7 @@ class LayerCache:
             state.remembered = None
 
     def _decode_slots(self, state: RoleState, first: int, last: int, dtype: torch.dtype) -> list[Tensor]:
-        """Decode the tokens ``[first, last)``, counted among the encoded ones; a tensor for each run."""
+        """Dequantize the encoded tokens ``[first, last)``, counted from the first; one tensor per run."""
         assert self.store is not None
         parts, at, sink = [], 0, state.sink.shape[2]
         for a, b in state.runs:

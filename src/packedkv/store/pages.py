@@ -118,7 +118,7 @@ class PageStore:
 
 @lru_cache(maxsize=16)
 def _ids(first: int, batch: int, columns: int, device: torch.device, stream: int) -> Tensor:
-    """Page ids from ``first`` on, ``[batch, columns]``: shared by the layers of a model, never written to."""
+    """Return page ids from ``first`` on, ``[batch, columns]``: read-only, shared by the layers of a model."""
     with torch.inference_mode(False):
         ids = torch.arange(first, first + batch * columns, dtype=torch.int32, device=device)
         return ids.view(batch, columns)
