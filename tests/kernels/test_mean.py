@@ -17,9 +17,8 @@ from packedkv.codecs.saw_int4 import SawInt4
 from packedkv.errors import ShapeError, UnsupportedError
 from packedkv.kernels import spec as specs
 from packedkv.kernels.constants import Constants, constants_for
-from packedkv.kernels.cuda import basis, encode, launch
+from packedkv.kernels.cuda import basis, encode, launch, prefill
 from packedkv.kernels.cuda import decode as attention
-from packedkv.kernels.cuda import history as prefill
 from packedkv.kernels.cuda.engine import CudaEngine
 from packedkv.kernels.mean import MOST_POSITIONS, KeyMean, key_mean
 from packedkv.kernels.tokens import Rules, StepTokens
@@ -28,6 +27,7 @@ from packedkv.store.pages import PageStore
 from packedkv.store.site import LayerSite
 from tests.kernels.decode_cases import Case, Geometry, Means, check, check_all, each_in_turn
 from tests.kernels.offline import architectures_in_turn, compile_kernels, mix
+from tests.kernels.test_basis import into_codes
 from tests.kernels.test_operators import fill, reference, target_of
 from tests.kernels.test_prefill import attended, far
 
@@ -126,7 +126,7 @@ def layer_of(spec: str, dim: int, lens: list[int], means: Means, device: torch.d
     params = moved(params, device)
     held = held._replace(mean=held.mean.to(device), table=held.table.to(device))
     return Layer(
-        store, attention.text_of(pair), constants_for(pair.key, params["key"], heads, dim),
+        store, specs.text_of(pair), constants_for(pair.key, params["key"], heads, dim),
         constants_for(pair.value, params["value"], heads, dim), held,
         torch.tensor(means.first, dtype=torch.int32, device=device),
         k.double() + turned_back(means, mean, theta, k.shape[2]), v,
@@ -182,8 +182,10 @@ def test_what_only_the_start_needs_may_lie_in_the_ring(
     q = torch.randn(len(lens), 2 * group, 1, 128, generator=generator)
     dense = {name: torch.randn(len(lens), 2, 4, 128, generator=generator).half() for name in ("dense_k", "dense_v")}
     for more in ({}, dense):
-        got, tight = (layer.attend(q, lens, config=c, **more) for c in (config._replace(tight=0), config))
-        assert all(map(torch.equal, got, tight))
+        got, overlapped = (
+            layer.attend(q, lens, config=c, **more) for c in (config._replace(overlap_prologue=0), config)
+        )
+        assert all(map(torch.equal, got, overlapped))
     want, _ = reference(q, layer.whole, layer.values, None, lens, [0] * len(lens), None, 0.0)
     torch.testing.assert_close(layer.attend(q, lens, config=config)[0].double(), want, rtol=0, atol=8e-3)
 
@@ -236,7 +238,7 @@ def check_unpacked(spec: str, dim: int, means: Means, device: torch.device) -> N
     for begin, count in ((0, tokens), (32, 77)):
         found = prefill.unpack(packed, begin, count)
         part = slice(begin, begin + count)
-        units = basis.into_codes(torch.eye(dim, device=device).expand(2, 2, dim, dim), layer.key).float()
+        units = into_codes(torch.eye(dim, device=device).expand(2, 2, dim, dim), layer.key).float()
         assert far((units @ found[0].float().mT).mT.cpu(), layer.whole[:, :, part]) < 1e-3
         assert far(basis.out_of_codes(found[1], layer.value).cpu(), layer.values[:, :, part]) < 1e-3
         short, _ = prefill.unpack(packed, begin, count, torch.bfloat16)
@@ -299,7 +301,7 @@ def check_encoded(spec: str, dim: int, last: int, device: torch.device) -> None:
     values = rows[1] if scheme.value.block_tokens == 1 else None
     encode.encode_to_pages(
         rows[0], values, store.pages, store.table, torch.full((2,), first, dtype=torch.int32, device=device),
-        spec=encode.text_of(target), key=key, value=value, bad=bad, less=less,
+        spec=specs.text_of(target), key=key, value=value, bad=bad, less=less,
     )  # fmt: skip
     expected = PageStore(store.layout, 2, heads, device)
     expected.pages, expected.table = before, store.table
@@ -392,7 +394,7 @@ def test_a_mean_that_does_not_fit_is_refused(machine: dict[str, Any]) -> None:
         attention.decode_attention(
             torch.zeros(1, 4, 1, 64),
             StepTokens(store.pages, store.table, torch.tensor([9], dtype=torch.int32), placed=placed), Rules(1.0),
-            key=side, spec=attention.text_of(pair), value=side, mean=mean,
+            key=side, spec=specs.text_of(pair), value=side, mean=mean,
         )  # fmt: skip
 
     for pairs, given in ((0, held), (16, held), (32, None)):
@@ -410,7 +412,7 @@ def test_a_mean_that_does_not_fit_is_refused(machine: dict[str, Any]) -> None:
         target = specs.encode_spec(scheme.key, scheme.value, 64, 64, mean=subtracts)
         side = Constants(None, None, 1)
         encode.encode_to_pages(
-            torch.zeros(1, 2, 9, 64), None, store.pages, store.table, placed, spec=encode.text_of(target), key=side,
+            torch.zeros(1, 2, 9, 64), None, store.pages, store.table, placed, spec=specs.text_of(target), key=side,
             value=side, less=less,
         )  # fmt: skip
 

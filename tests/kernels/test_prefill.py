@@ -23,14 +23,13 @@ from packedkv.integrations.transformers.layers import PackedCacheLayer
 from packedkv.kernels import flash
 from packedkv.kernels import spec as specs
 from packedkv.kernels.constants import constants_for
-from packedkv.kernels.cuda import basis
-from packedkv.kernels.cuda import decode as attention
-from packedkv.kernels.cuda import history as prefill
+from packedkv.kernels.cuda import basis, prefill
 from packedkv.kernels.cuda.engine import CudaEngine
 from packedkv.kernels.flash import score
 from packedkv.scheme import KVScheme
 from tests.conftest import tiny_model
 from tests.integrations.test_generate import padded, prompt
+from tests.kernels.test_basis import into_codes
 from tests.kernels.test_fused import Reference, scheme
 from tests.kernels.test_operators import fill
 
@@ -69,12 +68,12 @@ def test_unpacked_pages_are_what_the_codec_decodes(spec: str, dim: int, machine:
     key, value = (
         constants_for(side, params[role], heads, dim) for side, role in zip((pair.key, pair.value), ROLES, strict=True)
     )
-    packed = prefill.Packed(store.pages, store.table, attention.text_of(pair), key, value)
+    packed = prefill.Packed(store.pages, store.table, specs.text_of(pair), key, value)
     for first, count in ((0, tokens), (32, 77)):
         found = prefill.unpack(packed, first, count)
         part = slice(first, first + count)
         # the products with every unit vector are the keys themselves
-        units = basis.into_codes(torch.eye(dim).expand(2, heads, dim, dim), key).float()
+        units = into_codes(torch.eye(dim).expand(2, heads, dim, dim), key).float()
         assert far((units @ found[0].float().mT).mT, k[:, :, part]) < 1e-3
         assert far(basis.out_of_codes(found[1], value), v[:, :, part]) < 1e-3
         short = prefill.unpack(packed, first, count, torch.bfloat16)
@@ -90,7 +89,7 @@ def test_a_range_that_the_pages_do_not_hold_is_refused(machine: dict[str, Any]) 
     store, params, _ = fill(made.key, made.value, 64, 1, [64], 64)
     pair = specs.decode_spec(made.key, made.value, 64, 64)
     key, value = (constants_for(s, params[r], 1, 64) for s, r in zip((pair.key, pair.value), ROLES, strict=True))
-    packed = prefill.Packed(store.pages, store.table, attention.text_of(pair), key, value)
+    packed = prefill.Packed(store.pages, store.table, specs.text_of(pair), key, value)
     for first, count in ((16, 10), (-32, 10), (32, 33)):
         with pytest.raises(ShapeError, match="must be a multiple of 32 and the tokens lie inside"):
             prefill.unpack(packed, first, count)

@@ -17,8 +17,7 @@ from packedkv.kernels import spec as specs
 from packedkv.kernels.codecs.outliers import SHARED_BLOCK, WARPS
 from packedkv.kernels.constants import constants_for
 from packedkv.kernels.cuda import decode as attention
-from packedkv.kernels.cuda import history as prefill
-from packedkv.kernels.cuda import launch
+from packedkv.kernels.cuda import launch, prefill
 from packedkv.kernels.cuda.launch import H200, Config, config_for
 from tests.kernels import decode_cases
 from tests.kernels.decode_cases import CASES, Case, Geometry, check, check_all, each_in_turn, sides
@@ -147,7 +146,7 @@ def test_unpacked_pages_are_what_the_codec_decodes(name: str, dim: int, machine:
     key, value = (
         constants_for(side, params[role], heads, dim) for side, role in zip((pair.key, pair.value), ROLES, strict=True)
     )
-    packed = prefill.Packed(store.pages, store.table, attention.text_of(pair), key, value)
+    packed = prefill.Packed(store.pages, store.table, specs.text_of(pair), key, value)
     for first, count in ((0, 128), (32, 77)):
         found = prefill.unpack(packed, first, count)
         for got, want in zip(found, decoded, strict=True):

@@ -26,7 +26,7 @@ from packedkv.errors import UnsupportedError
 from packedkv.kernels.constants import Constants, constants_for
 from packedkv.kernels.cuda import build, encode
 from packedkv.kernels.mean import Turned
-from packedkv.kernels.spec import encode_spec
+from packedkv.kernels.spec import encode_spec, text_of
 from packedkv.scheme import KVScheme
 from packedkv.store.pages import PageStore
 from packedkv.store.site import MeanRemoval
@@ -129,7 +129,7 @@ def writer(
         if (found := target.encoder(role)) is None:
             raise UnsupportedError(f"no kernel encodes the {role}s of {scheme}")
         both[role] = constants_for(found, params[role], shape.kv_heads, shape.head_dim)
-    text, less = encode.text_of(target), None
+    text, less = text_of(target), None
     if mean is not None and mean.given is not None:
         at = torch.arange(shape.tokens, device=first.device)[None]
         less = Turned(mean.given, *mean.turning.angles(at), mean.turning.interleaved)
