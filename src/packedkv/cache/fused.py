@@ -53,29 +53,19 @@ class _Ready(NamedTuple):
 
 
 class Leaving(NamedTuple):
-    """Half of an append: tokens that leave the window, in whole blocks, by role.
-
-    Parameters
-    ----------
-    new : dict of Tensor
-    tokens : int
-        Tokens of the append.
-    flag : Tensor int32 ``[1]``, optional
-        As in ``append``.
-    before : State, optional
-        Where the encoder says at once that the token cannot be stored: the cache before it.
-    was_broken : bool
-        Whether positions were out of order before that token.
-    first : bool
-        Whether the append allocated the cache.
-    """
+    """First half of an append, for ``end_append``."""
 
     new: dict[Role, Tensor]
+    """Tokens that leave the window, in whole blocks."""
     tokens: int
+    """Tokens of the append."""
     flag: Tensor | None
     before: State | None
+    """The cache before a token that its encoder refuses at once, if it cannot be stored."""
     was_broken: bool
+    """Whether positions were out of order before that token."""
     first: bool
+    """Whether the append allocated the cache."""
 
 
 class FusedLayerCache(LayerCache):
@@ -173,9 +163,9 @@ class FusedLayerCache(LayerCache):
         self._length = value  # ``refresh`` sets the lengths of a static cache
 
     def device_length(self) -> Tensor:
-        """Live tokens of a static cache, on the device."""
+        """Live tokens of a static cache, on the device: a copy, which later steps do not change."""
         assert self.lengths is not None
-        return self.lengths.tokens[0]
+        return self.lengths.tokens[0].clone()
 
     @property
     def seq_lens(self) -> Tensor | None:
