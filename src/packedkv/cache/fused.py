@@ -233,7 +233,8 @@ class FusedLayerCache(LayerCache):
         if n != 1 and flag is None:
             earlier = (self.bad,) if self.unchecked and self.bad is not None else ()
             self.refuse(*check_tensors(keys, values, *earlier))  # one synchronisation
-        empty = self.emptied or not self.is_fitted or (self.lengths is not None and self.lengths.fresh)
+        lengths = self.lengths
+        empty = lengths is not None and (self.emptied or lengths.fresh or not self.is_fitted)
         if self.emptied:
             self._fill_again(keys)
         self.check_shapes(keys, values)
@@ -261,6 +262,7 @@ class FusedLayerCache(LayerCache):
         assert self.engine is not None
         n, before, was_broken = keys.shape[2], None, False
         if self.lengths is None:
+            # CPU kernels refuse a bad token at once; on a GPU the flag waits for ``check``
             at_once = n == 1 and self.engine.refuses_at_once
             if at_once and self._flags_now(keys):
                 before, was_broken = self.state(), self.slots is not None and bool(self.slots.broken)
@@ -270,6 +272,7 @@ class FusedLayerCache(LayerCache):
             if self.places_tokens and n:
                 self._place(keys, positions, now=n != 1 and flag is None)
         else:
+            # a step changes the device's lengths only; any other call goes through the host's
             steps = n == 1 and self.engine.ready
             if self.holds_dense and not steps:
                 self._read_lengths()
