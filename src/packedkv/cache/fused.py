@@ -60,8 +60,8 @@ class Leaving(NamedTuple):
     tokens: int
     """Tokens of the append."""
     flag: Tensor | None
-    before: State | None
-    """The cache before a token that its encoder refuses at once, if it cannot be stored."""
+    before: tuple[list[tuple[int, Tensor]], SlotPositions | None] | None
+    """Positions before a token that its encoder refuses at once, if it cannot be stored."""
     was_broken: bool
     """Whether positions were out of order before that token."""
     first: bool
@@ -265,7 +265,8 @@ class FusedLayerCache(LayerCache):
             # CPU kernels refuse a bad token at once; on a GPU the flag waits for ``check``
             at_once = n == 1 and self.engine.refuses_at_once
             if at_once and self._flags_now(keys):
-                before, was_broken = self.state(), self.slots is not None and bool(self.slots.broken)
+                before = list(self.positions.runs), self.slots
+                was_broken = self.slots is not None and bool(self.slots.broken)
             elif at_once:
                 check_tensors(keys, values)
             self.unchecked |= n == 1 and not at_once
@@ -320,7 +321,7 @@ class FusedLayerCache(LayerCache):
             flag.zero_()
             if self.slots is not None and not was_broken:
                 self.slots.broken.zero_()
-            self._restore(before)
+            self.positions.runs, self.slots = before
             check_tensors(new["key"], new["value"])  # says where; the slot is free still, for the next token
             self.refuse(number)
         for state in self.roles.values():
