@@ -6,7 +6,7 @@ share a model. With plain tensors (the exact prefill, or another cache) it is or
 """
 
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,11 +21,12 @@ from packedkv.errors import ShapeError, UnsupportedError
 from packedkv.integrations.transformers.layers import LAYER, PackedCacheLayer, PackedKV
 from packedkv.integrations.transformers.plan import ATTENTION_NAME
 from packedkv.kernels.flash import by_flash
+from packedkv.kernels.tokens import Rules
 
 START = "packedkv_start"
 """Attribute of a mask tensor: first visible token of each sequence, int32 ``[B]``."""
 RULES = "packedkv_rules"
-"""Attribute of a mask tensor: results of ``_rules``, by its arguments."""
+"""Attribute of a mask tensor: results of ``_seen_by``, by its arguments."""
 HIDES = "packedkv_hides"
 """Attribute of a mask tensor: results of ``_hides_in``, by its other arguments."""
 QUERY_CHUNK = 256
@@ -80,9 +81,10 @@ def packedkv_attention(
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
     if attention_mask is None and getattr(module, "is_decoder", False):
         causal = True  # ``packedkv_mask`` leaves out no other; some decoders (NLLB) do not say that they are causal
-    scoring = Scoring(query.shape[-1] ** -0.5 if scaling is None else scaling, causal, s_aux, softcap or 0.0)
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    rules = Rules(scale, Seen(causal, softcap=softcap or 0.0), s_aux)
     if isinstance(key, PackedKV):
-        return _packed(query, key.layer, attention_mask, scoring).transpose(1, 2).contiguous(), None
+        return _packed(query, key.layer, attention_mask, rules).transpose(1, 2).contiguous(), None
     n, held = query.shape[2], key.shape[2]
     if attention_mask is not None:
         filled: PackedCacheLayer | None = getattr(key, LAYER, None)
@@ -90,55 +92,45 @@ def packedkv_attention(
             filled.hides_more = _hides(attention_mask, filled)
         attention_mask = attention_mask[..., :held]  # a static cache is masked to its full capacity
     if s_aux is not None or softcap:
-        return _dense(query, key, value, attention_mask, scoring).transpose(1, 2).contiguous(), None
+        return _dense(query, key, value, attention_mask, rules).transpose(1, 2).contiguous(), None
     if attention_mask is None and causal and 1 < n < held:  # torch would let the first query see one key
         attention_mask = torch.ones(n, held, dtype=torch.bool, device=query.device).tril(held - n)
     out, _ = sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling, is_causal=causal)
     return out, None
 
 
-class Scoring(NamedTuple):
-    """How scores are computed and weighed: arguments of ``packedkv_attention``."""
-
-    scale: float
-    causal: bool
-    sink_logits: Tensor | None
-    softcap: float
-
-
-def _packed(query: Tensor, layer: PackedCacheLayer, mask: Tensor | None, scoring: Scoring) -> Tensor:
+def _packed(query: Tensor, layer: PackedCacheLayer, mask: Tensor | None, rules: Rules) -> Tensor:
     """Attention over packed pages: by kernels, or by the reference, which decodes a chunk at a time."""
-    cache, (scale, causal, sink_logits, softcap) = layer.cache, scoring
+    cache, (scale, seen, sinks) = layer.cache, rules
     if not isinstance(cache, FusedLayerCache):
         if mask is not None:
             mask = _fit_mask(mask, len(cache), layer.is_sliding)
-        out = attend(query, cache, scale=scale, mask=mask, causal=causal, sinks=sink_logits, softcap=softcap)
+        out = attend(query, cache, scale=scale, mask=mask, causal=seen.causal, sinks=sinks, softcap=seen.softcap)
         layer.attended("streamed", lambda: layer.streamed_bytes(query))
         return out
     compiled = torch.compiler.is_compiling()
     unread = compiled and layer.is_cross and mask is not None  # masks of an encoder's output are not read there
     if query.shape[2] > 1 or unread or (mask is not None and _hides_more(mask, layer)):
-        return (_several_apart if compiled else _several)(query, layer, mask, scoring)
+        return (_several_apart if compiled else _several)(query, layer, mask, rules)
     start = None if mask is None else _visible_from(mask, layer)  # the newest token sees all others
-    out = cache.attend_token(query, scale=scale, sinks=sink_logits, start=start, softcap=softcap)
+    out = cache.attend_token(query, scale=scale, sinks=sinks, start=start, softcap=seen.softcap)
     layer.attended("fused", lambda: cache.workspace_bytes(query))
     return out
 
 
-def _several(query: Tensor, layer: PackedCacheLayer, mask: Tensor | None, scoring: Scoring) -> Tensor:
+def _several(query: Tensor, layer: PackedCacheLayer, mask: Tensor | None, rules: Rules) -> Tensor:
     """Attention of several query tokens over a fused cache."""
     cache = layer.cache
     assert isinstance(cache, FusedLayerCache)
     cache.synchronize()
-    rules = Seen(scoring.causal, mask=mask)
+    seen = rules.seen._replace(mask=mask)
     if mask is not None and not layer.is_cross:
-        rules = _rules(mask, layer, cache.host_tokens())
-    rules = rules._replace(softcap=scoring.softcap)
-    if len(rules.start) == 1:
-        rules = rules._replace(start=rules.start * query.shape[0])
-    out = cache.attend_chunk(query, scale=scoring.scale, sinks=scoring.sink_logits, seen=rules)
-    layer.hides_more = rules.mask is not None and _hides(rules.mask, layer)
-    flash = by_flash(rules, query.shape[3])
+        seen = _seen_by(mask, layer, cache.host_tokens())._replace(softcap=seen.softcap)
+    if len(seen.start) == 1:
+        seen = seen._replace(start=seen.start * query.shape[0])
+    out = cache.attend_chunk(query, scale=rules.scale, sinks=rules.sinks, seen=seen)
+    layer.hides_more = seen.mask is not None and _hides(seen.mask, layer)
+    flash = by_flash(seen, query.shape[3])
     layer.attended("staged" if flash else "scored", lambda: cache.chunk_workspace_bytes(query, flash))
     return out
 
@@ -146,23 +138,24 @@ def _several(query: Tensor, layer: PackedCacheLayer, mask: Tensor | None, scorin
 _several_apart = torch.compiler.disable(_several)  # reads lengths and masks on the host
 
 
-def _dense(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scoring: Scoring) -> Tensor:
+def _dense(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, rules: Rules) -> Tensor:
     """Attention over plain tensors with learned sinks or a soft cap, some query rows at a time."""
-    (scale, causal, sink_logits, softcap), (n, total), outs = scoring, (q.shape[2], k.shape[2]), []
+    (scale, seen, sinks), (n, total), outs = rules, (q.shape[2], k.shape[2]), []
+    causal = seen.causal and mask is None
     for first in range(0, n, QUERY_CHUNK):
         rows = q[:, :, first : first + QUERY_CHUNK]
         rows_mask = None if mask is None else mask[:, :, first : first + QUERY_CHUNK]
-        seen = total - n + first + rows.shape[2] if causal and mask is None else total
-        parts = [(k[:, :, :seen], v[:, :, :seen])]
+        last = total - n + first + rows.shape[2] if causal else total
+        parts = [(k[:, :, :last], v[:, :, :last])]
         outs.append(
             attend_parts(
-                rows, parts, seen, scale=scale, mask=rows_mask, causal=causal, sinks=sink_logits, softcap=softcap
+                rows, parts, last, scale=scale, mask=rows_mask, causal=causal, sinks=sinks, softcap=seen.softcap
             )
         )
     return torch.cat(outs, 2)
 
 
-def _rules(mask: Tensor, layer: PackedCacheLayer, held: int) -> Seen:
+def _seen_by(mask: Tensor, layer: PackedCacheLayer, held: int) -> Seen:
     """Reduce a mask of several queries to causal, window and left padding, if it means just that.
 
     One synchronization per mask: the layers of a model share it, and the result is stored as its attribute.
