@@ -12,7 +12,7 @@ from packedkv.attention import Seen
 from packedkv.integrations.transformers import cache_for
 from packedkv.integrations.transformers.argument import passing
 from packedkv.kernels import flash
-from packedkv.kernels.cuda import history as prefill
+from packedkv.kernels.cuda import prefill
 from packedkv.kernels.flash import score
 from packedkv.kernels.spec import kernels_for
 from tests.conftest import tiny_model

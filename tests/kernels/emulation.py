@@ -8,10 +8,9 @@ import pytest
 import torch
 
 from packedkv.kernels.codecs import ghost, innerq
-from packedkv.kernels.cuda import basis, build, encode
+from packedkv.kernels.cuda import basis, build, encode, prefill
 from packedkv.kernels.cuda import decode as attention
 from packedkv.kernels.cuda import engine as cuda_engine
-from packedkv.kernels.cuda import history as prefill
 from packedkv.kernels.cuda.build import Program
 from tests.kernels import harness
 

@@ -42,9 +42,8 @@ from packedkv.codecs.ghost import Ghost
 from packedkv.errors import ShapeError
 from packedkv.kernels import spec as specs
 from packedkv.kernels.constants import Constants, constants_for
-from packedkv.kernels.cuda import build, encode, launch
+from packedkv.kernels.cuda import build, encode, launch, prefill
 from packedkv.kernels.cuda import decode as attention
-from packedkv.kernels.cuda import history as prefill
 from packedkv.kernels.mean import BLOCK, MOST_POSITIONS, KeyMean, key_mean, most_pairs, pairs_of
 from packedkv.kernels.tokens import Rules, StepTokens
 from packedkv.layout import PageLayout

@@ -31,11 +31,10 @@ from packedkv.kernels.choose import refusal
 from packedkv.kernels.codecs import ghost, innerq
 from packedkv.kernels.codecs.hqmq import cell_tables
 from packedkv.kernels.constants import constants_for
-from packedkv.kernels.cuda import basis, build, encode
+from packedkv.kernels.cuda import basis, build, encode, prefill
 from packedkv.kernels.cuda import decode as attention
-from packedkv.kernels.cuda import history as prefill
 from packedkv.kernels.cuda.engine import CudaEngine
-from packedkv.kernels.cuda.fit import Rooms
+from packedkv.kernels.cuda.fit import FitBuffers
 from packedkv.kernels.spec import encoder, reader
 from packedkv.probe import OutlierProbe
 from packedkv.registry import method_of
@@ -165,7 +164,7 @@ def test_constants_of_all_layers_are_fitted_by_one_launch(
 ) -> None:
     """Before anything is encoded with them, and nothing of the prompt is kept for it behind."""
     monkeypatch.setattr(OutlierProbe, "_warn_or_refuse", lambda *_: None)
-    monkeypatch.setattr(Rooms, "layers", LAYERS)  # as a model's cache counts them
+    monkeypatch.setattr(FitBuffers, "layers", LAYERS)  # as a model's cache counts them
     cache, grids = model_cache("ghost-3"), list[tuple[int, int]]()
     monkeypatch.setattr(Idle, "launch", lambda own, grid, *given, **more: grids.append((grid[2], *given[:1])))
     turn(cache, 600)
@@ -173,7 +172,7 @@ def test_constants_of_all_layers_are_fitted_by_one_launch(
     fits = [i for i, (z, threads) in enumerate(grids) if z == 2 * LAYERS and threads == ghost.fit_threads(64)]
     assert fits == [0]
     assert len(grids) > LAYERS
-    assert not any(engine.rooms.waiting for engine in engines if isinstance(engine, CudaEngine))
+    assert not any(engine.buffers.waiting for engine in engines if isinstance(engine, CudaEngine))
 
 
 @pytest.mark.parametrize("spec", ["saw-int4", "turboquant-3", "hqmq-s24_r3", "octopus-3", "kivi-2"])
@@ -310,7 +309,7 @@ def test_tables_that_are_called_alike_are_the_same_in_all_layers(spec: str) -> N
             one, other = (constants_for(side, codec.fit(site), site.num_heads, DIM).tables for site in sites)
             assert one is not None
             assert other is not None
-            assert side.alike == (one.shape == other.shape and torch.equal(one, other))
+            assert side.layer_invariant == (one.shape == other.shape and torch.equal(one, other))
 
 
 def test_what_is_shared_is_bounded_and_serves_every_mode() -> None:

@@ -11,7 +11,8 @@ from packedkv.codec import ROLES, Role, Site
 from packedkv.codecs.ghost import Ghost
 from packedkv.kernels.codecs import ghost
 from packedkv.kernels.constants import constants_for
-from packedkv.kernels.cuda.fit import Rooms, Sample
+from packedkv.kernels.cuda.fit import FitBuffers
+from packedkv.kernels.engine import FirstTokens
 from packedkv.kernels.spec import encoder, reader
 from packedkv.ops.rope import Rotary
 from packedkv.store.site import MeanRemoval
@@ -76,16 +77,16 @@ def test_the_references_constants(
         angles = turn.angles(places)
         back = turn.angles_back(places) if "scaled" in case else None
     every = 2 if "every second" in case else 1
-    keys = Sample(x, tokens, every, padding, angles, back, turn is not None and turn.interleaved, energy)
-    own, rooms = dict.fromkeys(ROLES, codec), Rooms()
-    rooms.layers = 2
-    both = ghost.fit(own, head_dim, {"key": keys, "value": Sample(x, tokens, every, padding)}, rooms)
-    other = Rooms()
-    alone = ghost.fit(own, head_dim, {"value": Sample(x, tokens, every, padding)}, other)
+    keys = FirstTokens(x, tokens, every, padding, angles, back, turn is not None and turn.interleaved, energy)
+    own, buffers = dict.fromkeys(ROLES, codec), FitBuffers()
+    buffers.layers = 2
+    both = ghost.fit(own, head_dim, {"key": keys, "value": FirstTokens(x, tokens, every, padding)}, buffers)
+    other = FitBuffers()
+    alone = ghost.fit(own, head_dim, {"value": FirstTokens(x, tokens, every, padding)}, other)
     other.launch()
-    again = ghost.fit(own, head_dim, {"key": keys, "value": Sample(x.flip(2), tokens, every, padding)}, rooms)
+    again = ghost.fit(own, head_dim, {"key": keys, "value": FirstTokens(x.flip(2), tokens, every, padding)}, buffers)
     assert len(machine["kv_fit"].launches) == 1
-    rooms.launch()  # two layers
+    buffers.launch()  # two layers
     assert len(machine["kv_fit"].launches) == 2
     for role in ROLES:
         keys, found = role == "key", both[role]
@@ -111,9 +112,9 @@ def test_a_token_that_is_no_number_gives_an_order_of_all_channels(machine: dict[
     x = rows(64, 256, torch.bfloat16).clone()
     x[0, 0, 9, 3:6], x[0, 1, 200] = torch.nan, torch.inf
     for role in ROLES:
-        rooms = Rooms()
-        found = ghost.fit({role: Ghost(3)}, 64, {role: Sample(x, 256)}, rooms)[role].params
-        rooms.launch()
+        buffers = FitBuffers()
+        found = ghost.fit({role: Ghost(3)}, 64, {role: FirstTokens(x, 256)}, buffers)[role].params
+        buffers.launch()
         assert torch.equal(found["order"].sort(-1).values, torch.arange(64).expand(BATCH, HEADS, -1).short())
         assert (found["widths"].long().sum(-1) == 64 * 3 - 4).all()
 
@@ -124,13 +125,13 @@ def test_a_fit_on_a_gpu_is_the_references(head_dim: int, bits: float) -> None:
     turn, padding = Rotary(10_000.0 ** -(torch.arange(head_dim // 2) / head_dim * 2)), torch.tensor([20, 3])
     x, angles = rows(head_dim, 280, torch.bfloat16), turn.angles((torch.arange(280) - 3).expand(BATCH, -1))
     there = x.cuda(), padding.int().cuda(), (angles[0].cuda(), angles[1].cuda())
-    samples: dict[Role, Sample] = {
-        "key": Sample(there[0], 128, 2, *there[1:]),
-        "value": Sample(there[0], 128, 2, there[1]),
+    samples: dict[Role, FirstTokens] = {
+        "key": FirstTokens(there[0], 128, 2, *there[1:]),
+        "value": FirstTokens(there[0], 128, 2, there[1]),
     }
-    rooms = Rooms()
-    both = ghost.fit({role: Ghost(bits) for role in ROLES}, head_dim, samples, rooms)
-    rooms.launch()
+    buffers = FitBuffers()
+    both = ghost.fit({role: Ghost(bits) for role in ROLES}, head_dim, samples, buffers)
+    buffers.launch()
     for role in ROLES:
         keys, found = role == "key", both[role]
         want, mean = fitted(Ghost(bits), role, x, 128, padding, turn if keys else None, None, 2)

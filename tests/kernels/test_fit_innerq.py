@@ -10,7 +10,8 @@ from packedkv.codec import Site
 from packedkv.codecs.innerq import InnerQ
 from packedkv.kernels.codecs import innerq
 from packedkv.kernels.constants import constants_for
-from packedkv.kernels.cuda.fit import Rooms, Sample
+from packedkv.kernels.cuda.fit import FitBuffers
+from packedkv.kernels.engine import FirstTokens
 from packedkv.kernels.spec import encoder, reader
 
 
@@ -22,7 +23,10 @@ def test_the_references_norms(head_dim: int, tokens: int, dtype: torch.dtype, ma
     x[0, 1, :, 5], x[0, 1, :, 5 + head_dim // 2] = 0, 0
     x[1, 2, tokens // 2, 7] = torch.inf
     x[1, 0, tokens // 2, 9] = torch.nan
-    site, found = Site(0, "key", 3, head_dim), innerq.fit({"key": codec}, head_dim, {"key": Sample(x)}, Rooms())["key"]
+    site, found = (
+        Site(0, "key", 3, head_dim),
+        innerq.fit({"key": codec}, head_dim, {"key": FirstTokens(x)}, FitBuffers())["key"],
+    )
     want = codec.fit(site, codecs.Sample(x))
     assert found.params.keys() == want.keys()
     torch.testing.assert_close(found.params["norm"], want["norm"], rtol=0, atol=0, equal_nan=True)

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from packedkv.integrations.vllm.layer import Rules
-from packedkv.kernels.cuda.prompts import Room
-from packedkv.kernels.cuda.prompts_groups import GroupChunks
+from packedkv.kernels.cuda.prefill import Workspace
+from packedkv.kernels.cuda.prefill_groups import GroupChunks
 from tests.integrations.test_groups import HEADS, RULES, SINKS, SPECS, UNIT, block_of, made, pending_of, pool, tokens
 from tests.kernels.conftest import unsynchronised
 
@@ -145,7 +145,7 @@ def test_chunks_of_many_requests_at_once(spec: str, dtype: torch.dtype, window: 
         found, given = torch.full_like(q, torch.nan, device=device), [x.to(device) for x in (q, k, v)]
         own_rules = rules if rules.sinks is None else rules._replace(sinks=rules.sinks.to(device))
         layer.pool(cache)  # compiles
-        chunks = GroupChunks.of(requests, there, pending.slot, layer.unit, block_of(layer), Room(), window=window)
+        chunks = GroupChunks.of(requests, there, pending.slot, layer.unit, block_of(layer), Workspace(), window=window)
         taken = layer.store_chunks(*given[1:], cache, chunks)
         layer.attend_chunk_groups(given[0], taken, cache, chunks, own_rules, found)
         for r, first, last, length in requests:

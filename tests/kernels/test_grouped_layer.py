@@ -7,9 +7,9 @@ import torch
 
 from packedkv.integrations.vllm.groups import GroupedLayer
 from packedkv.integrations.vllm.layer import Rules
-from packedkv.kernels.cuda import history_groups as prefill_groups
-from packedkv.kernels.cuda.prompts import Room
-from packedkv.kernels.cuda.prompts_groups import GroupChunks
+from packedkv.kernels.cuda import prefill_groups
+from packedkv.kernels.cuda.prefill import Workspace
+from packedkv.kernels.cuda.prefill_groups import GroupChunks
 from tests.integrations.test_groups import (
     CUTS,
     DIM,
@@ -30,11 +30,9 @@ from tests.kernels.test_packed_layer import EngineFlash, emulated  # noqa: F401
 pytestmark = pytest.mark.usefixtures("emulated")
 
 
-@pytest.mark.parametrize("own_flash", [False, True])
 @pytest.mark.parametrize("spec", SPECS)
-def test_chunks_of_a_prompt_are_the_references(spec: str, own_flash: bool, machine: dict[str, Any]) -> None:
+def test_chunks_of_a_prompt_are_the_references(spec: str, machine: dict[str, Any]) -> None:
     layer = made(spec)
-    layer.flash = EngineFlash() if own_flash else None
     wanted, written = pool(layer), pool(layer)
     rules = Rules(0.125, sinks=SINKS)
     want = fed(layer, wanted, CUTS["across"], rules)
@@ -44,8 +42,6 @@ def test_chunks_of_a_prompt_are_the_references(spec: str, own_flash: bool, machi
         torch.testing.assert_close(found, want, rtol=0, atol=4e-3)
         assert torch.equal(written, wanted)
     assert machine["kv_unpack"].launches
-    assert isinstance(layer.flash, EngineFlash) == own_flash
-    assert not own_flash or layer.flash.calls  # type: ignore[union-attr]
 
 
 @pytest.mark.parametrize("rows", [UNIT, 2 * UNIT])
@@ -54,10 +50,8 @@ def test_queries_that_come_in_parts(rows: int, monkeypatch: pytest.MonkeyPatch) 
     layer = made(SPECS[0])
     wanted, written = pool(layer), pool(layer)
     want = fed(layer, wanted, CUTS["across"], RULES["plain"])
-    for flash in (None, EngineFlash()):
-        layer.flash = flash
-        found = fed(layer, written, CUTS["across"], RULES["plain"], kernels=True)
-        torch.testing.assert_close(found, want, rtol=0, atol=4e-3)
+    found = fed(layer, written, CUTS["across"], RULES["plain"], kernels=True)
+    torch.testing.assert_close(found, want, rtol=0, atol=4e-3)
 
 
 def test_what_flash_attention_cannot_do_takes_the_reference(machine: dict[str, Any]) -> None:
@@ -149,7 +143,7 @@ def test_chunks_of_many_requests_at_once(spec: str, steps: str, dtype: torch.dty
         held = torch.tensor([lengths[r] for r in rows], dtype=torch.int32)
         pending.put(table[rows], held, starts, torch.zeros(sum(new), dtype=torch.int64), queries=0)
         q, k, v = (torch.cat([data[r][i][before[r] : lengths[r]] for r in rows]) for i in range(3))
-        chunks = GroupChunks.of(requests, table[rows], pending.slot, layer.unit, block_of(layer), Room(), halves)
+        chunks = GroupChunks.of(requests, table[rows], pending.slot, layer.unit, block_of(layer), Workspace(), halves)
         found = torch.full((len(q), 3, 2 * HEADS, DIM), torch.nan, dtype=dtype)[:, 1]
         launched, calls = {name: len(kernel.launches) for name, kernel in machine.items()}, len(flash.calls)
         layer.attend_chunk_groups(q, layer.store_chunks(k, v, cache, chunks), cache, chunks, rules, found)
@@ -198,7 +192,7 @@ def test_windows_and_soft_caps_of_many_requests_at_once(spec: str, rules: str, m
             gone += skipped
         pending.put(freed, torch.tensor(lengths, dtype=torch.int32), starts, torch.zeros(sum(new), dtype=torch.int64))
         q, k, v = (torch.cat([data[r][i][before[r] : lengths[r]] for r in range(3)]) for i in range(3))
-        chunks = GroupChunks.of(requests, freed, pending.slot, layer.unit, block, Room(), 2, rule.window)
+        chunks = GroupChunks.of(requests, freed, pending.slot, layer.unit, block, Workspace(), 2, rule.window)
         found = torch.full_like(q, torch.nan)
         launched, calls = {name: len(kernel.launches) for name, kernel in machine.items()}, len(flash.calls)
         layer.attend_chunk_groups(q, layer.store_chunks(k, v, cache, chunks), cache, chunks, rule, found)

@@ -12,7 +12,7 @@ import packedkv
 from packedkv.cache.fused import FusedLayerCache
 from packedkv.cache.host import LayerCache
 from packedkv.errors import KVError, UnsupportedError
-from packedkv.kernels.cuda import build, encode, history, launch
+from packedkv.kernels.cuda import build, encode, launch, prefill
 from packedkv.kernels.cuda import decode as attention
 from packedkv.kernels.cuda.arguments import EncodeArgs
 from packedkv.kernels.cuda.launch import Config, machine_of
@@ -82,8 +82,8 @@ def check_launch(name: str, preset: str, dim: int, pair: DecodeSpec) -> None:
             assert name == "99 KB"
             assert (preset, dim) in WIDE_ROWS or (dense and not pair.joins and dim >= 192)
             assert config.resident_warps >= 4
-    warps, halvings = history.config_for(pair, there)
-    assert history.shared_bytes(pair, warps, halvings) <= there.shared_block
+    warps, halvings = prefill.config_for(pair, there)
+    assert prefill.shared_bytes(pair, warps, halvings) <= there.shared_block
     assert warps == 4 or dim > 256 or (name, preset, dim) == ("99 KB", "kivi-tq-4", 256)
 
 
@@ -113,7 +113,7 @@ def test_where_all_copies_fit_there_are_all() -> None:
     for preset, dim, pair in pairs(d for d in HEAD_DIMS if d <= 256):
         for config, *_ in choices(pair, launch.H200):
             assert (config.stages, config.halvings) == (2, 0), (preset, dim)
-        assert history.config_for(pair, launch.H200) == (4, pair.halvings), (preset, dim)
+        assert prefill.config_for(pair, launch.H200) == (4, pair.halvings), (preset, dim)
 
 
 def test_what_fits_nowhere_is_refused() -> None:
@@ -121,7 +121,7 @@ def test_what_fits_nowhere_is_refused() -> None:
     with pytest.raises(UnsupportedError, match=r"needs \d+ bytes of shared memory in a block; this GPU has 1024"):
         launch.config_for(pair, 1, 64, launch.Machine(1, 1024, 1024))
     with pytest.raises(UnsupportedError, match=r"unpacking .* needs \d+ bytes .*; this GPU has 1024"):
-        history.config_for(pair, launch.Machine(1, 1024, 1024))
+        prefill.config_for(pair, launch.Machine(1, 1024, 1024))
 
 
 @pytest.mark.parametrize("preset", ["hqmq-s24_r3", "hqmq-s96_r4", "octopus-3"])
@@ -132,7 +132,7 @@ def test_a_cache_on_99_kb_holds_the_same_and_attends_alike(
 ) -> None:
     """The whole way, with fewer copies: encoding, decode steps, several queries at once."""
     there = SMALL["99 KB"]
-    for module in (attention, history):
+    for module in (attention, prefill):
         monkeypatch.setattr(module, "machine", lambda device: there)
     dim, made = 128, packedkv.get(preset).for_layer(8, 24)
     asked, make = [], emulation.emulated
@@ -252,7 +252,7 @@ def test_programs_of_every_architecture_keep_to_their_registers(preset: str, dim
     config = launch.config_for(pair, 256, 32768, there, heads=4)
     found = compile_kernels(attention.program(pair, config, heads=pair.heads(4)).source, arch)
     if dim < 512:
-        found |= compile_kernels(history.program(pair, *history.config_for(pair, there)).source, arch)
+        found |= compile_kernels(prefill.program(pair, *prefill.config_for(pair, there)).source, arch)
     assert {"kv_decode", "kv_combine"} <= set(found)
     assert dim < 512 or pair.heads(8) == 4
     for kernel in found.values():

@@ -17,9 +17,8 @@ from packedkv.codecs.saw_int4 import SawInt4
 from packedkv.errors import ShapeError, UnsupportedError
 from packedkv.kernels import spec as specs
 from packedkv.kernels.constants import Constants, constants_for
-from packedkv.kernels.cuda import basis, encode, launch
+from packedkv.kernels.cuda import basis, encode, launch, prefill
 from packedkv.kernels.cuda import decode as attention
-from packedkv.kernels.cuda import history as prefill
 from packedkv.kernels.cuda.engine import CudaEngine
 from packedkv.kernels.mean import MOST_POSITIONS, KeyMean, key_mean
 from packedkv.kernels.tokens import Rules, StepTokens

@@ -16,7 +16,7 @@ from packedkv.integrations.vllm.layer import EngineLayer, Live, Rules, Several
 from packedkv.integrations.vllm.servable import group_tokens
 from packedkv.kernels.cpu.engine import CpuEngine
 from packedkv.kernels.cuda.engine import CudaEngine
-from packedkv.kernels.cuda.prompts import Chunks, Room, Sight, gathered
+from packedkv.kernels.cuda.prefill import Chunks, Sight, Workspace, gathered
 from packedkv.kernels.flash import Ragged, ragged_attention
 from packedkv.ops.rope import Rotary
 from packedkv.scheme import KVScheme
@@ -262,7 +262,7 @@ def test_chunks_of_many_requests_at_once(spec: str, case: str, dtype: torch.dtyp
             requests.append((row, 5 + begin, 5 + begin + new, length))
             begin += new
         table = torch.cat([torch.zeros(1, 5, dtype=torch.int32), ROW.expand(len(requests), -1)])
-        chunks = Chunks.of(requests, table, Room())
+        chunks = Chunks.of(requests, table, Workspace())
         q = torch.randn(begin, 2 * HEADS, DIM, generator=torch.Generator().manual_seed(3)).to(dtype)
         found = torch.full((begin, 3, 2 * HEADS, DIM), torch.nan, dtype=dtype)[:, 1]
         before = {name: len(kernel.launches) for name, kernel in emulated.items()}
@@ -319,7 +319,7 @@ def test_windows_and_soft_caps_of_many_requests_at_once(spec: str, rules: str, e
     q = torch.randn(27, 2 * HEADS, DIM, generator=torch.Generator().manual_seed(3)).half()
     found = torch.full_like(q, torch.nan)
     before = {name: len(kernel.launches) for name, kernel in emulated.items()}
-    chunks = Chunks.of(requests, freed, Room(), Sight(rule.window, cache.shape[2]))
+    chunks = Chunks.of(requests, freed, Workspace(), Sight(rule.window, cache.shape[2]))
     layer.attend_chunks(q, cache, chunks, rule, found)
     launched = {name: len(kernel.launches) - before.get(name, 0) for name, kernel in emulated.items()}
     assert (launched["kv_unpack"], len(flash.calls)) == (1, 1)
@@ -393,7 +393,7 @@ def test_ghost_in_an_engines_pages(
         before = len(kernels["kv_unpack"].launches) if "kv_unpack" in kernels else 0
         out = torch.full_like(q, torch.nan)
         requests, table = [(0, 0, 7, 41), (1, 7, 23, 16), (2, 23, 24, TOKENS)], ROW.expand(3, -1).contiguous()
-        layer.attend_chunks(q, cache, Chunks.of(requests, table, Room()), rule, out)
+        layer.attend_chunks(q, cache, Chunks.of(requests, table, Workspace()), rule, out)
         assert len(kernels["kv_unpack"].launches) == before + 1
     else:
         out = torch.cat([layer.prefill(q[:7], cache, ROW, 41, rule), layer.prefill(q[7:], cache, ROW, TOKENS, rule)])
@@ -449,7 +449,7 @@ def test_requests_are_gathered_without_gaps() -> None:
 
 
 def test_memory_is_shared_and_grows() -> None:
-    room = Room()
+    room = Workspace()
     small = room.get("key", torch.Size((2, 3)), CPU)
     assert room.get("key", torch.Size((2, 3)), CPU) is small
     large = room.get("key", torch.Size((5, 3)), CPU)

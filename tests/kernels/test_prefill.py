@@ -23,9 +23,8 @@ from packedkv.integrations.transformers.layers import PackedCacheLayer
 from packedkv.kernels import flash
 from packedkv.kernels import spec as specs
 from packedkv.kernels.constants import constants_for
-from packedkv.kernels.cuda import basis
+from packedkv.kernels.cuda import basis, prefill
 from packedkv.kernels.cuda import decode as attention
-from packedkv.kernels.cuda import history as prefill
 from packedkv.kernels.cuda.engine import CudaEngine
 from packedkv.kernels.flash import score
 from packedkv.scheme import KVScheme

@@ -5,7 +5,7 @@ import torch
 
 from packedkv.integrations.vllm.flash import flash_for
 from packedkv.integrations.vllm.layer import Live, Rules, Several
-from packedkv.kernels.cuda.prompts import Chunks, Room, Sight
+from packedkv.kernels.cuda.prefill import Chunks, Sight, Workspace
 from tests.integrations.test_serving import DIM, HEADS, ROW, TOKENS, made, pool, rows, slots
 from tests.kernels.conftest import unsynchronised
 from tests.kernels.test_packed_layer import WINDOWS
@@ -43,9 +43,9 @@ def test_a_step_is_the_references(spec: str, dtype: torch.dtype) -> None:
     table = ROW.expand(len(requests), -1).contiguous().to(device)
     q = torch.randn(begin, 2 * HEADS, DIM, generator=torch.Generator().manual_seed(3)).to(dtype)
     found, given = torch.full_like(q, torch.nan, device=device), q.to(device)
-    layer.attend_chunks(given, cache, Chunks.of(requests, table, Room()), Rules(0.125), found)  # compiles
+    layer.attend_chunks(given, cache, Chunks.of(requests, table, Workspace()), Rules(0.125), found)  # compiles
     with unsynchronised():
-        layer.attend_chunks(given, cache, Chunks.of(requests, table, Room()), Rules(0.125), found)
+        layer.attend_chunks(given, cache, Chunks.of(requests, table, Workspace()), Rules(0.125), found)
     for _, first, last, length in requests:
         right = plain.attend(q[first:last], want, ROW, length, Rules(0.125))
         torch.testing.assert_close(
@@ -78,9 +78,9 @@ def test_windows_and_soft_caps(spec: str, rules: str) -> None:
     given, table, sight = q.to(device), freed.to(device), Sight(rule.window, cache.shape[2])
     on_device = rule if rule.sinks is None else rule._replace(sinks=rule.sinks.to(device))
     found = torch.full_like(given, torch.nan)
-    layer.attend_chunks(given, cache, Chunks.of(requests, table, Room(), sight), on_device, found)  # compiles
+    layer.attend_chunks(given, cache, Chunks.of(requests, table, Workspace(), sight), on_device, found)  # compiles
     with unsynchronised():
-        layer.attend_chunks(given, cache, Chunks.of(requests, table, Room(), sight), on_device, found)
+        layer.attend_chunks(given, cache, Chunks.of(requests, table, Workspace(), sight), on_device, found)
     for _, first, last, length in requests:
         right = plain.attend(q[first:last], want, ROW, length, rule)
         torch.testing.assert_close(found[first:last].cpu(), right, rtol=0, atol=4e-3)

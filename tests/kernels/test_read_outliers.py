@@ -17,8 +17,7 @@ from packedkv.kernels import spec as specs
 from packedkv.kernels.codecs.outliers import SHARED_BLOCK, WARPS
 from packedkv.kernels.constants import constants_for
 from packedkv.kernels.cuda import decode as attention
-from packedkv.kernels.cuda import history as prefill
-from packedkv.kernels.cuda import launch
+from packedkv.kernels.cuda import launch, prefill
 from packedkv.kernels.cuda.launch import H200, Config, config_for
 from tests.kernels import decode_cases
 from tests.kernels.decode_cases import CASES, Case, Geometry, check, check_all, each_in_turn, sides

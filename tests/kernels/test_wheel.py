@@ -47,7 +47,7 @@ import torch
 
 import packedkv
 from packedkv.cache.fused import FusedLayerCache
-from packedkv.kernels.cuda import basis, build, decode, encode, history
+from packedkv.kernels.cuda import basis, build, decode, encode, prefill
 from packedkv.kernels.codecs import ghost, innerq
 from packedkv.kernels.cuda.engine import CudaEngine
 
@@ -75,7 +75,7 @@ def load(program, names, device, label=""):
     loaded.append(build.compile_program(program, "sm_90", label))
     return tuple(SimpleNamespace(launch=lambda *given, **more: None) for _ in names)
 
-for module in (basis, decode, encode, ghost, history, innerq):
+for module in (basis, decode, encode, ghost, innerq, prefill):
     module.load = load
 build.refusal = lambda device: ""
 cache = FusedLayerCache(scheme)

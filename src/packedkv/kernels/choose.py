@@ -48,35 +48,21 @@ def choose(
             f"{scheme} holds its newest {scheme.window} tokens in {scheme.recent} (age tiers, recent=), and the caches "
             f"of fused attention have one codec for each role"
         )
+    tokens = page_tokens or page_layout(scheme.key, scheme.value, head_dim, head_dim).page_tokens
     if device.type == "cpu" and build.refusal(device):
         if reason := library.refusal(device):
             raise UnsupportedError(reason)
         if static:
             raise UnsupportedError("a static cache is for CUDA graphs; on a CPU leave max_len out")
-        tokens = page_tokens or page_layout(scheme.key, scheme.value, head_dim, head_dim).page_tokens
         return CpuEngine(scheme.key, scheme.value, head_dim, tokens)
-    return choose_cuda(scheme, head_dim, device, page_tokens, static=static)
-
-
-def choose_cuda(
-    scheme: KVScheme,
-    head_dim: int,
-    device: torch.device,
-    page_tokens: int | None = None,
-    *,
-    static: bool = False,
-) -> CudaEngine:
-    """As ``choose``, for NVIDIA GPUs only."""
-    tokens = page_tokens or page_layout(scheme.key, scheme.value, head_dim, head_dim).page_tokens
     decode_spec(scheme.key, scheme.value, head_dim, tokens)
-    if static:
-        for role in ROLES:
-            try:
-                encoder(scheme.codec(role), head_dim, role)
-            except UnsupportedError as error:
-                raise UnsupportedError(
-                    f"{error}, and PyTorch's would synchronise in every step; leave max_len out"
-                ) from error
+    for role in ROLES if static else ():
+        try:
+            encoder(scheme.codec(role), head_dim, role)
+        except UnsupportedError as error:
+            raise UnsupportedError(
+                f"{error}, and PyTorch's would synchronise in every step; leave max_len out"
+            ) from error
     if reason := build.refusal(device):
         raise UnsupportedError(reason)
     return CudaEngine(scheme.key, scheme.value, head_dim, tokens)

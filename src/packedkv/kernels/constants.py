@@ -5,8 +5,9 @@ file belong to one cache.
 """
 
 from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -15,9 +16,46 @@ from packedkv.codec import Codec, Params, Site
 from packedkv.errors import UnsupportedError
 from packedkv.shared import SHARED
 
-if TYPE_CHECKING:
-    from packedkv.kernels.cpu.spec import CpuEncoder, CpuReader
-    from packedkv.kernels.spec import Encoder, Reader
+
+@dataclass(frozen=True, kw_only=True)
+class Side:
+    """Which constants the kernels of one role take; the base of readers and encoders for GPUs and CPUs.
+
+    Parameters
+    ----------
+    tables : callable, optional
+        Params -> uint8 ``[H or 1, bytes]``, or by sequence ``[B or 1, H, bytes]``, on their device: look-up tables.
+    factor : str or callable
+        Name of the constant ``[B or 1, H, D]`` that multiplies queries (keys), outputs (values) or new tokens, or a
+        function of the constants that returns it; empty: none.
+    divide : bool
+        Whether new tokens are divided by the factor.
+    own : str
+        Name of a constant ``[B or 1, H]`` that takes the place of a factor; empty: none.
+    order : int
+        Hadamard order; 1 for none.
+    matrix : callable, optional
+        Params -> ``[n, H, ...]``: what mixes the channels of a head, in place of a factor and a rotation.
+    layer_invariant : bool
+        Whether the tables are the same in all layers, unless their constants come from a sample.
+    tables_of : Codec, optional
+        Whose constants the tables follow from, if not the codec's itself.
+    """
+
+    tables: Callable[[Params], Tensor] | None = field(default=None, repr=False, compare=False)
+    factor: str | Callable[[Params], Tensor] = ""
+    divide: bool = False
+    own: str = ""
+    order: int = 1
+    matrix: Callable[[Params], Tensor] | None = field(default=None, repr=False, compare=False)
+    layer_invariant: bool = False
+    tables_of: Codec | None = None
+    type: str
+
+    @property
+    def multiplies(self) -> bool:
+        """Whether it has a factor, or an ``own`` constant instead."""
+        return bool(self.factor or self.own)
 
 
 class Constants(NamedTuple):
@@ -43,9 +81,7 @@ class Constants(NamedTuple):
 NO_CONSTANTS = Constants(None, None, 1)
 
 
-def constants_for(
-    kernel: "Reader | CpuReader | Encoder | CpuEncoder", params: Params, heads: int, head_dim: int
-) -> Constants:
+def constants_for(kernel: Side, params: Params, heads: int, head_dim: int) -> Constants:
     """Build the tensors of one role from the site's constants.
 
     Raises
@@ -59,7 +95,7 @@ def constants_for(
 
 
 def constants(
-    kernel: "Reader | CpuReader | Encoder | CpuEncoder",
+    kernel: Side,
     codec: Codec,
     site: Site,
     params: Params,
@@ -71,7 +107,7 @@ def constants(
 
     Parameters
     ----------
-    kernel : Reader or Encoder
+    kernel : Side
     codec : Codec
     site : Site
     params : Params
@@ -85,7 +121,7 @@ def constants(
 
     tables = factor = matrix = None
     if kernel.tables is not None:
-        of, where = kernel.tables_of or codec, (site.head_dim, site.device) if kernel.alike else site
+        of, where = kernel.tables_of or codec, (site.head_dim, site.device) if kernel.layer_invariant else site
         name = ("tables", kernel.type, of, where) if drawn and not of.needs else None
         before = None if old is None else old.tables
         tables = _shared(name, site.device, before, lambda: _tables(kernel, params, site.num_heads))
@@ -138,7 +174,7 @@ def _first_sequence(x: Tensor) -> Tensor:
     return x if x.shape[0] == 1 else x[:1]
 
 
-def _tables(kernel: "Reader | CpuReader | Encoder | CpuEncoder", params: Params, heads: int) -> Tensor:
+def _tables(kernel: Side, params: Params, heads: int) -> Tensor:
     assert kernel.tables is not None
     tables = kernel.tables(params).contiguous()
     by_head = tables.dim() == 2 and tables.shape[0] in (1, heads)
@@ -150,12 +186,12 @@ def _tables(kernel: "Reader | CpuReader | Encoder | CpuEncoder", params: Params,
     return tables
 
 
-def _matrix(kernel: "Reader | CpuReader | Encoder | CpuEncoder", params: Params) -> Tensor:
+def _matrix(kernel: Side, params: Params) -> Tensor:
     assert kernel.matrix is not None
     return kernel.matrix(params).contiguous()
 
 
-def _factor(kernel: "Reader | CpuReader | Encoder | CpuEncoder", params: Params, heads: int, head_dim: int) -> Tensor:
+def _factor(kernel: Side, params: Params, heads: int, head_dim: int) -> Tensor:
     name = kernel.factor or kernel.own
     if callable(name):
         factor = name(params).float()

@@ -5,24 +5,59 @@ An engine holds only names and tensors, no module or compiled kernel, so that ca
 
 from abc import ABC, abstractmethod
 from collections.abc import Hashable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Self
+from typing import Any, NamedTuple, Self
 
 from torch import Tensor
 
 from packedkv.codec import ROLES, Codec, Params, Role
-from packedkv.kernels.constants import NO_CONSTANTS, Constants, constants
+from packedkv.kernels.constants import NO_CONSTANTS, Constants, Side, constants
 from packedkv.kernels.mean import Turned
 from packedkv.kernels.tokens import ChunkTokens, GroupTokens, Rules, StepTokens
 from packedkv.ops.rope import Rotary
 from packedkv.store.pages import PageStore
 from packedkv.store.site import RoleSite
 
-if TYPE_CHECKING:
-    from packedkv.kernels.cpu.mean import CpuMean
-    from packedkv.kernels.cpu.spec import CpuEncoder, CpuReader
-    from packedkv.kernels.cuda.fit import Fitted, Sample
-    from packedkv.kernels.mean import KeyMean
-    from packedkv.kernels.spec import Encoder, Reader
+
+class FirstTokens(NamedTuple):
+    """First tokens of keys or values, and how they are turned: what a role's constants are fitted on.
+
+    Parameters
+    ----------
+    x : Tensor ``[B, H, n, D]``
+        Model basis; the last axis contiguous.
+    tokens : int
+        How many are taken; 0: all.
+    every : int
+        Which: every, every second, and so on.
+    padding : Tensor int32 ``[B]``, optional
+        How many before them are not.
+    angles : (Tensor float32 ``[1 or B, n, R / 2]``, Tensor), optional
+        ``Rotary.angles`` of ``x``: keys are held without their mean before RoPE, which is fitted as well.
+    back : (Tensor, Tensor), optional
+        Those of the inverse rotation; None: the same angles, mirrored.
+    interleaved : bool
+        As in ``Rotary``.
+    energy : Tensor ``[1, H, D]``, optional
+        As in ``packedkv.codec.Sample``.
+    """
+
+    x: Tensor
+    tokens: int = 0
+    every: int = 1
+    padding: Tensor | None = None
+    angles: tuple[Tensor, Tensor] | None = None
+    back: tuple[Tensor, Tensor] | None = None
+    interleaved: bool = False
+    energy: Tensor | None = None
+
+
+class Fitted(NamedTuple):
+    """Constants of a role, for the reference and for the kernels; the mean before RoPE if there is one."""
+
+    params: Params
+    reading: Constants
+    writing: Constants
+    mean: Tensor | None = None
 
 
 class Engine(ABC):
@@ -40,10 +75,10 @@ class Engine(ABC):
     """Whether a cache refuses a bad single token when it comes; else ``check`` does, which reads the device's flag."""
     ready = False
     """Whether the constants of both roles are on the device."""
-    readers: "Mapping[Role, Reader | CpuReader]"
-    encoders: "Mapping[Role, Encoder | CpuEncoder | None]"
+    readers: Mapping[Role, Side]
+    encoders: Mapping[Role, Side | None]
     """None: PyTorch encodes the role."""
-    mean: "KeyMean | CpuMean | None" = None
+    mean: tuple[Any, ...] | None = None
     """The mean that keys are held without; see ``hold_without``."""
 
     def __init__(self, key: Codec, value: Codec, head_dim: int, page_tokens: int) -> None:
@@ -100,7 +135,7 @@ class Engine(ABC):
         """Whether a kernel fits a role's constants, to the reference's numbers."""
         return False
 
-    def fit(self, samples: "Mapping[Role, Sample]") -> "dict[Role, Fitted]":
+    def fit(self, samples: Mapping[Role, FirstTokens]) -> dict[Role, Fitted]:
         """Fit the constants of roles for which it ``fits``; they are there after ``launch_fits``."""
         return {}
 

@@ -50,14 +50,6 @@ class Ragged(NamedTuple):
     window: int = 0
 
 
-@lru_cache(maxsize=64)
-def lone(queries: int, keys: int, device: torch.device) -> Ragged:
-    """Return a single sequence; shared by the layers of a model."""
-    with torch.inference_mode(False):
-        rows, tokens = (torch.arange(0, 2 * n, n, dtype=torch.int32, device=device) for n in (queries, keys))
-        return Ragged(rows, tokens, queries, keys)
-
-
 Flash = Callable[[Tensor, Tensor, Tensor, Ragged, float, float, Tensor], Tensor]
 """(q ``[n, HQ, D]``, k, v ``[t, H, D]``, ragged, scale, softcap, out ``[n, HQ, D]``): causal attention, into ``out``,
 of each sequence's newest queries over its keys; returns its log-sum-exps ``[HQ, n]``. A query without a key has the

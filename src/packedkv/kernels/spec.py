@@ -14,16 +14,15 @@ import importlib
 import importlib.util
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
 from types import ModuleType
-from typing import Any, ClassVar, Literal, NamedTuple, TypeVar
+from typing import Any, Literal, NamedTuple, TypeVar
 
-from torch import Tensor
-
-from packedkv.codec import ROLES, Codec, Params, Role
+from packedkv.codec import ROLES, Codec, Role
 from packedkv.errors import SpecError, UnsupportedError
+from packedkv.kernels.constants import Side
 from packedkv.layout import PageLayout
 from packedkv.scheme import KVScheme
 
@@ -34,59 +33,47 @@ HEAD_DIMS = (64, 80, 96, 128, 192, 256, 512)
 
 
 @dataclass(frozen=True)
-class Reader:
+class Reader(Side):
     """How the decode kernels read one role.
 
     Parameters
     ----------
     type, header, folder : str
         The C++ struct with its template arguments, the file that defines it, and where that file is.
+    tables, matrix : callable, optional
+        Of ``Side``: what the struct's ``fill`` reads, by sequence of an ORDERED struct (tile.cuh); uint8 lines of
+        mixed.cuh, of queries into the basis of the codes (keys, n = 2), and of outputs (values, n = 1) or, as the last
+        of n, unpacked tokens out of it. The struct is ``Mixed`` then.
     block : int
         Tokens per block.
     shared : int
         Bytes of look-up tables in shared memory, the struct's ``TABLE``.
     fewer : tuple of int
         ``shared`` with half of the room for copies of the tables, with a quarter and so on (``KV_HALVINGS``).
-    tables : callable, optional
-        Params -> uint8 ``[H or 1, bytes]`` on their device: what the struct's ``fill`` reads. ``[B or 1, H, bytes]`` of
-        an ORDERED struct (tile.cuh).
     computes : bool
         Whether ``fill`` computes the look-up tables and reads nothing.
-    factor : str or callable
-        Name of the constant ``[B or 1, H, D]`` that multiplies queries (keys) or outputs (values), or a function of the
-        constants that returns it; empty: none.
-    order : int
-        Hadamard order; 1 for none.
-    matrix : callable, optional
-        Params -> uint8 ``[n, H, bytes]``, lines of mixed.cuh: what mixes the channels of a head, in place of a factor
-        and a rotation, of queries into the basis of the codes (keys, n = 2), and of outputs (values, n = 1) or, as the
-        last of n, unpacked tokens out of it. The struct is ``Mixed``.
-    lends, borrower : str
-        Name of the tables' contents, and the struct that reads the tables of keys which lend the same: values then
-        need none of their own.
+    shares_table_with, borrowing_type : str
+        Name of the tables' contents, and the struct that reads the tables of keys of the same name: values then need
+        none of their own.
     by_head : int
         Bytes of shared memory, beside ``shared``, for what of the tables belongs to a sequence and head: the struct's
         ``OWN``. What is in ``shared`` is then the same for all.
-    both : str
-        The struct when one codec holds keys and values; empty: ``type``.
+    paired_type : str
+        The struct when one codec has keys and values; empty: ``type``.
     also : tuple of str
         Further files that the struct needs.
     queries : int
         Vectors that the kernel makes of a query; 2 for sketches.
     scratch : int
         Bytes of shared memory that each warp needs for itself, the struct's ``SCRATCH``.
-    reach : int
-        Least bytes of shared memory that ``both`` takes, its ``REACH``.
+    min_shared : int
+        Least bytes of shared memory that ``paired_type`` takes, its ``REACH``.
     tile : int
         The longest tile for many sequences; look-ups with bank conflicts need more warps instead.
     warps : int
         Warps of a CTA where two share a multiprocessor; of keys.
     team_warps : int
         Warps of all teams of a CTA, at most; of keys. 0 of either role: no teams, as tables differ by sequence.
-    alike : bool
-        Whether the tables are the same in all layers, unless their constants come from a sample.
-    tables_of : Codec, optional
-        Whose constants the tables follow from, if not the codec's itself.
     uneven : bool
         Whether the struct takes a head_dim that is no multiple of 32: 80.
 
@@ -102,27 +89,19 @@ class Reader:
     block: int = 1
     shared: int = 0
     fewer: tuple[int, ...] = ()
-    tables: Callable[[Params], Tensor] | None = field(default=None, repr=False, compare=False)
     computes: bool = False
-    factor: str | Callable[[Params], Tensor] = ""
-    order: int = 1
-    matrix: Callable[[Params], Tensor] | None = field(default=None, repr=False, compare=False)
-    lends: str = ""
-    borrower: str = ""
+    shares_table_with: str = ""
+    borrowing_type: str = ""
     by_head: int = 0
-    both: str = ""
+    paired_type: str = ""
     also: tuple[str, ...] = ()
     queries: int = 1
     scratch: int = 0
-    reach: int = 0
+    min_shared: int = 0
     tile: int = 64
     warps: int = 4
     team_warps: int = 8
-    alike: bool = False
-    tables_of: Codec | None = None
     uneven: bool = False
-    own: ClassVar[str] = ""
-    divide: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
         """Refuse look-up tables without contents: ``fill`` would read address 0."""
@@ -132,65 +111,40 @@ class Reader:
                 f"give tables=..., or computes=True where fill computes them."
             )
 
-    @property
-    def multiplies(self) -> bool:
-        """Whether it has a factor."""
-        return bool(self.factor)
-
 
 Form = Literal["rows", "blocks", "table"]
 
 
 @dataclass(frozen=True)
-class Encoder:
-    """How the encode kernels write one role; as ``Reader``.
+class Encoder(Side):
+    """How the encode kernels write one role.
 
     Parameters
     ----------
-    type, header, folder, tables, order, block, alike, tables_of, uneven
-        As ``Reader``; ``tables`` is what the struct gets.
-    factor : str or callable
-        Name of the constant ``[B or 1, H, D]`` that new tokens are multiplied with, or divided by, or a function of the
-        constants that returns it.
-    divide : bool
-    matrix : callable, optional
-        As of ``Reader`` with n = 1, of new tokens into the basis of the codes, before the factor; of form "table".
+    type, header, folder, block, uneven
+        As ``Reader``.
     form : {"rows", "blocks", "table"}
         Kernel around the struct: ``encode_side`` of encode.cuh (a row at a time), ``encode_blocks`` of
-        encode_blocks.cuh (a block of tokens), ``encode_with_table`` of encode_table.cuh.
-    own : str
-        Name of a constant ``[B or 1, H]`` that the struct takes instead of a factor; empty: none.
+        encode_blocks.cuh (a block of tokens), ``encode_with_table`` of encode_table.cuh. A ``matrix``, as of ``Reader``
+        with n = 1, is of form "table".
     resident : int
         Blocks of threads that share a multiprocessor, if each makes tables of its own: no more are launched than run
         at once on 132 of them. 0: as many as there are rows for.
     team : int
         Lanes that share a row, of form "table".
-    few : Encoder, optional
+    small_batch : Encoder, optional
         The same bytes by a struct that shares rows among more lanes: sooner where there are few rows.
     """
 
     type: str
     header: str
     folder: str = str(CSRC)
-    tables: Callable[[Params], Tensor] | None = field(default=None, repr=False, compare=False)
-    factor: str | Callable[[Params], Tensor] = ""
-    divide: bool = False
-    matrix: Callable[[Params], Tensor] | None = field(default=None, repr=False, compare=False)
-    order: int = 1
     block: int = 1
     form: Form = "rows"
-    own: str = ""
     resident: int = 0
-    alike: bool = False
-    tables_of: Codec | None = None
     uneven: bool = False
     team: int = 8
-    few: "Encoder | None" = None
-
-    @property
-    def multiplies(self) -> bool:
-        """Whether it has a factor, or an ``own`` constant instead."""
-        return bool(self.factor or self.own)
+    small_batch: "Encoder | None" = None
 
 
 def includes(*roles: Reader | Encoder) -> list[str]:
@@ -206,6 +160,8 @@ def flag(x: bool) -> str:
 
 # -- finding them ------------------------------------------------------------------------------------------------------
 
+Found = TypeVar("Found", bound=Side)
+_CudaSide = TypeVar("_CudaSide", Reader, Encoder)
 ReaderFor = Callable[[Codec, int, Role], Reader]
 EncoderFor = Callable[[Codec, int, Role], Encoder]
 _READERS: dict[type, ReaderFor] = {}
@@ -272,11 +228,8 @@ def _kernels(module: str) -> ModuleType | None:
     return importlib.import_module(path)
 
 
-_Kind = TypeVar("_Kind", Reader, Encoder)
-
-
 @lru_cache(maxsize=1024)  # called for every layer of every cache
-def _asked(find: Callable[[Codec, int, Role], _Kind], codec: Codec, head_dim: int, role: Role) -> _Kind:
+def _asked(find: Callable[[Codec, int, Role], _CudaSide], codec: Codec, head_dim: int, role: Role) -> _CudaSide:
     if head_dim not in HEAD_DIMS:
         dims = ", ".join(map(str, HEAD_DIMS))
         raise UnsupportedError(f"the CUDA kernels take head_dim {dims}, not {head_dim} ({codec})")
@@ -364,7 +317,7 @@ def _halved(reader: Reader, times: int) -> Reader:
         return reader
     shared = reader.fewer[:times][-1]
     # tables with fewer copies are not interleaved: addresses stay inside them
-    return replace(reader, shared=shared, fewer=(), reach=reader.reach if shared == reader.shared else 0)
+    return replace(reader, shared=shared, fewer=(), min_shared=reader.min_shared if shared == reader.shared else 0)
 
 
 def definitions(halvings: int) -> list[str]:
@@ -389,10 +342,10 @@ def _decode_spec(
     k: Reader, v: Reader, key: Codec, value: Codec, head_dim: int, page_tokens: int, pairs: int
 ) -> DecodeSpec:
     if key == value:
-        k, v = replace(k, type=k.both or k.type), replace(v, type=v.both or v.type)
+        k, v = replace(k, type=k.paired_type or k.type), replace(v, type=v.paired_type or v.type)
     else:
-        k, v = replace(k, reach=0), replace(v, reach=0)
-    if v.lends and k.lends == v.lends:
+        k, v = replace(k, min_shared=0), replace(v, min_shared=0)
+    if v.shares_table_with and k.shares_table_with == v.shares_table_with:
         v = _borrowing(v)
     step = math.lcm(16, k.block, v.block)
     if page_tokens % step:
@@ -407,7 +360,7 @@ def _decode_spec(
 
 
 def _borrowing(x: Reader) -> Reader:
-    return replace(x, type=x.borrower, shared=0, fewer=(), tables=x.tables if x.by_head else None)
+    return replace(x, type=x.borrowing_type, shared=0, fewer=(), tables=x.tables if x.by_head else None)
 
 
 class EncodeSpec(NamedTuple):
@@ -437,9 +390,9 @@ class EncodeSpec(NamedTuple):
         return self.key if role == "key" else self.value
 
     @property
-    def few(self) -> "EncodeSpec":
+    def small_batch(self) -> "EncodeSpec":
         """The same for few rows, where a role has structs for them."""
-        key, value = ((one and one.few) or one for one in (self.key, self.value))
+        key, value = ((one and one.small_batch) or one for one in (self.key, self.value))
         return self._replace(key=key, value=value)
 
     @property
@@ -453,15 +406,16 @@ def encode_spec(key: Codec, value: Codec, head_dim: int, page_tokens: int, mean:
 
     ``mean`` as in ``EncodeSpec``; blocks of tokens have no kernel that subtracts one.
     """
-    k, v = _encoder_or_none(key, head_dim, "key"), _encoder_or_none(value, head_dim, "value")
+    k, v = or_none(encoder, key, head_dim, "key"), or_none(encoder, value, head_dim, "value")
     if mean and k is not None and k.form == "blocks":
         k = None
     return _encode_spec(k, v, key, value, head_dim, page_tokens, mean and k is not None)
 
 
-def _encoder_or_none(codec: Codec, head_dim: int, role: Role) -> Encoder | None:
+def or_none(find: Callable[[Codec, int, Role], Found], codec: Codec, head_dim: int, role: Role) -> Found | None:
+    """Return what ``find`` returns, or None if it raises UnsupportedError: PyTorch encodes the role."""
     try:
-        return encoder(codec, head_dim, role)
+        return find(codec, head_dim, role)
     except UnsupportedError:
         return None
 

@@ -10,7 +10,6 @@ from typing import NamedTuple
 from torch import Tensor
 
 from packedkv.attention import BEFORE_IT, Seen
-from packedkv.kernels.flash import Flash
 
 Dense = tuple[Tensor, Tensor]
 """Keys and values ``[B, H, t, D]`` in 16 bit, model basis."""
@@ -131,8 +130,6 @@ class GroupTokens(NamedTuple):
         Tokens of a group; blocks of both codecs and tiles of 32 divide it.
     own : Dense
         ``[1, H, t, D]``: the tokens from the beginning of the first query's group on.
-    flash : Flash, optional
-        The GPU's own flash attention for packed tokens that are unpacked at once.
     """
 
     pages: Tensor
@@ -140,4 +137,3 @@ class GroupTokens(NamedTuple):
     length: int
     group: int
     own: Dense
-    flash: Flash | None = None

@@ -11,7 +11,7 @@ from vllm.logger import init_logger
 from packedkv.kernels.cuda.build import architecture, compiled
 from packedkv.kernels.cuda.engine import CudaEngine
 from packedkv.kernels.cuda.launch import machine
-from packedkv.kernels.cuda.needed import Needed, Steps, compile_needed, of_served
+from packedkv.kernels.cuda.needed import Needed, Steps, compile_needed, of_codecs
 
 logger = init_logger("vllm.packedkv")
 
@@ -40,7 +40,7 @@ def compile_ahead(
         steps = Steps((impl.num_heads // layer.heads,), dense, impl.rules.softcap > 0, heads, capacity)
         several = queries if layer.takes_several(impl.rules) else 1
         more = {"pairs": pairs, "kept": layer.sink > 0, "queries": several}
-        needed |= dict.fromkeys(of_served(*given, machine(device), steps, **more))
+        needed |= dict.fromkeys(of_codecs(*given, machine(device), steps, **more))
     missing = [one for one in needed if compiled(one.program, arch) is None]
     logger.info("packedkv: %d programs, of which %d are compiled now", len(needed), len(missing))
     begun = time.monotonic()

@@ -48,7 +48,7 @@ from packedkv.integrations.vllm.servable import (
 from packedkv.integrations.vllm.step import PackedBuilder, PackedMetadata, SharedStep, longest_sequence, metadata_of
 from packedkv.integrations.vllm.weights import Around
 from packedkv.kernels.cuda.build import LEAST
-from packedkv.kernels.cuda.prompts import Chunk
+from packedkv.kernels.cuda.prefill import Chunk
 from packedkv.scheme import Mean
 from packedkv.store.kept_rows import rows_bytes
 from packedkv.store.positions import part_of

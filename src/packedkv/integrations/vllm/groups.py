@@ -31,7 +31,7 @@ from packedkv.codec import ROLES, Role, storage_dtype
 from packedkv.integrations.vllm.layer import CHUNK_TOKENS, EngineLayer, Rules
 from packedkv.integrations.vllm.pending import PendingGroups
 from packedkv.integrations.vllm.servable import group_tokens
-from packedkv.kernels.cuda.prompts_groups import GroupChunkReader, GroupChunks
+from packedkv.kernels.cuda.prefill_groups import GroupChunkReader, GroupChunks
 from packedkv.kernels.tokens import GroupTokens, StepTokens
 from packedkv.scheme import KVScheme
 
@@ -126,8 +126,7 @@ class GroupedLayer(EngineLayer):
         engine, pages = self.engine(cache.shape[2]), self.pages(cache)[1]
         if self.batched and (rules.window or rules.softcap):
             return self.attend_own(q, cache, blocks, seq_len, rules, recent)
-        own = recent["key"], recent["value"]
-        tokens = GroupTokens(pages, blocks[None], seq_len, self.unit, own, self.flash)
+        tokens = GroupTokens(pages, blocks[None], seq_len, self.unit, (recent["key"], recent["value"]))
         return engine.attend_groups(q.transpose(0, 1)[None], tokens, rules.kernels)[0].transpose(0, 1)
 
     # -- prompts of several requests, by a GPU's kernels, one launch per stage -----------------------------------------

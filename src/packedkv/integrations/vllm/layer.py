@@ -40,8 +40,7 @@ from packedkv.kernels.choose import choose
 from packedkv.kernels.cuda.decode import MOST_SEQUENCES
 from packedkv.kernels.cuda.encode import SlotWriter
 from packedkv.kernels.cuda.engine import CudaEngine
-from packedkv.kernels.cuda.history import STAGING_BYTES, workspace_bytes
-from packedkv.kernels.cuda.prompts import ChunkReader, Chunks
+from packedkv.kernels.cuda.prefill import STAGING_BYTES, ChunkReader, Chunks, workspace_bytes
 from packedkv.kernels.engine import Engine
 from packedkv.kernels.flash import WIDEST, Flash
 from packedkv.kernels.mean import Turned

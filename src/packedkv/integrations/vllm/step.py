@@ -28,8 +28,8 @@ from packedkv.integrations.vllm.identity import claim
 from packedkv.integrations.vllm.layer import EngineLayer, Live, Several
 from packedkv.integrations.vllm.pending import PendingGroups
 from packedkv.integrations.vllm.servable import check_page
-from packedkv.kernels.cuda.prompts import Chunk, Chunks, Room, Sight, gathered
-from packedkv.kernels.cuda.prompts_groups import GroupChunks
+from packedkv.kernels.cuda.prefill import Chunk, Chunks, Sight, Workspace, gathered
+from packedkv.kernels.cuda.prefill_groups import GroupChunks
 from packedkv.store.positions import shared
 
 logger = init_logger("vllm.packedkv")
@@ -336,7 +336,7 @@ class PackedBuilder(AttentionMetadataBuilder[PackedMetadata]):  # type: ignore[m
         """Return how a GPU's kernels attend the chunks, for each sliding window."""
         if not chunks or not self.first.batched:
             return {}
-        most, pending, rooms = self.first.most_tokens(longest_sequence(self.vllm_config)), self.pending, [Room()]
+        most, pending, rooms = self.first.most_tokens(longest_sequence(self.vllm_config)), self.pending, [Workspace()]
         prompts = {}
         for window in self.windows:
             sight = Sight(window, self.kv_cache_spec.block_size)
@@ -344,7 +344,7 @@ class PackedBuilder(AttentionMetadataBuilder[PackedMetadata]):  # type: ignore[m
             if pending is None:
                 together: list[Any] = [Chunks.of(own, block_table, rooms[0], sight) for own in found]
             else:  # own tokens of all groups of a step are stored at once
-                rooms += [Room() for _ in found[len(rooms) :]]
+                rooms += [Workspace() for _ in found[len(rooms) :]]
                 given = pending.slot, pending.unit, pending.page_tokens
                 together = [
                     GroupChunks.of(own, block_table, *given, room, pending.halves, window)

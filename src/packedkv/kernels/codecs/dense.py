@@ -1,6 +1,6 @@
 """Kernels of numbers held dense."""
 
-from packedkv.codec import Codec, Dense, Role
+from packedkv.codec import Dense, Role
 from packedkv.errors import UnsupportedError
 from packedkv.kernels.cpu.spec import CpuEncoder, CpuReader
 from packedkv.kernels.spec import Encoder, Reader, flag
@@ -9,29 +9,25 @@ KINDS = ("float16", "bfloat16", "float32")
 """As the CPU kernels number them."""
 
 
-def reader(codec: Codec, head_dim: int, role: Role) -> Reader:
+def reader(codec: Dense, head_dim: int, role: Role) -> Reader:
     """16-bit numbers."""
-    assert isinstance(codec, Dense)
     if codec.dtype == "float32":
         raise UnsupportedError(f"the kernels read 16-bit numbers, not {codec}")
     return Reader(f"kv::ReadDense<{head_dim}, {flag(codec.dtype == 'bfloat16')}>", "read_dense.cuh", uneven=True)
 
 
-def cpu_reader(codec: Codec, head_dim: int, role: Role) -> CpuReader:
+def cpu_reader(codec: Dense, head_dim: int, role: Role) -> CpuReader:
     """Numbers of 16 or 32 bit."""
-    assert isinstance(codec, Dense)
     return CpuReader("dense", (KINDS.index(codec.dtype or "float16"),))
 
 
-def encoder(codec: Codec, head_dim: int, role: Role) -> Encoder:
+def encoder(codec: Dense, head_dim: int, role: Role) -> Encoder:
     """16-bit numbers."""
-    assert isinstance(codec, Dense)
     if codec.dtype == "float32":
         raise UnsupportedError(f"the kernels write 16-bit numbers, not {codec}")
     return Encoder(f"kv::EncodeDense<{head_dim}, {flag(codec.dtype == 'bfloat16')}>", "encode_dense.cuh", uneven=True)
 
 
-def cpu_encoder(codec: Codec, head_dim: int, role: Role) -> CpuEncoder:
+def cpu_encoder(codec: Dense, head_dim: int, role: Role) -> CpuEncoder:
     """Numbers of 16 or 32 bit."""
-    assert isinstance(codec, Dense)
     return CpuEncoder("dense", (KINDS.index(codec.dtype or "float16"),))

@@ -1,30 +1,26 @@
 """Kernels of ``fp8``."""
 
-from packedkv.codec import Codec, Role
+from packedkv.codec import Role
 from packedkv.codecs.fp8 import Fp8
 from packedkv.kernels.cpu.spec import CpuEncoder, CpuReader
 from packedkv.kernels.spec import Encoder, Reader, flag
 
 
-def reader(codec: Codec, head_dim: int, role: Role) -> Reader:
+def reader(codec: Fp8, head_dim: int, role: Role) -> Reader:
     """E4M3, scaled by token or not."""
-    assert isinstance(codec, Fp8)
     return Reader(f"kv::ReadFp8<{head_dim}, {flag(codec.scaled)}>", "read_fp8.cuh", uneven=True)
 
 
-def cpu_reader(codec: Codec, head_dim: int, role: Role) -> CpuReader:
+def cpu_reader(codec: Fp8, head_dim: int, role: Role) -> CpuReader:
     """E4M3, scaled by token or not."""
-    assert isinstance(codec, Fp8)
     return CpuReader("fp8", (int(codec.scaled),))
 
 
-def encoder(codec: Codec, head_dim: int, role: Role) -> Encoder:
+def encoder(codec: Fp8, head_dim: int, role: Role) -> Encoder:
     """E4M3, scaled by token or not."""
-    assert isinstance(codec, Fp8)
     return Encoder(f"kv::EncodeFp8<{head_dim}, {flag(codec.scaled)}>", "encode_fp8.cuh", uneven=True)
 
 
-def cpu_encoder(codec: Codec, head_dim: int, role: Role) -> CpuEncoder:
+def cpu_encoder(codec: Fp8, head_dim: int, role: Role) -> CpuEncoder:
     """E4M3, scaled by token or not."""
-    assert isinstance(codec, Fp8)
     return CpuEncoder("fp8", (int(codec.scaled),))

@@ -10,7 +10,7 @@ layer of every prompt.
 
 from collections.abc import Mapping, Sequence
 from ctypes import sizeof
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from functools import lru_cache, partial
 
 import torch
@@ -38,7 +38,8 @@ from packedkv.kernels.cpu.spec import CpuEncoder, CpuReader
 from packedkv.kernels.cuda.arguments import FIT_LAYERS, FitGhostArgs, FitGhostLayers
 from packedkv.kernels.cuda.build import Kernel, Program, load
 from packedkv.kernels.cuda.decode import KINDS
-from packedkv.kernels.cuda.fit import Fitted, Rooms, Sample
+from packedkv.kernels.cuda.fit import FitBuffers
+from packedkv.kernels.engine import FirstTokens, Fitted
 from packedkv.kernels.spec import Encoder, Reader, align, flag
 from packedkv.ops.exact import KERNEL_BITS
 from packedkv.ops.widths import put_back, width_cuts
@@ -66,9 +67,8 @@ FEWER = (7, 8)
 """Bits of pairs whose tables can be smaller."""
 
 
-def reader(codec: Codec, head_dim: int, role: Role) -> Reader:
+def reader(codec: Ghost, head_dim: int, role: Role) -> Reader:
     """Pairs of channels by their kinds; the sizes multiply queries and outputs, or a matrix does (``klt``)."""
-    assert isinstance(codec, Ghost)
     codec.layout(head_dim)  # refuses what does not fill quarters
     _check(head_dim)
     total, mixed, values = codec.total, codec.transform == "klt", role == "value"
@@ -79,8 +79,8 @@ def reader(codec: Codec, head_dim: int, role: Role) -> Reader:
         "read_ghost.cuh",
         shared=level_bytes(total),
         fewer=tuple(level_bytes(total, n) for n in (1, 2) if total in FEWER),
-        lends=f"levels of pairs of {total} bits",
-        borrower=_struct(f"{name}, true>", codec),
+        shares_table_with=f"levels of pairs of {total} bits",
+        borrowing_type=_struct(f"{name}, true>", codec),
         by_head=own,
         tables=lambda params: read_tables(params, total),
         factor="" if mixed else sizes,
@@ -164,9 +164,8 @@ def read_tables(params: Params, total: int) -> Tensor:
     return torch.cat([head, _bytes(params["centre"])], -1) if "centre" in params else head
 
 
-def encoder(codec: Codec, head_dim: int, role: Role) -> Encoder:
+def encoder(codec: Ghost, head_dim: int, role: Role) -> Encoder:
     """Rows by the kinds of pairs; with few tokens, and head_dims of 128 or 256, by teams of 32 threads."""
-    assert isinstance(codec, Ghost)
     codec.layout(head_dim)
     _check(head_dim)
     mixed = codec.transform == "klt"
@@ -181,12 +180,11 @@ def encoder(codec: Codec, head_dim: int, role: Role) -> Encoder:
     )
     if mixed or head_dim % 128:
         return found
-    return replace(found, few=replace(found, type=f"kv::GhostRow<{head_dim}, {codec.total}, 32>", team=32))
+    return replace(found, small_batch=replace(found, type=f"kv::GhostRow<{head_dim}, {codec.total}, 32>", team=32))
 
 
-def cpu_reader(codec: Codec, head_dim: int, role: Role) -> CpuReader:
+def cpu_reader(codec: Ghost, head_dim: int, role: Role) -> CpuReader:
     """Channels by their widths; the sizes multiply queries and outputs, or a matrix does (``klt``)."""
-    assert isinstance(codec, Ghost)
     _check_cpu(codec, head_dim, "read")
     name, options = f"ghost{codec.total}", (int(role == "value"),)
     if codec.transform == "klt":
@@ -204,9 +202,8 @@ def out_of_places(params: Params) -> Tensor:
     return way_back(params).float()
 
 
-def cpu_encoder(codec: Codec, head_dim: int, role: Role) -> CpuEncoder:
+def cpu_encoder(codec: Ghost, head_dim: int, role: Role) -> CpuEncoder:
     """Rows by the widths of channels."""
-    assert isinstance(codec, Ghost)
     _check_cpu(codec, head_dim, "write")
     options = codec.total, int(role == "value")
     if codec.transform == "klt":
@@ -322,6 +319,7 @@ def _numbers_of_fit(device: torch.device) -> Tensor:
         return torch.cat(_of_all_heads(device))
 
 
+@dataclass(eq=False)
 class _Layers:
     """Layers of a shape, and the launch that fits those of them that wait.
 
@@ -340,23 +338,18 @@ class _Layers:
         To which ``args`` point: of as many layers as ``most``.
     """
 
-    def __init__(
-        self,
-        kernel: Kernel,
-        grid: tuple[int, int],
-        threads: int,
-        args: FitGhostLayers,
-        parts: Mapping[Role, Sequence[tuple[str, int]]],
-        scratch: Tensor,
-        most: int,
-    ) -> None:
-        self.kernel, self.grid, self.threads, self.args, self.parts = kernel, grid, threads, args, parts
-        self.scratch, self.most = scratch, most
-        self.first = 0  # layer of those that wait
-        self.kept: list[object] = []  # of each layer that waits, what the kernel reads and writes
-        self.shared: object = None  # what their samples have in common
+    kernel: Kernel
+    grid: tuple[int, int]
+    threads: int
+    args: FitGhostLayers
+    parts: Mapping[Role, Sequence[tuple[str, int]]]
+    scratch: Tensor
+    most: int
+    first: int = 0  # layer of those that wait
+    kept: list[object] = field(default_factory=list)  # of each layer that waits, what the kernel reads and writes
+    shared: object = None  # what their samples have in common
 
-    def add(self, layer: int, samples: Mapping[Role, Sample], fitted: object, rooms: Rooms) -> None:
+    def add(self, layer: int, samples: Mapping[Role, FirstTokens], fitted: object, buffers: FitBuffers) -> None:
         """Let a layer wait for ``run``; one that does not follow those which wait, or is unlike them, runs these."""
         shared = [_shared(x) for x in samples.values()]
         if self.kept and (len(self.kept) == self.most or layer != self.first + len(self.kept) or shared != self.shared):
@@ -365,7 +358,7 @@ class _Layers:
             self.first, self.shared = layer, shared
             for role, sample in samples.items():
                 _fill(getattr(self.args, role), sample, self.parts[role], layer * self.args.step)
-            rooms.waiting.append(self.run)
+            buffers.waiting.append(self.run)
         args, at, energy = self.args, len(self.kept), None
         for role, sample in samples.items():
             (args.keys if role == "key" else args.values)[at] = sample.x.data_ptr()
@@ -382,29 +375,29 @@ class _Layers:
 
 
 def fit(
-    codecs: Mapping[Role, Codec], head_dim: int, samples: Mapping[Role, Sample], rooms: Rooms
+    codecs: Mapping[Role, Codec], head_dim: int, samples: Mapping[Role, FirstTokens], buffers: FitBuffers
 ) -> dict[Role, Fitted]:
     """As ``Ghost.fit`` of the samples, after subtracting the mean; nothing synchronises.
 
-    Launched with other layers' by ``rooms.launch``.
+    Launched with other layers' by ``buffers.launch``.
     """
     some = next(iter(samples.values()))
     device, (batch, heads) = some.x.device, some.x.shape[:2]
     shapes = tuple([(role, sample.tokens, sample.angles is not None) for role, sample in samples.items()])
-    make = partial(_rooms, codecs, head_dim, shapes, batch, heads, device)
-    layers, layer, fitted = rooms.take((shapes, batch, heads, device, stream_of(device)), make)
-    layers.add(layer, samples, fitted, rooms)
+    make = partial(_allocate, codecs, head_dim, shapes, batch, heads, device)
+    layers, layer, fitted = buffers.take((shapes, batch, heads, device, stream_of(device)), make)
+    layers.add(layer, samples, fitted, buffers)
     return fitted
 
 
-def _shared(sample: Sample) -> object:
+def _shared(sample: FirstTokens) -> object:
     """What layers must have in common to be fitted by one launch: all that ``_fill`` reads."""
     turns = [x.data_ptr() for both in (sample.angles, sample.back) if both is not None for x in both]
     padding = None if sample.padding is None else sample.padding.data_ptr()
     return sample.x.dtype, sample.x.stride(), sample.every, padding, turns, sample.interleaved
 
 
-def _fill(args: FitGhostArgs, sample: Sample, parts: Sequence[tuple[str, int]], behind: int) -> None:
+def _fill(args: FitGhostArgs, sample: FirstTokens, parts: Sequence[tuple[str, int]], behind: int) -> None:
     """Set where the tokens are, how they are turned, and where what is written begins."""
     x = sample.x
     args.kind = KINDS[x.dtype]
@@ -434,7 +427,7 @@ def _fitted_sizes(head_dim: int, role: Role, mean: bool) -> tuple[tuple[str, int
     )
 
 
-def _rooms(
+def _allocate(
     codecs: Mapping[Role, Codec],
     head_dim: int,
     shapes: Sequence[tuple[Role, int, bool]],

@@ -1,6 +1,6 @@
 """Kernels of plain integers in groups: ``int``, ``kivi``, and the values of ``octopus`` and ``ultra-tq``."""
 
-from packedkv.codec import Codec, Role
+from packedkv.codec import Role
 from packedkv.codecs.group_int import GroupInt
 from packedkv.errors import UnsupportedError
 from packedkv.kernels.codecs.tables import level_bytes
@@ -14,9 +14,8 @@ MOST_TOKENS = 256
 """Of a block that CPU kernels write; ``kv::MOST_TOKENS``."""
 
 
-def reader(codec: Codec, head_dim: int, role: Role) -> Reader:
+def reader(codec: GroupInt, head_dim: int, role: Role) -> Reader:
     """Whole tokens; groups along channels, for keys 32 of them; groups along tokens, of keys alone."""
-    assert isinstance(codec, GroupInt)
     if codec.along == "channels" and codec.group == 0:
         name = f"kv::ReadInt<{head_dim}, {codec.bits}, {flag(codec.symmetric)}>"
         return Reader(name, "read_int.cuh", uneven=head_dim * codec.bits % 32 == 0)  # whole words
@@ -36,9 +35,8 @@ def reader(codec: Codec, head_dim: int, role: Role) -> Reader:
     return Reader(f"kv::ReadTokenInt<{numbers}>", "read_group.cuh", block=codec.group, tile=tile)
 
 
-def cpu_reader(codec: Codec, head_dim: int, role: Role) -> CpuReader:
+def cpu_reader(codec: GroupInt, head_dim: int, role: Role) -> CpuReader:
     """Along tokens any group; along channels groups of whole vectors of 16."""
-    assert isinstance(codec, GroupInt)
     kind = " symmetric" if codec.symmetric else ""
     if codec.along == "tokens":
         return CpuReader(f"tokens{codec.bits}{kind}", (codec.group,))
@@ -47,9 +45,8 @@ def cpu_reader(codec: Codec, head_dim: int, role: Role) -> CpuReader:
     return CpuReader(f"int{codec.bits}{kind}", (codec.group, int(codec.interleaves(head_dim))))
 
 
-def encoder(codec: Codec, head_dim: int, role: Role) -> Encoder:
+def encoder(codec: GroupInt, head_dim: int, role: Role) -> Encoder:
     """Rows along channels, blocks of tokens along tokens."""
-    assert isinstance(codec, GroupInt)
     if codec.group not in (0, *GROUPS):
         raise UnsupportedError(f"the kernels write groups of {SIZES} or of all channels, not {codec}")
     numbers = f"<{head_dim}, {codec.bits}, {codec.group}, {flag(codec.symmetric)}>"
@@ -58,9 +55,8 @@ def encoder(codec: Codec, head_dim: int, role: Role) -> Encoder:
     return Encoder(f"kv::EncodeTokensInt{numbers}", "encode_blocks.cuh", block=codec.group, form="blocks")
 
 
-def cpu_encoder(codec: Codec, head_dim: int, role: Role) -> CpuEncoder:
+def cpu_encoder(codec: GroupInt, head_dim: int, role: Role) -> CpuEncoder:
     """Rows along channels, blocks of tokens along tokens."""
-    assert isinstance(codec, GroupInt)
     kind = " symmetric" if codec.symmetric else ""
     if codec.along == "tokens":
         if codec.group > MOST_TOKENS:

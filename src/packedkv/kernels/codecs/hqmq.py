@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from packedkv.codec import Codec, Params, Role
+from packedkv.codec import Params, Role
 from packedkv.codecs.hqmq import Hqmq
 from packedkv.errors import UnsupportedError
 from packedkv.kernels.codecs.tables import copied_bytes, half_rows
@@ -39,9 +39,8 @@ HEADS = 8
 """Heads tabulated at a time: bounds the scores, 20 MB of float64 for each at S = 192."""
 
 
-def reader(codec: Codec, head_dim: int, role: Role) -> Reader:
+def reader(codec: Hqmq, head_dim: int, role: Role) -> Reader:
     """The head's codebook in shared memory, in as many copies as fit."""
-    assert isinstance(codec, Hqmq)
     if codec.packing != "ceil":
         raise UnsupportedError(f"the kernels read packing=ceil, not {codec}")
     return Reader(
@@ -50,20 +49,19 @@ def reader(codec: Codec, head_dim: int, role: Role) -> Reader:
         shared=shared_bytes(codec, role)[0],
         fewer=shared_bytes(codec, role)[1:],
         tables=lambda params: read_tables(params, crossed(codec, role)),
-        both=read_type(codec, head_dim, role),
+        paired_type=read_type(codec, head_dim, role),
         # least shared memory of the readers of keys and values together
-        reach=512 * 256 if (codec.s, codec.r) in ((24, 3), (24, 4)) else 0,
+        min_shared=512 * 256 if (codec.s, codec.r) in ((24, 3), (24, 4)) else 0,
         tile=16 if codec.s >= 96 else 64,  # codebooks with eight copies or fewer
         team_warps=16,
     )
 
 
-def cpu_reader(codec: Codec, head_dim: int, role: Role) -> CpuReader:
+def cpu_reader(codec: Hqmq, head_dim: int, role: Role) -> CpuReader:
     """Half of the head's codebook; the other half are its negatives."""
-    assert isinstance(codec, Hqmq)
     if codec.packing != "ceil":
         raise UnsupportedError(f"the kernels read packing=ceil, not {codec}")
-    return CpuReader(f"hqmq{codec.code_bits} {codec.r}", (0, 0, *_cpu_order(codec, head_dim)), cpu_tables)
+    return CpuReader(f"hqmq{codec.code_bits} {codec.r}", (0, 0, *_cpu_order(codec, head_dim)), tables=cpu_tables)
 
 
 def _cpu_order(codec: Hqmq, head_dim: int) -> tuple[int, int]:
@@ -86,21 +84,19 @@ def cpu_tables(params: Params) -> Tensor:
     return rows.flatten(1).contiguous().view(torch.uint8)
 
 
-def encoder(codec: Codec, head_dim: int, role: Role) -> Encoder:
+def encoder(codec: Hqmq, head_dim: int, role: Role) -> Encoder:
     """The nearest product, searched in cells."""
-    assert isinstance(codec, Hqmq)
     if codec.packing != "ceil":
         raise UnsupportedError(f"no CUDA kernel encodes {codec}")
     name = f"kv::HqmqRow<{head_dim}, {codec.s}, {codec.r}>"
     return Encoder(name, "encode_hqmq.cuh", tables=lambda params: cell_tables(params["secondary"][0]), form="table")
 
 
-def cpu_encoder(codec: Codec, head_dim: int, role: Role) -> CpuEncoder:
+def cpu_encoder(codec: Hqmq, head_dim: int, role: Role) -> CpuEncoder:
     """The nearest product, by the head's secondary quaternions."""
-    assert isinstance(codec, Hqmq)
     if codec.packing != "ceil":
         raise UnsupportedError(f"the CPU kernels write packing=ceil, not {codec}")
-    return CpuEncoder("hqmq", (codec.s, codec.r, *_cpu_order(codec, head_dim), codec.code_bits), cpu_secondary)
+    return CpuEncoder("hqmq", (codec.s, codec.r, *_cpu_order(codec, head_dim), codec.code_bits), tables=cpu_secondary)
 
 
 def cpu_secondary(params: Params) -> Tensor:
@@ -113,7 +109,7 @@ def read_type(codec: Hqmq, head_dim: int, role: Role, alone: bool = False) -> st
     """Return the C++ struct that reads the codec's keys or values.
 
     Unless ``alone``, ``codec`` holds both keys and values. Dead slots then need no bounds check: an address outside of
-    one table lies in the other one, or in the bytes that the readers' ``reach`` reserves.
+    one table lies in the other one, or in the bytes that the readers' ``min_shared`` reserves.
     """
     place = "ALONE" if alone else {"key": "KEYS", "value": "VALUES"}[role]
     return f"kv::ReadHqmq<{head_dim}, {codec.s}, {codec.r}, {str(crossed(codec, role)).lower()}, kv::{place}>"

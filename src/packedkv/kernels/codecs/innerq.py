@@ -15,16 +15,16 @@ from packedkv.kernels.cuda.arguments import FitNormArgs
 from packedkv.kernels.cuda.build import Kernel, Program, load
 from packedkv.kernels.cuda.decode import KINDS
 from packedkv.kernels.cuda.encode import aligned_rows
-from packedkv.kernels.cuda.fit import Fitted, Rooms, Sample
+from packedkv.kernels.cuda.fit import FitBuffers
+from packedkv.kernels.engine import FirstTokens, Fitted
 from packedkv.kernels.spec import Encoder, Reader, flag
 
 FIT_THREADS = 1024
 """``kv::FIT_NORM_THREADS``."""
 
 
-def reader(codec: Codec, head_dim: int, role: Role) -> Reader:
+def reader(codec: InnerQ, head_dim: int, role: Role) -> Reader:
     """Keys in groups along channels, values in groups along tokens."""
-    assert isinstance(codec, InnerQ)
     factor = "norm" if codec.norm else ""
     if codec.along == "channels":
         if role == "value":
@@ -36,9 +36,8 @@ def reader(codec: Codec, head_dim: int, role: Role) -> Reader:
     return Reader(name, "read_group.cuh", block=32, factor=factor)
 
 
-def cpu_reader(codec: Codec, head_dim: int, role: Role) -> CpuReader:
+def cpu_reader(codec: InnerQ, head_dim: int, role: Role) -> CpuReader:
     """Symmetric integers along either axis; hybrid groups along tokens alone."""
-    assert isinstance(codec, InnerQ)
     factor = "norm" if codec.norm else ""
     if codec.along == "channels":
         if codec.hybrid:
@@ -48,9 +47,8 @@ def cpu_reader(codec: Codec, head_dim: int, role: Role) -> CpuReader:
     return CpuReader(f"tokens{codec.width} {kind}", (GROUP,), factor=factor)
 
 
-def encoder(codec: Codec, head_dim: int, role: Role) -> Encoder:
+def encoder(codec: InnerQ, head_dim: int, role: Role) -> Encoder:
     """A row where groups run along channels, a block of tokens where along tokens; both divided by the norms."""
-    assert isinstance(codec, InnerQ)
     factor, reading = "norm" if codec.norm else "", f"kv::{codec.symmetric.upper()}"
     if codec.along == "channels":
         name = f"kv::EncodeInnerq<{head_dim}, {codec.bits}, {reading}>"
@@ -61,9 +59,8 @@ def encoder(codec: Codec, head_dim: int, role: Role) -> Encoder:
     return Encoder(name, "encode_blocks.cuh", factor=factor, divide=True, block=codec.block_tokens, form="blocks")
 
 
-def cpu_encoder(codec: Codec, head_dim: int, role: Role) -> CpuEncoder:
+def cpu_encoder(codec: InnerQ, head_dim: int, role: Role) -> CpuEncoder:
     """Symmetric integers of ``width`` bits, divided by the norms first."""
-    assert isinstance(codec, InnerQ)
     if codec.hybrid or codec.symmetric == "full":
         raise UnsupportedError(f"the CPU kernels write symmetric=literal and signed, and no hybrid, not {codec}")
     factor = "norm" if codec.norm else ""
@@ -88,17 +85,17 @@ def _fit_kernel(head_dim: int, device: torch.device) -> Kernel:
 
 
 def fit(
-    codecs: Mapping[Role, Codec], head_dim: int, samples: Mapping[Role, Sample], rooms: Rooms
+    codecs: Mapping[Role, Codec], head_dim: int, samples: Mapping[Role, FirstTokens], buffers: FitBuffers
 ) -> dict[Role, Fitted]:
     """As ``InnerQ.fit`` of all tokens; one launch for each role, nothing synchronises."""
-    return {role: _fit(head_dim, sample.x, rooms) for role, sample in samples.items()}
+    return {role: _fit(head_dim, sample.x, buffers) for role, sample in samples.items()}
 
 
-def _fit(head_dim: int, x: Tensor, rooms: Rooms) -> Fitted:
+def _fit(head_dim: int, x: Tensor, buffers: FitBuffers) -> Fitted:
     x = aligned_rows(x)
     batch, heads, tokens, _ = x.shape
     shape = batch, heads, head_dim
-    norm, reciprocal = rooms.take((shape, x.device), partial(_rooms, shape, x.device))
+    norm, reciprocal = buffers.take((shape, x.device), partial(_allocate, shape, x.device))
     args = FitNormArgs(x=x.data_ptr(), norm=norm.data_ptr(), reciprocal=reciprocal.data_ptr())
     args.batch, args.head, args.token, _ = x.stride()
     args.tokens, args.kind, args.heads = tokens, KINDS[x.dtype], heads
@@ -106,7 +103,7 @@ def _fit(head_dim: int, x: Tensor, rooms: Rooms) -> Fitted:
     return Fitted({"norm": norm}, Constants(None, norm, 1), Constants(None, reciprocal, 1))
 
 
-def _rooms(shape: tuple[int, int, int], device: torch.device, layers: int) -> list[tuple[Tensor, Tensor]]:
+def _allocate(shape: tuple[int, int, int], device: torch.device, layers: int) -> list[tuple[Tensor, Tensor]]:
     """Norms and their reciprocals of so many layers."""
     norms = torch.empty(layers, *shape, dtype=torch.float32, device=device)
     return list(zip(norms.unbind(), torch.empty_like(norms, dtype=torch.float64).unbind(), strict=True))

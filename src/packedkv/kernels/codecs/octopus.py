@@ -8,7 +8,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from packedkv.codec import Codec, Params, Role
+from packedkv.codec import Params, Role
 from packedkv.codecs.octopus import JOINT_BITS, Octopus
 from packedkv.errors import UnsupportedError
 from packedkv.kernels.codecs.tables import SLACK, copied_bytes, filled_walls, half_rows, wall_table
@@ -25,9 +25,8 @@ TABLE_BUDGET = 131072
 ROUNDINGS = {"scalar": "ROUND_SCALAR", "local_2x2": "ROUND_2X2", "local_3x3": "ROUND_3X3", "full": "ROUND_FULL"}
 
 
-def reader(codec: Codec, head_dim: int, role: Role) -> Reader:
+def reader(codec: Octopus, head_dim: int, role: Role) -> Reader:
     """Keys only: triplets looked up in tables, which must fit into shared memory."""
-    assert isinstance(codec, Octopus)
     if role == "value":
         raise UnsupportedError(f"the kernels read OCTOPUS' keys, not {codec} as values")
     if codec.direction_bits > DIRECTION_BITS:
@@ -42,20 +41,19 @@ def reader(codec: Codec, head_dim: int, role: Role) -> Reader:
         factor="signs",
         order=power_of_two_divisor(head_dim),
         warps=6,
-        alike=True,
+        layer_invariant=True,
     )
 
 
-def cpu_reader(codec: Codec, head_dim: int, role: Role, straight: bool = False) -> CpuReader:
+def cpu_reader(codec: Octopus, head_dim: int, role: Role, straight: bool = False) -> CpuReader:
     """Triplets looked up in tables; ``straight``: in their own order."""
-    assert isinstance(codec, Octopus)
     return CpuReader(
         "octopus",
         cpu_options(codec, head_dim),
-        cpu_tables(codec, head_dim, straight),
+        tables=cpu_tables(codec, head_dim, straight),
         factor="signs",
         order=power_of_two_divisor(head_dim),
-        alike=True,
+        layer_invariant=True,
     )
 
 
@@ -122,9 +120,8 @@ def cpu_places(n: int, bits: int, low: int, first: int, end: int, by: int) -> Te
     return places
 
 
-def encoder(codec: Codec, head_dim: int, role: Role) -> Encoder:
+def encoder(codec: Octopus, head_dim: int, role: Role) -> Encoder:
     """Directions are searched as the codec's rounding says."""
-    assert isinstance(codec, Octopus)
     return Encoder(
         f"kv::OctopusRow<{row_arguments(codec, head_dim)}>",
         "encode_octopus.cuh",
@@ -132,20 +129,19 @@ def encoder(codec: Codec, head_dim: int, role: Role) -> Encoder:
         factor="signs",
         order=power_of_two_divisor(head_dim),
         form="table",
-        alike=True,
+        layer_invariant=True,
     )
 
 
-def cpu_encoder(codec: Codec, head_dim: int, role: Role) -> CpuEncoder:
+def cpu_encoder(codec: Octopus, head_dim: int, role: Role) -> CpuEncoder:
     """Directions are searched as the codec's rounding says."""
-    assert isinstance(codec, Octopus)
     return CpuEncoder(
         "octopus",
         (*cpu_options(codec, head_dim), list(ROUNDINGS).index(codec.rounding)),
-        cpu_write_tables(codec),
+        tables=cpu_write_tables(codec),
         factor="signs",
         order=power_of_two_divisor(head_dim),
-        alike=True,
+        layer_invariant=True,
     )
 
 

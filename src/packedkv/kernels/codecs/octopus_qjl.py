@@ -1,6 +1,6 @@
 """Kernels of ``octopus-qjl``'s keys: those of ``octopus`` and the signs of a sketch."""
 
-from packedkv.codec import Codec, Role
+from packedkv.codec import Role
 from packedkv.codecs.octopus_qjl import OctopusQJL
 from packedkv.kernels.codecs import octopus, sketch
 from packedkv.kernels.cpu.spec import CpuEncoder, CpuReader
@@ -8,19 +8,18 @@ from packedkv.kernels.spec import Encoder, Reader
 from packedkv.ops.hadamard import power_of_two_divisor
 
 
-def reader(codec: Codec, head_dim: int, role: Role) -> Reader:
+def reader(codec: OctopusQJL, head_dim: int, role: Role) -> Reader:
     """OCTOPUS' reader, and the sketch of the residual."""
     return sketch.sketched(octopus.reader(codec, head_dim, role), codec, head_dim)
 
 
-def cpu_reader(codec: Codec, head_dim: int, role: Role) -> CpuReader:
+def cpu_reader(codec: OctopusQJL, head_dim: int, role: Role) -> CpuReader:
     """OCTOPUS' reader with triplets in their own order, and the sketch of the residual."""
     return sketch.cpu_sketched(octopus.cpu_reader(codec, head_dim, role, straight=True), codec, head_dim)
 
 
-def encoder(codec: Codec, head_dim: int, role: Role) -> Encoder:
+def encoder(codec: OctopusQJL, head_dim: int, role: Role) -> Encoder:
     """A row of triplets, then the signs of its residual's sketch."""
-    assert isinstance(codec, OctopusQJL)
     return Encoder(
         f"kv::OctopusQjlRow<{octopus.row_arguments(codec, head_dim)}>",
         "encode_qjl.cuh",
@@ -31,6 +30,6 @@ def encoder(codec: Codec, head_dim: int, role: Role) -> Encoder:
     )
 
 
-def cpu_encoder(codec: Codec, head_dim: int, role: Role) -> CpuEncoder:
+def cpu_encoder(codec: OctopusQJL, head_dim: int, role: Role) -> CpuEncoder:
     """OCTOPUS' encoder, and the sketch of the residual."""
     return sketch.cpu_sketch_written(octopus.cpu_encoder(codec, head_dim, role), codec, head_dim)

@@ -20,9 +20,8 @@ WARPS = 8
 """Warps that a multiprocessor needs to hide memory latency; as in ``config_for``."""
 
 
-def reader(codec: Codec, head_dim: int, role: Role) -> Reader:
+def reader(codec: Med, head_dim: int, role: Role) -> Reader:
     """The inner codec's, with ``kv::ReadMed`` of csrc/read_outliers.cuh around it."""
-    assert isinstance(codec, Med)
     inner = spec.reader(codec.inner, head_dim, role)
     rest = _rest_of(codec.inner, head_dim)
     if not rest:
@@ -37,8 +36,8 @@ def reader(codec: Codec, head_dim: int, role: Role) -> Reader:
     return replace(
         inner,
         type=around(inner.type),
-        both=around(inner.both),
-        borrower=around(inner.borrower),
+        paired_type=around(inner.paired_type),
+        borrowing_type=around(inner.borrowing_type),
         header="read_outliers.cuh",
         also=(*inner.also, inner.header),
         tables=None if tables is None else lambda params: tables(inside(params)),
@@ -47,9 +46,8 @@ def reader(codec: Codec, head_dim: int, role: Role) -> Reader:
     )
 
 
-def cpu_reader(codec: Codec, head_dim: int, role: Role) -> CpuReader:
+def cpu_reader(codec: Med, head_dim: int, role: Role) -> CpuReader:
     """The inner codec's, and the outliers in place of what it decodes."""
-    assert isinstance(codec, Med)
     inner = cpu_reader_of(codec.inner, head_dim, role)
     if not _rest_of(codec.inner, head_dim) or (isinstance(codec.inner, GroupInt) and codec.inner.symmetric):
         raise UnsupportedError(f"the CPU kernels read outliers beside hqmq and integers of group 0, not {codec}")
@@ -64,9 +62,8 @@ def cpu_reader(codec: Codec, head_dim: int, role: Role) -> CpuReader:
     )
 
 
-def encoder(codec: Codec, head_dim: int, role: Role) -> Encoder:
+def encoder(codec: Med, head_dim: int, role: Role) -> Encoder:
     """HQMQ's row with ``kv::MedRow`` around it; beside integers PyTorch writes."""
-    assert isinstance(codec, Med)
     if type(codec.inner) is not Hqmq:
         raise UnsupportedError(f"no CUDA kernel encodes {codec}")
     _check(codec, head_dim)

@@ -1,15 +1,14 @@
 """Kernels of ``saw-int4``: rows of four bits with a scale and an integer zero point, rotated."""
 
-from packedkv.codec import Codec, Role
+from packedkv.codec import Role
 from packedkv.codecs.saw_int4 import SawInt4
 from packedkv.errors import UnsupportedError
 from packedkv.kernels.cpu.spec import CpuEncoder, CpuReader
 from packedkv.kernels.spec import Encoder, Reader, flag
 
 
-def reader(codec: Codec, head_dim: int, role: Role) -> Reader:
+def reader(codec: SawInt4, head_dim: int, role: Role) -> Reader:
     """Neighbours in a byte, and a rounded zero point."""
-    assert isinstance(codec, SawInt4)
     if (codec.zero, codec.pack) != ("rounded", "neighbours"):
         raise UnsupportedError(f"the kernels read zero=rounded and pack=neighbours, not {codec}")
     return Reader(
@@ -17,26 +16,23 @@ def reader(codec: Codec, head_dim: int, role: Role) -> Reader:
     )
 
 
-def cpu_reader(codec: Codec, head_dim: int, role: Role) -> CpuReader:
+def cpu_reader(codec: SawInt4, head_dim: int, role: Role) -> CpuReader:
     """Neighbours in a byte, and any zero point."""
-    assert isinstance(codec, SawInt4)
     if codec.pack != "neighbours":
         raise UnsupportedError(f"the CPU kernels read pack=neighbours, not {codec}")
     return CpuReader("saw", order=codec.block_for(head_dim))
 
 
-def encoder(codec: Codec, head_dim: int, role: Role) -> Encoder:
+def encoder(codec: SawInt4, head_dim: int, role: Role) -> Encoder:
     """Neighbours in a byte; the zero point as the codec keeps it."""
-    assert isinstance(codec, SawInt4)
     if codec.pack != "neighbours":
         raise UnsupportedError(f"the kernels write pack=neighbours, not {codec}")
     name = f"kv::EncodeSaw<{head_dim}, {flag(codec.zero == 'float')}>"
     return Encoder(name, "encode_saw.cuh", order=codec.block_for(head_dim), uneven=True)
 
 
-def cpu_encoder(codec: Codec, head_dim: int, role: Role) -> CpuEncoder:
+def cpu_encoder(codec: SawInt4, head_dim: int, role: Role) -> CpuEncoder:
     """Neighbours in a byte; the zero point as the codec keeps it."""
-    assert isinstance(codec, SawInt4)
     if codec.pack != "neighbours":
         raise UnsupportedError(f"the CPU kernels write pack=neighbours, not {codec}")
     return CpuEncoder("saw", (int(codec.zero == "float"),), order=codec.block_for(head_dim))

@@ -51,7 +51,7 @@ def cpu_sketched(stage: CpuReader, codec: Codec, dim: int) -> CpuReader:
         return torch.cat([mine, tables(params).expand(len(head), -1)], 1)
 
     options = (*stage.options, *(0,) * (6 - len(stage.options)), signs)
-    return replace(stage, name=f"{stage.name} sketch", options=options, tables=build, alike=False)
+    return replace(stage, name=f"{stage.name} sketch", options=options, tables=build, layer_invariant=False)
 
 
 def cpu_sketch_written(stage: CpuEncoder, codec: Codec, dim: int) -> CpuEncoder:
@@ -66,7 +66,7 @@ def cpu_sketch_written(stage: CpuEncoder, codec: Codec, dim: int) -> CpuEncoder:
         return torch.cat([head, tables(params).expand(len(head), -1)], 1)
 
     options = (*stage.options, *(0,) * (7 - len(stage.options)), signs)
-    return replace(stage, name=f"{stage.name} sketch", options=options, tables=build, alike=False)
+    return replace(stage, name=f"{stage.name} sketch", options=options, tables=build, layer_invariant=False)
 
 
 def _read(stage: Callable[[Params], Tensor]) -> Callable[[Params], Tensor]:

@@ -5,7 +5,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from packedkv.codec import Codec, Params, Role
+from packedkv.codec import Params, Role
 from packedkv.codecs.turboquant import TurboQuant, TurboQuantQJL
 from packedkv.errors import UnsupportedError
 from packedkv.kernels.codecs import sketch
@@ -15,9 +15,8 @@ from packedkv.kernels.spec import Encoder, Reader, flag
 from packedkv.ops.hadamard import power_of_two_divisor
 
 
-def reader(codec: Codec, head_dim: int, role: Role) -> Reader:
+def reader(codec: TurboQuant, head_dim: int, role: Role) -> Reader:
     """Levels of each channel; for TurboQuant-QJL its first stage's, and the sketch of the residual."""
-    assert isinstance(codec, TurboQuant)
     if isinstance(codec, TurboQuantQJL):
         if role == "value" or codec.variant != "correct":
             raise UnsupportedError(f"the kernels read keys of variant=correct, not {codec} as {role}s")
@@ -30,16 +29,15 @@ def reader(codec: Codec, head_dim: int, role: Role) -> Reader:
         tables=lambda params: read_table(params, head_dim),
         factor="signs",
         order=power_of_two_divisor(head_dim),
-        lends=f"levels of {codec.bits} bits, {head_dim} channels",
-        borrower=name.format("true"),
-        alike=True,
+        shares_table_with=f"levels of {codec.bits} bits, {head_dim} channels",
+        borrowing_type=name.format("true"),
+        layer_invariant=True,
         uneven=head_dim * codec.bits % 32 == 0,  # rows of whole words
     )
 
 
-def cpu_reader(codec: Codec, head_dim: int, role: Role) -> CpuReader:
+def cpu_reader(codec: TurboQuant, head_dim: int, role: Role) -> CpuReader:
     """Levels of each channel; for TurboQuant-QJL its first stage's, and the sketch of the residual."""
-    assert isinstance(codec, TurboQuant)
     if isinstance(codec, TurboQuantQJL):
         if codec.variant != "correct":
             raise UnsupportedError(f"the kernels read variant=correct, not {codec}")
@@ -47,14 +45,14 @@ def cpu_reader(codec: Codec, head_dim: int, role: Role) -> CpuReader:
     return CpuReader(
         f"levels{codec.bits}",
         (int(codec.norm == "fp32"),),
-        lambda params: group_levels(head_dim**0.5, params["levels"][0]),
+        tables=lambda params: group_levels(head_dim**0.5, params["levels"][0]),
         factor="signs",
         order=power_of_two_divisor(head_dim),
-        alike=True,
+        layer_invariant=True,
     )
 
 
-def encoder(codec: Codec, head_dim: int, role: Role) -> Encoder:
+def encoder(codec: TurboQuant, head_dim: int, role: Role) -> Encoder:
     """The nearest level of each channel; for TurboQuant-QJL then the signs of the residual's sketch.
 
     Examples
@@ -62,7 +60,6 @@ def encoder(codec: Codec, head_dim: int, role: Role) -> Encoder:
     >>> encoder(TurboQuant(4), 128, "key").type
     'kv::TurboQuantRow<128, 4, false>'
     """
-    assert isinstance(codec, TurboQuant)
     sketched = isinstance(codec, TurboQuantQJL)
     bits = codec.bits - sketched
     tables, numbers = nearest_level(bits), f"<{head_dim}, {bits}, {flag(codec.norm == 'fp32')}>"
@@ -73,14 +70,13 @@ def encoder(codec: Codec, head_dim: int, role: Role) -> Encoder:
         factor="signs",
         order=power_of_two_divisor(head_dim),
         form="table",
-        alike=not sketched,
+        layer_invariant=not sketched,
         uneven=not sketched and bits != 3,
     )
 
 
-def cpu_encoder(codec: Codec, head_dim: int, role: Role) -> CpuEncoder:
+def cpu_encoder(codec: TurboQuant, head_dim: int, role: Role) -> CpuEncoder:
     """The nearest level of each channel by walls; for TurboQuant-QJL then the signs of the residual's sketch."""
-    assert isinstance(codec, TurboQuant)
     if isinstance(codec, TurboQuantQJL):
         if codec.variant != "correct":
             raise UnsupportedError(f"the kernels write variant=correct, not {codec}")
@@ -94,10 +90,10 @@ def cpu_encoder(codec: Codec, head_dim: int, role: Role) -> CpuEncoder:
     return CpuEncoder(
         f"levels{codec.bits}",
         (int(codec.norm == "fp32"),),
-        lambda params: walls_of(params["levels"][0]),
+        tables=lambda params: walls_of(params["levels"][0]),
         factor="signs",
         order=power_of_two_divisor(head_dim),
-        alike=True,
+        layer_invariant=True,
     )
 
 

@@ -5,7 +5,7 @@ import math
 import torch
 from torch import Tensor
 
-from packedkv.codec import Codec, Params, Role
+from packedkv.codec import Params, Role
 from packedkv.codecs.ultra_tq import GROUP, Norm, UltraTQ
 from packedkv.errors import UnsupportedError
 from packedkv.kernels.codecs.tables import group_levels, level_bytes, level_table, nearest_level, walls_of
@@ -14,9 +14,8 @@ from packedkv.kernels.spec import Encoder, Reader, flag
 from packedkv.ops.hadamard import power_of_two_divisor
 
 
-def reader(codec: Codec, head_dim: int, role: Role) -> Reader:
+def reader(codec: UltraTQ, head_dim: int, role: Role) -> Reader:
     """Keys only: 16 levels, over 4 where blocks have norms."""
-    assert isinstance(codec, UltraTQ)
     if role == "value":
         raise UnsupportedError(f"the kernels read Ultra-TQ's keys, not {codec} as values")
     return Reader(
@@ -25,35 +24,36 @@ def reader(codec: Codec, head_dim: int, role: Role) -> Reader:
         shared=level_bytes(4),
         tables=lambda params: read_table(params, codec.norm),
         order=power_of_two_divisor(head_dim),
-        alike=True,
+        layer_invariant=True,
     )
 
 
-def cpu_reader(codec: Codec, head_dim: int, role: Role) -> CpuReader:
+def cpu_reader(codec: UltraTQ, head_dim: int, role: Role) -> CpuReader:
     """16 levels; with norms of tokens all channels are one group."""
-    assert isinstance(codec, UltraTQ)
     order, (group, unit) = power_of_two_divisor(head_dim), _norms(codec, head_dim)
-    return CpuReader("group levels", (group,), lambda params: group_levels(unit, params["levels"][0]), order=order)
+    return CpuReader(
+        "group levels", (group,), tables=lambda params: group_levels(unit, params["levels"][0]), order=order
+    )
 
 
-def encoder(codec: Codec, head_dim: int, role: Role) -> Encoder:
+def encoder(codec: UltraTQ, head_dim: int, role: Role) -> Encoder:
     """The nearest of 16 levels, looked up in shared memory."""
-    assert isinstance(codec, UltraTQ)
     order, (group, unit) = power_of_two_divisor(head_dim), _norms(codec, head_dim)
     name = f"kv::UltraTqRow<{head_dim}, {flag(group > 0)}, {int(math.log2(unit))}>"
-    return Encoder(name, "encode_ultra_tq.cuh", tables=nearest_level(4), order=order, form="table", alike=True)
+    return Encoder(
+        name, "encode_ultra_tq.cuh", tables=nearest_level(4), order=order, form="table", layer_invariant=True
+    )
 
 
-def cpu_encoder(codec: Codec, head_dim: int, role: Role) -> CpuEncoder:
+def cpu_encoder(codec: UltraTQ, head_dim: int, role: Role) -> CpuEncoder:
     """The nearest of 16 levels by their walls; behind them the unit of the norms."""
-    assert isinstance(codec, UltraTQ)
     order, (group, unit) = power_of_two_divisor(head_dim), _norms(codec, head_dim)
 
     def tables(params: Params) -> Tensor:
         walls = walls_of(params["levels"][0])
         return torch.cat([walls, torch.tensor([[unit]], dtype=torch.float64).view(torch.uint8).to(walls)], 1)
 
-    return CpuEncoder("group levels", (group,), tables, order=order)
+    return CpuEncoder("group levels", (group,), tables=tables, order=order)
 
 
 def _norms(codec: UltraTQ, head_dim: int) -> tuple[int, float]:

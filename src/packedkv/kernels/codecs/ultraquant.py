@@ -5,7 +5,7 @@ import struct
 
 import torch
 
-from packedkv.codec import Codec, Role
+from packedkv.codec import Role
 from packedkv.codecs.ultraquant import GROUP, UltraQuant
 from packedkv.errors import UnsupportedError
 from packedkv.kernels.codecs.tables import group_levels, level_bytes
@@ -17,9 +17,8 @@ from packedkv.ops.hadamard import power_of_two_divisor
 _CODES = torch.arange(16)
 
 
-def reader(codec: Codec, head_dim: int, role: Role) -> Reader:
+def reader(codec: UltraQuant, head_dim: int, role: Role) -> Reader:
     """E2M1 with a scale per group; keys lend their levels to values. Queries must be exact."""
-    assert isinstance(codec, UltraQuant)
     if codec.queries != "exact":
         raise UnsupportedError(f"the kernels do not round queries, as {codec} does")
     real = codec.scale == "real"
@@ -30,27 +29,25 @@ def reader(codec: Codec, head_dim: int, role: Role) -> Reader:
         shared=level_bytes(4),
         computes=True,
         order=power_of_two_divisor(head_dim) if codec.rotate else 1,
-        lends=f"E2M1, real {real}",
-        borrower=name.format("BORROWED"),
+        shares_table_with=f"E2M1, real {real}",
+        borrowing_type=name.format("BORROWED"),
     )
 
 
-def cpu_reader(codec: Codec, head_dim: int, role: Role) -> CpuReader:
+def cpu_reader(codec: UltraQuant, head_dim: int, role: Role) -> CpuReader:
     """The levels of E2M1 in groups, their unit that of the rotation. Queries must be exact."""
-    assert isinstance(codec, UltraQuant)
     if codec.queries != "exact":
         raise UnsupportedError(f"the kernels do not round queries, as {codec} does")
     order, real = power_of_two_divisor(head_dim) if codec.rotate else 1, codec.scale == "real"
     unit = 2.0 ** math.ceil(math.log2(order) / 2)
     return CpuReader(
-        "group levels", (GROUP, 0, int(not real)), lambda _: group_levels(unit, decode_e2m1(_CODES)),
+        "group levels", (GROUP, 0, int(not real)), tables=lambda _: group_levels(unit, decode_e2m1(_CODES)),
         order=order,
     )  # fmt: skip
 
 
-def encoder(codec: Codec, head_dim: int, role: Role) -> Encoder:
+def encoder(codec: UltraQuant, head_dim: int, role: Role) -> Encoder:
     """The bits of c stand in the program, as the reference multiplies in double."""
-    assert isinstance(codec, UltraQuant)
     order = power_of_two_divisor(head_dim) if codec.rotate else 1
     bits = int.from_bytes(struct.pack(">d", codec.c), "big")  # of the double
     unit = math.ceil(math.log2(order) / 2)
@@ -58,9 +55,9 @@ def encoder(codec: Codec, head_dim: int, role: Role) -> Encoder:
     return Encoder(name, "encode_ultraquant.cuh", order=order)
 
 
-def cpu_encoder(codec: Codec, head_dim: int, role: Role) -> CpuEncoder:
+def cpu_encoder(codec: UltraQuant, head_dim: int, role: Role) -> CpuEncoder:
     """c and the unit of the rotation are its table."""
-    assert isinstance(codec, UltraQuant)
     order = power_of_two_divisor(head_dim) if codec.rotate else 1
     numbers = torch.tensor([[codec.c, 2.0 ** math.ceil(math.log2(order) / 2)]], dtype=torch.float64)
-    return CpuEncoder("e2m1", (GROUP, 0, int(codec.scale == "pow2")), lambda _: numbers.view(torch.uint8), order=order)
+    options, tables = (GROUP, 0, int(codec.scale == "pow2")), lambda _: numbers.view(torch.uint8)
+    return CpuEncoder("e2m1", options, tables=tables, order=order)

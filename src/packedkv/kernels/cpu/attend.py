@@ -59,9 +59,8 @@ def attend(
     ----------
     q : Tensor ``[B, HQ, n, D]``
         Model basis.
-    pages : Tensor uint8 ``[num_pages, H, page_bytes]``
-        Or longer, with room behind the codes.
-    table : Tensor int32 ``[B, max_pages]``
+    pages, table : Tensor
+        As in ``kernels.tokens``.
     pieces : sequence of sequence of Piece
         The tokens of each sequence, oldest first; as many pieces for each (some may be empty).
     spec : CpuSpec
@@ -163,7 +162,7 @@ def _fill_mean(struct: MeanStruct, mean: CpuMean) -> None:
 def _fill(struct: RoleStruct, spec: CpuSpec, role: Role, constants: Constants, dense: Tensor | None) -> Tensor | None:
     """Set the fields of one role; returns a tensor that must outlive the call."""
     reader = spec.key if role == "key" else spec.value
-    struct.reader = library.reader_number(library.chosen(), reader.name)
+    struct.reader = library.number_of(library.chosen(), "reader", reader.name)
     fill_tables(struct, constants)
     if (factor := constants.factor) is not None:
         struct.factor, struct.factor_batch = factor.data_ptr(), factor.stride(0) if factor.shape[0] > 1 else 0

@@ -26,7 +26,7 @@ def prepared(spec: CpuSpec) -> EncodeArgsStruct:
         struct.block = spec.page.side(role).block_tokens
         if (encoder := spec.encoder(role)) is None:
             continue
-        struct.encoder = library.encoder_number(library.chosen(), encoder.name)
+        struct.encoder = library.number_of(library.chosen(), "encoder", encoder.name)
         struct.order, struct.divides = encoder.order, encoder.divide
         planes = [plane for plane in spec.page.planes if plane.role == role]
         struct.planes[:] = [plane.offset for plane in planes] + [-1] * (len(struct.planes) - len(planes))
@@ -53,9 +53,8 @@ def encode(
     ----------
     new : mapping of role to Tensor ``[B, H, n, D]``
         Model basis, fp16, bf16 or float32; n a multiple of the codec's block. Only roles with an encoder.
-    pages : Tensor uint8 ``[num_pages, H, page_bytes]``
-        Or longer, with room behind the codes.
-    table : Tensor int32 ``[B, max_pages]``
+    pages, table : Tensor
+        As in ``kernels.tokens``.
     first : Tensor int32 ``[B]``
         Slot of token 0; a multiple of the block.
     bad : Tensor int32 ``[1]``

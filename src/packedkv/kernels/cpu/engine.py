@@ -108,7 +108,7 @@ class CpuEngine(Engine):
         return self._attend(q, tokens, pieces, dense_k, dense_v, rules, self.mean, seen)
 
     def attend_groups(self, q: Tensor, tokens: GroupTokens, rules: Rules) -> Tensor:
-        """Group by group; ``flash`` is a GPU's."""
+        """Group by group."""
         (key, value), n, length = tokens.own, q.shape[2], tokens.length
         begin, out = length - key.shape[2], torch.empty_like(q)
         for base in range(begin, length, tokens.group):

@@ -9,6 +9,7 @@ import os
 from ctypes import POINTER, c_char_p, c_float, c_int32, c_int64, c_void_p
 from functools import cache
 from pathlib import Path
+from typing import Literal
 
 import torch
 
@@ -26,17 +27,11 @@ class RoleStruct(ctypes.Structure):
     _fields_ = (
         ("reader", c_int64),
         ("tables", c_void_p),
-        ("tables_head", c_int64),
-        ("tables_batch", c_int64),
+        *((name, c_int64) for name in ("tables_head", "tables_batch")),
         ("factor", c_void_p),
-        ("factor_batch", c_int64),
-        ("order", c_int64),
-        ("matrix", c_void_p),
-        ("dense", c_void_p),
-        ("dense_batch", c_int64),
-        ("dense_head", c_int64),
-        ("dense_token", c_int64),
-        ("dense_kind", c_int64),
+        *((name, c_int64) for name in ("factor_batch", "order")),
+        *((name, c_void_p) for name in ("matrix", "dense")),
+        *((name, c_int64) for name in ("dense_batch", "dense_head", "dense_token", "dense_kind")),
         ("planes", c_int64 * PLANES),
         ("options", c_int32 * OPTIONS),
     )
@@ -161,24 +156,18 @@ def load(path: Path) -> ctypes.CDLL:
 
 
 @cache
-def reader_number(path: Path, name: str) -> int:
-    """Number by which compiled kernels know a reader.
+def number_of(path: Path, kind: Literal["reader", "encoder"], name: str) -> int:
+    """Number by which compiled kernels know a reader or an encoder.
 
     Raises
     ------
     UnsupportedError
         They have none of that name.
     """
-    if (number := int(load(path).kv_reader(name.encode()))) < 0:
-        raise UnsupportedError(f"the CPU kernels have no reader {name!r}")
-    return number
-
-
-@cache
-def encoder_number(path: Path, name: str) -> int:
-    """Number by which compiled kernels know an encoder; as ``reader_number``."""
-    if (number := int(load(path).kv_encoder(name.encode()))) < 0:
-        raise UnsupportedError(f"the CPU kernels have no encoder {name!r}")
+    kernels = load(path)
+    found = kernels.kv_reader if kind == "reader" else kernels.kv_encoder
+    if (number := int(found(name.encode()))) < 0:
+        raise UnsupportedError(f"the CPU kernels have no {kind} {name!r}")
     return number
 
 

@@ -6,16 +6,14 @@
 ``kernels/spec.py``.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import lru_cache
-from typing import ClassVar, NamedTuple
+from typing import NamedTuple
 
-from torch import Tensor
-
-from packedkv.codec import ROLES, Codec, Params, Role
+from packedkv.codec import ROLES, Codec, Role
 from packedkv.errors import UnsupportedError
-from packedkv.kernels.spec import of_module, refuse_search
+from packedkv.kernels.constants import Side
+from packedkv.kernels.spec import of_module, or_none, refuse_search
 from packedkv.layout import PageLayout
 
 OPTIONS = 8
@@ -25,7 +23,7 @@ WIDEST = 512
 
 
 @dataclass(frozen=True)
-class CpuReader:
+class CpuReader(Side):
     """How the CPU kernels read one role.
 
     Parameters
@@ -34,83 +32,41 @@ class CpuReader:
         Of a function listed in ``readers.h``.
     options : tuple of int
         Up to eight numbers for it.
-    tables : callable, optional
-        Params -> uint8 ``[H or 1, bytes]``, or by sequence ``[B or 1, H, bytes]``, on their device: its look-up tables.
-    factor : str or callable
-        Name of the constant ``[B or 1, H, D]`` that multiplies queries (keys) or outputs (values), or a function that
-        makes it of Params; empty: none.
-    order : int
-        Hadamard order; 1 for none.
     matrix : callable, optional
-        Params -> float32 ``[1, H, D, D]``: what rows of queries (keys) or outputs (values) are multiplied with, in
-        place of a factor and a rotation.
-    alike : bool
-        Whether the tables are the same in all layers, unless their constants come from a sample.
-    tables_of : Codec, optional
-        Whose constants the tables follow from, if not the codec's itself.
+        Of ``Side``: float32 ``[1, H, D, D]``, what rows of queries (keys) or outputs (values) are multiplied with.
     """
 
     name: str
     options: tuple[int, ...] = ()
-    tables: Callable[[Params], Tensor] | None = field(default=None, repr=False, compare=False)
-    factor: str | Callable[[Params], Tensor] = ""
-    order: int = 1
-    matrix: Callable[[Params], Tensor] | None = field(default=None, repr=False, compare=False)
-    alike: bool = False
-    tables_of: Codec | None = None
-    own: ClassVar[str] = ""
-    divide: ClassVar[bool] = False
+    type: str = field(init=False)
 
-    @property
-    def type(self) -> str:
-        """Name of what reads the tables, apart from those of CUDA kernels."""
-        return f"cpu {self.name}"
-
-    @property
-    def multiplies(self) -> bool:
-        """Whether it has a factor."""
-        return bool(self.factor)
+    def __post_init__(self) -> None:
+        """Name what reads the tables, apart from CUDA kernels."""
+        object.__setattr__(self, "type", f"cpu {self.name}")
 
 
 @dataclass(frozen=True)
-class CpuEncoder:
+class CpuEncoder(Side):
     """How the CPU kernels write one role.
 
     Parameters
     ----------
     name : str
         Of a function listed in ``encoders.h``.
-    options, tables, order, alike, tables_of
-        As ``CpuReader``; ``tables`` is what the function gets.
-    factor : str or callable
-        Name of, or function for, the constant ``[B or 1, H, D]`` that new tokens are multiplied with, or divided by;
-        empty: none.
-    divide : bool
+    options : tuple of int
+        As ``CpuReader``.
     matrix : callable, optional
-        Params -> float32 ``[1, H, D, D]``: integers, 2^15 times what new tokens are multiplied with (``ops/exact.py``)
-        before the factor.
+        Of ``Side``: float32 ``[1, H, D, D]``, integers, 2^15 times what new tokens are multiplied with
+        (``ops/exact.py``) before the factor.
     """
 
     name: str
     options: tuple[int, ...] = ()
-    tables: Callable[[Params], Tensor] | None = field(default=None, repr=False, compare=False)
-    factor: str | Callable[[Params], Tensor] = ""
-    divide: bool = False
-    order: int = 1
-    matrix: Callable[[Params], Tensor] | None = field(default=None, repr=False, compare=False)
-    alike: bool = False
-    tables_of: Codec | None = None
-    own: ClassVar[str] = ""
+    type: str = field(init=False)
 
-    @property
-    def type(self) -> str:
-        """Name of what reads the tables, apart from those of readers and CUDA kernels."""
-        return f"cpu encoder {self.name}"
-
-    @property
-    def multiplies(self) -> bool:
-        """Whether it has a factor."""
-        return bool(self.factor)
+    def __post_init__(self) -> None:
+        """Name what reads the tables, apart from readers and CUDA kernels."""
+        object.__setattr__(self, "type", f"cpu encoder {self.name}")
 
 
 def cpu_encoder(codec: Codec, head_dim: int, role: Role) -> CpuEncoder:
@@ -188,11 +144,6 @@ def cpu_spec(key: Codec, value: Codec, head_dim: int, page_tokens: int) -> CpuSp
     """
     k, v = (cpu_reader(codec, head_dim, role) for codec, role in zip((key, value), ROLES, strict=True))
     page = PageLayout(key.layout(head_dim), value.layout(head_dim), page_tokens)
-    return CpuSpec(k, v, page, _encoder_or_none(key, head_dim, "key"), _encoder_or_none(value, head_dim, "value"))
-
-
-def _encoder_or_none(codec: Codec, head_dim: int, role: Role) -> CpuEncoder | None:
-    try:
-        return cpu_encoder(codec, head_dim, role)
-    except UnsupportedError:
-        return None
+    return CpuSpec(
+        k, v, page, or_none(cpu_encoder, key, head_dim, "key"), or_none(cpu_encoder, value, head_dim, "value")
+    )

@@ -1,14 +1,10 @@
 // Reader of ultraquant (packedkv/codecs/ultraquant.py): E2M1 codes, and a scale for every 32 channels of a token.
 //
-// A code becomes fp16 in one of two ways. By a table of bytes (two codes) in shared memory, one dot4 and one load for
-// two codes. Or in registers: the bits s e e m belong at 15, 11, 10 and 9 of a half, where they are the code times
-// 2^-14, subnormals included; a word of eight codes takes eleven operations, since even and odd codes are put into
-// bytes first. The table loads shared memory, the registers load the pipe of shifts and masks.
+// A table of bytes (two codes) in shared memory gives fp16: one dot4 and one load for two codes.
 //
-// Scales are powers of two, which multiply an fp16 number exactly unless the product is subnormal:
-//   by table      code 2^E is (code / 8) (2^E / 8) 64: exact for E >= -17, off by 2^-19 at most below; E beyond 18, as
-//                 of c times a magnitude of more than 2^18, is out of range
-//   registers     code 2^E is held over the token's largest 2^E, which stays in fp32: exact from 2^-24 of it up
+// Scales are powers of two, which multiply an fp16 number exactly unless the product is subnormal: code 2^E is
+// (code / 8) (2^E / 8) 64, exact for E >= -17, off by 2^-19 at most below; E beyond 18, as of c times a magnitude of
+// more than 2^18, is out of range.
 // scale=real: the product of code / 8 with any fp16 scale is an fp16 number; it is rounded, once.
 #pragma once
 #include "read_levels.cuh"
@@ -17,11 +13,8 @@ namespace kv {
 
 constexpr int TABLE_OWN = 0;       // codes are looked up in a table of this reader's
 constexpr int TABLE_BORROWED = 1;  // values: in the table of the keys, of the same codec, that lies before
-constexpr int TABLE_NONE = 2;      // keys: in registers
 
 template <int D, int WAY = TABLE_OWN, bool REAL = false> struct ReadUltraQuant {
-  static_assert(!REAL || WAY != TABLE_NONE, "real scales need the table's range");
-  using Keys = PartStream<D, 4>;
   using Values = PartStream<D / 2, 8>;
   using Rows = LevelRows<D, 4>;
   using Pairs = LevelTable<4>;
@@ -46,16 +39,6 @@ template <int D, int WAY = TABLE_OWN, bool REAL = false> struct ReadUltraQuant {
     }
   }
 
-  // eight codes; register k, half h is code 4 h + (2, 0, 3, 1)[k]
-  KV_DEV static void place(uint32_t w, uint32_t* r) {
-    const uint32_t even = (w << 1 & 0x0e0e0e0eu) | (w << 4 & 0x80808080u);
-    const uint32_t odd = (w >> 3 & 0x0e0e0e0eu) | (w & 0x80808080u);
-    r[0] = even & 0xff00ff00u;
-    r[1] = prmt(even, 0u, 0x2404);
-    r[2] = odd & 0xff00ff00u;
-    r[3] = prmt(odd, 0u, 0x2404);
-  }
-
   // runs of 4 or 8 channels (`pieces` of them in a group) that share a scale in every part
   KV_FUNCTION int span(int pieces) {
     int n = 1;
@@ -71,57 +54,21 @@ template <int D, int WAY = TABLE_OWN, bool REAL = false> struct ReadUltraQuant {
     return pack_half2(f, f);
   }
 
-  // the largest exponent byte of a token, in bits 24 to 31 above others
-  template <class P> KV_DEV static uint32_t top(const P& planes, int token) {
-    const uint8_t* at = planes[1] + token * SCALES;
-    uint32_t most = 0;
-    if (SCALES % 4 == 0) {
-      KV_UNROLL
-      for (int i = 0; i < SCALES / 4; ++i) {  // comparing words compares their highest bytes first
-        const uint32_t w = ((const uint32_t*)at)[i];
-        const uint32_t a = w > w << 8 ? w : w << 8, b = w << 16 > w << 24 ? w << 16 : w << 24, c = a > b ? a : b;
-        most = c > most ? c : most;
-      }
-    } else {
-      KV_UNROLL
-      for (int i = 0; i < SCALES; ++i) most = at[i] > most ? at[i] : most;
-      most <<= 24;
-    }
-    return most;
-  }
-
-  // 2^(15 + E - largest E) in both halves; 0 where nothing would be left
-  template <class P> KV_DEV static uint32_t factor_below(const P& planes, int token, int group, uint32_t most) {
-    const int d = 30 + planes[1][token * SCALES + group] - (int)(most >> 24);
-    return (uint32_t)(d > 0 ? d : 0) * 0x04000400u;
-  }
-
   KV_CONST int GROUPS = 1;
   KV_CONST int K_REGS = D / 8;
   KV_CONST bool K_BLOCKED = false;
   KV_CONST bool HAS_K_ZERO = false;
-  KV_FUNCTION int k_channel(int part, int e) {
-    const int k = e / 2 % 4;
-    return part * (D / 4) + (WAY == TABLE_NONE ? e / 8 * 8 + e % 2 * 4 + (k % 2 ? 0 : 2) + k / 2 : e);
-  }
+  KV_FUNCTION int k_channel(int part, int e) { return part * (D / 4) + e; }
   KV_FUNCTION float k_weight(int) { return 1.0f; }
   template <class P>
   KV_DEV static void keys(const P& planes, const uint8_t* table, int token, int part, int lane, uint32_t (&r)[K_REGS]) {
-    const uint8_t* row = planes[0] + token * (D / 2);
-    uint32_t w[Keys::WORDS], most = 0;
-    if (WAY == TABLE_NONE) Keys::load(row, part, w), most = top(planes, token);
-    else Rows::keys(row, table, part, lane, r);
+    Rows::keys(planes[0] + token * (D / 2), table, part, lane, r);
     constexpr int SPAN = span(4);
     KV_UNROLL
     for (int i = 0; i < SCALES; i += SPAN) {
-      const int group = (part * (SCALES / SPAN) + i / SPAN) / (4 / SPAN);
-      const uint32_t f = WAY == TABLE_NONE ? factor_below(planes, token, group, most) : factor(planes, token, group);
+      const uint32_t f = factor(planes, token, (part * (SCALES / SPAN) + i / SPAN) / (4 / SPAN));
       KV_UNROLL
-      for (int word = i; word < i + SPAN; ++word) {
-        if (WAY == TABLE_NONE) place(w[word], r + 4 * word);
-        KV_UNROLL
-        for (int k = 4 * word; k < 4 * word + 4; ++k) r[k] = hmul2(r[k], f);
-      }
+      for (int k = 4 * i; k < 4 * (i + SPAN); ++k) r[k] = hmul2(r[k], f);
     }
   }
   // with real scales 2^(3 + r), 4^r >= the rotation's order
@@ -130,11 +77,7 @@ template <int D, int WAY = TABLE_OWN, bool REAL = false> struct ReadUltraQuant {
     for (int spread = 1; D % (2 * spread) == 0; spread *= 4) u *= 2.0f;
     return u;
   }
-  template <class P> KV_DEV static float k_scale(const P& planes, int token, int) {
-    if (REAL) return k_unit();
-    if (WAY != TABLE_NONE) return 1.0f / (HELD * HELD);
-    return bits_float(top(planes, token) >> 1 & 0x7f800000u) * 0.5f;  // 2^-14 is in the code and 2^15 in the factor
-  }
+  template <class P> KV_DEV static float k_scale(const P&, int, int) { return REAL ? k_unit() : 1.0f / (HELD * HELD); }
 
   KV_CONST bool V_TURNED = D == 128;  // rows of 64 bytes
   KV_CONST int V_REGS = D / 16;
@@ -147,7 +90,6 @@ template <int D, int WAY = TABLE_OWN, bool REAL = false> struct ReadUltraQuant {
   template <class P>
   KV_DEV static void values(const P& planes, const uint8_t* table, int token, int part, int lane,
                             uint32_t (&r)[V_REGS]) {
-    static_assert(WAY != TABLE_NONE, "values are looked up");
     uint32_t w[Values::WORDS];
     Values::load(planes[0] + token * (D / 2), part, w);
     Pairs::look_up(w, WAY == TABLE_BORROWED ? table - Pairs::BYTES : table, lane, r);

@@ -86,16 +86,15 @@ class EncodeRoleArgs(ctypes.Structure):
         *((name, ctypes.c_int64) for name in ("plane", "tokens", "rows")),
     )
 
-    def fill(
-        self, x: Tensor, tables: Tensor | None, factor: Tensor | None, matrix: Tensor | None, first: Tensor, plane: int
-    ) -> None:
+    def fill(self, x: Tensor, constants: Constants, first: Tensor, plane: int) -> None:
         """Set the fields for new tokens ``[B, H, N, D]`` and the constants of their encoder."""
         self.x, self.first, self.tokens = x.data_ptr(), first.data_ptr(), x.shape[2]
         self.batch, self.head, self.token, _ = x.stride()
-        self.constants(tables, factor, matrix, plane)
+        self.constants(constants, plane)
 
-    def constants(self, tables: Tensor | None, factor: Tensor | None, matrix: Tensor | None, plane: int) -> None:
+    def constants(self, constants: Constants, plane: int) -> None:
         """Set the constants of the encoder, and the byte at which the role's planes begin."""
+        tables, factor, _, matrix = constants
         self.plane = plane
         if matrix is not None:
             self.matrix = matrix.data_ptr()

@@ -8,6 +8,7 @@ is stored as zero bytes and raises a flag on the device to 1, a token past the p
 raises it to 2.
 """
 
+from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -151,11 +152,19 @@ def aligned_rows(x: Tensor) -> Tensor:
     return x
 
 
+def _common(spec: EncodeSpec, pages: Tensor, bad: Tensor | None, kept: int) -> EncodeArgs:
+    """Arguments that do not depend on the tokens."""
+    args = EncodeArgs()
+    args.pages, args.bad = pages.data_ptr(), None if bad is None else bad.data_ptr()
+    args.page_bytes, args.page_tokens, args.heads = pages.shape[2], spec.page_tokens, pages.shape[1]
+    args.kept, args.key.rows = kept, spec.page_bytes
+    args.value.rows = spec.page_bytes + rows_bytes(kept, spec.head_dim) // 2
+    return args
+
+
 def _encode(
     keys: Tensor | None, values: Tensor | None, pages: Tensor, table: Tensor, first: Tensor, bad: Tensor | None,
-    text: str, key_tables: Tensor | None, key_factor: Tensor | None, value_tables: Tensor | None,
-    value_factor: Tensor | None, key_matrix: Tensor | None, value_matrix: Tensor | None, mean: Tensor | None,
-    cosines: Tensor | None, sines: Tensor | None, interleaved: bool, kept: int,
+    text: str, key: Constants, value: Constants, less: Turned | None, kept: int,
 ) -> None:  # fmt: skip
     spec = _SPECS[text]
     given: dict[Role, Tensor | None] = {"key": keys, "value": values}
@@ -163,24 +172,19 @@ def _encode(
     if not x:
         return
     some = next(iter(x.values()))
-    args = EncodeArgs()
-    args.pages, args.page_table = pages.data_ptr(), table.data_ptr()
-    if bad is not None:
-        args.bad = bad.data_ptr()
+    args = _common(spec, pages, bad, kept)
+    args.page_table, args.table_row, args.kind = table.data_ptr(), table.stride(0), KINDS[some.dtype]
+    args.capacity = table.shape[1] * spec.page_tokens
     if "key" in x:
-        args.key.fill(x["key"], key_tables, key_factor, key_matrix, first, spec.key_plane)
-        if mean is not None and cosines is not None and sines is not None:
-            args.mean.fill(mean, cosines, sines, interleaved)
+        args.key.fill(x["key"], key, first, spec.key_plane)
+        if less is not None:
+            args.mean.fill(*less)
     if "value" in x:
-        args.value.fill(x["value"], value_tables, value_factor, value_matrix, first, spec.value_plane)
-    args.page_bytes, args.table_row, args.kind = pages.shape[2], table.stride(0), KINDS[some.dtype]
-    args.kept, args.key.rows = kept, spec.page_bytes
-    args.value.rows = spec.page_bytes + rows_bytes(kept, spec.head_dim) // 2
-    args.page_tokens, args.capacity, args.heads = spec.page_tokens, table.shape[1] * spec.page_tokens, pages.shape[1]
+        args.value.fill(x["value"], value, first, spec.value_plane)
     for group, (kernel, shared) in _launches(text, tuple(x), kept > 0, some.device).items():
         encoder = spec.encoder(group[0])
         assert encoder is not None
-        blocks = max(_blocks(spec, role, x[role]) for role in group)
+        blocks = max(_blocks(spec, role, *x[role].shape[1:3]) for role in group)
         kernel.launch((blocks, some.shape[0], len(group)), _threads(spec, encoder), shared, args)
 
 
@@ -196,15 +200,11 @@ class SlotWriter:
     """
 
     def __init__(self, pages: Tensor, spec: str, key: Constants, value: Constants, bad: Tensor, kept: int = 0) -> None:
-        known, args = _SPECS[spec], EncodeArgs()
-        args.pages, args.bad = pages.data_ptr(), bad.data_ptr()
-        args.page_bytes, args.kept = pages.shape[2], kept
-        args.page_tokens, args.heads = known.page_tokens, pages.shape[1]
+        known = _SPECS[spec]
+        args = _common(known, pages, bad, kept)
         self.args, self.key, self.value, self.mean = args, args.key, args.value, args.mean
-        self.key.constants(key.tables, key.factor, key.matrix, known.key_plane)
-        self.value.constants(value.tables, value.factor, value.matrix, known.value_plane)
-        self.key.rows = known.page_bytes
-        self.value.rows = known.page_bytes + rows_bytes(kept, known.head_dim) // 2
+        self.key.constants(key, known.key_plane)
+        self.value.constants(value, known.value_plane)
         there = tuple(role for role in ROLES if known.encoder(role) is not None)
         self.many, self.few = (
             [
@@ -212,7 +212,7 @@ class SlotWriter:
                 for group, (kernel, shared) in _launches(text_of(one), there, kept > 0, pages.device, True).items()
                 if (encoder := one.encoder(group[0])) is not None
             ]
-            for one in (known, known.few)
+            for one in (known, known.small_batch)
         )
         # while all blocks of both roles run at once
         self.few_tokens = 2 * MULTIPROCESSORS // (len(ROLES) * args.heads) * TABLE_WARPS
@@ -249,16 +249,12 @@ class SlotWriter:
         if less is not None:
             self.mean.fill(*less)
         for spec, group, threads, kernel, shared in self.few if keys.shape[0] <= self.few_tokens else self.many:
-            blocks = max([_blocks_of(spec, role, keys.shape[1], keys.shape[0]) for role in group])
+            blocks = max([_blocks(spec, role, keys.shape[1], keys.shape[0]) for role in group])
             kernel.launch((blocks, 1, len(group)), threads, shared, args)
 
 
-def _blocks(spec: EncodeSpec, role: Role, x: Tensor) -> int:
+def _blocks(spec: EncodeSpec, role: Role, heads: int, tokens: int) -> int:
     """Blocks of threads along the rows of a sequence: one step each, unless rows are very many."""
-    return _blocks_of(spec, role, x.shape[1], x.shape[2])
-
-
-def _blocks_of(spec: EncodeSpec, role: Role, heads: int, tokens: int) -> int:
     encoder = spec.encoder(role)
     assert encoder is not None
     if encoder.form == "blocks":
@@ -271,8 +267,15 @@ def _blocks_of(spec: EncodeSpec, role: Role, heads: int, tokens: int) -> int:
     return max(1, min(-(-heads * tokens // rows), MOST_BLOCKS))
 
 
-# compiled graphs trace the operator, eager calls skip the dispatcher
-_op = torch.library.custom_op("packedkv::cuda_encode_to_pages", _encode, mutates_args=("pages", "bad"))
+# compiled graphs trace the operator, which takes tensors, numbers and texts only; eager calls skip the dispatcher
+@torch.library.custom_op("packedkv::cuda_encode_to_pages", mutates_args=("pages", "bad"))
+def _op(
+    keys: Tensor | None, values: Tensor | None, pages: Tensor, table: Tensor, first: Tensor, bad: Tensor | None,
+    text: str, constants: Sequence[Tensor | None], less: Sequence[Tensor], interleaved: bool, kept: int,
+) -> None:  # fmt: skip
+    key, value = (Constants(tables, factor, 1, matrix) for tables, factor, matrix in (constants[:3], constants[3:]))
+    turned = Turned(less[0], less[1], less[2], interleaved) if less else None
+    _encode(keys, values, pages, table, first, bad, text, key, value, turned, kept)
 
 
 @_op.register_fake
@@ -293,6 +296,7 @@ def encode_to_pages(
     bad: Tensor | None = None,
     less: Turned | None = None,
     kept: int = 0,
+    checked: bool = False,
 ) -> None:
     """Encode new tokens into their slots.
 
@@ -300,9 +304,8 @@ def encode_to_pages(
     ----------
     keys, values : Tensor ``[B, H, N, D]`` or None
         Model basis, fp16, bf16 or fp32; N a multiple of the encoder's block. None: the role is not written.
-    pages : Tensor uint8 ``[num_pages, H, page_bytes]``
-        Or longer, with room behind the codes.
-    table : Tensor int32 ``[B, max_pages]``
+    pages, table : Tensor
+        As in ``kernels.tokens``.
     first : Tensor int32 ``[B]``
         Slot of token 0, on the device; a multiple of the block.
     spec : str
@@ -315,11 +318,27 @@ def encode_to_pages(
         What is subtracted from the keys first, in float32; the spec says whether there is one.
     kept : int
         So many first tokens of every page are also written in 16 bit, ``store.kept_rows``.
+    checked : bool
+        Whether the arguments are known to fit each other, as a cache's do.
 
     Raises
     ------
     ShapeError, UnsupportedError
     """
+    if not checked:
+        _check(keys, values, pages, table, first, spec, less, kept)
+    if not torch.compiler.is_compiling():
+        _encode(keys, values, pages, table, first, bad, spec, key, value, less, kept)
+        return
+    constants = [x for side in (key, value) for x in (side.tables, side.factor, side.matrix)]
+    turned, interleaved = ([], False) if less is None else ([*less[:3]], less.interleaved)
+    _op(keys, values, pages, table, first, bad, spec, constants, turned, interleaved, kept)
+
+
+def _check(
+    keys: Tensor | None, values: Tensor | None, pages: Tensor, table: Tensor, first: Tensor, spec: str,
+    less: Turned | None, kept: int,
+) -> None:  # fmt: skip
     name = "encode_to_pages"
     if spec not in _SPECS:
         raise UnsupportedError(f"{name}: spec={spec!r} is unknown; pass text_of(encode_spec(...)).")
@@ -361,30 +380,6 @@ def encode_to_pages(
         _check_turned(name, known, less, keys)
     if keys is not None and values is not None and keys.dtype != values.dtype:
         raise ShapeError(f"{name}: keys are {keys.dtype}, values {values.dtype}; use one dtype.")
-    encode_checked(keys, values, pages, table, first, spec=spec, key=key, value=value, bad=bad, less=less, kept=kept)
-
-
-def encode_checked(
-    keys: Tensor | None,
-    values: Tensor | None,
-    pages: Tensor,
-    table: Tensor,
-    first: Tensor,
-    *,
-    spec: str,
-    key: Constants,
-    value: Constants,
-    bad: Tensor | None = None,
-    less: Turned | None = None,
-    kept: int = 0,
-) -> None:
-    """As ``encode_to_pages``, of arguments that fit each other, as those of a cache do."""
-    run = _op if torch.compiler.is_compiling() else _encode
-    mean, cosines, sines, interleaved = (None, None, None, False) if less is None else less
-    run(
-        keys, values, pages, table, first, bad, spec, key.tables, key.factor, value.tables, value.factor, key.matrix,
-        value.matrix, mean, cosines, sines, interleaved, kept,
-    )  # fmt: skip
 
 
 def _check_turned(name: str, spec: EncodeSpec, less: Turned | None, keys: Tensor) -> None:

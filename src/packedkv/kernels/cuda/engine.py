@@ -13,14 +13,12 @@ from packedkv.kernels.constants import NO_CONSTANTS, joined
 from packedkv.kernels.cuda.basis import out_of_codes
 from packedkv.kernels.cuda.decode import decode_attention, splits_of, workspace_numel
 from packedkv.kernels.cuda.decode import text_of as decode_text
-from packedkv.kernels.cuda.encode import SlotWriter, encode_checked, encode_to_pages
+from packedkv.kernels.cuda.encode import SlotWriter, encode_to_pages
 from packedkv.kernels.cuda.encode import text_of as encode_text
-from packedkv.kernels.cuda.fit import Fitted, Fitter, Rooms, Sample, fitters
-from packedkv.kernels.cuda.history import Packed, attend_chunk, unpack, workspace_bytes
-from packedkv.kernels.cuda.history_groups import attend_groups
-from packedkv.kernels.cuda.prompts import ChunkReader
-from packedkv.kernels.cuda.prompts_groups import GroupChunkReader
-from packedkv.kernels.engine import Engine
+from packedkv.kernels.cuda.fit import FitBuffers, Fitter, fitters
+from packedkv.kernels.cuda.prefill import ChunkReader, Packed, attend_chunk, unpack, workspace_bytes
+from packedkv.kernels.cuda.prefill_groups import GroupChunkReader, attend_groups
+from packedkv.kernels.engine import Engine, FirstTokens, Fitted
 from packedkv.kernels.flash import Flash
 from packedkv.kernels.mean import KeyMean, Turned, key_mean
 from packedkv.kernels.spec import Encoder, Reader, decode_spec, encode_spec, reader
@@ -67,43 +65,43 @@ class CudaEngine(Engine):
     def __init__(self, key: Codec, value: Codec, head_dim: int, page_tokens: int) -> None:
         super().__init__(key, value, head_dim, page_tokens)
         self.own: dict[Role, Fitted] = {}
-        self.rooms = Rooms()
+        self.buffers = FitBuffers()
 
     def __getstate__(self) -> dict[str, Any]:
         """Fitters hold functions, and memory for further layers stays behind."""
-        return {name: x for name, x in super().__getstate__().items() if name not in ("rooms", "fitters")}
+        return {name: x for name, x in super().__getstate__().items() if name not in ("buffers", "fitters")}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """A copy has memory for fits of its own."""
         super().__setstate__(state)
-        self.rooms = Rooms()
+        self.buffers = FitBuffers()
 
     def fresh(self) -> Self:
-        """The same kernels without constants; the layers share the memory of ``rooms``."""
+        """The same kernels without constants; the layers share the memory of ``buffers``."""
         other = super().fresh()
         other.own = {}
         return other
 
     def expect_layer(self) -> None:
-        """Count one more layer: ``rooms`` allocates memory for the fits of all layers at once."""
-        self.rooms.layers += 1
+        """Count one more layer: ``buffers`` allocates memory for the fits of all layers at once."""
+        self.buffers.layers += 1
 
     def fits(self, role: Role) -> bool:
         """Whether the codec has a fitter (``kernels/cuda/fit.py``)."""
         return any(role in fitter.codecs for fitter in self.fitters)
 
-    def fit(self, samples: Mapping[Role, Sample]) -> dict[Role, Fitted]:
+    def fit(self, samples: Mapping[Role, FirstTokens]) -> dict[Role, Fitted]:
         """Hand each fitter the roles that it fits; ``own`` keeps what they return for ``take_fitted``."""
         found: dict[Role, Fitted] = {}
         for fitter in self.fitters:
             if own := {role: samples[role] for role in fitter.codecs if role in samples}:
-                found |= fitter.fit(fitter.codecs, self.head_dim, own, self.rooms)
+                found |= fitter.fit(fitter.codecs, self.head_dim, own, self.buffers)
         self.own |= found
         return found
 
     def launch_fits(self) -> None:
-        """Launch the fits that wait in ``rooms``."""
-        self.rooms.launch()
+        """Launch the fits that wait in ``buffers``."""
+        self.buffers.launch()
 
     def take_fitted(self, role: Role, params: Params | None) -> bool:
         """Use the constants that a fit wrote on the device, if the role's params are those of that fit."""
@@ -139,20 +137,11 @@ class CudaEngine(Engine):
         less: Turned | None = None,
         kept: int = 0,
     ) -> None:
-        """By ``encode.encode_checked``: a cache checks its tensors itself."""
-        encode_checked(
-            new.get("key"),
-            new.get("value"),
-            store.pages,
-            store.table,
-            first,
-            spec=self.encode_spec,
-            key=self.writing["key"],
-            value=self.writing["value"],
-            bad=bad,
-            less=less,
-            kept=kept,
-        )
+        """By ``encode.encode_to_pages``; a cache checks its tensors itself."""
+        encode_to_pages(
+            new.get("key"), new.get("value"), store.pages, store.table, first, spec=self.encode_spec,
+            key=self.writing["key"], value=self.writing["value"], bad=bad, less=less, kept=kept, checked=True,
+        )  # fmt: skip
 
     def writer(self, pages: Tensor, bad: Tensor, kept: int = 0) -> SlotWriter:
         """Return what encodes all tokens of a step, of any requests, in one launch."""
@@ -184,16 +173,9 @@ class CudaEngine(Engine):
             less, mean = Turned(none, angle, angle), KeyMean(none, self.mean.table[:1], self.mean.pairs)
         # passed as values as well: the program for both roles is compiled already
         encode_to_pages(
-            keys,
-            None if self.encoders["value"] is None else keys,
-            page.pages,
-            page.table,
-            begin,
-            spec=self.encode_spec,
-            key=write["key"],
-            value=write["value"],
-            less=less,
-        )
+            keys, None if self.encoders["value"] is None else keys, page.pages, page.table, begin,
+            spec=self.encode_spec, key=write["key"], value=write["value"], less=less,
+        )  # fmt: skip
         placed = None if mean is None else begin
         packed = Packed(page.pages, page.table, self.decode_spec, read["key"], read["value"], mean, placed)
         found, _ = unpack(packed, 0, count)

@@ -7,59 +7,16 @@ whose constants kernels fit. PyTorch fits the constants of all other codecs.
 from collections.abc import Callable, Hashable, Mapping
 from typing import Any, NamedTuple, TypeVar
 
-from torch import Tensor
-
-from packedkv.codec import ROLES, Codec, Params, Role
-from packedkv.kernels.constants import Constants
+from packedkv.codec import ROLES, Codec, Role
 from packedkv.kernels.cuda.build import Program
+from packedkv.kernels.engine import FirstTokens, Fitted
 from packedkv.kernels.spec import of_module
 
 T = TypeVar("T")
+Sample = FirstTokens
 
 
-class Sample(NamedTuple):
-    """First tokens of keys or values, and how they are turned: what a role's constants are fitted on.
-
-    Parameters
-    ----------
-    x : Tensor ``[B, H, n, D]``
-        Model basis; the last axis contiguous.
-    tokens : int
-        How many are taken; 0: all.
-    every : int
-        Which: every, every second, and so on.
-    padding : Tensor int32 ``[B]``, optional
-        How many before them are not.
-    angles : (Tensor float32 ``[1 or B, n, R / 2]``, Tensor), optional
-        ``Rotary.angles`` of ``x``: keys are held without their mean before RoPE, which is fitted as well.
-    back : (Tensor, Tensor), optional
-        Those of the inverse rotation; None: the same angles, mirrored.
-    interleaved : bool
-        As in ``Rotary``.
-    energy : Tensor ``[1, H, D]``, optional
-        As in ``packedkv.codec.Sample``.
-    """
-
-    x: Tensor
-    tokens: int = 0
-    every: int = 1
-    padding: Tensor | None = None
-    angles: tuple[Tensor, Tensor] | None = None
-    back: tuple[Tensor, Tensor] | None = None
-    interleaved: bool = False
-    energy: Tensor | None = None
-
-
-class Fitted(NamedTuple):
-    """Constants of a role, for the reference and for the kernels; the mean before RoPE if there is one."""
-
-    params: Params
-    reading: Constants
-    writing: Constants
-    mean: Tensor | None = None
-
-
-class Rooms:
+class FitBuffers:
     """Memory for the constants that kernels fit for the layers of a cache: allocated for all by the first of them.
 
     Kernels that fit several layers at once wait for ``launch``.
@@ -95,14 +52,14 @@ class Fitter(NamedTuple):
     ----------
     codecs : mapping of role to Codec
     fit : callable
-        ``(codecs, head_dim, samples, rooms) -> fitted``: the constants of the roles of which there are samples, which
-        are there after ``rooms.launch``.
+        ``(codecs, head_dim, samples, buffers) -> fitted``: the constants of the roles of which there are samples, which
+        are there after ``buffers.launch``.
     program : callable
         ``(codecs, head_dim)``: what it launches.
     """
 
     codecs: Mapping[Role, Codec]
-    fit: Callable[[Mapping[Role, Codec], int, Mapping[Role, Sample], Rooms], dict[Role, Fitted]]
+    fit: Callable[[Mapping[Role, Codec], int, Mapping[Role, FirstTokens], FitBuffers], dict[Role, Fitted]]
     program: Callable[[Mapping[Role, Codec], int], Program]
 
     @property

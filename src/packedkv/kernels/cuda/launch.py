@@ -116,7 +116,7 @@ def shared_bytes(spec: DecodeSpec, config: Config, dense: bool = False, heads: i
     need = tables + config.teams * max(team, merge) if config.teams > 1 else max(tables + team, merge)
     if dense and not spec.joins:  # tiles of 16 tokens, one for a warp
         need = max(need, align(4 * most * (_row_floats(spec.head_dim) + 1), 128) + config.warps * 64 * spec.head_dim)
-    return max(need, spec.key.reach, spec.value.reach)
+    return max(need, spec.key.min_shared, spec.value.min_shared)
 
 
 def candidates(spec: DecodeSpec, stages: int = 2, halvings: int = 0, tight: int = 0) -> list[Config]:
@@ -321,8 +321,8 @@ _limits = [1 << 30]
 def limited(kilobytes: int) -> Iterator[None]:
     """Limit the shared memory of a multiprocessor, to time the programs that GPUs with less of it would run.
 
-    What was chosen before stays; ``decode._plan`` and ``history._plan`` remember it. Decode attention is then launched
-    with ``asked_bytes``.
+    What was chosen before stays; ``decode._plan`` and ``prefill.plan_of`` remember it. Decode attention is then
+    launched with ``asked_bytes``.
     """
     _limits.append(kilobytes * 1024)
     try:

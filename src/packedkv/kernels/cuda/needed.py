@@ -1,7 +1,7 @@
 """Which programs a scheme's kernels are made of, to compile them before a cache asks for them.
 
 What a program depends on is said once, by the modules that launch it: ``decode.program``, ``encode.programs``,
-``history.program``, ``basis.program``, a codec's ``fit_program``, and the launch constants of ``launch.configs_for``.
+``prefill.program``, ``basis.program``, a codec's ``fit_program``, and the launch constants of ``launch.configs_for``.
 """
 
 import concurrent.futures
@@ -14,12 +14,12 @@ from typing import NamedTuple
 import torch
 
 from packedkv.codec import ROLES, Codec
-from packedkv.kernels.cuda import basis, decode, encode, history
+from packedkv.kernels.cuda import basis, decode, encode, prefill
 from packedkv.kernels.cuda.build import Program, compile_program, compiled
 from packedkv.kernels.cuda.fit import fitters
 from packedkv.kernels.cuda.launch import Machine, configs_for
 from packedkv.kernels.mean import BLOCK, most_pairs
-from packedkv.kernels.spec import decode_spec, encode_spec
+from packedkv.kernels.spec import DecodeSpec, decode_spec, encode_spec
 from packedkv.progress import Progress
 from packedkv.scheme import KVScheme
 
@@ -98,17 +98,13 @@ def of_scheme(
         key, value = (layer.codec(role).for_dtype(dtype) for role in ROLES)
         tokens = layer.page_layout(head_dim, page_tokens).page_tokens
         for pairs in _pairs(layer, head_dim, means):
-            given = key, value, head_dim, tokens, machine, steps or Steps()
-            if served:
-                programs = of_served(*given, pairs=pairs, kept=layer.sink > 0, queries=served)
-            else:
-                programs = of_codecs(*given, pairs=pairs)
-            for one in programs:
+            given, kept = (key, value, head_dim, tokens, machine, steps or Steps()), served > 0 and layer.sink > 0
+            for one in of_codecs(*given, pairs=pairs, kept=kept, queries=served):
                 found.setdefault(one.program, one)
     return list(found.values())
 
 
-def of_served(
+def of_codecs(
     key: Codec,
     value: Codec,
     head_dim: int,
@@ -118,37 +114,32 @@ def of_served(
     *,
     pairs: int = 0,
     kept: bool = False,
-    queries: int = 1,
-) -> Iterator[Needed]:
-    """As ``of_codecs``, of a layer of an engine that owns the blocks: prompts, and steps of up to ``queries`` tokens.
-
-    Decode steps of several tokens meet no tokens held dense, which ``kept`` ones and unfinished groups are.
-    """
-    grouped = max(key.block_tokens, value.block_tokens) > 1
-    for slots in (True, False) if grouped else (True,):  # of prompts, and of steps
-        for each in (1, queries) if queries > 1 and not (kept or grouped) else (1,):
-            own = steps._replace(queries=each, dense=(None,) if each > 1 else steps.dense)
-            yield from of_codecs(key, value, head_dim, page_tokens, machine, own, pairs=pairs, kept=kept, slots=slots)
-
-
-def of_codecs(
-    key: Codec,
-    value: Codec,
-    head_dim: int,
-    page_tokens: int,
-    machine: Machine,
-    steps: Steps | None = None,
-    *,
-    pairs: int = 0,
-    kept: bool = False,
-    slots: bool = False,
+    queries: int = 0,
 ) -> Iterator[Needed]:
     """Programs that read and write the pages of two codecs, and fit their constants.
 
-    ``pairs`` as ``DecodeSpec``, ``kept`` and ``slots`` as ``encode.programs``.
+    ``pairs`` as ``DecodeSpec``, ``kept`` as ``encode.programs``, ``queries`` as ``served`` of ``of_scheme``.
     """
-    steps = steps or Steps()
     spec = decode_spec(key, value, head_dim, page_tokens, pairs)
+    grouped = max(key.block_tokens, value.block_tokens) > 1
+    yield from _decoding(spec, machine, steps)
+    # decode steps of several tokens meet no dense tokens, which kept ones and unfinished groups are
+    if queries > 1 and not (kept or grouped):
+        yield from _decoding(spec, machine, steps._replace(queries=queries, dense=(None,)))
+    writing = encode_spec(key, value, head_dim, page_tokens, mean=pairs > 0)
+    ways = [(writing, True), (writing.small_batch, True)] if queries else []  # by slots: prompts of an engine
+    if grouped or not queries:
+        ways.append((writing, False))
+    for one, slots in dict.fromkeys(ways):
+        for roles, program in encode.programs(one, kept=kept, slots=slots).items():
+            yield Needed(program, f"{one.name}: {' and '.join(f'{role}s' for role in roles)}")
+    for fitter in fitters(key, value):
+        yield Needed(fitter.program(fitter.codecs, head_dim), f"fitting {fitter.name}")
+    yield Needed(prefill.program(spec, *prefill.config_for(spec, machine)), f"unpacking {spec.name}")
+    yield Needed(basis.program(head_dim), f"rows of {head_dim} channels")
+
+
+def _decoding(spec: DecodeSpec, machine: Machine, steps: Steps) -> Iterator[Needed]:
     several, groups = steps.queries > 1, [group * steps.queries for group in steps.groups]
     for group in dict.fromkeys(map(spec.heads, groups)):
         units = tuple(heads * spec.tiles(own) for own in groups for heads in steps.heads)
@@ -161,14 +152,6 @@ def of_codecs(
                 held = "" if dtype is None else f", dense {str(dtype).removeprefix('torch.')}"
                 name = f"{spec.name}, {group} heads, tiles of {config.tile}, {shape} warps{held}"
                 yield Needed(decode.program(spec, config, steps.softcap, kind, group, several), name)
-    writing = encode_spec(key, value, head_dim, page_tokens, mean=pairs > 0)
-    for one in dict.fromkeys((writing, writing.few) if slots else (writing,)):
-        for roles, program in encode.programs(one, kept=kept, slots=slots).items():
-            yield Needed(program, f"{one.name}: {' and '.join(f'{role}s' for role in roles)}")
-    for fitter in fitters(key, value):
-        yield Needed(fitter.program(fitter.codecs, head_dim), f"fitting {fitter.name}")
-    yield Needed(history.program(spec, *history.config_for(spec, machine)), f"unpacking {spec.name}")
-    yield Needed(basis.program(head_dim), f"rows of {head_dim} channels")
 
 
 def _layers(scheme: KVScheme) -> Iterable[KVScheme]:

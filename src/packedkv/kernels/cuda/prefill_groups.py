@@ -1,4 +1,4 @@
-"""A step's prompt chunks over pages of token groups: one launch per stage for all requests, as ``prompts``.
+"""Prefill over pages of token groups: prompt chunks of all requests with one launch per stage, as in ``prefill``.
 
 Each query reads its own group of G tokens, up to itself, in 16 bit, and every group before it from the pages. A query
 at place r of a group sees, in two parts that are joined by their log-sum-exps::
@@ -19,6 +19,8 @@ In the second part every group is a sequence of its own. The stages::
     both parts joined                                    kv_basis
 
 A sliding window of W tokens is one of W - G in the first part and of at most W in the second.
+
+A request that is too long for that is attended alone (``attend_groups``), with the packed tokens part by part.
 """
 
 from collections.abc import Mapping, Sequence
@@ -28,13 +30,25 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from packedkv.attention import Partial, Seen, merge, with_sinks
 from packedkv.codec import ROLES, Role
 from packedkv.kernels.constants import NO_CONSTANTS
-from packedkv.kernels.cuda.basis import COPY, MULTIPLY, Joined, Part, change_basis
+from packedkv.kernels.cuda.basis import COPY, MULTIPLY, Joined, Part, change_basis, out_of_codes
 from packedkv.kernels.cuda.encode import SlotWriter
-from packedkv.kernels.cuda.prompts import Chunk, ChunkReader, Room, Sight, dtype_of, shifted
-from packedkv.kernels.flash import Ragged
-from packedkv.kernels.tokens import Rules
+from packedkv.kernels.cuda.prefill import (
+    Chunk,
+    ChunkReader,
+    Packed,
+    Sight,
+    Workspace,
+    attend_pages,
+    dtype_of,
+    rows_at_once,
+    shifted,
+    unpack,
+)
+from packedkv.kernels.flash import Ragged, score
+from packedkv.kernels.tokens import Dense, GroupTokens, Rules
 
 
 class GroupChunks(NamedTuple):
@@ -71,7 +85,7 @@ class GroupChunks(NamedTuple):
     keys, beside_keys : int
         Rows of ``distant`` and ``local``.
     unit : int
-    room : Room
+    room : Workspace
     """
 
     first: int
@@ -92,7 +106,7 @@ class GroupChunks(NamedTuple):
     keys: int
     beside_keys: int
     unit: int
-    room: Room
+    room: Workspace
 
     @classmethod
     def of(
@@ -102,25 +116,20 @@ class GroupChunks(NamedTuple):
         slot: Tensor,
         unit: int,
         page_tokens: int,
-        room: Room,
+        room: Workspace,
         halves: int = 1,
         window: int = 0,
     ) -> Self:
-        """Return the chunks of neighbouring requests; one asynchronous transfer to the device.
+        """Return the chunks of neighbouring requests, as ``Chunks.of``; one asynchronous transfer to the device.
 
         Parameters
         ----------
-        requests, table, room
-            As ``Chunks.of``.
         slot : Tensor int64 ``[R]``
             Of pending tokens, for each row of ``table``.
         unit : int
             Tokens of a group.
-        page_tokens : int
         halves : int
             Of a slot, of which groups take one after the other.
-        window : int
-            As ``Sight``.
         """
         row, first, *_ = requests[0]
         numbers = _host_numbers(requests, unit, Sight(window, page_tokens), halves)
@@ -137,27 +146,14 @@ class GroupChunks(NamedTuple):
         rows = slot[row : row + len(requests)].int() * (halves * unit)
         old = rows.index_select(0, held["old_row"]) + held["old_place"]
         kept_to = rows.index_select(0, held["kept_row"]) + held["kept_place"]
+        keys, group_keys = (int(numbers.arrays[name][-1]) for name in ("keys", "group_keys"))
         return cls(
-            first,
-            requests[-1][2],
-            table,
-            numbers.straight,
-            slots,
-            held["beside"],
-            held["placed"],
-            old,
-            held["old_to"],
-            held["kept"],
-            kept_to,
+            first, requests[-1][2], table, numbers.straight, slots, held["beside"], held["placed"], old, held["old_to"],
+            held["kept"], kept_to,
             Ragged(held["queries"], held["keys"], numbers.most_queries, numbers.most_keys, max(0, window - unit)),
             Ragged(held["group_queries"], held["group_keys"], unit, 2 * unit, min(unit, window or unit)),
-            held["near"],
-            numbers.most,
-            int(numbers.arrays["keys"][-1]),
-            int(numbers.arrays["group_keys"][-1]),
-            unit,
-            room,
-        )
+            held["near"], numbers.most, keys, group_keys, unit, room,
+        )  # fmt: skip
 
 
 class _Numbers(NamedTuple):
@@ -247,17 +243,10 @@ class GroupChunkReader(ChunkReader):
 
     def take(
         self, keys: Tensor, values: Tensor, chunks: GroupChunks, slots: Mapping[Role, Tensor], writer: SlotWriter
-    ) -> tuple[Tensor, Tensor]:
-        """Encode the groups that new tokens complete; returns all own tokens, ``[own, H, D]``.
+    ) -> Dense:
+        """Encode the groups that new tokens ``[n, H, D]`` complete; returns all own tokens, ``[own, H, D]``.
 
-        Parameters
-        ----------
-        keys, values : Tensor ``[n, H, D]``
-            New ones.
-        chunks : GroupChunks
-        slots : mapping of role to Tensor ``[rows, H, D]``
-            Pending tokens.
-        writer : SlotWriter
+        ``slots``: pending tokens of each role, ``[rows, H, D]``.
         """
         own, held = (keys, values), slots["key"].dtype
         if not chunks.straight or keys.dtype != held:
@@ -275,25 +264,9 @@ class GroupChunkReader(ChunkReader):
         return own
 
     def attend_groups(
-        self,
-        q: Tensor,
-        own: tuple[Tensor, Tensor],
-        chunks: GroupChunks,
-        slots: Mapping[Role, Tensor],
-        rules: Rules,
-        out: Tensor,
+        self, q: Tensor, own: Dense, chunks: GroupChunks, slots: Mapping[Role, Tensor], rules: Rules, out: Tensor
     ) -> None:
-        """Attention of the chunks' queries, and own tokens of unfinished groups into their slots.
-
-        Parameters
-        ----------
-        q, rules, out
-            As ``ChunkReader.attend``.
-        own : (Tensor ``[own, H, D]``, Tensor ``[own, H, D]``)
-            As ``take`` returned them.
-        chunks : GroupChunks
-        slots : mapping of role to Tensor ``[rows, H, D]``
-        """
+        """As ``ChunkReader.attend``, and copy own tokens, as ``take`` returned them, of unfinished groups to slots."""
         room, args, device, dtype = chunks.room, self.args, q.device, dtype_of(q)
         sinks, softcap = rules.sinks, rules.seen.softcap
         heads, dim = own[0].shape[1:]
@@ -332,3 +305,57 @@ class GroupChunkReader(ChunkReader):
 def _copied(x: Tensor, out: Tensor, source: Tensor, target: Tensor) -> Part:
     """Some rows of ``x [t, H, D]`` to rows of ``out [T, H, D]``."""
     return Part(x, out, NO_CONSTANTS, COPY, tokens=len(source), source=source, target=target)
+
+
+# -- one request alone -------------------------------------------------------------------------------------------------
+
+
+def attend_groups(q: Tensor, packed: Packed, tokens: GroupTokens, rules: Rules) -> Tensor:
+    """Causal attention of the newest ``q [1, HQ, n, D]``; as ``Engine.attend_groups``."""
+    (k, v), length, unit = tokens.own, tokens.length, tokens.group
+    n, begin, out = q.shape[2], length - k.shape[2], torch.empty_like(q)
+    step, row = max(unit, rows_at_once(q) // unit * unit), 0
+    while row < n:
+        at = length - n + row  # place of the first of these queries
+        base = at // unit * unit
+        last = min(length, base + step)
+        part, own = q[:, :, row : row + last - at], slice(base - begin, last - begin)
+        total = _local(part, packed, (k[:, :, own], v[:, :, own]), at - base, base, unit, rules.scale)
+        blind = max(0, unit - at)  # queries of the first group see no other
+        if at + blind < last:
+            far = attend_pages(part[:, :, blind:], packed, 0, last - unit, rules.scale, causal=True)
+            lse = torch.nn.functional.pad(far.lse, (blind, 0), value=-torch.inf)
+            total = merge(total, Partial(torch.nn.functional.pad(far.out, (0, 0, blind, 0)), lse))
+        out[:, :, row : row + last - at] = with_sinks(total, rules.sinks)
+        row += last - at
+    return out
+
+
+def _local(q: Tensor, packed: Packed, own: Dense, skip: int, base: int, unit: int, scale: float) -> Partial:
+    """Attention of each query to the ``unit`` tokens up to itself: dense ones of its own group, packed ones before it.
+
+    ``own`` begins with the group at ``base``, ``q`` with its token ``skip``. Groups are the batch; padding lies after
+    everything that a query sees.
+    """
+    groups = -(-own[0].shape[2] // unit)
+    first = max(0, base - unit)
+    before = unpack(packed, first, base + (groups - 1) * unit - first)
+    both = []
+    for old, new, side in zip(before, own, (packed.key, packed.value), strict=True):
+        old = torch.nn.functional.pad(out_of_codes(old, side, q.dtype), (0, 0, unit - (base - first), 0))
+        both.append(torch.cat([_groups(old, unit), _groups(_padded(new.to(q.dtype), 0, groups * unit), unit)], 2))
+    hidden = () if base else (unit, *[0] * (groups - 1))
+    queries = _groups(_padded(q, skip, groups * unit), unit)
+    found = score(queries, both[0], both[1], scale, Seen(window=unit, start=hidden))
+    rows = slice(skip, skip + q.shape[2])
+    return Partial(*(x.transpose(0, 1).flatten(1, 2)[None, :, rows] for x in found))
+
+
+def _groups(x: Tensor, unit: int) -> Tensor:
+    """Groups of ``x [1, H, t, D]`` as the batch, ``[t / unit, H, unit, D]``."""
+    return x[0].unflatten(1, (-1, unit)).transpose(0, 1)
+
+
+def _padded(x: Tensor, first: int, tokens: int) -> Tensor:
+    """``x [1, H, t, D]`` at place ``first`` of so many tokens, zeros around it."""
+    return torch.nn.functional.pad(x, (0, 0, first, tokens - first - x.shape[2]))

@@ -1,36 +1,67 @@
-"""Attention of many query tokens over packed pages, which are unpacked part by part for flash attention.
+"""Attention of many query tokens over packed pages, which are unpacked to 16 bit for flash attention.
 
-A prefill chunk has tens to thousands of queries, so it is compute-bound: the pages are unpacked once per chunk of
-history, at memory speed, and the tensor cores read 16-bit numbers. Keys and values are not rotated back: queries are
-rotated into the basis of the codes and outputs out of it, at a cost proportional to the queries. Dense tokens are
-rotated as well and placed beside the unpacked ones, so that one call attends to all. What a matrix has mixed is brought
-back to the model's basis instead, token by token on the tensor cores.
+A prefill chunk has tens to thousands of queries, so it is compute-bound: pages are unpacked once per chunk, at memory
+speed, and the tensor cores read 16-bit numbers. There are two ways:
 
-Unpacked numbers are fp16, whatever the model's dtype: a rotation may gather a common mean of all channels in one
-channel, where bf16 would lose the low bits. Above 65504 they saturate, which only a rotated key of that size reaches.
+*A cache's chunk* (``attend_chunk``) has few queries over many keys. Keys and values stay in the basis of the codes;
+queries are rotated into it and outputs out of it, at a cost proportional to the queries. Dense tokens are rotated as
+well and placed beside the unpacked ones. A history of more than ``STAGING_BYTES`` is attended part by part. What a
+matrix has mixed is brought back to the model's basis token by token on the tensor cores. Unpacked numbers are fp16,
+whatever the model's dtype: a rotation may gather a common mean of all channels in one channel, where bf16 would lose
+the low bits. Above 65504 they saturate, which only a rotated key of that size reaches.
+
+*An engine's prompt chunks* (``ChunkReader``) have several times as many queries as keys, as query heads share keys.
+Pages of all requests are unpacked end to end in the model's basis and dtype, and flash attention takes each request as
+a sequence of its own, with one launch per stage::
+
+    pages     unpacked                         kv_unpack
+    first tokens in 16 bit, over the unpacked  kv_basis    where pages keep them
+    attention                                  flash
+    sinks                                      kv_basis    where there are any; and float32 from and to 16 bit
+
+With a sliding window a request is read from the page of the first token that its first query sees: pages before it may
+hold other requests' tokens, and slots are counted from there. Memory is that of the step, shared by its layers, and
+what launches pass is filled in once for every layer.
 
 Decode attention does not round codes to 16 bits and this does, so the two agree up to the error of 16-bit attention
-over decoded keys and values.
+over dequantized keys and values.
 """
 
 from collections.abc import Iterator, Sequence
 from functools import lru_cache
 from itertools import pairwise
-from typing import NamedTuple
+from typing import NamedTuple, Self
 
 import torch
 from torch import Tensor
 
 from packedkv.attention import Partial, Seen, merge, with_sinks
-from packedkv.codec import saturated
+from packedkv.codec import ROLES, saturated
 from packedkv.errors import ShapeError, UnsupportedError
-from packedkv.kernels.constants import Constants
+from packedkv.kernels.constants import NO_CONSTANTS, Constants
 from packedkv.kernels.cuda.arguments import UnpackArgs
-from packedkv.kernels.cuda.basis import DIVIDE, Part, change_basis, out_of_codes, queries_to_change
+from packedkv.kernels.cuda.basis import (
+    COPY,
+    DIVIDE,
+    MULTIPLY,
+    Joined,
+    Part,
+    change_basis,
+    out_of_codes,
+    queries_to_change,
+)
 from packedkv.kernels.cuda.build import Kernel, Program, load
 from packedkv.kernels.cuda.decode import decode_spec_of
 from packedkv.kernels.cuda.launch import Machine, machine
-from packedkv.kernels.flash import REFERENCE_ROWS, SCORE_BYTES, by_flash, score
+from packedkv.kernels.flash import (
+    REFERENCE_ROWS,
+    SCORE_BYTES,
+    Flash,
+    Ragged,
+    by_flash,
+    ragged_attention,
+    score,
+)
 from packedkv.kernels.mean import KeyMean, checked
 from packedkv.kernels.spec import DecodeSpec, align, definitions, includes
 from packedkv.kernels.tokens import ChunkTokens, Rules
@@ -52,7 +83,7 @@ def shared_bytes(spec: DecodeSpec, warps: int = WARPS, halvings: int = 0) -> int
     spec = spec.halved(halvings)
     tables = _round(sum(align(n) for x in (spec.key, spec.value) for n in (x.shared, x.by_head)))
     need = tables + warps * (_round(spec.tile_bytes(tile_tokens(spec))) + 32 * (spec.head_dim + 8))
-    return max(need, spec.key.reach, spec.value.reach)
+    return max(need, spec.key.min_shared, spec.value.min_shared)
 
 
 def _round(n: int) -> int:
@@ -145,25 +176,14 @@ class Packed(NamedTuple):
 
 
 def unpack(packed: Packed, first: int, count: int, dtype: torch.dtype = torch.float16) -> tuple[Tensor, Tensor]:
-    """Unpack tokens ``[first, first + count)`` of every sequence.
+    """Unpack tokens ``[first, first + count)`` of every sequence to fp16 or bf16, in the basis of the codes.
 
-    Parameters
-    ----------
-    packed : Packed
-    first, count : int
-        ``first`` a multiple of ``tile_tokens``.
-    dtype : torch.dtype
-        fp16 or bf16.
-
-    Returns
-    -------
-    (Tensor ``[B, H, count, D]``, Tensor ``[B, H, count, D]``)
-        Keys and values in the basis of the codes, the heads of a token side by side.
+    Returns keys and values ``[B, H, count, D]``, the heads of a token side by side.
 
     Raises
     ------
     ShapeError
-        ``first`` does not begin a tile, or the tokens exceed the table.
+        ``first`` is no multiple of ``tile_tokens``, or the tokens exceed the table.
     """
     batch, heads, dim = packed.table.shape[0], packed.pages.shape[1], decode_spec_of(packed.spec).head_dim
     k, v = _room(batch, count, heads, dim, packed.pages.device, dtype)
@@ -196,14 +216,12 @@ def filled_args(packed: Packed, plan: Plan) -> UnpackArgs:
     """Return the arguments that do not depend on a call; tensors of ``packed`` must outlive them."""
     args = UnpackArgs()
     args.pages, args.page_bytes, args.heads = packed.pages.data_ptr(), packed.pages.shape[2], packed.pages.shape[1]
-    if (tables := packed.key.tables) is not None:
-        args.k_table, args.k_table_head = tables.data_ptr(), 0 if tables.shape[0] == 1 else tables.stride(0)
-    if (tables := packed.value.tables) is not None:
-        args.v_table, args.v_table_head = tables.data_ptr(), 0 if tables.shape[0] == 1 else tables.stride(0)
-    if packed.key.matrix is not None:
-        args.k_matrix = packed.key.matrix[-1].data_ptr()
-    if packed.value.matrix is not None:
-        args.v_matrix = packed.value.matrix[-1].data_ptr()
+    for role, side in (("k", packed.key), ("v", packed.value)):
+        if side.tables is not None:
+            setattr(args, f"{role}_table", side.tables.data_ptr())
+            setattr(args, f"{role}_table_head", 0 if side.tables.shape[0] == 1 else side.tables.stride(0))
+        if side.matrix is not None:
+            setattr(args, f"{role}_matrix", side.matrix[-1].data_ptr())
     if (mean := packed.mean) is not None:
         args.mean.fill(mean, packed.placed)
         args.block = packed.key.order
@@ -278,23 +296,9 @@ def attend_chunk(q: Tensor, packed: Packed, tokens: ChunkTokens, rules: Rules) -
 
 
 def attend_pages(q: Tensor, packed: Packed, first: int, last: int, scale: float, *, causal: bool = False) -> Partial:
-    """Attention over the packed tokens ``[first, last)`` of a sequence, of every query or, causally, of the newest n.
+    """Attention of ``q [B, HQ, n, D]`` over the slots ``[first, last)``, in the model's basis.
 
-    Parameters
-    ----------
-    q : Tensor ``[B, HQ, n, D]``
-        Model basis.
-    packed : Packed
-    first, last : int
-        Slots.
-    scale : float
-    causal : bool
-        Whether the last query sees all tokens, the one before it all but the last, and so on; n <= last - first.
-
-    Returns
-    -------
-    Partial
-        Model basis.
+    ``causal``: the last query sees all of them, the query before it all but the last, and so on; n <= last - first.
     """
     tokens = ChunkTokens(packed.pages, packed.table, first, last)
     found = _attend_range(q, packed, tokens, 0, last - first, scale, Seen(causal=causal))
@@ -378,11 +382,218 @@ def workspace_bytes(q: Tensor, heads: int, packed: int, dense: int, flash: bool 
     return q.nbytes + 3 * staged + scores + 16 * 4 * batch * num_q_heads * rows * dim
 
 
-def staged_bytes(pages: Tensor, q: Tensor, tokens: int) -> int:
-    """Bytes of the first ``tokens`` tokens of every sequence of ``q [B, HQ, n, D]``, unpacked."""
-    return tokens * _token_bytes(q.shape[0], pages.shape[1], q.shape[3])
-
-
 def _token_bytes(batch: int, heads: int, head_dim: int) -> int:
     """Bytes of one token's unpacked key and value in every sequence."""
     return 2 * 2 * batch * heads * head_dim
+
+
+# -- prompt chunks of several requests ---------------------------------------------------------------------------------
+
+Chunk = tuple[int, int, int, int]
+"""Newest tokens of a request: row of a block table, first query, last query (exclusive), tokens of the request."""
+
+
+class Sight(NamedTuple):
+    """Which tokens of its request a chunk reads; ``window`` as in ``Ragged``."""
+
+    window: int = 0
+    page_tokens: int = 1
+
+    def origin(self, chunk: Chunk) -> int:
+        """First token of the page of the first token that its first query sees."""
+        if not self.window:
+            return 0
+        _, first, last, length = chunk
+        return max(0, length - (last - first) - self.window + 1) // self.page_tokens * self.page_tokens
+
+
+EVERY_TOKEN = Sight()
+
+
+class Workspace:
+    """Scratch memory that the layers of a step share, one after the other."""
+
+    def __init__(self) -> None:
+        self.flat: dict[str, Tensor] = {}
+        self.held: dict[tuple[str, torch.Size], Tensor] = {}
+
+    def get(self, what: str, shape: torch.Size, device: torch.device, dtype: torch.dtype = torch.float16) -> Tensor:
+        """Return memory of this shape, the same for each ``what`` until a larger one is asked for.
+
+        A ``what`` always has the same dtype.
+        """
+        if (found := self.held.get((what, shape))) is None:
+            flat, count = self.flat.get(what), shape.numel()
+            if flat is None or flat.numel() < count:
+                flat = self.flat[what] = torch.empty(count, dtype=dtype, device=device)
+                self.held = {key: x for key, x in self.held.items() if key[0] != what}
+            found = self.held[what, shape] = flat[:count].view(shape)
+        return found
+
+
+class Chunks(NamedTuple):
+    """Newest tokens of several requests, and what each reads of its request's tokens.
+
+    Parameters
+    ----------
+    first, last : int
+        Queries of the step.
+    table : Tensor int32 ``[B, M]``
+        Block ids of the tokens that are read.
+    kept_at : Tensor int32 ``[B, ...]``
+        First of them the block with the request's first tokens; below 0: they are not read.
+    placed : Tensor int32 ``[B]``
+        The position of slot 0 of each.
+    ragged : Ragged
+        Queries counted from ``first``; keys are the tokens that are read.
+    tokens : int
+        Of all requests.
+    room : Workspace
+    """
+
+    first: int
+    last: int
+    table: Tensor
+    kept_at: Tensor
+    placed: Tensor
+    ragged: Ragged
+    tokens: int
+    room: Workspace
+
+    @classmethod
+    def of(cls, requests: Sequence[Chunk], table: Tensor, room: Workspace, sight: Sight = EVERY_TOKEN) -> Self:
+        """Return the chunks of neighbouring requests, without gaps; one asynchronous transfer to the device.
+
+        ``table``: int32 ``[R, M]``. ``sight``: by default all tokens are read.
+        """
+        row, first, *_ = requests[0]
+        origins = [sight.origin(request) for request in requests]
+        last, queries, keys = requests[-1][2], [0], [0]
+        for (_, _, end, length), origin in zip(requests, origins, strict=True):
+            queries.append(end - first)
+            keys.append(keys[-1] + length - origin)
+        device, count = table.device, len(requests)
+        numbers = torch.tensor([*queries, *keys, *origins], dtype=torch.int32, pin_memory=device.type == "cuda")
+        numbers = numbers.to(device, non_blocking=True)
+        ragged = Ragged(
+            numbers[: count + 1],
+            numbers[count + 1 : 2 * count + 2],
+            max(end - begin for _, begin, end, _ in requests),
+            max(b - a for a, b in pairwise(keys)),
+            sight.window,
+        )
+        placed, own = numbers[2 * count + 2 :], table[row : row + count]
+        kept_at = own
+        if any(origins):
+            kept_at = torch.where(placed == 0, own[:, 0], -1)[:, None]
+            own = shifted(own, placed // sight.page_tokens, -(-ragged.most_keys // sight.page_tokens))
+        return cls(first, last, own, kept_at, placed, ragged, keys[-1], room)
+
+
+def shifted(table: Tensor, first: Tensor, columns: int) -> Tensor:
+    """So many columns of ``table [B, M]`` from ``first [B]`` on; those behind its last one mean nothing."""
+    at = first.long()[:, None] + torch.arange(columns, device=table.device)
+    return table.gather(1, at.clamp_(max=table.shape[1] - 1))
+
+
+def gathered(requests: Sequence[Chunk], most: int, sight: Sight = EVERY_TOKEN) -> tuple[list[list[Chunk]], list[Chunk]]:
+    """Return lists of neighbouring requests that read at most so many tokens together, and those that read more alone.
+
+    ``requests`` may have gaps.
+    """
+    together: list[list[Chunk]] = []
+    alone, held = [], 0
+    for request in requests:
+        row, begin, _, length = request
+        length -= sight.origin(request)
+        if length > most:
+            alone.append(request)
+            continue
+        last = together[-1][-1] if together else None
+        if last is None or (last[0] + 1, last[2]) != (row, begin) or held + length > most:
+            together.append([])
+            held = 0
+        together[-1].append(request)
+        held += length
+    return together, alone
+
+
+class ChunkReader:
+    """Attention of prompt chunks over one pool of pages.
+
+    Parameters
+    ----------
+    packed : Packed
+        The pages, and what reads them; its table and ``placed`` are not used.
+    kept : Tensor ``[num_pages, H, 2, t, D]``, optional
+        16-bit keys and values of the first tokens of every page: those of a request's first page are read in the place
+        of its first t tokens.
+    flash : Flash, optional
+        The engine's own flash attention; by default PyTorch's.
+    """
+
+    def __init__(self, packed: Packed, kept: Tensor | None = None, flash: Flash | None = None) -> None:
+        self.packed, self.kept, self.flash = packed, kept, flash or ragged_attention
+        self.plan = plan_of(packed.spec, packed.pages.device)
+        self.args: UnpackArgs = filled_args(packed, self.plan)
+        for role, side in (("k", packed.key), ("v", packed.value)):  # back to the model's basis
+            if side.order != 1 or side.factor is not None:
+                setattr(self.args, f"{role}_order", side.order)
+                setattr(self.args, f"{role}_factor", None if side.factor is None else side.factor.data_ptr())
+
+    def attend(self, q: Tensor, chunks: Chunks, rules: Rules, out: Tensor) -> None:
+        """Causal attention of the chunks' queries over their requests' tokens.
+
+        Parameters
+        ----------
+        q, out : Tensor ``[n, HQ, D]``
+            Model basis; the result is written to ``out``.
+        chunks : Chunks
+            Of this layer's window.
+        rules : Rules
+        """
+        room, device, dtype, sinks = chunks.room, q.device, dtype_of(q), rules.sinks
+        shape = torch.Size((chunks.tokens, self.packed.pages.shape[1], q.shape[2]))
+        k, v = (room.get(role, shape, device, dtype) for role in ROLES)
+        given = q
+        if q.dtype != dtype:
+            given = room.get("query", q.shape, device, dtype)
+            change_basis([Part(q, given, NO_CONSTANTS, MULTIPLY)])
+        self.unpack(chunks.table, chunks.ragged.keys, chunks.ragged.most_keys, k, v, chunks.placed)
+        if self.kept is not None:
+            self._put_kept(chunks, k, v)
+        direct = out.dtype == dtype and sinks is None
+        found = out if direct else room.get("output", q.shape, device, dtype)
+        lse = self.flash(given, k, v, chunks.ragged, rules.scale, rules.seen.softcap, found)
+        if not direct:
+            joined = None if sinks is None else Joined(lse, sinks=sinks.float())
+            change_basis([Part(found, out, NO_CONSTANTS, COPY, joined=joined)])
+
+    def unpack(self, table: Tensor, keys: Tensor, most: int, k: Tensor, v: Tensor, placed: Tensor | None) -> None:
+        """Unpack the first tokens of every request end to end, into ``k, v [t, H, D]``.
+
+        ``keys`` as in ``Ragged``; ``most``: tokens of the longest; ``placed`` as in ``Chunks``.
+        """
+        args, plan = self.args, self.plan
+        args.page_table, args.table_row = table.data_ptr(), table.stride(0)
+        args.keys, args.values, args.ends = k.data_ptr(), v.data_ptr(), keys.data_ptr()
+        args.out_token, args.out_head, _ = k.stride()
+        args.kind = int(k.dtype == torch.bfloat16)
+        if placed is not None and self.packed.mean is not None:
+            args.mean.placed = placed.data_ptr()
+        blocks = -(-most // (plan.tile * plan.warps))
+        plan.kernel.launch((blocks, k.shape[1], table.shape[0]), plan.warps * 32, plan.shared, args)
+
+    def _put_kept(self, chunks: Chunks, k: Tensor, v: Tensor) -> None:
+        """Write first tokens over the unpacked ones."""
+        assert self.kept is not None
+        parts = []
+        for place, out in enumerate((k, v)):
+            held, at, ends = self.kept[:, :, place], chunks.kept_at, chunks.ragged.keys
+            parts.append(Part(held, out.transpose(0, 1)[None], NO_CONSTANTS, COPY, at=at, ends=ends))
+        change_basis(parts)
+
+
+def dtype_of(q: Tensor) -> torch.dtype:
+    """What flash attention computes with: the model's dtype, fp16 for float32."""
+    return torch.float16 if q.dtype == torch.float32 else q.dtype
