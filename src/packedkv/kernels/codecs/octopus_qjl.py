@@ -32,4 +32,4 @@ def encoder(codec: OctopusQJL, head_dim: int, role: Role) -> Encoder:
 
 def cpu_encoder(codec: OctopusQJL, head_dim: int, role: Role) -> CpuEncoder:
     """OCTOPUS' encoder, and the sketch of the residual."""
-    return sketch.cpu_sketch_written(octopus.cpu_encoder(codec, head_dim, role), codec, head_dim)
+    return sketch.cpu_sketched(octopus.cpu_encoder(codec, head_dim, role), codec, head_dim)

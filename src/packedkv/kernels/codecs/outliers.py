@@ -1,8 +1,11 @@
 """Kernels of outliers held in fp16 beside the codes of ``hqmq`` or of integers without groups."""
 
+from collections.abc import Callable
 from dataclasses import replace
 
-from packedkv.codec import Codec, Role
+from torch import Tensor
+
+from packedkv.codec import Codec, Params, Role
 from packedkv.codecs.group_int import GroupInt
 from packedkv.codecs.hqmq import Hqmq
 from packedkv.codecs.outliers import Med
@@ -10,6 +13,7 @@ from packedkv.codecs.wrapper import inside
 from packedkv.errors import UnsupportedError
 from packedkv.kernels import spec
 from packedkv.kernels.codecs import hqmq
+from packedkv.kernels.constants import Side
 from packedkv.kernels.cpu.spec import CpuReader
 from packedkv.kernels.cpu.spec import cpu_reader as cpu_reader_of
 from packedkv.kernels.spec import Encoder, Reader
@@ -28,7 +32,6 @@ def reader(codec: Med, head_dim: int, role: Role) -> Reader:
         raise UnsupportedError(f"the kernels read outliers beside hqmq and integers of group 0, not {codec}")
     _check(codec, head_dim)
     passes, scratch = passes_of(codec, head_dim, inner.shared)
-    tables = inner.tables
 
     def around(name: str) -> str:
         return name and f"kv::ReadMed<{name}, {head_dim}, {min(codec.slots, head_dim // 4)}, {passes}, {rest}>"
@@ -40,7 +43,7 @@ def reader(codec: Med, head_dim: int, role: Role) -> Reader:
         borrowing_type=around(inner.borrowing_type),
         header="read_outliers.cuh",
         also=(*inner.also, inner.header),
-        tables=None if tables is None else lambda params: tables(inside(params)),
+        tables=_of_inside(inner),
         scratch=scratch,
         tables_of=codec.inner,
     )
@@ -51,13 +54,12 @@ def cpu_reader(codec: Med, head_dim: int, role: Role) -> CpuReader:
     inner = cpu_reader_of(codec.inner, head_dim, role)
     if not _rest_of(codec.inner, head_dim) or (isinstance(codec.inner, GroupInt) and codec.inner.symmetric):
         raise UnsupportedError(f"the CPU kernels read outliers beside hqmq and integers of group 0, not {codec}")
-    tables = inner.tables
     flags = [field.name for field in codec.layout(head_dim).fields].index("flags")
     return replace(
         inner,
         name=f"{inner.name} outliers",
         options=(*inner.options, *(0,) * (6 - len(inner.options)), flags, min(codec.slots, -(-head_dim // 4))),
-        tables=None if tables is None else lambda params: tables(inside(params)),
+        tables=_of_inside(inner),
         tables_of=codec.inner,
     )
 
@@ -68,12 +70,14 @@ def encoder(codec: Med, head_dim: int, role: Role) -> Encoder:
         raise UnsupportedError(f"no CUDA kernel encodes {codec}")
     _check(codec, head_dim)
     inner = hqmq.encoder(codec.inner, head_dim, role)
-    tables = inner.tables
-    assert tables is not None
     name = f"kv::MedRow<{inner.type}, {min(codec.slots, head_dim // 4)}>"
-    return replace(
-        inner, type=name, tables=lambda params: tables(inside(params)), own="threshold", tables_of=codec.inner
-    )
+    return replace(inner, type=name, tables=_of_inside(inner), own="threshold", tables_of=codec.inner)
+
+
+def _of_inside(inner: Side) -> Callable[[Params], Tensor] | None:
+    """Tables of the inner codec, from the constants of both."""
+    tables = inner.tables
+    return None if tables is None else lambda params: tables(inside(params))
 
 
 def _check(codec: Med, head_dim: int) -> None:

@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from dataclasses import replace
 from math import pi
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -13,6 +14,8 @@ from packedkv.kernels.cpu.spec import CpuEncoder, CpuReader
 from packedkv.kernels.spec import Reader
 from packedkv.ops.bitpack import pack
 from packedkv.ops.qjl import hadamard_matrix
+
+CpuSide = TypeVar("CpuSide", CpuReader, CpuEncoder)
 
 
 def _check(codec: Codec, dim: int) -> None:
@@ -29,7 +32,7 @@ def sketched(stage: Reader, codec: Codec, dim: int) -> Reader:
         "read_sketch.cuh",
         shared=stage.shared,
         fewer=stage.fewer,
-        tables=_read(stage.tables),
+        tables=_behind_sketch(stage.tables),
         factor=stage.factor,
         order=stage.order,
         also=(stage.header,),
@@ -37,44 +40,25 @@ def sketched(stage: Reader, codec: Codec, dim: int) -> Reader:
     )
 
 
-def cpu_sketched(stage: CpuReader, codec: Codec, dim: int) -> CpuReader:
-    """Return the CPU kernels' reader of a stage's keys and the sign sketch of its residual."""
+def cpu_sketched(stage: CpuSide, codec: Codec, dim: int) -> CpuSide:
+    """Return the CPU kernels' reader or encoder of a stage's keys and the sign sketch of its residual."""
     _check(codec, dim)
-    tables = stage.tables
-    assert tables is not None
+    assert stage.tables is not None
     signs = [field.name for field in codec.layout(dim).fields].index("signs")
+    reads = isinstance(stage, CpuReader)
+    options = (*stage.options, *(0,) * (7 - reads - len(stage.options)), signs)
+    tables = _behind_sketch(stage.tables, (pi / 2) ** 0.5 / dim if reads else None)
+    return replace(stage, name=f"{stage.name} sketch", options=options, tables=tables, layer_invariant=False)
+
+
+def _behind_sketch(stage: Callable[[Params], Tensor], unit: float | None = None) -> Callable[[Params], Tensor]:
+    """Return the function that builds the sketch's signs of each head, its unit if there is one, and stage tables."""
 
     def build(params: Params) -> Tensor:
         head = params["sketch"][0].float()  # [H, D]
-        factor = head.new_full((len(head), 1), (pi / 2) ** 0.5 / dim)
-        mine = torch.cat([head, factor], 1).contiguous().view(torch.uint8)
-        return torch.cat([mine, tables(params).expand(len(head), -1)], 1)
-
-    options = (*stage.options, *(0,) * (6 - len(stage.options)), signs)
-    return replace(stage, name=f"{stage.name} sketch", options=options, tables=build, layer_invariant=False)
-
-
-def cpu_sketch_written(stage: CpuEncoder, codec: Codec, dim: int) -> CpuEncoder:
-    """Return the CPU kernels' encoder of a stage's keys and the sign sketch of its residual."""
-    _check(codec, dim)
-    tables = stage.tables
-    assert tables is not None
-    signs = [field.name for field in codec.layout(dim).fields].index("signs")
-
-    def build(params: Params) -> Tensor:
-        head = params["sketch"][0].float().contiguous().view(torch.uint8)  # [H, 4 D]
-        return torch.cat([head, tables(params).expand(len(head), -1)], 1)
-
-    options = (*stage.options, *(0,) * (7 - len(stage.options)), signs)
-    return replace(stage, name=f"{stage.name} sketch", options=options, tables=build, layer_invariant=False)
-
-
-def _read(stage: Callable[[Params], Tensor]) -> Callable[[Params], Tensor]:
-    """Build the tables of ``ReadSketch``: signs of the sketch, then the stage's tables."""
-
-    def build(params: Params) -> Tensor:
-        signs = params["sketch"][0].float().contiguous().view(torch.uint8)  # [H, 4 D]
-        return torch.cat([signs, stage(params).expand(signs.shape[0], -1)], 1)
+        if unit is not None:
+            head = torch.nn.functional.pad(head, (0, 1), value=unit)
+        return torch.cat([head.contiguous().view(torch.uint8), stage(params).expand(len(head), -1)], 1)
 
     return build
 

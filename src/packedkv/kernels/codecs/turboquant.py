@@ -86,7 +86,7 @@ def cpu_encoder(codec: TurboQuant, head_dim: int, role: Role) -> CpuEncoder:
             return torch.cat([walls_of(levels[0]), levels.float().view(torch.uint8)], 1)
 
         stage = replace(cpu_encoder(codec.stage, head_dim, role), tables=walls_and_levels)
-        return sketch.cpu_sketch_written(stage, codec, head_dim)
+        return sketch.cpu_sketched(stage, codec, head_dim)
     return CpuEncoder(
         f"levels{codec.bits}",
         (int(codec.norm == "fp32"),),

@@ -15,7 +15,7 @@ import importlib
 import importlib.util
 import re
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from functools import cache, lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -54,6 +54,11 @@ class Program(NamedTuple):
     source: str
     fma: bool = True
     folders: tuple[str, ...] = (str(CSRC),)
+
+    @classmethod
+    def of(cls, lines: Sequence[str], folders: Iterable[str], *, fma: bool = True) -> "Program":
+        """Return a program of these lines that includes files of ``CSRC`` and of ``folders``."""
+        return cls("\n".join([*lines, ""]), fma, tuple(dict.fromkeys((str(CSRC), *folders))))
 
 
 def _core() -> Any:

@@ -59,7 +59,7 @@ def program(
     dense_mode = dense + 2 * spec.joins * (1 + spec.value.multiplies) if dense >= 0 else dense
     combine = f"kv::combine<{spec.head_dim}, {COMBINE_WARPS}{', true' if spec.value.matrix else ''}>"
     threads, tile = config.teams * config.warps * 32, align(spec.tile_bytes(config.tile), 128)
-    source = "\n".join(
+    return Program.of(
         [
             *definitions(config.halvings),
             *(["#define KV_QUERIES"] if several else []),
@@ -75,11 +75,9 @@ def program(
             "kv_decode(KV_GRID_CONSTANT kv::DecodeArgs a) { Decode::run(a); }",
             f"KV_KERNEL void KV_BOUNDS({COMBINE_WARPS * 32}, 1) "
             f"kv_combine(KV_GRID_CONSTANT kv::DecodeArgs a) {{ {combine}(a); }}",
-            "",
-        ]
+        ],
+        (spec.key.folder, spec.value.folder),
     )
-    folders = tuple(dict.fromkeys((Program("").folders[0], spec.key.folder, spec.value.folder)))
-    return Program(source, folders=folders)
 
 
 def _rows(x: Tensor) -> Tensor:

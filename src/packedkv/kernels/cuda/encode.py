@@ -72,7 +72,7 @@ def _program(spec: EncodeSpec, roles: tuple[Role, ...], kept: bool, slots: bool)
             call = f"encode_with_table<{types[0]}>(a, {each})"
         threads = "kv::TABLE_THREADS"
         tell = f"*a.bad = kv::table_bytes<{first.type}>();"
-    source = "\n".join(
+    return Program.of(
         [
             *(["#define KV_KEPT"] if kept else []),
             *(["#define KV_SLOTS"] if slots else []),
@@ -83,11 +83,10 @@ def _program(spec: EncodeSpec, roles: tuple[Role, ...], kept: bool, slots: bool)
             f"  kv::{call};",
             "}",
             *((f"KV_KERNEL void kv_shared(KV_GRID_CONSTANT kv::EncodeArgs a) {{ {tell} }}",) if tell else ()),
-            "",
-        ]
+        ],
+        [encoder.folder for encoder in encoders],
+        fma=False,  # bit-exact: no multiply-add is contracted
     )
-    folders = tuple(dict.fromkeys((Program("").folders[0], *(encoder.folder for encoder in encoders))))
-    return Program(source, fma=False, folders=folders)  # bit-exact: no multiply-add is contracted
 
 
 def programs(

@@ -111,7 +111,7 @@ def config_for(spec: DecodeSpec, machine: Machine) -> tuple[int, int]:
 
 def program(spec: DecodeSpec, warps: int = WARPS, halvings: int = 0) -> Program:
     """Return the source of ``kv_unpack`` for a spec and a ``config_for`` it."""
-    source = "\n".join(
+    return Program.of(
         [
             *definitions(halvings),
             '#include "unpack.cuh"',
@@ -122,11 +122,9 @@ def program(spec: DecodeSpec, warps: int = WARPS, halvings: int = 0) -> Program:
             '"shared memory as the host counts it (Reader.shared is TABLE?)");',
             f"KV_KERNEL void KV_BOUNDS({warps * 32}, 1) kv_unpack(KV_GRID_CONSTANT kv::UnpackArgs a) "
             "{ Unpack::run(a); }",
-            "",
-        ]
+        ],
+        (spec.key.folder, spec.value.folder),
     )
-    folders = tuple(dict.fromkeys((Program("").folders[0], spec.key.folder, spec.value.folder)))
-    return Program(source, folders=folders)
 
 
 class Plan(NamedTuple):
