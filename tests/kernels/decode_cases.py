@@ -163,7 +163,7 @@ CASES = (
 class Geometry:
     """Template arguments of the kernel besides the readers: page, tile, warps, stages of a ring, teams of a CTA.
 
-    ``halvings``: how often the room of look-up tables is halved.
+    ``table_shrink``: how often the room of look-up tables is halved.
     """
 
     page: int = 64
@@ -171,11 +171,11 @@ class Geometry:
     warps: int = 2
     stages: int = 2
     teams: int = 1
-    halvings: int = 0
+    table_shrink: int = 0
 
 
 _SOURCE = """
-#define KV_HALVINGS {halvings}
+#define KV_HALVINGS {table_shrink}
 #include "decode.cuh"
 {includes}
 constexpr int WARPS = {warps}, TEAMS = {teams}, MERGERS = 2;

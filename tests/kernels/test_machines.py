@@ -76,14 +76,14 @@ def check_launch(name: str, preset: str, dim: int, pair: DecodeSpec) -> None:
         assert config.resident * (need + 1024) <= there.shared_sm
         if dim > 256:
             assert config.resident_warps >= (2 if name == "99 KB" else 4)
-        elif config.halvings < pair.halvings and config.resident_warps < launch.WARPS:
+        elif config.table_shrink < pair.table_shrink and config.resident_warps < launch.WARPS:
             assert config.resident_warps >= launch.LESS_WARPS
         elif config.resident_warps < launch.WARPS:
             assert name == "99 KB"
             assert (preset, dim) in WIDE_ROWS or (dense and not pair.joins and dim >= 192)
             assert config.resident_warps >= 4
-    warps, halvings = prefill.config_for(pair, there)
-    assert prefill.shared_bytes(pair, warps, halvings) <= there.shared_block
+    warps, table_shrink = prefill.config_for(pair, there)
+    assert prefill.shared_bytes(pair, warps, table_shrink) <= there.shared_block
     assert warps == 4 or dim > 256 or (name, preset, dim) == ("99 KB", "kivi-tq-4", 256)
 
 
@@ -112,8 +112,8 @@ def test_where_all_copies_fit_there_are_all() -> None:
     """On 227 KB nothing has changed by what smaller machines need."""
     for preset, dim, pair in pairs(d for d in HEAD_DIMS if d <= 256):
         for config, *_ in choices(pair, launch.H200):
-            assert (config.stages, config.halvings) == (2, 0), (preset, dim)
-        assert prefill.config_for(pair, launch.H200) == (4, pair.halvings), (preset, dim)
+            assert (config.stages, config.table_shrink) == (2, 0), (preset, dim)
+        assert prefill.config_for(pair, launch.H200) == (4, pair.table_shrink), (preset, dim)
 
 
 def test_what_fits_nowhere_is_refused() -> None:
@@ -163,7 +163,7 @@ def test_a_bench_can_take_a_gpu_for_a_smaller_one() -> None:
         assert launch.machine(cpu) == launch.Machine(132, *SMALL["99 KB"][1:])
         config = launch.config_for(pair, 512, 65536, launch.machine(cpu))
         assert config.warps >= launch.WARPS
-        assert config.halvings == 2
+        assert config.table_shrink == 2
         assert attention.splits_of(text, q, 2, table) > 1
     assert launch.machine(cpu) == launch.H200
 

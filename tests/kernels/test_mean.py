@@ -181,8 +181,10 @@ def test_what_only_the_start_needs_may_lie_in_the_ring(
     q = torch.randn(len(lens), 2 * group, 1, 128, generator=generator)
     dense = {name: torch.randn(len(lens), 2, 4, 128, generator=generator).half() for name in ("dense_k", "dense_v")}
     for more in ({}, dense):
-        got, tight = (layer.attend(q, lens, config=c, **more) for c in (config._replace(tight=0), config))
-        assert all(map(torch.equal, got, tight))
+        got, overlapped = (
+            layer.attend(q, lens, config=c, **more) for c in (config._replace(overlap_prologue=0), config)
+        )
+        assert all(map(torch.equal, got, overlapped))
     want, _ = reference(q, layer.whole, layer.values, None, lens, [0] * len(lens), None, 0.0)
     torch.testing.assert_close(layer.attend(q, lens, config=config)[0].double(), want, rtol=0, atol=8e-3)
 

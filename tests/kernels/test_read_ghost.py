@@ -97,9 +97,9 @@ def test_every_kind_of_pair(bits: float, dim: int) -> None:
     codes = torch.randint(0, 256, (1, heads, TOKENS, int(dim * bits) // 8), generator=rng, dtype=torch.uint8)
     want = codec.from_code(codec.decode({"codes": codes}, params), params)[0]
     tables = read_tables({**params, "centre": 0 * ones}, codec.total)[0]
-    for halvings in (0, 1, 2) if codec.total in FEWER else (0,):
+    for table_shrink in (0, 1, 2) if codec.total in FEWER else (0,):
         source = UNPACK.format(dim=dim, total=codec.total, tokens=TOKENS)
-        lib = harness.build("\n".join([*definitions(halvings), source]))
+        lib = harness.build("\n".join([*definitions(table_shrink), source]))
         found = [torch.full((heads, TOKENS, dim), -100.0) for _ in range(2)]
         lib.call("run", codes[0].contiguous(), tables, *map(harness.Out, found), heads)
         for x in found:
@@ -159,9 +159,9 @@ def test_dense_tokens_join(group: int) -> None:
     check_all(Ghost(4), Ghost(4), 64, cases)
 
 
-@pytest.mark.parametrize("halvings", [1, 2])
-def test_small_tables(halvings: int) -> None:
-    check_all(Ghost(4), Ghost(4), 64, CASES[:2], Geometry(halvings=halvings))
+@pytest.mark.parametrize("table_shrink", [1, 2])
+def test_small_tables(table_shrink: int) -> None:
+    check_all(Ghost(4), Ghost(4), 64, CASES[:2], Geometry(table_shrink=table_shrink))
 
 
 def test_beside_another_codec() -> None:

@@ -82,14 +82,14 @@ def table_of(codec: Hqmq, params: Params, role: Role) -> Tensor:
 
 def unpacked_pair(
     codec: Hqmq, dim: int, payload: Payload | None, params: tuple[Params, Params], tokens: int, dead: bool = False,
-    halvings: int = 0,
+    table_shrink: int = 0,
 ) -> Tensor:  # fmt: skip
     """What the readers of keys and values make of the same tile, with a table each: float32 ``[2, tokens, dim]``.
 
     ``dead``: as tiles with dead slots are read, and no shared memory but the tables.
     """
     readers = {role: hqmq_kernels.read_type(codec, dim, role) for role in ("key", "value")}
-    lib = harness.build("\n".join([*definitions(halvings), PAIR.format(tokens=tokens, D=dim, **readers)]))
+    lib = harness.build("\n".join([*definitions(table_shrink), PAIR.format(tokens=tokens, D=dim, **readers)]))
     keys, values = torch.full((2, tokens, dim), -1.0)
     sources = [table_of(codec, constants, role)[:1] for constants, role in zip(params, ROLES, strict=True)]
     lib.call("run", tile_of(codec, dim, payload, tokens), *sources, harness.Out(keys), harness.Out(values), int(dead))
@@ -206,8 +206,8 @@ def _halvings() -> list[Any]:
     return made
 
 
-@pytest.mark.parametrize(("codec", "halvings"), _halvings(), ids=str)
-def test_fewer_copies_of_tables_give_the_same_numbers(codec: Codec, halvings: int) -> None:
+@pytest.mark.parametrize(("codec", "table_shrink"), _halvings(), ids=str)
+def test_fewer_copies_of_tables_give_the_same_numbers(codec: Codec, table_shrink: int) -> None:
     """As GPUs with less shared memory have them."""
     dim = 64
     params = tuple(codec.fit(Site(1, role, 1, dim)) for role in ROLES)
@@ -216,18 +216,18 @@ def test_fewer_copies_of_tables_give_the_same_numbers(codec: Codec, halvings: in
         norm = numbers(tokens).float() if codec.norm == "fp32" else numbers(tokens)
         payload = {**pack_split(codes, codec.code_bits, codec.low_bits), "norm": norm}
         usual = unpacked(codec, dim, payload, params[0], tokens, "key")
-        assert torch.equal(unpacked(codec, dim, payload, params[0], tokens, "key", halvings), usual)
-        unpacked(codec, dim, None, params[0], tokens, "key", halvings)
+        assert torch.equal(unpacked(codec, dim, payload, params[0], tokens, "key", table_shrink), usual)
+        unpacked(codec, dim, None, params[0], tokens, "key", table_shrink)
         return
     assert isinstance(codec, Hqmq)
     payload, tokens = hqmq_payload(codec, dim)
     for dead in (False, True):
-        both = unpacked_pair(codec, dim, payload, params, tokens, dead and codec.s == 24, halvings)
+        both = unpacked_pair(codec, dim, payload, params, tokens, dead and codec.s == 24, table_shrink)
         for constants, got in zip(params, both, strict=True):
             assert_decoded(codec, payload, constants, got)
-        unpacked_pair(codec, dim, None, params, tokens, dead, halvings)
+        unpacked_pair(codec, dim, None, params, tokens, dead, table_shrink)
     for role, constants in zip(ROLES, params, strict=True):
-        alone = unpacked(codec, dim, payload, constants, tokens, role, halvings)
+        alone = unpacked(codec, dim, payload, constants, tokens, role, table_shrink)
         assert_decoded(codec, payload, constants, alone)
 
 
@@ -255,10 +255,10 @@ def test_hqmq_beside_another_codec(role: Role) -> None:
 
 
 @pytest.mark.parametrize(
-    ("codec", "halvings", "dim"), [(Hqmq(24, 4), 2, 64), (Hqmq(96, 4), 2, 128), (Hqmq(192, 6), 1, 96)], ids=str
+    ("codec", "table_shrink", "dim"), [(Hqmq(24, 4), 2, 64), (Hqmq(96, 4), 2, 128), (Hqmq(192, 6), 1, 96)], ids=str
 )
-def test_hqmq_decode_with_fewer_copies(codec: Hqmq, halvings: int, dim: int) -> None:
-    check_all(codec, codec, dim, CASES[:5], Geometry(tile=16, stages=1, halvings=halvings))
+def test_hqmq_decode_with_fewer_copies(codec: Hqmq, table_shrink: int, dim: int) -> None:
+    check_all(codec, codec, dim, CASES[:5], Geometry(tile=16, stages=1, table_shrink=table_shrink))
 
 
 @pytest.mark.parametrize(

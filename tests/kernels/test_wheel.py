@@ -33,9 +33,10 @@ COMMAND = """
 import sys
 import packedkv
 from packedkv.cli.main import main
-from packedkv.kernels.cuda import needed
+from packedkv.kernels.cuda import programs
 assert packedkv.__file__.startswith(sys.argv[1]), packedkv.__file__
-needed.of_codecs = lambda *given, **more: iter([needed.Needed(needed.basis.program(64), "rows of 64 channels")])
+one = programs.LabelledProgram(programs.basis.program(64), "rows of 64 channels")
+programs.of_codecs = lambda *given, **more: iter([one])
 for arch in sys.argv[2].split(","):
     print(main(["compile", "int-8", "--head-dim", "64", "--arch", arch, "--workers", "1", "--json", f"{arch}.json"]))
 """
@@ -69,7 +70,7 @@ packed = SimpleNamespace(engine=lambda page: CudaEngine(scheme.key, scheme.value
 impl = SimpleNamespace(packed=packed, head_size=64, num_heads=8, rules=SimpleNamespace(softcap=0.0))
 config = SimpleNamespace(model_config=SimpleNamespace(max_model_len=8000),
                          scheduler_config=SimpleNamespace(max_num_seqs=64))
-ahead.compile_ahead([impl], 64, config, torch.device("cpu"), 3)
+ahead.precompile([impl], 64, config, torch.device("cpu"), 3)
 
 def load(program, names, device, label=""):
     loaded.append(build.compile_program(program, "sm_90", label))

@@ -60,15 +60,15 @@ _BODY: dict[Role, str] = {
 
 
 def unpacked(
-    codec: Codec, dim: int, payload: Payload | None, params: Params, tokens: int, role: Role, halvings: int = 0
+    codec: Codec, dim: int, payload: Payload | None, params: Params, tokens: int, role: Role, table_shrink: int = 0
 ) -> Tensor:
     """What a reader makes of a tile: float32 ``[tokens, dim]``; of bytes 255 without a payload."""
     found = reader_of(codec, dim, role)
     table = torch.zeros(1, 1, dtype=torch.uint8) if found.tables is None else found.tables(params)
     body = _BODY[role].replace("DIM", str(dim))
     source = _SOURCE.format(header=found.header, reader=found.type, tokens=tokens, body=body)
-    lib = harness.build("\n".join([*definitions(halvings), source]))
-    assert lib.enter("table_bytes", result=ctypes.c_int) == (found.shared, *found.fewer)[halvings]
+    lib = harness.build("\n".join([*definitions(table_shrink), source]))
+    assert lib.enter("table_bytes", result=ctypes.c_int) == (found.shared, *found.fewer)[table_shrink]
     out, bad = torch.full((tokens, dim), -1.0), torch.zeros(1, dtype=torch.int32)
     lib.call("run", tile_of(codec, dim, payload, tokens), table[:1], harness.Out(out), harness.Out(bad))
     assert payload is None or not bad.item()

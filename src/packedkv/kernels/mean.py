@@ -165,16 +165,16 @@ def _table(
     return torch.cat([x.flatten().view(torch.uint8) for x in parts])[None].to(device)
 
 
-def team_bytes(pairs: int, tile: int, heads: int, warps: int, tight: int = 0) -> tuple[int, int]:
+def team_bytes(pairs: int, tile: int, heads: int, warps: int, overlap: int = 0) -> tuple[int, int]:
     """Bytes of shared memory of a team of warps for the term, in tiles of ``tile``: throughout, and of those that
-    ``tight`` programs need at the start alone (``kv::MeanTerm``'s ``SHARED`` and ``START``).
+    programs with ``overlap_prologue`` need at the start alone (``kv::MeanTerm``'s ``SHARED`` and ``START``).
     """
     if not pairs:
         return 0, 0
     angle = 8 * pairs
     blocks = max(0, pairs // BLOCK - 16 // heads)  # for which there are no registers
     start, kept = heads * (angle + 16) + warps * angle, 128 + tile // ROWS * angle
-    if tight:
+    if overlap:
         return align(kept + 64 * pairs * (blocks > 0), 128), align(start, 128)
     return align(start + kept + warps * blocks * heads // 4 * 512, 128), 0
 

@@ -299,7 +299,7 @@ class DecodeSpec(NamedTuple):
         return -(-group // self.heads(group))
 
     @property
-    def halvings(self) -> int:
+    def table_shrink(self) -> int:
         """How often the room of the look-up tables can be halved."""
         return max(len(self.key.fewer), len(self.value.fewer))
 
@@ -320,9 +320,9 @@ def _halved(reader: Reader, times: int) -> Reader:
     return replace(reader, shared=shared, fewer=(), min_shared=reader.min_shared if shared == reader.shared else 0)
 
 
-def definitions(halvings: int) -> list[str]:
+def definitions(table_shrink: int) -> list[str]:
     """First lines of a program whose look-up tables have so many times half of their room."""
-    return [f"#define KV_HALVINGS {halvings}"] if halvings else []
+    return [f"#define KV_HALVINGS {table_shrink}"] if table_shrink else []
 
 
 def decode_spec(key: Codec, value: Codec, head_dim: int, page_tokens: int, pairs: int = 0) -> DecodeSpec:

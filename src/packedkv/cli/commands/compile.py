@@ -36,7 +36,7 @@ def run(args: argparse.Namespace) -> Result:
     from packedkv.errors import UnsupportedError
     from packedkv.kernels.cuda.build import cache_folder, compiled
     from packedkv.kernels.cuda.launch import machine_of
-    from packedkv.kernels.cuda.needed import Steps, compile_needed, of_scheme
+    from packedkv.kernels.cuda.programs import Steps, compile_programs, of_scheme
     from packedkv.progress import Progress
     from packedkv.registry import get
 
@@ -63,7 +63,7 @@ def run(args: argparse.Namespace) -> Result:
             rows.append(row | {"compiled": 0, "bytes": 0, "seconds": 0.0, "missing": missing})
             continue
         made = []
-        for done, one in enumerate(compile_needed(needed, arch, args.workers), 1):
+        for done, one in enumerate(compile_programs(needed, arch, args.workers), 1):
             made.append(one)
             note = f"{one.nbytes / 1024:.0f} KB, " + (f"{one.seconds:.1f} s" if one.seconds else "had been compiled")
             progress.say(f"{spec} {arch} {done}/{len(needed)}  {one.label}: {note}")

@@ -22,11 +22,11 @@ from vllm.v1.attention.backends.utils import split_decodes_and_prefills
 from vllm.v1.kv_cache_interface import AttentionSpec
 
 from packedkv.errors import UnsupportedError
-from packedkv.integrations.vllm.ahead import compile_ahead
 from packedkv.integrations.vllm.groups import GroupedLayer
 from packedkv.integrations.vllm.identity import claim
 from packedkv.integrations.vllm.layer import EngineLayer, Live, Several
 from packedkv.integrations.vllm.pending import PendingGroups
+from packedkv.integrations.vllm.precompile import precompile
 from packedkv.integrations.vllm.servable import check_page
 from packedkv.kernels.cuda.prefill import Chunk, Chunks, Sight, Workspace, gathered
 from packedkv.kernels.cuda.prefill_groups import GroupChunks
@@ -238,7 +238,7 @@ class PackedBuilder(AttentionMetadataBuilder[PackedMetadata]):  # type: ignore[m
             _log_preset([impl for impl in everywhere if not impl.draft], block)
         _log_kernels(layers, self.page_tokens)
         if device.type == "cuda":
-            compile_ahead(impls, self.page_tokens, vllm_config, device, self.most_queries)
+            precompile(impls, self.page_tokens, vllm_config, device, self.most_queries)
         if vllm_config.model_config.is_hybrid:
             logger.info(
                 "packedkv: vLLM makes blocks as large as the other layers' state, here %d tokens, and the fewer bytes "

@@ -53,13 +53,13 @@ CPU_LEAST = 32
 """Channels of a head of which even and odd places each fill the widest vector."""
 
 
-def level_bytes(total: int, halvings: int = 0) -> int:
+def level_bytes(total: int, shrink: int = 0) -> int:
     """Bytes of shared memory of ``kv::GhostPairs``: of the levels of all kinds of pairs of ``total`` bits.
 
     >>> [level_bytes(t) // 1024 for t in range(4, 11)], [level_bytes(8, n) // 1024 for n in (1, 2)]
     ([8, 16, 40, 80, 128, 64, 64], [64, 32])
     """
-    blocks = {1: 2, 2: 1}[halvings] if halvings else len(kinds(total)) + 1 if total < 8 else 4 if total == 8 else 1
+    blocks = {1: 2, 2: 1}[shrink] if shrink else len(kinds(total)) + 1 if total < 8 else 4 if total == 8 else 1
     return blocks * (128 if total < 10 else 64) * 2**total
 
 

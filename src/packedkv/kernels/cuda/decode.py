@@ -55,19 +55,19 @@ def program(
     several : bool
         Whether sequences have several query tokens.
     """
-    pairs = f", {spec.pairs}" if spec.pairs or config.tight else ""
+    pairs = f", {spec.pairs}" if spec.pairs or config.overlap_prologue else ""
     dense_mode = dense + 2 * spec.joins * (1 + spec.value.multiplies) if dense >= 0 else dense
     combine = f"kv::combine<{spec.head_dim}, {COMBINE_WARPS}{', true' if spec.value.matrix else ''}>"
     threads, tile = config.teams * config.warps * 32, align(spec.tile_bytes(config.tile), 128)
     return Program.of(
         [
-            *definitions(config.halvings),
+            *definitions(config.table_shrink),
             *(["#define KV_QUERIES"] if several else []),
             '#include "decode.cuh"',
             *includes(spec.key, spec.value),
             f"using Decode = kv::Decoder<{spec.key.type}, {spec.value.type}, {spec.head_dim}, {spec.page_tokens}, "
             f"{config.tile}, {config.warps}, {config.stages}, {'true' if cap else 'false'}, {dense_mode}, {heads}, "
-            f"{config.teams}{pairs}{', true' if config.tight else ''}>;",
+            f"{config.teams}{pairs}{', true' if config.overlap_prologue else ''}>;",
             f'static_assert(Decode::TILE == {tile}, "planes as the codec lays them out (plane_bytes?)");',
             f"static_assert(Decode::SHARED == {shared_bytes(spec, config, dense >= 0, heads)}, "
             '"shared memory as the host counts it (Reader.shared is TABLE?)");',

@@ -32,9 +32,9 @@ class Config(NamedTuple):
         CTAs, or teams, that share the tokens of a sequence.
     teams : int
         Teams of a CTA: above 1 they share its look-up tables, and each takes one sequence and head after another.
-    halvings : int
+    table_shrink : int
         How often the room of look-up tables is halved, on GPUs with less shared memory: they have fewer copies.
-    tight : int
+    overlap_prologue : int
         1: what only the start of a piece needs lies where the ring's later stages will be.
     """
 
@@ -44,8 +44,8 @@ class Config(NamedTuple):
     resident: int
     splits: int
     teams: int = 1
-    halvings: int = 0
-    tight: int = 0
+    table_shrink: int = 0
+    overlap_prologue: int = 0
 
     @property
     def resident_warps(self) -> int:
@@ -99,16 +99,16 @@ def shared_bytes(spec: DecodeSpec, config: Config, dense: bool = False, heads: i
 
     ``heads`` of a CTA count where there are teams.
     """
-    spec = spec.halved(config.halvings)
+    spec = spec.halved(config.table_shrink)
     tables = align(align(spec.key.shared) + align(spec.value.shared), 128)
     most = 4 if spec.head_dim > 256 else 8
-    rows = 4 * (heads if config.teams > 1 or config.tight else most)
+    rows = 4 * (heads if config.teams > 1 or config.overlap_prologue else most)
     query = align(rows * (_row_floats(spec.key.queries * spec.head_dim) + 1), 128)
     stage = config.warps * align(spec.tile_bytes(config.tile), 128)
     later = (config.stages - 1) * stage
-    kept, start = team_bytes(spec.pairs, config.tile, heads, config.warps, config.tight)
+    kept, start = team_bytes(spec.pairs, config.tile, heads, config.warps, config.overlap_prologue)
     # of teams that share tables, later stages take the query's place
-    over = config.tight or shares_tables(spec, config)
+    over = config.overlap_prologue or shares_tables(spec, config)
     team = stage + (max(query + start, later) if over else query + later) + kept
     team += config.warps * max(spec.key.scratch, spec.value.scratch)
     team += align(spec.key.by_head) + align(spec.value.by_head)
@@ -119,20 +119,20 @@ def shared_bytes(spec: DecodeSpec, config: Config, dense: bool = False, heads: i
     return max(need, spec.key.min_shared, spec.value.min_shared)
 
 
-def candidates(spec: DecodeSpec, stages: int = 2, halvings: int = 0, tight: int = 0) -> list[Config]:
+def candidates(spec: DecodeSpec, stages: int = 2, shrink: int = 0, overlap: int = 0) -> list[Config]:
     """Return launch constants worth trying, without regard to the machine."""
     least = 32 if spec.blocked else 16
     tiles = [t for t in (64, 32, 16) if spec.page_tokens % t == 0 and t >= least]
     # warps, resident CTAs; wide heads take all registers of eight warps
     usual = [(4, 2), (6, 2), (8, 1), (11, 1), (12, 1), (16, 1), (4, 1), (2, 1)]
     shapes = usual if spec.head_dim <= 256 else [(4, 2), (8, 1), (6, 1), (4, 1), (2, 1)]
-    shapes += [(7, 1), (5, 1)] if tight else []
-    return [Config(tile, n, stages, resident, 1, 1, halvings, tight) for tile in tiles for n, resident in shapes]
+    shapes += [(7, 1), (5, 1)] if overlap else []
+    return [Config(tile, n, stages, resident, 1, 1, shrink, overlap) for tile in tiles for n, resident in shapes]
 
 
-def _pairs_of_teams(spec: DecodeSpec, halvings: int, tight: int) -> list[Config]:
+def _pairs_of_teams(spec: DecodeSpec, shrink: int, overlap: int) -> list[Config]:
     """As ``candidates``: two teams that share look-up tables, which would leave no room for two CTAs."""
-    return [Config(tile, 4, 2, 1, 1, 2, halvings, tight) for tile in (64, 32, 16) if spec.page_tokens % tile == 0]
+    return [Config(tile, 4, 2, 1, 1, 2, shrink, overlap) for tile in (64, 32, 16) if spec.page_tokens % tile == 0]
 
 
 def _fits(spec: DecodeSpec, config: Config, machine: Machine, dense: bool = False, heads: int = 8) -> bool:
@@ -166,13 +166,13 @@ def config_for(
     """
     # tables in all copies, then in fewer; at last a ring of one tile
     short = int(machine.shared_block < SHORT and spec.key.by_head > 0)
-    last = spec.halvings
+    last = spec.table_shrink
     tries = [(2, 0, 0), *((2, n, short) for n in range(1 - short, last + 1)), (1, last, short)]
     fitting = []
     for which in tries:
         if (config := _config(spec, units, capacity, machine, dense, heads, *which)) is None:
             continue
-        enough = LESS_WARPS if config.tight and config.halvings >= last - 1 else WARPS
+        enough = LESS_WARPS if config.overlap_prologue and config.table_shrink >= last - 1 else WARPS
         if config.resident_warps >= min(_least_warps(spec, machine), enough):
             return config
         fitting.append(config)
@@ -190,27 +190,27 @@ def _least_warps(spec: DecodeSpec, machine: Machine) -> int:
 
 
 def _config(
-    spec: DecodeSpec, units: int, capacity: int, machine: Machine, dense: bool, heads: int, stages: int, halvings: int,
-    tight: int,
+    spec: DecodeSpec, units: int, capacity: int, machine: Machine, dense: bool, heads: int, stages: int, shrink: int,
+    overlap: int,
 ) -> Config | None:  # fmt: skip
-    """As ``config_for`` with so many stages, so many copies of tables, and ``tight`` or not; None: nothing fits."""
+    """As ``config_for`` with so many stages, so many copies of tables, and ``overlap`` or not; None: nothing fits."""
     # Measured on an H200. Eight warps a multiprocessor, or as many as fit, hide memory's latency, twelve where look-ups
     # are slow. Few sequences: one CTA a multiprocessor leaves the fewest partials to merge, and tiles of 32 tokens the
     # shortest last round. Many: long tiles cost the fewest instructions, two CTAs, or two teams that share tables too
     # large for that, overlap each other's ends, and where only one fits, more warps help.
     longest = min(spec.key.tile, spec.value.tile)
-    if shared_out := None if dense or stages < 2 else _teams(spec, units, capacity, machine, heads, halvings):
+    if shared_out := None if dense or stages < 2 else _teams(spec, units, capacity, machine, heads, shrink):
         return shared_out
     counted = heads if machine.shared_block < SHORT else 8  # where more fits, choices were measured with eight's room
-    fitting = [c for c in candidates(spec, stages, halvings, tight) if _fits(spec, c, machine, dense, counted)]
+    fitting = [c for c in candidates(spec, stages, shrink, overlap) if _fits(spec, c, machine, dense, counted)]
     if 10 * units <= machine.sms:
         short = 16 * spec.tile_bytes(32) < FEW_BYTES and spec.pairs * heads < MOST_TERM
         least, tile = (12, 16) if longest <= 16 else (12 if short else 8, 32)
         fitting.sort(key=lambda c: (max(0, least - c.warps * c.resident), abs(c.tile - tile), c.resident, c.warps))
     else:
         fitting = [c for c in fitting if c.tile <= longest] or fitting
-        if spec.key.by_head and not dense and stages > 1 and (tight or machine.shared_block >= H200.shared_block):
-            fitting += [c for c in _pairs_of_teams(spec, halvings, tight) if _fits(spec, c, machine, heads=heads)]
+        if spec.key.by_head and not dense and stages > 1 and (overlap or machine.shared_block >= H200.shared_block):
+            fitting += [c for c in _pairs_of_teams(spec, shrink, overlap) if _fits(spec, c, machine, heads=heads)]
 
         def order(c: Config) -> tuple[int, ...]:
             ends = c.resident * c.teams  # that overlap
@@ -243,7 +243,7 @@ def configs_for(
     return sorted(found)
 
 
-def _teams(spec: DecodeSpec, units: int, capacity: int, machine: Machine, heads: int, halvings: int) -> Config | None:
+def _teams(spec: DecodeSpec, units: int, capacity: int, machine: Machine, heads: int, shrink: int) -> Config | None:
     """Return teams for many short sequences: each takes whole ones, so little is merged; None: teams do not pay.
 
     Measured on an H200 at 128 x 1,024 and 64 x 2,048 tokens, 8 KV heads of 128: what counts is that as many teams as
@@ -256,7 +256,7 @@ def _teams(spec: DecodeSpec, units: int, capacity: int, machine: Machine, heads:
     longest, least = min(spec.key.tile, spec.value.tile), 32 if spec.blocked else 16
     for tile in (t for t in (64, 32, 16) if spec.page_tokens % t == 0 and least <= t <= longest):
         for warps, teams in ((w, n) for w in (1, 2, 3, 4) for n in range(2, 9)):
-            config = Config(tile, warps, 2, 1, 1, teams, halvings=halvings)
+            config = Config(tile, warps, 2, 1, 1, teams, table_shrink=shrink)
             if not least_warps <= warps * teams <= spec.key.team_warps or not _fits(spec, config, machine, heads=heads):
                 continue
             rounds = units / (machine.sms * teams)

@@ -78,9 +78,9 @@ def tile_tokens(spec: DecodeSpec) -> int:
     return 32 if spec.blocked else 16
 
 
-def shared_bytes(spec: DecodeSpec, warps: int = WARPS, halvings: int = 0) -> int:
+def shared_bytes(spec: DecodeSpec, warps: int = WARPS, table_shrink: int = 0) -> int:
     """Bytes of dynamic shared memory of the kernel; the program asserts that its own number is this one."""
-    spec = spec.halved(halvings)
+    spec = spec.halved(table_shrink)
     tables = _round(sum(align(n) for x in (spec.key, spec.value) for n in (x.shared, x.by_head)))
     need = tables + warps * (_round(spec.tile_bytes(tile_tokens(spec))) + 32 * (spec.head_dim + 8))
     return max(need, spec.key.min_shared, spec.value.min_shared)
@@ -99,7 +99,7 @@ def config_for(spec: DecodeSpec, machine: Machine) -> tuple[int, int]:
     ------
     UnsupportedError
     """
-    tries = [(warps, spec.halvings) for warps in (WARPS, 2, 1)]
+    tries = [(warps, spec.table_shrink) for warps in (WARPS, 2, 1)]
     for which in tries:
         if shared_bytes(spec, *which) <= machine.shared_block:
             return which
@@ -109,16 +109,16 @@ def config_for(spec: DecodeSpec, machine: Machine) -> tuple[int, int]:
     )
 
 
-def program(spec: DecodeSpec, warps: int = WARPS, halvings: int = 0) -> Program:
+def program(spec: DecodeSpec, warps: int = WARPS, table_shrink: int = 0) -> Program:
     """Return the source of ``kv_unpack`` for a spec and a ``config_for`` it."""
     return Program.of(
         [
-            *definitions(halvings),
+            *definitions(table_shrink),
             '#include "unpack.cuh"',
             *includes(spec.key, spec.value),
             f"using Unpack = kv::Unpacker<{spec.key.type}, {spec.value.type}, {spec.head_dim}, {spec.page_tokens}, "
             f"{tile_tokens(spec)}, {warps}{f', {spec.pairs}' if spec.pairs else ''}>;",
-            f"static_assert(Unpack::SHARED == {shared_bytes(spec, warps, halvings)}, "
+            f"static_assert(Unpack::SHARED == {shared_bytes(spec, warps, table_shrink)}, "
             '"shared memory as the host counts it (Reader.shared is TABLE?)");',
             f"KV_KERNEL void KV_BOUNDS({warps * 32}, 1) kv_unpack(KV_GRID_CONSTANT kv::UnpackArgs a) "
             "{ Unpack::run(a); }",
@@ -146,8 +146,8 @@ def _kernel(spec: DecodeSpec, device: torch.device) -> Kernel:
 def plan_of(text: str, device: torch.device) -> Plan:
     """Return the plan of a spec, ``decode.text_of``."""
     spec = decode_spec_of(text)
-    warps, halvings = config_for(spec, machine(device))
-    return Plan(spec, _kernel(spec, device), tile_tokens(spec), warps, shared_bytes(spec, warps, halvings))
+    warps, table_shrink = config_for(spec, machine(device))
+    return Plan(spec, _kernel(spec, device), tile_tokens(spec), warps, shared_bytes(spec, warps, table_shrink))
 
 
 class Packed(NamedTuple):

@@ -51,7 +51,7 @@ class Steps(NamedTuple):
     queries: int = 1
 
 
-class Needed(NamedTuple):
+class LabelledProgram(NamedTuple):
     """A program, and what it does."""
 
     program: Program
@@ -68,7 +68,7 @@ def of_scheme(
     page_tokens: int | None = None,
     means: bool = False,
     served: int = 0,
-) -> list[Needed]:
+) -> list[LabelledProgram]:
     """Return every program that caches of a scheme ask for, or an engine that serves it, each once.
 
     Parameters
@@ -93,7 +93,7 @@ def of_scheme(
     UnsupportedError
         No kernel reads the scheme, or it does not fit the machine.
     """
-    found: dict[Program, Needed] = {}
+    found: dict[Program, LabelledProgram] = {}
     for layer in _layers(scheme):
         key, value = (layer.codec(role).for_dtype(dtype) for role in ROLES)
         tokens = layer.page_layout(head_dim, page_tokens).page_tokens
@@ -115,7 +115,7 @@ def of_codecs(
     pairs: int = 0,
     kept: bool = False,
     queries: int = 0,
-) -> Iterator[Needed]:
+) -> Iterator[LabelledProgram]:
     """Programs that read and write the pages of two codecs, and fit their constants.
 
     ``pairs`` as ``DecodeSpec``, ``kept`` as ``encode.programs``, ``queries`` as ``served`` of ``of_scheme``.
@@ -132,14 +132,14 @@ def of_codecs(
         ways.append((writing, False))
     for one, slots in dict.fromkeys(ways):
         for roles, program in encode.programs(one, kept=kept, slots=slots).items():
-            yield Needed(program, f"{one.name}: {' and '.join(f'{role}s' for role in roles)}")
+            yield LabelledProgram(program, f"{one.name}: {' and '.join(f'{role}s' for role in roles)}")
     for fitter in fitters(key, value):
-        yield Needed(fitter.program(fitter.codecs, head_dim), f"fitting {fitter.name}")
-    yield Needed(prefill.program(spec, *prefill.config_for(spec, machine)), f"unpacking {spec.name}")
-    yield Needed(basis.program(head_dim), f"rows of {head_dim} channels")
+        yield LabelledProgram(fitter.program(fitter.codecs, head_dim), f"fitting {fitter.name}")
+    yield LabelledProgram(prefill.program(spec, *prefill.config_for(spec, machine)), f"unpacking {spec.name}")
+    yield LabelledProgram(basis.program(head_dim), f"rows of {head_dim} channels")
 
 
-def _decoding(spec: DecodeSpec, machine: Machine, steps: Steps) -> Iterator[Needed]:
+def _decoding(spec: DecodeSpec, machine: Machine, steps: Steps) -> Iterator[LabelledProgram]:
     several, groups = steps.queries > 1, [group * steps.queries for group in steps.groups]
     for group in dict.fromkeys(map(spec.heads, groups)):
         units = tuple(heads * spec.tiles(own) for own in groups for heads in steps.heads)
@@ -151,7 +151,7 @@ def _decoding(spec: DecodeSpec, machine: Machine, steps: Steps) -> Iterator[Need
                 shape = f"{config.teams} x {config.warps}" if config.teams > 1 else str(config.warps)
                 held = "" if dtype is None else f", dense {str(dtype).removeprefix('torch.')}"
                 name = f"{spec.name}, {group} heads, tiles of {config.tile}, {shape} warps{held}"
-                yield Needed(decode.program(spec, config, steps.softcap, kind, group, several), name)
+                yield LabelledProgram(decode.program(spec, config, steps.softcap, kind, group, several), name)
 
 
 def _layers(scheme: KVScheme) -> Iterable[KVScheme]:
@@ -178,7 +178,7 @@ class Compiled(NamedTuple):
     seconds: float
 
 
-def compile_needed(needed: Iterable[Needed], arch: str, workers: int = 1) -> Iterator[Compiled]:
+def compile_programs(needed: Iterable[LabelledProgram], arch: str, workers: int = 1) -> Iterator[Compiled]:
     """Compile for ``arch``, e.g. ``sm_90``, what is not in the cache folder yet, by so many processes.
 
     Raises
@@ -195,7 +195,7 @@ def compile_needed(needed: Iterable[Needed], arch: str, workers: int = 1) -> Ite
         yield from pool.map(each, needed)
 
 
-def _compile(one: Needed, arch: str) -> Compiled:
+def _compile(one: LabelledProgram, arch: str) -> Compiled:
     if (cubin := compiled(one.program, arch)) is not None:
         return Compiled(one.label, len(cubin), 0.0)
     begun = time.monotonic()

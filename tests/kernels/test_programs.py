@@ -14,10 +14,10 @@ import packedkv
 from packedkv.cache.fused import FusedLayerCache
 from packedkv.cli.main import main
 from packedkv.errors import UnsupportedError
-from packedkv.kernels.cuda import build, launch, needed
+from packedkv.kernels.cuda import build, launch, programs
 from packedkv.kernels.cuda.build import Program
 from packedkv.kernels.cuda.engine import CudaEngine
-from packedkv.kernels.cuda.needed import Steps, of_scheme
+from packedkv.kernels.cuda.programs import Steps, of_scheme
 from packedkv.kernels.spec import decode_spec
 from tests.kernels import emulation
 from tests.kernels.emulation import machine  # noqa: F401  a fixture
@@ -146,7 +146,7 @@ def test_another_version_of_the_compiler_compiles_again(
     tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    program = needed.basis.program(64)
+    program = programs.basis.program(64)
     build.write_cached(build.cache_file(program, "sm_90", "nvrtc 13.0"), b"old")
     monkeypatch.setattr(build, "compiler_version", lambda: "nvrtc 13.1")
     assert build.compiled(program, "sm_90") is None
@@ -170,7 +170,7 @@ def test_a_filled_folder_does_not_import_the_compiler(tmp_path: pathlib.Path, mo
         version = build.compiler_version()
     except UnsupportedError as error:
         pytest.skip(str(error))
-    program = needed.basis.program(64)
+    program = programs.basis.program(64)
     build.write_cached(build.cache_file(program, "sm_90", version), b"compiled")
 
     def imported() -> None:
@@ -198,8 +198,8 @@ def test_the_vllm_plugin_compiles_what_it_serves_and_says_so(
         vars(module).update(held)
         monkeypatch.setitem(sys.modules, name, module)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.delitem(sys.modules, "packedkv.integrations.vllm.ahead", raising=False)
-    ahead = importlib.import_module("packedkv.integrations.vllm.ahead")
+    monkeypatch.delitem(sys.modules, "packedkv.integrations.vllm.precompile", raising=False)
+    ahead = importlib.import_module("packedkv.integrations.vllm.precompile")
     monkeypatch.setattr(ahead, "architecture", lambda device: "sm_90")
     scheme = packedkv.get("saw-int4")
     engine = CudaEngine(scheme.key, scheme.value, 64, 64)
@@ -209,14 +209,14 @@ def test_the_vllm_plugin_compiles_what_it_serves_and_says_so(
     config = SimpleNamespace(
         model_config=SimpleNamespace(max_model_len=8000), scheduler_config=SimpleNamespace(max_num_seqs=64)
     )
-    made: list[needed.Needed] = []
+    made: list[programs.LabelledProgram] = []
 
-    def compile_needed(wanted: list[needed.Needed], arch: str) -> Any:
+    def compile_programs(wanted: list[programs.LabelledProgram], arch: str) -> Any:
         made.extend(wanted)
-        return [needed.Compiled(one.label, 2048, 1.5) for one in wanted]
+        return [programs.Compiled(one.label, 2048, 1.5) for one in wanted]
 
-    monkeypatch.setattr(ahead, "compile_needed", compile_needed)
-    ahead.compile_ahead([impl, impl], 64, config, torch.device("cpu"), 1)
+    monkeypatch.setattr(ahead, "compile_programs", compile_programs)
+    ahead.precompile([impl, impl], 64, config, torch.device("cpu"), 1)
     assert said[0] == "packedkv: 5 programs, of which 5 are compiled now"
     assert sum(line.startswith("packedkv: compiled decode attention of kv::ReadSaw<64>") for line in said) == 2
     assert all(line.endswith(": 1.5 s, 2 KB") for line in said[1:-1])
@@ -229,11 +229,11 @@ def test_the_vllm_plugin_compiles_what_it_serves_and_says_so(
     for one in made:
         build.write_cached(build.cache_file(one.program, "sm_90", build.compiler_version()), b"compiled")
     said.clear()
-    ahead.compile_ahead([impl], 64, config, torch.device("cpu"), 1)
+    ahead.precompile([impl], 64, config, torch.device("cpu"), 1)
     assert said == ["packedkv: 5 programs, of which 0 are compiled now"]
     said.clear()
     packed.takes_several = lambda rules: True
-    ahead.compile_ahead([impl], 64, config, torch.device("cpu"), 4)  # and those of steps with drafts
+    ahead.precompile([impl], 64, config, torch.device("cpu"), 4)  # and those of steps with drafts
     assert said[0] == "packedkv: 7 programs, of which 2 are compiled now"
     assert {one.program for one in made} <= foreseen
-    monkeypatch.delitem(sys.modules, "packedkv.integrations.vllm.ahead")
+    monkeypatch.delitem(sys.modules, "packedkv.integrations.vllm.precompile")

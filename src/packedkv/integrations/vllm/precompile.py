@@ -11,21 +11,19 @@ from vllm.logger import init_logger
 from packedkv.kernels.cuda.build import architecture, compiled
 from packedkv.kernels.cuda.engine import CudaEngine
 from packedkv.kernels.cuda.launch import machine
-from packedkv.kernels.cuda.needed import Needed, Steps, compile_needed, of_codecs
+from packedkv.kernels.cuda.programs import LabelledProgram, Steps, compile_programs, of_codecs
 
 logger = init_logger("vllm.packedkv")
 
 
-def compile_ahead(
-    impls: Sequence[Any], page_tokens: int, config: VllmConfig, device: torch.device, queries: int
-) -> None:
+def precompile(impls: Sequence[Any], page_tokens: int, config: VllmConfig, device: torch.device, queries: int) -> None:
     """Compile the programs that decode steps, encoding and prompts of these layers need.
 
     ``impls`` of ``PackedImpl``; ``queries``: most query tokens of a request in a decode step.
     """
     capacity = -(-config.model_config.max_model_len // page_tokens) * page_tokens
     arch, asked = architecture(device), set()
-    needed: dict[Needed, None] = {}
+    needed: dict[LabelledProgram, None] = {}
     for impl in impls:
         layer, engine = impl.packed, impl.packed.engine(page_tokens)
         assert isinstance(engine, CudaEngine)
@@ -44,7 +42,7 @@ def compile_ahead(
     missing = [one for one in needed if compiled(one.program, arch) is None]
     logger.info("packedkv: %d programs, of which %d are compiled now", len(needed), len(missing))
     begun = time.monotonic()
-    for one in compile_needed(missing, arch):
+    for one in compile_programs(missing, arch):
         logger.info("packedkv: compiled %s: %.1f s, %.0f KB", one.label, one.seconds, one.nbytes / 1024)
     if missing:
         logger.info("packedkv: compiled %d programs in %.1f s", len(missing), time.monotonic() - begun)
