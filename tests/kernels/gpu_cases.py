@@ -214,7 +214,7 @@ def fill(
     bad, before = torch.zeros(1, dtype=torch.int32, device=device), store.pages.clone()
     if target.key is not None or target.value is not None:
         encode.encode_to_pages(
-            given["key"], given["value"], store.pages, store.table, first, spec=encode.text_of(target), bad=bad,
+            given["key"], given["value"], store.pages, store.table, first, spec=specs.text_of(target), bad=bad,
             key=held["key"], value=held["value"],
             less=None if mean is None or not target.mean else encode.Turned(
                 mean.mean, *mean.at(0, tokens), mean.rotary.interleaved),
@@ -238,7 +238,7 @@ def fill(
             decoded[role] = decoded[role] + mean.turned(0, tokens)
     note = ",".join(role for role in ROLES if given[role] is None)
     return Layer(
-        store, attention.text_of(pair), tensors["key"], tensors["value"], decoded["key"], decoded["value"], note,
+        store, specs.text_of(pair), tensors["key"], tensors["value"], decoded["key"], decoded["value"], note,
         laws, mean,
     )  # fmt: skip
 
@@ -384,7 +384,7 @@ def decode_case(c: Combination, seed: int, device: str, longest: bool = False) -
         scale *= 1e-3  # nearly equal weights, whose products with scales may all be rounded to one side
     config = None
     if rng.random() < (0.8 if few_splits else 0.4):
-        pair = attention.decode_spec_of(layer.spec)
+        pair = specs.decode_spec_of(layer.spec)
         machine, apart = launch.machine(q.device), dense[0] is not None and not pair.joins
         config = launch.config_for(pair, batch * heads * pair.tiles(group), tokens, machine, apart)
         config = config._replace(splits=rng.choice((1, 1, 2, 5) if few_splits else (1, 2, 5, 70)))

@@ -244,7 +244,7 @@ def _q(**changes: Any) -> dict[str, Any]:
     side = Constants(None, None, 64)
     pages, table = torch.zeros(3, 2, pair.tile_bytes(64), dtype=torch.uint8), torch.zeros(2, 1, dtype=torch.int32)
     tokens = StepTokens(pages, table, torch.zeros(2, dtype=torch.int32))
-    given = {"q": torch.zeros(2, 4, 1, 64), "spec": attention.text_of(pair), "key": side, "value": side}
+    given = {"q": torch.zeros(2, 4, 1, 64), "spec": specs.text_of(pair), "key": side, "value": side}
     return {
         **(given | {name: x for name, x in changes.items() if name in given}),
         "tokens": tokens._replace(**{name: x for name, x in changes.items() if name in tokens._fields}),
@@ -288,7 +288,7 @@ def test_encode_refuses_what_does_not_fit() -> None:
         "pages": torch.zeros(3, 2, 4608, dtype=torch.uint8),
         "table": torch.zeros(2, 1, dtype=torch.int32),
         "first": torch.zeros(2, dtype=torch.int32),
-        "spec": encode.text_of(target),
+        "spec": specs.text_of(target),
         "key": side,
         "value": side,
     }
@@ -379,7 +379,7 @@ def test_dense_tokens_that_join_with_factors_have_a_block_where_there_are_many(
     scheme = packedkv.get("ghost-4")
     pair = specs.decode_spec(scheme.key, scheme.value, 128, 64)
     q, table = torch.zeros(batch, 32, 1, 128), torch.zeros(batch, tokens // 64, dtype=torch.int32)
-    text = attention.text_of(pair)
+    text = specs.text_of(pair)
     assert tuple(attention.splits_of(text, q, 8, table, dense) for dense in (False, True)) == splits
 
 

@@ -16,7 +16,7 @@ from packedkv.kernels.cuda import build, encode, launch, prefill
 from packedkv.kernels.cuda import decode as attention
 from packedkv.kernels.cuda.arguments import EncodeArgs
 from packedkv.kernels.cuda.launch import Config, machine_of
-from packedkv.kernels.spec import HEAD_DIMS, DecodeSpec, decode_spec, encode_spec
+from packedkv.kernels.spec import HEAD_DIMS, DecodeSpec, decode_spec, encode_spec, text_of
 from tests.kernels import emulation
 from tests.kernels.emulation import machine  # noqa: F401  a fixture
 from tests.kernels.offline import ARCHITECTURES, compile_kernels, opcode
@@ -156,7 +156,7 @@ def test_a_cache_on_99_kb_holds_the_same_and_attends_alike(
 
 def test_a_bench_can_take_a_gpu_for_a_smaller_one() -> None:
     cpu, pair = torch.device("cpu"), pair_of("hqmq-s96_r4", 128)
-    text = attention.text_of(pair)
+    text = text_of(pair)
     q, table = torch.empty(1, 8, 1, 128), torch.empty(1, 100, dtype=torch.int32)
     assert launch.machine(cpu) == launch.H200
     with launch.limited(100):

@@ -125,7 +125,7 @@ def layer_of(spec: str, dim: int, lens: list[int], means: Means, device: torch.d
     params = moved(params, device)
     held = held._replace(mean=held.mean.to(device), table=held.table.to(device))
     return Layer(
-        store, attention.text_of(pair), constants_for(pair.key, params["key"], heads, dim),
+        store, specs.text_of(pair), constants_for(pair.key, params["key"], heads, dim),
         constants_for(pair.value, params["value"], heads, dim), held,
         torch.tensor(means.first, dtype=torch.int32, device=device),
         k.double() + turned_back(means, mean, theta, k.shape[2]), v,
@@ -300,7 +300,7 @@ def check_encoded(spec: str, dim: int, last: int, device: torch.device) -> None:
     values = rows[1] if scheme.value.block_tokens == 1 else None
     encode.encode_to_pages(
         rows[0], values, store.pages, store.table, torch.full((2,), first, dtype=torch.int32, device=device),
-        spec=encode.text_of(target), key=key, value=value, bad=bad, less=less,
+        spec=specs.text_of(target), key=key, value=value, bad=bad, less=less,
     )  # fmt: skip
     expected = PageStore(store.layout, 2, heads, device)
     expected.pages, expected.table = before, store.table
@@ -393,7 +393,7 @@ def test_a_mean_that_does_not_fit_is_refused(machine: dict[str, Any]) -> None:
         attention.decode_attention(
             torch.zeros(1, 4, 1, 64),
             StepTokens(store.pages, store.table, torch.tensor([9], dtype=torch.int32), placed=placed), Rules(1.0),
-            key=side, spec=attention.text_of(pair), value=side, mean=mean,
+            key=side, spec=specs.text_of(pair), value=side, mean=mean,
         )  # fmt: skip
 
     for pairs, given in ((0, held), (16, held), (32, None)):
@@ -411,7 +411,7 @@ def test_a_mean_that_does_not_fit_is_refused(machine: dict[str, Any]) -> None:
         target = specs.encode_spec(scheme.key, scheme.value, 64, 64, mean=subtracts)
         side = Constants(None, None, 1)
         encode.encode_to_pages(
-            torch.zeros(1, 2, 9, 64), None, store.pages, store.table, placed, spec=encode.text_of(target), key=side,
+            torch.zeros(1, 2, 9, 64), None, store.pages, store.table, placed, spec=specs.text_of(target), key=side,
             value=side, less=less,
         )  # fmt: skip
 

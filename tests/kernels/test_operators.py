@@ -94,7 +94,7 @@ def test_decode_attention_complete(case: str, machine: dict[str, Any]) -> None:
         q,
         StepTokens(store.pages, store.table, torch.tensor(lens, dtype=torch.int32), **more),
         Rules(dim**-0.5, Seen(softcap=softcap), sinks),
-        spec=attention.text_of(pair),
+        spec=specs.text_of(pair),
         key=constants_for(pair.key, params["key"], heads, dim),
         value=constants_for(pair.value, params["value"], heads, dim),
         **options,
@@ -122,7 +122,7 @@ def test_teams_that_share_tables(stages: int, machine: dict[str, Any]) -> None:
     key, value = (constants_for(s, params[r], heads, dim) for s, r in zip((pair.key, pair.value), ROLES, strict=True))
     got, lse = attention.decode_attention(
         q, StepTokens(store.pages, store.table, torch.tensor(lens, dtype=torch.int32)), Rules(dim**-0.5),
-        spec=attention.text_of(pair), key=key, value=value, config=config,
+        spec=specs.text_of(pair), key=key, value=value, config=config,
     )  # fmt: skip
     want, want_lse = reference(q, k, v, None, lens, [0] * len(lens), None, 0.0)
     torch.testing.assert_close(got.double(), want, rtol=0, atol=3e-3)
@@ -146,7 +146,7 @@ def test_launch_constants_without_room_are_refused(spec: str, teams: int, machin
     with pytest.raises(UnsupportedError, match=text):
         attention.decode_attention(
             torch.zeros(1, heads, 1, dim), StepTokens(store.pages, store.table, torch.tensor([64], dtype=torch.int32)),
-            Rules(1.0), spec=attention.text_of(pair), key=key, value=value, config=config,
+            Rules(1.0), spec=specs.text_of(pair), key=key, value=value, config=config,
         )  # fmt: skip
     assert "kv_decode" not in machine
 
@@ -158,7 +158,7 @@ def test_more_than_eight_query_heads_take_two_tiles(machine: dict[str, Any]) -> 
     tensors = constants_for(pair.key, params["key"], 1, 64)
     got, _ = attention.decode_attention(
         q, StepTokens(store.pages, store.table, torch.tensor([50], dtype=torch.int32)), Rules(64**-0.5),
-        spec=attention.text_of(pair), key=tensors, value=tensors,
+        spec=specs.text_of(pair), key=tensors, value=tensors,
     )  # fmt: skip
     assert machine["kv_decode"].launches[0][0][1:] == (2, 1)
     assert got.dtype == torch.float16
@@ -192,7 +192,7 @@ def test_encode_to_pages_complete(spec: str, machine: dict[str, Any]) -> None:
         store.pages,
         store.table,
         torch.full((2,), first, dtype=torch.int32),
-        spec=encode.text_of(target),
+        spec=specs.text_of(target),
         key=given["key"],
         value=given["value"],
         bad=bad,
@@ -245,7 +245,7 @@ def test_every_way_to_read_complete(spec: str, dim: int, machine: dict[str, Any]
     ]
     got, _ = attention.decode_attention(
         q, StepTokens(store.pages, store.table, torch.tensor([75, 33], dtype=torch.int32)), Rules(dim**-0.5),
-        spec=attention.text_of(pair), key=given[0], value=given[1], config=launch.Config(32, 2, 2, 1, 1),
+        spec=specs.text_of(pair), key=given[0], value=given[1], config=launch.Config(32, 2, 2, 1, 1),
     )  # fmt: skip
     want, _ = reference(q, k, v, None, [75, 33], [0, 0], None, 0.0)
     torch.testing.assert_close(got.double(), want, rtol=0, atol=4e-3)
@@ -263,7 +263,7 @@ def test_what_cannot_be_stored_is_flagged(spec: str, machine: dict[str, Any]) ->
     def put(first: int) -> int:
         parts = (x if target.encoder(role) else None for role in ROLES)
         encode.encode_to_pages(
-            *parts, store.pages, store.table, torch.tensor([first], dtype=torch.int32), spec=encode.text_of(target),
+            *parts, store.pages, store.table, torch.tensor([first], dtype=torch.int32), spec=specs.text_of(target),
             key=given["key"], value=given["value"], bad=bad,
         )  # fmt: skip
         return int(bad)

@@ -24,7 +24,6 @@ from packedkv.kernels import flash
 from packedkv.kernels import spec as specs
 from packedkv.kernels.constants import constants_for
 from packedkv.kernels.cuda import basis, prefill
-from packedkv.kernels.cuda import decode as attention
 from packedkv.kernels.cuda.engine import CudaEngine
 from packedkv.kernels.flash import score
 from packedkv.scheme import KVScheme
@@ -68,7 +67,7 @@ def test_unpacked_pages_are_what_the_codec_decodes(spec: str, dim: int, machine:
     key, value = (
         constants_for(side, params[role], heads, dim) for side, role in zip((pair.key, pair.value), ROLES, strict=True)
     )
-    packed = prefill.Packed(store.pages, store.table, attention.text_of(pair), key, value)
+    packed = prefill.Packed(store.pages, store.table, specs.text_of(pair), key, value)
     for first, count in ((0, tokens), (32, 77)):
         found = prefill.unpack(packed, first, count)
         part = slice(first, first + count)
@@ -89,7 +88,7 @@ def test_a_range_that_the_pages_do_not_hold_is_refused(machine: dict[str, Any]) 
     store, params, _ = fill(made.key, made.value, 64, 1, [64], 64)
     pair = specs.decode_spec(made.key, made.value, 64, 64)
     key, value = (constants_for(s, params[r], 1, 64) for s, r in zip((pair.key, pair.value), ROLES, strict=True))
-    packed = prefill.Packed(store.pages, store.table, attention.text_of(pair), key, value)
+    packed = prefill.Packed(store.pages, store.table, specs.text_of(pair), key, value)
     for first, count in ((16, 10), (-32, 10), (32, 33)):
         with pytest.raises(ShapeError, match="must be a multiple of 32 and the tokens lie inside"):
             prefill.unpack(packed, first, count)

@@ -146,7 +146,7 @@ def test_unpacked_pages_are_what_the_codec_decodes(name: str, dim: int, machine:
     key, value = (
         constants_for(side, params[role], heads, dim) for side, role in zip((pair.key, pair.value), ROLES, strict=True)
     )
-    packed = prefill.Packed(store.pages, store.table, attention.text_of(pair), key, value)
+    packed = prefill.Packed(store.pages, store.table, specs.text_of(pair), key, value)
     for first, count in ((0, 128), (32, 77)):
         found = prefill.unpack(packed, first, count)
         for got, want in zip(found, decoded, strict=True):

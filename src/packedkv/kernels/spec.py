@@ -429,6 +429,40 @@ def _encode_spec(
     return EncodeSpec(k, v, head_dim, page_tokens, page.page_bytes, at["key"], at["value"], mean)
 
 
+# -- names of specs ----------------------------------------------------------------------------------------------------
+
+_NAMED: dict[str, DecodeSpec | EncodeSpec] = {}
+"""Specs by the text that represents them in a compiled graph, and that is faster to hash."""
+
+
+@lru_cache(maxsize=512)
+def text_of(spec: DecodeSpec | EncodeSpec) -> str:
+    """Register a spec for the operators and return its name."""
+    text = repr(tuple(spec))
+    _NAMED[text] = spec
+    return text
+
+
+def decode_spec_of(text: str) -> DecodeSpec:
+    """Return the spec that ``text_of`` named.
+
+    Raises
+    ------
+    UnsupportedError
+        It has not been registered in this process.
+    """
+    if not isinstance(spec := _NAMED.get(text), DecodeSpec):
+        raise UnsupportedError(f"spec={text!r} is unknown; pass text_of(decode_spec(...)).")
+    return spec
+
+
+def encode_spec_of(text: str) -> EncodeSpec:
+    """As ``decode_spec_of``."""
+    if not isinstance(spec := _NAMED.get(text), EncodeSpec):
+        raise UnsupportedError(f"spec={text!r} is unknown; pass text_of(encode_spec(...)).")
+    return spec
+
+
 def kernels_for(scheme: KVScheme, head_dim: int = 128) -> dict[str, str]:
     """As ``packedkv.description.kernels_for``; no kernel is compiled or loaded."""
     step = math.lcm(16, scheme.key.block_tokens, scheme.value.block_tokens)

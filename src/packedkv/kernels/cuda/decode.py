@@ -25,7 +25,7 @@ from packedkv.kernels.cuda.arguments import DecodeArgs
 from packedkv.kernels.cuda.build import Kernel, Program, load
 from packedkv.kernels.cuda.launch import Config, asked_bytes, config_for, machine, shared_bytes, shares_tables
 from packedkv.kernels.mean import KeyMean, checked
-from packedkv.kernels.spec import DecodeSpec, align, definitions, includes
+from packedkv.kernels.spec import DecodeSpec, align, decode_spec_of, definitions, includes
 from packedkv.kernels.tokens import Rules, StepTokens
 
 LOG2E = 1.4426950408889634
@@ -95,30 +95,6 @@ def workspace_numel(batch: int, num_q_heads: int, head_dim: int, num_splits: int
 
 # -- the operator ------------------------------------------------------------------------------------------------------
 
-_SPECS: dict[str, DecodeSpec] = {}
-"""Specs by the text that represents them in a compiled graph."""
-
-
-@lru_cache(maxsize=256)
-def text_of(spec: DecodeSpec) -> str:
-    """Register a spec for ``decode_attention`` and return its name."""
-    text = repr(tuple(spec))
-    _SPECS[text] = spec
-    return text
-
-
-def decode_spec_of(text: str) -> DecodeSpec:
-    """Return the spec that ``text_of`` named.
-
-    Raises
-    ------
-    UnsupportedError
-        It has not been registered in this process.
-    """
-    if text not in _SPECS:
-        raise UnsupportedError(f"spec={text!r} is unknown; pass text_of(decode_spec(...)).")
-    return _SPECS[text]
-
 
 class Plan(NamedTuple):
     """What a call launches: computed once per spec, sizes and device, because look-ups slow eager decoding."""
@@ -159,7 +135,7 @@ def _needs_dense_cta(spec: DecodeSpec, units: int, device: torch.device) -> bool
 
 def splits_of(text: str, q: Tensor, num_kv_heads: int, table: Tensor, dense: bool = False) -> int:
     """Return the number of splits that ``decode_attention`` chooses for these sizes."""
-    spec = _SPECS[text]
+    spec = decode_spec_of(text)
     group = q.shape[1] // num_kv_heads
     units = q.shape[0] * num_kv_heads * spec.tiles(group)
     apart = dense and _needs_dense_cta(spec, units, q.device)
@@ -171,7 +147,7 @@ def _attend(
     q: Tensor, tokens: StepTokens, rules: Rules, text: str, key: Constants, value: Constants, mean: KeyMean | None,
     config: Sequence[int],
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    spec, (pages, table) = _SPECS[text], tokens[:2]
+    spec, (pages, table) = decode_spec_of(text), tokens[:2]
     count, num_q_heads, _, dim = q.shape
     batch, num_kv_heads = table.shape[0], pages.shape[1]
     each = num_q_heads // num_kv_heads
@@ -323,7 +299,7 @@ def decode_attention(
     rules : Rules
         Of ``seen`` the soft cap alone: a query sees all live tokens.
     spec : str
-        ``text_of`` a spec: codecs, head_dim, page size.
+        ``spec.text_of`` a spec: codecs, head_dim, page size.
     key, value : Constants
         The layer's constants, ``constants.constants_for``.
     mean : KeyMean, optional

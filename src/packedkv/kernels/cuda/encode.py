@@ -22,7 +22,7 @@ from packedkv.kernels.cuda.arguments import EncodeArgs
 from packedkv.kernels.cuda.build import Kernel, Program, load
 from packedkv.kernels.cuda.decode import KINDS, MOST_SEQUENCES
 from packedkv.kernels.mean import Turned
-from packedkv.kernels.spec import Encoder, EncodeSpec
+from packedkv.kernels.spec import Encoder, EncodeSpec, encode_spec_of, text_of
 from packedkv.store.kept_rows import rows_bytes
 
 ROW_THREADS, TABLE_WARPS = 128, 8
@@ -118,7 +118,7 @@ class Launch(NamedTuple):
 def _launches(
     text: str, roles: tuple[Role, ...], kept: bool, device: torch.device, slots: bool = False
 ) -> dict[tuple[Role, ...], Launch]:
-    spec, found = _SPECS[text], {}
+    spec, found = encode_spec_of(text), {}
     for group, program in programs(spec, roles, kept, slots).items():
         encoder = spec.encoder(group[0])
         assert encoder is not None
@@ -130,18 +130,6 @@ def _launches(
         tell.launch((1, 1, 1), 32, 0, EncodeArgs(bad=size.data_ptr()))
         found[group] = Launch(kernel, int(size))  # synchronises, once per program
     return found
-
-
-_SPECS: dict[str, EncodeSpec] = {}
-"""Specs by the text that represents them in a compiled graph."""
-
-
-@lru_cache(maxsize=256)
-def text_of(spec: EncodeSpec) -> str:
-    """Register a spec for ``encode_to_pages`` and return its name."""
-    text = repr(tuple(spec))
-    _SPECS[text] = spec
-    return text
 
 
 def aligned_rows(x: Tensor) -> Tensor:
@@ -165,7 +153,7 @@ def _encode(
     keys: Tensor | None, values: Tensor | None, pages: Tensor, table: Tensor, first: Tensor, bad: Tensor | None,
     text: str, key: Constants, value: Constants, less: Turned | None, kept: int,
 ) -> None:  # fmt: skip
-    spec = _SPECS[text]
+    spec = encode_spec_of(text)
     given: dict[Role, Tensor | None] = {"key": keys, "value": values}
     x = {role: aligned_rows(part) for role, part in given.items() if part is not None and part.numel()}
     if not x:
@@ -199,7 +187,7 @@ class SlotWriter:
     """
 
     def __init__(self, pages: Tensor, spec: str, key: Constants, value: Constants, bad: Tensor, kept: int = 0) -> None:
-        known = _SPECS[spec]
+        known = encode_spec_of(spec)
         args = _common(known, pages, bad, kept)
         self.args, self.key, self.value, self.mean = args, args.key, args.value, args.mean
         self.key.constants(key, known.key_plane)
@@ -308,7 +296,7 @@ def encode_to_pages(
     first : Tensor int32 ``[B]``
         Slot of token 0, on the device; a multiple of the block.
     spec : str
-        ``text_of`` a spec.
+        ``spec.text_of`` a spec.
     key, value : Constants
         The layer's constants, ``constants.constants_for`` the encoders.
     bad : Tensor int32 ``[1]``, optional
@@ -339,9 +327,7 @@ def _check(
     less: Turned | None, kept: int,
 ) -> None:  # fmt: skip
     name = "encode_to_pages"
-    if spec not in _SPECS:
-        raise UnsupportedError(f"{name}: spec={spec!r} is unknown; pass text_of(encode_spec(...)).")
-    known = _SPECS[spec]
+    known = encode_spec_of(spec)
     if (
         pages.dtype != torch.uint8
         or pages.dim() != 3

@@ -12,16 +12,14 @@ from packedkv.errors import UnsupportedError
 from packedkv.kernels.constants import NO_CONSTANTS, joined
 from packedkv.kernels.cuda.basis import out_of_codes
 from packedkv.kernels.cuda.decode import decode_attention, splits_of, workspace_numel
-from packedkv.kernels.cuda.decode import text_of as decode_text
 from packedkv.kernels.cuda.encode import SlotWriter, encode_to_pages
-from packedkv.kernels.cuda.encode import text_of as encode_text
 from packedkv.kernels.cuda.fit import FitBuffers, Fitter, fitters
 from packedkv.kernels.cuda.prefill import ChunkReader, Packed, attend_chunk, unpack, workspace_bytes
 from packedkv.kernels.cuda.prefill_groups import GroupChunkReader, attend_groups
 from packedkv.kernels.engine import Engine, FirstTokens, Fitted
 from packedkv.kernels.flash import Flash
 from packedkv.kernels.mean import KeyMean, Turned, key_mean
-from packedkv.kernels.spec import Encoder, Reader, decode_spec, encode_spec, reader
+from packedkv.kernels.spec import Encoder, Reader, decode_spec, encode_spec, reader, text_of
 from packedkv.kernels.tokens import ChunkTokens, GroupTokens, Rules, StepTokens
 from packedkv.ops.rope import Rotary
 from packedkv.store.pages import PageStore
@@ -41,8 +39,8 @@ class _Kernels(NamedTuple):
 def _kernels(key: Codec, value: Codec, head_dim: int, page_tokens: int, pairs: int) -> _Kernels:
     written = encode_spec(key, value, head_dim, page_tokens, mean=pairs > 0)
     return _Kernels(
-        decode_text(decode_spec(key, value, head_dim, page_tokens, pairs)),
-        encode_text(written),
+        text_of(decode_spec(key, value, head_dim, page_tokens, pairs)),
+        text_of(written),
         {role: reader(codec, head_dim, role) for role, codec in zip(ROLES, (key, value), strict=True)},
         {role: written.encoder(role) for role in ROLES},
         fitters(key, value),

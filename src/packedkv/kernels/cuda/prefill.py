@@ -51,7 +51,6 @@ from packedkv.kernels.cuda.basis import (
     queries_to_change,
 )
 from packedkv.kernels.cuda.build import Kernel, Program, load
-from packedkv.kernels.cuda.decode import decode_spec_of
 from packedkv.kernels.cuda.launch import Machine, machine
 from packedkv.kernels.flash import (
     REFERENCE_ROWS,
@@ -63,7 +62,7 @@ from packedkv.kernels.flash import (
     score,
 )
 from packedkv.kernels.mean import KeyMean, checked
-from packedkv.kernels.spec import DecodeSpec, align, definitions, includes
+from packedkv.kernels.spec import DecodeSpec, align, decode_spec_of, definitions, includes
 from packedkv.kernels.tokens import ChunkTokens, Rules
 
 STAGING_BYTES = 1 << 30
@@ -144,7 +143,7 @@ def _kernel(spec: DecodeSpec, device: torch.device) -> Kernel:
 
 @lru_cache(maxsize=256)
 def plan_of(text: str, device: torch.device) -> Plan:
-    """Return the plan of a spec, ``decode.text_of``."""
+    """Return the plan of a spec, ``spec.text_of``."""
     spec = decode_spec_of(text)
     warps, table_shrink = config_for(spec, machine(device))
     return Plan(spec, _kernel(spec, device), tile_tokens(spec), warps, shared_bytes(spec, warps, table_shrink))
@@ -158,7 +157,7 @@ class Packed(NamedTuple):
     pages : Tensor uint8 ``[num_pages, H, page_bytes]``
     table : Tensor int32 ``[B, max_pages]``
     spec : str
-        ``decode.text_of`` a spec.
+        ``spec.text_of`` a spec.
     key, value : Constants
     mean, placed
         As ``decode.decode_attention``.
