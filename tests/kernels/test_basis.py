@@ -16,8 +16,8 @@ from packedkv.kernels.cuda.basis import (
     Joined,
     Part,
     change_basis,
-    into_codes,
     out_of_codes,
+    queries_to_change,
     rows_of_warp,
 )
 from packedkv.ops.hadamard import block_hadamard
@@ -25,6 +25,12 @@ from packedkv.ops.hadamard import block_hadamard
 
 def drawn(*shape: int, dtype: torch.dtype = torch.bfloat16, seed: int = 0) -> torch.Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def into_codes(q: torch.Tensor, key: Constants) -> torch.Tensor:
+    q, parts = queries_to_change(q, key)
+    change_basis(parts)
+    return q
 
 
 def wanted(x: torch.Tensor, side: Constants, way: int) -> torch.Tensor:

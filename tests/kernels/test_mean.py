@@ -27,6 +27,7 @@ from packedkv.store.pages import PageStore
 from packedkv.store.site import LayerSite
 from tests.kernels.decode_cases import Case, Geometry, Means, check, check_all, each_in_turn
 from tests.kernels.offline import architectures_in_turn, compile_kernels, mix
+from tests.kernels.test_basis import into_codes
 from tests.kernels.test_operators import fill, reference, target_of
 from tests.kernels.test_prefill import attended, far
 
@@ -237,7 +238,7 @@ def check_unpacked(spec: str, dim: int, means: Means, device: torch.device) -> N
     for begin, count in ((0, tokens), (32, 77)):
         found = prefill.unpack(packed, begin, count)
         part = slice(begin, begin + count)
-        units = basis.into_codes(torch.eye(dim, device=device).expand(2, 2, dim, dim), layer.key).float()
+        units = into_codes(torch.eye(dim, device=device).expand(2, 2, dim, dim), layer.key).float()
         assert far((units @ found[0].float().mT).mT.cpu(), layer.whole[:, :, part]) < 1e-3
         assert far(basis.out_of_codes(found[1], layer.value).cpu(), layer.values[:, :, part]) < 1e-3
         short, _ = prefill.unpack(packed, begin, count, torch.bfloat16)

@@ -29,6 +29,7 @@ from packedkv.kernels.flash import score
 from packedkv.scheme import KVScheme
 from tests.conftest import tiny_model
 from tests.integrations.test_generate import padded, prompt
+from tests.kernels.test_basis import into_codes
 from tests.kernels.test_fused import Reference, scheme
 from tests.kernels.test_operators import fill
 
@@ -72,7 +73,7 @@ def test_unpacked_pages_are_what_the_codec_decodes(spec: str, dim: int, machine:
         found = prefill.unpack(packed, first, count)
         part = slice(first, first + count)
         # the products with every unit vector are the keys themselves
-        units = basis.into_codes(torch.eye(dim).expand(2, heads, dim, dim), key).float()
+        units = into_codes(torch.eye(dim).expand(2, heads, dim, dim), key).float()
         assert far((units @ found[0].float().mT).mT, k[:, :, part]) < 1e-3
         assert far(basis.out_of_codes(found[1], value), v[:, :, part]) < 1e-3
         short = prefill.unpack(packed, first, count, torch.bfloat16)

@@ -147,15 +147,8 @@ def _join(rows: Rows, joined: Joined) -> None:
         rows.sinks = joined.sinks.data_ptr()
 
 
-def into_codes(q: Tensor, key: Constants) -> Tensor:
-    """Queries ``[B, HQ, n, D]`` in the basis of the keys' codes, fp16."""
-    q, parts = queries_to_change(q, key)
-    change_basis(parts)
-    return q
-
-
 def queries_to_change(q: Tensor, key: Constants) -> tuple[Tensor, list[Part]]:
-    """As ``into_codes``, for a caller that launches ``change_basis`` itself: the result, and the part that fills it."""
+    """Queries ``[B, HQ, n, D]`` in the basis of the keys' codes, fp16; ``change_basis`` fills them by the part."""
     if key.order == 1 and key.factor is None and q.dtype == torch.float16:
         return q, []
     part = _copied(q, key, MULTIPLY, torch.float16)
