@@ -28,8 +28,7 @@ from packedkv.checks import check_tensors
 from packedkv.codec import ROLES, Params, Role
 from packedkv.errors import ShapeError, UnsupportedError
 from packedkv.kernels.choose import Kernels, refusal
-from packedkv.kernels.cuda.fit import Sample
-from packedkv.kernels.engine import Engine
+from packedkv.kernels.engine import Engine, FirstTokens
 from packedkv.kernels.mean import Turned
 from packedkv.kernels.tokens import ChunkTokens, Rules, StepTokens
 from packedkv.ops.precision import without_modes
@@ -562,17 +561,17 @@ class FusedLayerCache(LayerCache):
 
     def _samples(
         self, engine: Engine, behind: Mapping[Role, Tensor], whole: Mapping[Role, Tensor] | None
-    ) -> dict[Role, Sample]:
+    ) -> dict[Role, FirstTokens]:
         """What kernels fit constants on, and the keys' mean, of the roles that they fit; arguments as in ``_fit``."""
         slots, sink, tokens, mean = self.slots, self.roles["key"].sink.shape[2], self.site.fit_tokens, self.site.mean
         missing = [self.roles[role] for role in ROLES if self.roles[role].params is None and engine.fits(role)]
         if tokens <= 1:  # all that came
             if whole is None:
                 whole = {s.role: torch.cat([s.sink, self._pending(s, behind[s.role])], 2) for s in missing}
-            return {s.role: Sample(whole[s.role]) for s in missing if s.role == "value" or mean is None}
+            return {s.role: FirstTokens(whole[s.role]) for s in missing if s.role == "value" or mean is None}
         if slots is None or self.start or slots.freed or sink != self.scheme.sink:
             return {}  # slot 0 is not the first token behind the sink
-        padded, samples = self._most_padding(sink), dict[Role, Sample]()
+        padded, samples = self._most_padding(sink), dict[Role, FirstTokens]()
         padding = slots.padding if padded else None
         for state in missing:
             pending = self._pending(state, behind[state.role])
@@ -588,7 +587,7 @@ class FusedLayerCache(LayerCache):
             if state.role == "key" and self.site.energy is not None:
                 energy = self.site.energy.to(pending.device)
             every = state.codec.fit_every
-            samples[state.role] = Sample(
+            samples[state.role] = FirstTokens(
                 pending, -(-tokens // every), every, padding, angles, back, interleaved, energy
             )
         return samples

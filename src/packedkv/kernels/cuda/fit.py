@@ -13,7 +13,6 @@ from packedkv.kernels.engine import FirstTokens, Fitted
 from packedkv.kernels.spec import of_module
 
 T = TypeVar("T")
-Sample = FirstTokens
 
 
 class FitBuffers:
