@@ -29,11 +29,13 @@ from packedkv.codecs.ultraquant import UltraQuant
 from packedkv.errors import ShapeError, UnsupportedError
 from packedkv.kernels.constants import constants_for
 from packedkv.kernels.cpu import compile as sources
-from packedkv.kernels.cpu import held, library
+from packedkv.kernels.cpu import layer as cpu_layer
+from packedkv.kernels.cpu import library
 from packedkv.kernels.cpu.attend import Piece, unpack
 from packedkv.kernels.cpu.attend import attend as attend_pages
 from packedkv.kernels.cpu.mean import cpu_mean
 from packedkv.kernels.cpu.spec import cpu_spec
+from packedkv.kernels.tokens import Rules
 from packedkv.ops.rope import NOT_TURNED, Rotary
 from packedkv.scheme import page_layout
 from packedkv.store.pages import PageStore
@@ -161,7 +163,7 @@ def test_attention_is_as_exact_as_float32(spec: str, dim: int, monkeypatch: pyte
         for variant in ABLE:
             use(variant, monkeypatch)
             results.append(
-                attend_pages(q, store.pages, order, pieces, spec=read, key=sides[0], value=sides[1], scale=dim**-0.5)
+                attend_pages(q, store.pages, order, pieces, Rules(dim**-0.5), spec=read, key=sides[0], value=sides[1])
             )
         for b, n in enumerate(lengths):
             if n == 0:
@@ -223,7 +225,7 @@ def test_means_of_350_are_as_exact_as_float32(spec: str, turn: Rotary, monkeypat
         for variant in ABLE:
             use(variant, monkeypatch)
             found, _ = attend_pages(
-                q, store.pages, store.table, pieces, spec=read, key=sides[0], value=sides[1], scale=dim**-0.5,
+                q, store.pages, store.table, pieces, Rules(dim**-0.5), spec=read, key=sides[0], value=sides[1],
                 mean=cpu_mean(mean, turn),
             )  # fmt: skip
             for b, tokens in enumerate(lengths):
@@ -423,7 +425,7 @@ def test_without_the_library_the_reference_serves(monkeypatch: pytest.MonkeyPatc
     cache = filled(LayerCache, "int-4")
     assert "missing.so is missing" in cache.unfused()
     assert "compile.py" in cache.unfused()
-    monkeypatch.setattr(held, "attend", None)
+    monkeypatch.setattr(cpu_layer, "attend", None)
     q = draw(2, 4, 1, 64)
     close(cache.attend(q), attend(q, cache))
     with pytest.raises(UnsupportedError, match=r"the CPU kernels are not compiled.*Use attention='decoded'"):

@@ -13,6 +13,7 @@ from packedkv.kernels.cpu import library
 from packedkv.kernels.cpu.library import ArgsStruct, EncodeRoleStruct, MeanStruct, RoleStruct
 from packedkv.kernels.cpu.mean import CpuMean
 from packedkv.kernels.cpu.spec import CpuSpec
+from packedkv.kernels.tokens import Rules
 
 KINDS = {torch.float16: 0, torch.bfloat16: 1, torch.float32: 2}
 
@@ -40,17 +41,13 @@ def attend(
     pages: Tensor,
     table: Tensor,
     pieces: Sequence[Sequence[Piece]],
+    rules: Rules,
     *,
     spec: CpuSpec,
     key: Constants,
     value: Constants,
-    scale: float,
-    dense_k: Tensor | None = None,
-    dense_v: Tensor | None = None,
+    dense: tuple[Tensor | None, Tensor | None] = (None, None),
     seen: tuple[Tensor, Tensor] | None = None,
-    mask: Tensor | None = None,
-    sinks: Tensor | None = None,
-    softcap: float = 0.0,
     mean: CpuMean | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Attend with n query tokens per sequence.
@@ -63,19 +60,14 @@ def attend(
         As in ``kernels.tokens``.
     pieces : sequence of sequence of Piece
         The tokens of each sequence, oldest first; as many pieces for each (some may be empty).
+    rules : Rules
+        Of ``seen`` the soft cap, and a mask of all these tokens.
     spec : CpuSpec
     key, value : Constants
-    scale : float
-    dense_k, dense_v : Tensor ``[B, H, W, D]``, optional
-        Tokens held dense, model basis; fp16, bf16 or float32.
+    dense : (Tensor ``[B, H, W, D]`` or None, Tensor or None)
+        Dense keys and values, model basis; fp16, bf16 or float32.
     seen : (Tensor int32 ``[B, n]``, Tensor int32 ``[B, n]``), optional
         Tokens that a query sees, ``[low, high)`` of its sequence's; default: all.
-    mask : Tensor, optional
-        Added to the scores; broadcastable to ``[B, HQ, n, tokens]``, float32.
-    sinks : Tensor ``[HQ]``, optional
-        Learned logits that join the softmax's denominator only.
-    softcap : float
-        Scores become ``softcap * tanh(score / softcap)``; 0: they stay.
     mean : CpuMean, optional
         Of the keys, which their packed ones are held without.
 
@@ -99,25 +91,36 @@ def attend(
     if seen is not None:
         low, high = (x.contiguous() for x in seen)
         args.low, args.high = low.data_ptr(), high.data_ptr()
-    if mask is not None:
-        mask = mask.float().expand(batch, query_heads, n, mask.shape[-1])
+    if (mask := rules.seen.mask) is not None:
+        mask = _additive(mask).float().expand(batch, query_heads, n, mask.shape[-1])
         mask = mask if mask.stride(3) == 1 else mask.contiguous()
         args.mask = mask.data_ptr()
         args.mask_batch, args.mask_head, args.mask_row, _ = mask.stride()
-    if sinks is not None:
+    if (sinks := rules.sinks) is not None:
         sinks = sinks.float().contiguous()
         args.sinks = sinks.data_ptr()
     args.page_bytes, args.page_tokens = pages.shape[2], spec.page.page_tokens
     args.table_row = table.stride(0)
     args.batch, args.heads, args.group = batch, heads, query_heads // heads
     args.queries, args.dim, args.threads = n, dim, torch.get_num_threads()
-    args.scale, args.softcap = scale, softcap
-    held = [_fill(args.key, spec, "key", key, dense_k), _fill(args.value, spec, "value", value, dense_v)]
+    args.scale, args.softcap = rules.scale, rules.seen.softcap
+    held = [_fill(args.key, spec, "key", key, dense[0]), _fill(args.value, spec, "value", value, dense[1])]
     if mean is not None:
         _fill_mean(args.mean, mean)
     library.library().kv_attend(args)
     del held  # alive until here
     return saturated(out, q.dtype), lse
+
+
+def concatenated(*parts: Tensor | None) -> Tensor | None:
+    """Dense tokens ``[B, H, t, D]`` behind each other; None: there are none."""
+    found = [x for x in parts if x is not None and x.shape[2]]
+    return None if not found else found[0] if len(found) == 1 else torch.cat(found, 2)
+
+
+def _additive(mask: Tensor) -> Tensor:
+    """A mask as a number that is added to scores."""
+    return torch.zeros(mask.shape).masked_fill_(~mask, -torch.inf) if mask.dtype == torch.bool else mask
 
 
 def workspace_bytes(q: Tensor) -> int:

@@ -9,9 +9,9 @@ from torch import Tensor
 from packedkv.codec import ROLES, Role
 from packedkv.kernels.constants import NO_CONSTANTS
 from packedkv.kernels.cpu import library
-from packedkv.kernels.cpu.attend import Piece, attend, workspace_bytes
+from packedkv.kernels.cpu.attend import Piece, attend, concatenated, workspace_bytes
 from packedkv.kernels.cpu.encode import encode, prepared
-from packedkv.kernels.cpu.layer import additive, ranges
+from packedkv.kernels.cpu.layer import ranges
 from packedkv.kernels.cpu.library import EncodeArgsStruct
 from packedkv.kernels.cpu.mean import CpuMean, cpu_mean
 from packedkv.kernels.cpu.spec import cpu_spec
@@ -90,33 +90,31 @@ class CpuEngine(Engine):
             [Piece(max(0, last[b] - first[b]), first[b], first[b], at[b] + first[b]), Piece(max(0, z - a), ~a, ~a)]
             for b, (a, z) in enumerate(zip(dense_first, dense_last, strict=True))
         ]
-        return self._attend(q, tokens, pieces, dense_k, dense_v, rules, self.mean)
+        return self._attend(q, tokens, pieces, (dense_k, dense_v), rules, self.mean)
 
     def attend_chunk(self, q: Tensor, tokens: ChunkTokens, rules: Rules) -> Tensor:
         """Sink and window are pieces of dense tokens, the slots between them a piece of the pages."""
         batch, first, sink = q.shape[0], tokens.first, tokens.sink_tokens
-        dense = [x for x in (tokens.sink, tokens.window) if x is not None and x[0].shape[2]]
-        dense_k, dense_v = dense[0] if len(dense) == 1 else (None, None)
-        if len(dense) == 2:
-            dense_k, dense_v = (torch.cat(x, 2) for x in zip(*dense, strict=True))
+        sinks, windows = tokens.sink or (None, None), tokens.window or (None, None)
+        dense = concatenated(sinks[0], windows[0]), concatenated(sinks[1], windows[1])
         window = tokens.total - sink - (tokens.last - first)
         pieces = [
             [Piece(sink, ~0, ~0), Piece(tokens.last - first, first, first, at + first), Piece(window, ~sink, ~sink)]
             for at in _as_list(tokens.placed, batch, 0)
         ]
         seen = ranges(rules.seen, batch, q.shape[2], tokens.total)
-        return self._attend(q, tokens, pieces, dense_k, dense_v, rules, self.mean, seen)
+        return self._attend(q, tokens, pieces, dense, rules, self.mean, seen)
 
     def attend_groups(self, q: Tensor, tokens: GroupTokens, rules: Rules) -> Tensor:
         """Group by group."""
-        (key, value), n, length = tokens.own, q.shape[2], tokens.length
-        begin, out = length - key.shape[2], torch.empty_like(q)
+        n, length = q.shape[2], tokens.length
+        begin, out = length - tokens.own[0].shape[2], torch.empty_like(q)
         for base in range(begin, length, tokens.group):
             first, last = max(base, length - n), min(base + tokens.group, length)
             rows = slice(first - length + n, last - length + n)
             pieces = [Piece(base, 0, 0), Piece(last - base, begin - base - 1, begin - base - 1)]
             seen = ranges(rules.seen, 1, last - first, last)
-            out[:, :, rows] = self._attend(q[:, :, rows], tokens, [pieces], key, value, rules, None, seen)
+            out[:, :, rows] = self._attend(q[:, :, rows], tokens, [pieces], tokens.own, rules, None, seen)
         return out
 
     def _attend(
@@ -124,8 +122,7 @@ class CpuEngine(Engine):
         q: Tensor,
         tokens: StepTokens | ChunkTokens | GroupTokens,
         pieces: list[list[Piece]],
-        dense_k: Tensor | None,
-        dense_v: Tensor | None,
+        dense: tuple[Tensor | None, Tensor | None],
         rules: Rules,
         mean: CpuMean | None,
         seen: tuple[Tensor, Tensor] | None = None,
@@ -133,9 +130,8 @@ class CpuEngine(Engine):
         """Attention over pieces of the pages and of dense tokens, as ``attend.attend``."""
         key, value = (self.reading.get(role, NO_CONSTANTS) for role in ROLES)
         return attend(
-            q, tokens.pages, tokens.table, pieces, spec=self.spec, key=key, value=value, scale=rules.scale,
-            dense_k=dense_k, dense_v=dense_v, seen=seen, mask=additive(rules.seen.mask), sinks=rules.sinks,
-            softcap=rules.seen.softcap, mean=mean,
+            q, tokens.pages, tokens.table, pieces, rules, spec=self.spec, key=key, value=value, dense=dense, seen=seen,
+            mean=mean,
         )[0]  # fmt: skip
 
     def workspace_bytes(self, q: Tensor, store: PageStore, dense: bool) -> int:

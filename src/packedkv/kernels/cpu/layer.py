@@ -11,7 +11,7 @@ from packedkv.codec import ROLES, Params, Role
 from packedkv.errors import UnsupportedError
 from packedkv.kernels.constants import NO_CONSTANTS, Constants, constants
 from packedkv.kernels.cpu import library
-from packedkv.kernels.cpu.attend import Piece, attend
+from packedkv.kernels.cpu.attend import Piece, attend, concatenated
 from packedkv.kernels.cpu.mean import CpuMean, cpu_mean
 from packedkv.kernels.cpu.spec import CpuSpec, cpu_spec
 from packedkv.kernels.tokens import Rules
@@ -92,13 +92,17 @@ class CpuAttention:
             self.mean = mean, cpu_mean(mean, rotary)
         batch, tokens = q.shape[0], sum(piece.tokens for piece in pieces)
         first, total = part or (0, tokens)
+        if seen.mask is not None:
+            rules = rules._replace(seen=seen._replace(mask=seen.mask[..., first : first + tokens]))
         out, lse = attend(
             q, store.pages, store.table,
-            [pieces] * batch if mean is None or runs is None else _with_positions(pieces, runs, batch),
-            spec=spec, key=key, value=value, scale=rules.scale, dense_k=_dense(roles["key"]),
-            dense_v=_dense(roles["value"]), softcap=seen.softcap, sinks=rules.sinks,
+            [pieces] * batch if mean is None or runs is None else _with_positions(pieces, runs, batch), rules,
+            spec=spec, key=key, value=value,
+            dense=(
+                concatenated(roles["key"].sink, roles["key"].window),
+                concatenated(roles["value"].sink, roles["value"].window),
+            ),
             seen=_of_part(ranges(seen, batch, q.shape[2], total), first, tokens),
-            mask=None if seen.mask is None else additive(seen.mask[..., first : first + tokens]),
             mean=None if mean is None or self.mean is None else self.mean[1],
         )  # fmt: skip
         return Partial(out, lse)
@@ -117,7 +121,7 @@ class CpuAttention:
 
 
 def _pieces(key: RoleState, value: RoleState) -> list[Piece]:
-    """Where the tokens of a cache lie; those held dense are numbered as in ``_dense``."""
+    """Where the tokens of a cache lie; those held dense are numbered from the sink on."""
     pieces, sides = [], [list(_segments(state)) for state in (key, value)]
     at, ends = 0, [0, 0]
     total = sum(count for count, _ in sides[0])
@@ -173,13 +177,6 @@ def _segments(state: RoleState) -> Iterator[tuple[int, int]]:
     yield state.window.shape[2], ~sink
 
 
-def _dense(state: RoleState) -> Tensor | None:
-    """Tokens that a role of a cache holds dense, sink first."""
-    if not state.window.shape[2]:
-        return state.sink if state.sink.shape[2] else None
-    return torch.cat([state.sink, state.window], 2) if state.sink.shape[2] else state.window
-
-
 def ranges(seen: Seen, batch: int, n: int, total: int) -> tuple[Tensor, Tensor] | None:
     """Tokens ``[low, high)`` that each of the newest n queries of ``batch`` sequences sees; None: all of them."""
     if seen.mask is not None or (n == 1 and not (seen.window or seen.chunk or any(seen.start))):
@@ -199,10 +196,3 @@ def _of_part(seen: tuple[Tensor, Tensor] | None, first: int, held: int) -> tuple
         return None
     low, high = ((x - first).clamp(0, held) for x in seen)
     return low, high
-
-
-def additive(mask: Tensor | None) -> Tensor | None:
-    """A mask as a float32 number that is added to scores."""
-    if mask is None or mask.dtype != torch.bool:
-        return mask
-    return torch.zeros(mask.shape).masked_fill_(~mask, -torch.inf)
