@@ -105,7 +105,7 @@ def test_a_second_request_uses_the_rows_of_the_first(model, advised, advised_fol
     from packedkv.cli.measure import sensitivity
 
     found, _ = advised
-    monkeypatch.setattr(sensitivity, "_logits", lambda *_: pytest.fail("measured again"))
+    monkeypatch.setattr(sensitivity, "compressed_logits", lambda *_, **__: pytest.fail("measured again"))
     again = advise(model, TEXT, request_for(memory=2_000_000), output=advised_folder)
     assert again["advised"]["kl"] < found["advised"]["kl"]
     assert again["advised"]["bytes"] <= 2_000_000
@@ -160,12 +160,13 @@ def test_a_layer_whose_logits_are_no_numbers_is_not_taken(model, tmp_path, monke
     """Measured or read back from the file, where NaN is null."""
     from packedkv.cli.measure import sensitivity
 
-    whole = sensitivity._logits
+    whole = sensitivity.compressed_logits
 
-    def logits(model, scheme, ids, seed):
-        return whole(model, scheme, ids, seed) * (math.nan if str(scheme) == "keys of one layer: int-8" else 1)
+    def logits(model, scheme, window, **options):
+        found, cache = whole(model, scheme, window, **options)
+        return found * (math.nan if str(scheme) == "keys of one layer: int-8" else 1), cache
 
-    monkeypatch.setattr(sensitivity, "_logits", logits)
+    monkeypatch.setattr(sensitivity, "compressed_logits", logits)
     for _ in range(2):
         found = advise(model, TEXT, request_for(memory=2_000_000, specs=("int-8", "int-4")), output=tmp_path)
         assert {row["key"] for row in found["layers"]} <= {"int-4", "dense"}
@@ -305,16 +306,16 @@ def test_the_command_prints_a_recipe_and_writes_what_it_says(tmp_path, capsys):
 def test_an_interrupt_keeps_what_was_measured_and_says_so(tmp_path, capsys, monkeypatch):
     from packedkv.cli.measure import sensitivity
 
-    folder, text, whole, calls = save_tiny(tmp_path / "model"), tmp_path / "text.txt", sensitivity._logits, []
+    folder, text, whole, calls = save_tiny(tmp_path / "model"), tmp_path / "text.txt", sensitivity.compressed_logits, []
     text.write_text(TEXT)
 
-    def logits(*args):
+    def logits(*args, **options):
         calls.append(1)
         if len(calls) == 3:
             raise KeyboardInterrupt
-        return whole(*args)
+        return whole(*args, **options)
 
-    monkeypatch.setattr(sensitivity, "_logits", logits)
+    monkeypatch.setattr(sensitivity, "compressed_logits", logits)
     out = tmp_path / "out"
     arguments = [
         "advise",

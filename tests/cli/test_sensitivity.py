@@ -105,15 +105,15 @@ def test_a_model_whose_layers_cannot_be_replayed_is_run_whole(model, windows, mo
 
 def test_an_interrupted_run_goes_on_and_measures_nothing_twice(model, windows, tmp_path, monkeypatch):
     path = tmp_path / "rows.jsonl"
-    counted, whole = [], module._logits
+    counted, whole = [], module.compressed_logits
 
-    def logits(*args):
+    def logits(*args, **options):
         counted.append(1)
         if len(counted) == 5:
             raise KeyboardInterrupt
-        return whole(*args)
+        return whole(*args, **options)
 
-    monkeypatch.setattr(module, "_logits", logits)
+    monkeypatch.setattr(module, "compressed_logits", logits)
     with pytest.raises(KeyboardInterrupt):
         sensitivity(model, windows[:1], SPECS, path=path, text="abc")
     assert len(path.read_text().splitlines()) == 1 + 4

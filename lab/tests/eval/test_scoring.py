@@ -120,20 +120,20 @@ def test_answers_are_those_of_generate(model, tokenizer, prefill):
                 model(ids[:, :-1], **passing(model, cache))
             made = model.generate(ids, **passing(model, cache), max_new_tokens=8, do_sample=False, pad_token_id=0)
         text = tokenizer.decode(made[0, ids.shape[1] :], skip_special_tokens=True)
-        assert found[item.id].output.text == text
+        assert found[item.id].output == text
         assert found[item.id].held.elements == 3 * 2 * 60 * 64 * 2, "held when the prompt was read"
 
 
 def test_an_answer_ends_at_its_stop_and_generation_with_it(model, tokenizer, monkeypatch):
     free = Item("t", "a", "answer", context=TEXT[:50], answers=("x",), max_new_tokens=12, stop=())
     (done,) = read(Reader(model, None), tokenizer, [free]).values()
-    text = done.output.text
+    text = done.output
     stop = text.strip()[3]
     reader, steps = Reader(model, None), []
     original = reader._logits
     monkeypatch.setattr(reader, "_logits", lambda *a: steps.append(1) or original(*a))
     (done,) = read(reader, tokenizer, [replace(free, stop=(stop,))]).values()
-    assert done.output.text == cut_at(text, (stop,)) != text
+    assert done.output == cut_at(text, (stop,)) != text
     assert len(steps) < 12
 
 
@@ -145,7 +145,7 @@ def test_tokens_that_end_a_text_end_an_answer(tokenizer):
         (ids,), _ = reader.answers(torch.tensor([token_ids(tokenizer, free.context)]), 6, lambda tokens: False)
     model.generation_config.eos_token_id = [ids[2]]
     (cut,) = read(Reader(model, None), tokenizer, [free]).values()
-    assert cut.output.text == tokenizer.decode(ids[: ids.index(ids[2])])
+    assert cut.output == tokenizer.decode(ids[: ids.index(ids[2])])
 
 
 # -- windows -----------------------------------------------------------------------------------------------------------

@@ -16,7 +16,7 @@ from transformers import PreTrainedTokenizerFast
 from packedkv.errors import FormatError, KVError, ModelError, SpecError
 from packedkv.models.loading import SampleText, load_text
 from packedkv_lab.eval.tasks import HARNESS, get_task, task_names
-from packedkv_lab.eval.tasks.base import AnswerOutput, Item, TaskSettings, token_ids
+from packedkv_lab.eval.tasks.base import Item, TaskSettings, token_ids
 from packedkv_lab.eval.tasks.haystack import Haystack, fitted, hide, largest
 
 DATA = Path(__file__).parents[3].parent / "shared/data"
@@ -248,12 +248,12 @@ def test_common_words_are_the_most_common(tokenizer, text):
 def test_answers_are_scored_by_what_they_hold():
     needle = Item("needle", "i", "answer", answers=("1234567",))
     task = get_task("needle")
-    assert task.score(needle, AnswerOutput(" 1234567")) == {"recall": (1.0, 1.0), "prefix": (1.0, 1.0)}
-    assert task.score(needle, AnswerOutput(" 1299")) == {"recall": (0.0, 1.0), "prefix": (2 / 7, 1.0)}
-    assert task.score(needle, AnswerOutput("the number 1234567")) == {"recall": (1.0, 1.0), "prefix": (0.0, 1.0)}
+    assert task.score(needle, " 1234567") == {"recall": (1.0, 1.0), "prefix": (1.0, 1.0)}
+    assert task.score(needle, " 1299") == {"recall": (0.0, 1.0), "prefix": (2 / 7, 1.0)}
+    assert task.score(needle, "the number 1234567") == {"recall": (1.0, 1.0), "prefix": (0.0, 1.0)}
     listing = Item("variable_tracking", "i", "answer", answers=("ABCDE", "FGHIJ"))
     task = get_task("variable_tracking")
-    assert task.score(listing, AnswerOutput(" FGHIJ, XABCDE, and FGHIJ"))["recall"] == (1.0, 2.0)
+    assert task.score(listing, " FGHIJ, XABCDE, and FGHIJ")["recall"] == (1.0, 2.0)
 
 
 def test_the_page_names_every_task_with_its_data_and_defaults():

@@ -14,7 +14,7 @@ import torch
 from packedkv.cli.measure.perplexity import Reference
 from packedkv.errors import KVError
 from packedkv_lab.eval.scoring import Held, Reader, cut_at
-from packedkv_lab.eval.tasks.base import AnswerOutput, Item, Output, token_ids
+from packedkv_lab.eval.tasks.base import Item, Output, token_ids
 
 CALL_TOKENS, SEQUENCE_TOKENS = 1 << 14, 1 << 10
 """Bound on the tokens of a batch: the first number, or the second times the most sequences of a call."""
@@ -70,19 +70,21 @@ def read_answers(reader: Reader, tokenizer: Any, items: Sequence[Item], batch: i
 
     for group in _equal(prompts, batch):
         for (item, _), result, seconds in _attempt(group, answer, begin):
-            if isinstance(result, str):
-                yield Done(item, None, None, seconds, result)
-            else:
-                yield Done(item, AnswerOutput(result[0]), result[1], seconds)
+            yield _done(item, result, seconds)
 
 
 def read_window(reader: Reader, item: Item, reference: Reference, begin: Begin) -> Done:
     """Score a window against the uncompressed model's ``reference``."""
     ids = torch.tensor(item.ids, device=reader.model.device)
     ((_, result, seconds),) = _attempt([item], lambda _: [reader.window(ids, reference)], begin)
+    return _done(item, result, seconds)
+
+
+def _done(item: Item, result: tuple[Output, Held] | str, seconds: float) -> Done:
+    """A finished item of an output and what the cache held, or of an error."""
     if isinstance(result, str):
         return Done(item, None, None, seconds, result)
-    return Done(item, result[0], result[1], seconds)
+    return Done(item, *result, seconds)
 
 
 def end_tokens(model: Any, tokenizer: Any) -> set[int]:

@@ -261,8 +261,8 @@ class _Evaluator:
                 self.progress.say(f"{reader.name}, {task.name}: an item without a result: {done.error}")
         else:
             line["scores"] = {name: list(score) for name, score in task.score(done.item, done.output).items()}
-            if done.item.kind != "window":
-                line["output"] = task.shown(done.item, done.output)[:OUTPUT_CHARACTERS]
+            if isinstance(done.output, str):
+                line["output"] = done.output.strip()[:OUTPUT_CHARACTERS]
         self.store.add(line)
         self.finished += 1
         self._show()

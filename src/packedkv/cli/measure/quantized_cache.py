@@ -141,7 +141,7 @@ def check_unlike(schemes: Sequence[object], purpose: str) -> None:
 
 
 class QuantizedCacheMaker:
-    """Makes empty caches of one ``QuantizedCacheSpec`` for one model, as ``recording.CacheMaker`` does of a scheme."""
+    """Makes empty caches of one ``QuantizedCacheSpec`` for one model, as ``caches.CacheMaker`` does of a scheme."""
 
     def __init__(self, model: Any, spec: QuantizedCacheSpec, *, prefill: Prefill = "decoded") -> None:
         self.model, self.scheme, self.prefill = model, spec, prefill

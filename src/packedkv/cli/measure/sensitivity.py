@@ -20,14 +20,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from packedkv.cli.measure.caches import attention_of
-from packedkv.cli.measure.perplexity import Reference, summarize, uncompressed
+from packedkv.cli.measure.perplexity import Reference, compressed_logits, summarize, uncompressed
 from packedkv.cli.measure.rows import Row, append_line
 from packedkv.codec import ROLES, Role
 from packedkv.errors import FormatError
-from packedkv.integrations.transformers.argument import passing
-from packedkv.integrations.transformers.attention_hooks import implementation
-from packedkv.integrations.transformers.plan import ATTENTION_NAME, plan_for
+from packedkv.integrations.transformers.plan import plan_for
 from packedkv.models.loading import LoadedModel
 from packedkv.progress import Progress
 from packedkv.recipe import LayerChoice
@@ -149,13 +146,13 @@ def _measure(
     for window in windows:
         prefix = Prefix(model)
         reference = prefix.reference(model, window)
-        ids = window.to(model.device)[None]
         for job in todo:
             layer, role, spec = job
             shown.bar("sensitivity", done, total, f"layer {layer} {role}s {spec}")
             scheme = only(layers.index(layer), len(layers), role, spec)
             with prefix.starting_at(layer):
-                logits = _logits(model, scheme, ids, seed)
+                # without the probe: it would warn of every spec
+                logits, _ = compressed_logits(model, scheme, window, seed=seed, probe="off")
             scores[job].append(reference.score(logits))
             done += 1
             if len(scores[job]) == len(windows):
@@ -163,18 +160,6 @@ def _measure(
                 measured = ("kl", "kl_se", "nll_rise", "top1_agreement", "tokens", "windows")
                 row = {"layer": layer, "role": role, "spec": spec} | {name: found[name] for name in measured}
                 yield job, row
-
-
-def _logits(model: Any, scheme: KVScheme, ids: Tensor, seed: int) -> Tensor:
-    """Logits ``[n - 1, V]`` read through the scheme's cache; the probe is left out, it would warn of every spec."""
-    from packedkv.integrations.transformers.cache import cache_for  # registers the attention function
-
-    way = attention_of(scheme)
-    name = model.config._attn_implementation if way == "decoded" else ATTENTION_NAME
-    with implementation(model, name), torch.no_grad():
-        cache = cache_for(model, scheme, prefill="decoded", attention=way, seed=seed, probe=False)
-        logits: Tensor = model(input_ids=ids, **passing(model, cache), use_cache=True).logits[0, :-1]
-    return logits
 
 
 def _header(model: LoadedModel, windows: Sequence[Tensor], seed: int, text: str) -> dict[str, Any]:

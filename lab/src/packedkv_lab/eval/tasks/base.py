@@ -69,13 +69,6 @@ class Item:
 
 
 @dataclass(frozen=True)
-class AnswerOutput:
-    """A greedy answer, cut at its stop."""
-
-    text: str
-
-
-@dataclass(frozen=True)
 class Source:
     """Data that was read: its name, and the sha256 of its bytes (files concatenated)."""
 
@@ -83,7 +76,8 @@ class Source:
     sha256: str
 
 
-Output = AnswerOutput | TokenScores
+Output = str | TokenScores
+"""A greedy answer, cut at its stop; or the scores of a window."""
 
 
 @dataclass(frozen=True)
@@ -131,10 +125,6 @@ class Task(ABC):
     def score(self, item: Item, output: Any) -> Scores:
         """Return (sum, count) by metric."""
 
-    @abstractmethod
-    def shown(self, item: Item, output: Any) -> str:
-        """Return the output in short, for the results: equal where two models said the same."""
-
     def about(self, settings: TaskSettings) -> dict[str, Any]:
         """Return the settings that the items depend on, the limit aside, as plain values."""
         return {}
@@ -146,14 +136,6 @@ class Task(ABC):
     def limit(self, settings: TaskSettings) -> int:
         """Most items."""
         return settings.limits.get(self.name, settings.limit or self.default_limit)
-
-
-class AnswerTask(Task):
-    """A task whose items are answered by a text."""
-
-    def shown(self, item: Item, output: AnswerOutput) -> str:
-        """The answer."""
-        return output.text.strip()
 
 
 def item_id(*content: Any) -> str:

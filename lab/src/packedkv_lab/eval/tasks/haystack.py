@@ -13,7 +13,7 @@ from itertools import product
 from typing import Any
 
 from packedkv.errors import ModelError, SpecError
-from packedkv_lab.eval.tasks.base import AnswerTask, Item, TaskSettings, item_id, token_ids
+from packedkv_lab.eval.tasks.base import Item, Task, TaskSettings, item_id, token_ids
 
 LENGTHS = (1024, 2048, 4096)
 DEPTHS = (0.0, 0.25, 0.5, 0.75, 1.0)
@@ -31,7 +31,7 @@ class Place:
     draw: int
 
 
-class Prompts(AnswerTask):
+class Prompts(Task):
     """A task of generated prompts over a grid of lengths, and of depths if ``deep``; ``hidden`` in the run's text."""
 
     default_limit = 30

@@ -8,7 +8,7 @@ import random
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
-from packedkv_lab.eval.tasks.base import AnswerOutput, Item, Metric, Scores, TaskSettings
+from packedkv_lab.eval.tasks.base import Item, Metric, Scores, TaskSettings
 from packedkv_lab.eval.tasks.haystack import Haystack, Place, Prompts, fitted, hide
 
 KEYS = (
@@ -33,12 +33,12 @@ class Retrieval(Prompts):
         "prefix": Metric("higher", "share of the text's characters before the first wrong one"),
     }
 
-    def score(self, item: Item, output: AnswerOutput) -> Scores:
+    def score(self, item: Item, output: str) -> Scores:
         """Whether the text is there, and the share of its characters that the output begins with."""
-        (answer,), text = item.answers, output.text.strip(" \"'")
+        (answer,), text = item.answers, output.strip(" \"'")
         pairs = enumerate(zip(text, answer, strict=False))
         same = next((i for i, (a, b) in pairs if a != b), min(len(text), len(answer)))
-        return {"recall": (float(answer in output.text), 1.0), "prefix": (same / len(answer), 1.0)}
+        return {"recall": (float(answer in output), 1.0), "prefix": (same / len(answer), 1.0)}
 
 
 class Needle(Retrieval):

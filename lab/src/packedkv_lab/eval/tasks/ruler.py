@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
 from packedkv.errors import ModelError
-from packedkv_lab.eval.tasks.base import AnswerOutput, Item, Metric, Scores, TaskSettings
+from packedkv_lab.eval.tasks.base import Item, Metric, Scores, TaskSettings
 from packedkv_lab.eval.tasks.haystack import TEXT_CHARACTERS, Haystack, Place, Prompts, fitted, hide, largest
 
 LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
@@ -20,9 +20,9 @@ class _Listing(Prompts):
     metrics: ClassVar[Mapping[str, Metric]] = {"recall": Metric("higher", "share of the wanted words that are named")}
     deep = False
 
-    def score(self, item: Item, output: AnswerOutput) -> Scores:
+    def score(self, item: Item, output: str) -> Scores:
         """Count the wanted words among those of the answer."""
-        said = set(re.findall(r"\w+", output.text))
+        said = set(re.findall(r"\w+", output))
         return {"recall": (float(sum(word in said for word in item.answers)), float(len(item.answers)))}
 
 

@@ -28,10 +28,6 @@ class Windows(Task):
         unique = dict.fromkeys(ids)
         return [Item(self.name, item_id(self.name, window), "window", ids=window) for window in unique]
 
-    def shown(self, item: Item, output: Any) -> str:
-        """Nothing: a window has no answer."""
-        return ""
-
     def about(self, settings: TaskSettings) -> dict[str, Any]:
         """Text and window."""
         return {
