@@ -1,6 +1,6 @@
-"""What a cache asks of the kernels of one layer; there are two engines, ``cuda/engine.py`` and ``cpu/engine.py``.
+"""The interface between a layer's cache and its kernels: ``cuda/engine.py`` and ``cpu/engine.py`` implement it.
 
-An engine holds only names and tensors, no module or compiled kernel, so that caches can be copied and saved.
+The state of an engine is names and tensors, no module or compiled kernel, so that caches can be copied and saved.
 """
 
 from abc import ABC, abstractmethod
@@ -19,22 +19,22 @@ from packedkv.store.site import RoleSite
 
 
 class FirstTokens(NamedTuple):
-    """First tokens of keys or values, and how they are turned: what a role's constants are fitted on.
+    """First tokens of keys or values on which kernels fit a role's constants, and their rotation angles.
 
     Parameters
     ----------
     x : Tensor ``[B, H, n, D]``
         Model basis; the last axis contiguous.
     tokens : int
-        How many are taken; 0: all.
+        Number of tokens in the sample; 0: all.
     every : int
-        Which: every, every second, and so on.
+        Step between tokens of the sample: 1 takes every token, 2 every second one.
     padding : Tensor int32 ``[B]``, optional
-        How many before them are not.
+        Padding tokens of each sequence before its first token.
     angles : (Tensor float32 ``[1 or B, n, R / 2]``, Tensor), optional
-        ``Rotary.angles`` of ``x``: keys are held without their mean before RoPE, which is fitted as well.
+        ``Rotary.angles`` of ``x``: the mean of the keys before RoPE is fitted as well.
     back : (Tensor, Tensor), optional
-        Those of the inverse rotation; None: the same angles, mirrored.
+        Angles of the inverse rotation; None: the same angles, mirrored.
     interleaved : bool
         As in ``Rotary``.
     energy : Tensor ``[1, H, D]``, optional
@@ -70,16 +70,16 @@ class Engine(ABC):
     """
 
     name: str
-    """What reports call the kernels."""
+    """Name of the kernels in reports."""
     refuses_at_once: bool
-    """Whether a cache refuses a bad single token when it comes; else ``check`` does, which reads the device's flag."""
+    """Whether a cache refuses a bad single token at once; otherwise ``check`` does, from a flag on the device."""
     ready = False
     """Whether the constants of both roles are on the device."""
     readers: Mapping[Role, Side]
     encoders: Mapping[Role, Side | None]
     """None: PyTorch encodes the role."""
     mean: tuple[Any, ...] | None = None
-    """The mean that keys are held without; see ``hold_without``."""
+    """The mean that is subtracted from keys; see ``hold_without``."""
 
     def __init__(self, key: Codec, value: Codec, head_dim: int, page_tokens: int) -> None:
         self.codecs: dict[Role, Codec] = {"key": key, "value": value}
@@ -97,18 +97,18 @@ class Engine(ABC):
         return {name: x for name, x in self.__dict__.items() if name not in ("readers", "encoders")}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Restore in a process that may not have looked them up yet."""
+        """Look the readers and encoders up again."""
         self.__dict__.update(state)
         self._find()
 
     def fresh(self) -> Self:
-        """The same kernels without constants, for another layer."""
+        """Return the same kernels without constants, for another layer."""
         other = object.__new__(type(self))
         other.__dict__.update(self.__dict__, reading={}, writing={}, ready=False)
         return other
 
     def expect_layer(self) -> None:
-        """Note that one more layer will come that has these kernels; memory for all of them is allocated at once."""
+        """Count one more layer with these kernels; memory for all of them is allocated at once."""
         return  # nothing is shared
 
     def prepare(self, roles: Mapping[Role, RoleSite]) -> None:
@@ -128,45 +128,45 @@ class Engine(ABC):
         self.ready = True
 
     def take_fitted(self, role: Role, params: Params | None) -> bool:
-        """Set the constants of a role that the engine fitted itself; False: these are not."""
+        """Set the constants of a role if the engine fitted these params itself; returns whether it did."""
         return False
 
     def fits(self, role: Role) -> bool:
-        """Whether a kernel fits a role's constants, to the reference's numbers."""
+        """Whether a kernel fits a role's constants, with the reference's result."""
         return False
 
     def fit(self, samples: Mapping[Role, FirstTokens]) -> dict[Role, Fitted]:
-        """Fit the constants of roles for which it ``fits``; they are there after ``launch_fits``."""
+        """Fit the constants of roles that it ``fits``; they are valid after ``launch_fits``."""
         return {}
 
     def launch_fits(self) -> None:
-        """Launch the fits of this layer, and of those with it, that wait to be launched together."""
-        return  # without kernels that fit there are none
+        """Launch the pending fits of this layer and of the layers that share its launch."""
+        return  # nothing is fitted
 
     @abstractmethod
     def hold_without(self, mean: Tensor, rotary: Rotary, *, look: bool = True) -> None:
-        """Hold keys without this mean: before any key is written, or the same for other sequences of the batch.
+        """Subtract this mean from keys; called before any key is written, or after the batch is rearranged.
 
         Parameters
         ----------
         mean : Tensor float32 ``[1 or B, H, D]``
         rotary : Rotary
-            How it turns with the positions.
+            Rotation of the mean by position.
         look : bool
-            Whether some pairs of channels may have no mean, so that it is worth the look, which synchronises.
+            Whether to look for pairs of channels without a mean, which synchronises.
         """
 
     @property
     def flags_all(self) -> bool:
-        """Whether kernels encode both roles: they flag every number that codecs cannot hold."""
+        """Whether kernels encode both roles, and so flag every number that codecs cannot represent."""
         return None not in self.encoders.values()  # other encoders where keys have no mean
 
     def written_by(self, role: Role) -> str:
-        """Return what encodes a role: the engine's name, or ``torch``."""
+        """Return the encoder of a role: the engine's name, or ``torch``."""
         return self.name if self.encoders[role] is not None else "torch"
 
     def tensors(self) -> list[Tensor]:
-        """Constants on the device, those of the mean included."""
+        """Constants on the device, including the mean."""
         held = [*self.reading.values(), *self.writing.values()]
         own = [x for side in held for x in (side.tables, side.factor, side.matrix) if x is not None]
         return [*own, *(x for x in self.mean or () if isinstance(x, Tensor))]
@@ -184,8 +184,8 @@ class Engine(ABC):
         """Write new tokens ``[B, H, n, D]`` into the slots from ``first`` (int32 ``[B]``, on the device) on.
 
         Only roles that a kernel encodes (``written_by``). ``bad``, int32 ``[1]``, is raised to 1 by numbers that codecs
-        cannot hold, and to 2 by tokens behind the pages. ``less``: what is subtracted from the keys, if they are held
-        without a mean. ``kept``: so many first tokens of every page are also written in 16 bit, ``store.kept_rows``.
+        cannot represent, and to 2 by tokens behind the pages. ``less``: the rotated mean that is subtracted from keys.
+        ``kept``: number of first tokens of every page that are also written in 16 bit, ``store.kept_rows``.
         """
 
     @property
@@ -194,10 +194,10 @@ class Engine(ABC):
         return None
 
     def roundtrip(self, keys: Tensor, engines: "Sequence[Engine]", store: PageStore) -> Tensor | None:
-        """Encode and decode keys of several layers, heads concatenated: ``[1, L H, n, D]``; None: PyTorch has to.
+        """Encode and dequantize keys of several layers, heads concatenated: ``[1, L H, n, D]``; None: not supported.
 
-        Nothing is stored. ``engines`` are those of the layers, alike but for their constants; ``store`` is a layer's.
-        Keys are without their mean already, if they have one.
+        Nothing is stored. ``engines`` are of the layers and differ in their constants alone; ``store`` is of one layer.
+        The mean is subtracted from the keys already.
         """
         return None
 

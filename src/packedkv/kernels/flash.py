@@ -112,7 +112,7 @@ def score(q: Tensor, k: Tensor, v: Tensor, scale: float, seen: Seen = BEFORE_IT,
 
 
 def _by_cudnn(q: Tensor, k: Tensor, v: Tensor) -> bool:
-    """Whether cuDNN's attention takes them; PyTorch plans at the first call of each shape, in each thread."""
+    """Whether cuDNN supports these shapes; PyTorch plans at the first call of each shape, in each thread."""
     params = torch.backends.cuda.SDPAParams(q, k, v, None, 0.0, False, q.shape[1] != k.shape[1])
     return torch.backends.cuda.can_use_cudnn_attention(params)
 

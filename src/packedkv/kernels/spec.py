@@ -278,7 +278,7 @@ class DecodeSpec(NamedTuple):
 
     @property
     def joins(self) -> bool:
-        """Whether dense tokens can join the sums of the codes: values are in the model's basis but for factors."""
+        """Whether 16-bit and packed tokens can share an accumulator: values are in the model's basis, factors aside."""
         return self.value.order == 1 and self.value.matrix is None
 
     @property

@@ -139,7 +139,7 @@ def _over_unit(matrix: Tensor) -> Tensor:
 
 
 def _lines(matrix: Tensor) -> Tensor:
-    """Fp16 ``[..., D D]`` of ``[..., D, D]``: eight rows of a column together."""
+    """Repack a matrix ``[..., D, D]`` as fp16 in tiles of eight rows: ``[..., D D]``."""
     return matrix.half().unflatten(-2, (-1, 8)).transpose(-1, -2).flatten(-3)
 
 

@@ -44,7 +44,7 @@ class CpuEngine(Engine):
         return {name: x for name, x in super().__getstate__().items() if name not in ("spec", "common")}
 
     def hold_without(self, mean: Tensor, rotary: Rotary, *, look: bool = True) -> None:
-        """As ``Engine.hold_without``; a look costs nothing here."""
+        """As ``Engine.hold_without``; checking is free on the CPU."""
         self.mean = cpu_mean(mean, rotary)
 
     def encode(

@@ -97,7 +97,7 @@ def workspace_numel(batch: int, num_q_heads: int, head_dim: int, num_splits: int
 
 
 class Plan(NamedTuple):
-    """What a call launches: computed once per spec, sizes and device, because look-ups slow eager decoding."""
+    """Cached launch parameters of a call: look-ups would slow eager decoding."""
 
     config: Config
     decode: Kernel

@@ -16,20 +16,20 @@ T = TypeVar("T")
 
 
 class FitBuffers:
-    """Memory for the constants that kernels fit for the layers of a cache: allocated for all by the first of them.
+    """Buffers for device-fitted constants; the first layer of a cache allocates them for all layers.
 
-    Kernels that fit several layers at once wait for ``launch``.
+    Fits of several layers share a launch, ``launch``.
     """
 
     layers = 0
-    """How many are known to come."""
+    """Number of layers of the cache, as far as known."""
 
     def __init__(self) -> None:
         self._left: dict[Hashable, list[Any]] = {}
         self.waiting: list[Callable[[], None]] = []
 
     def launch(self) -> None:
-        """Launch what waits: the constants of layers are there for the kernels behind."""
+        """Launch the pending fits; later kernels on the stream read their constants."""
         if self.waiting:
             waiting, self.waiting = self.waiting, []
             for launch in waiting:

@@ -127,7 +127,7 @@ def program(spec: DecodeSpec, warps: int = WARPS, table_shrink: int = 0) -> Prog
 
 
 class Plan(NamedTuple):
-    """What unpacking launches: computed once per spec and device, because every layer of every call needs it."""
+    """Cached launch parameters of the unpack kernel."""
 
     spec: DecodeSpec
     kernel: Kernel
