@@ -189,7 +189,7 @@ def grid_fields(head_dim: int, bits: int, group: int, along: Along, *, zero: boo
 
 
 def interleave(codes: Tensor, bits: int) -> Tensor:
-    """Pack integers ``[..., n]`` of 2 or 3 bits in interleaved order, n a multiple of 128: uint8.
+    """Pack integers ``[..., n]`` of 2, 3 or 4 bits in interleaved order, n a multiple of 128: uint8.
 
     >>> codes = torch.zeros(128, dtype=torch.uint8)
     >>> codes[[4, 37]] = 3  # q = 0, g = 1, p = 0 and q = 1, g = 1, p = 1
@@ -203,9 +203,11 @@ def interleave(codes: Tensor, bits: int) -> Tensor:
     a, b, c, d = quads.unbind(-2)  # code p at bit `bits * p` of the quad of q
     if bits == 2:
         units = [a | b << 8, c | d << 8]
-    else:
+    elif bits == 3:
         units = [a | b << 12, b >> 3 | c << 9, c >> 6 | d << 6]
         units = [unit & 0x7FFF | d >> (9 + i) << 15 for i, unit in enumerate(units)]
+    else:
+        units = [a, b, c, d]
     return torch.stack(units, -2).view(torch.uint8).flatten(-3)
 
 
@@ -215,9 +217,11 @@ def deinterleave(packed: Tensor, bits: int) -> Tensor:
     units = (pairs[..., 0] | pairs[..., 1] << 8).unbind(-2)
     if bits == 2:
         quads = torch.stack([half for unit in units for half in (unit, unit >> 8)], -2)
-    else:
+    elif bits == 3:
         u, v, w = units
         last = u >> 15 & 1 | v >> 14 & 2 | w >> 13 & 4
         quads = torch.stack([u, u >> 12 & 0o7 | v << 3, v >> 9 & 0o77 | w << 6, w >> 6 & 0o777 | last << 9], -2)
+    else:
+        quads = torch.stack(units, -2)
     mask = (1 << bits) - 1
     return torch.stack([(quads >> bits * p & mask).to(torch.uint8) for p in range(4)], -1).flatten(-4)
