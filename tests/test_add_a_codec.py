@@ -184,7 +184,7 @@ def test_the_conformance_suite_takes_it_up_and_passes(copy):
     out = run(*pytest_, golden, source=copy / "src", cwd=copy, fails=True)
     assert "no golden for spin-4: run pytest" in out
     out = run(*pytest_, "tests/conformance", "--regen-golden", source=copy / "src", cwd=copy)
-    assert int(re.search(r"(\d+) passed", out)[1]) > 60
+    assert int(re.search(r"(\d+) passed", out)[1]) > 50
     assert (copy / "tests/golden/spin-4/data.safetensors").is_file()
     run(*pytest_, golden, source=copy / "src", cwd=copy)
 
