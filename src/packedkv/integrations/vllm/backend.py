@@ -167,7 +167,7 @@ def backend_for(name: str, token_bytes: int, sink_bytes: int, unit: int, cache_c
 
     Its name has the tokens of a block, which ``cache_config`` knows before vLLM asks for the name.
     """
-    own = {
+    members = {
         "token_bytes": token_bytes,
         "sink_bytes": sink_bytes,
         "forward_includes_kv_cache_update": unit > 1,
@@ -178,7 +178,7 @@ def backend_for(name: str, token_bytes: int, sink_bytes: int, unit: int, cache_c
     }
     # vLLM distinguishes backends by class name
     label = f"PackedBackend{token_bytes}x{unit}" + f"and{sink_bytes}" * (sink_bytes > 0)
-    return type(label, (PackedBackend,), own)
+    return type(label, (PackedBackend,), members)
 
 
 class PackedImpl(AttentionImpl[PackedMetadata]):  # type: ignore[misc]

@@ -66,7 +66,8 @@ def skipping(config: VllmConfig, options: Options, impls: Mapping[str, Any]) -> 
     order, option = caching_layers(config, impls), "--kv-cache-dtype-skip-layers"
     sliding = {extract_layer_index(name) for name, impl in impls.items() if impl.rules.window and not impl.draft}
     if config.parallel_config.pipeline_parallel_size > 1:  # the other stages' layers too
-        sliding = {own.index for own in plan_for(config.model_config.hf_config, "decoded").kv_layers if own.window}
+        plan = plan_for(config.model_config.hf_config, "decoded")
+        sliding = {layer.index for layer in plan.kv_layers if layer.window}
     skipped: set[int] = set()
     for name in names:
         found = {i for i in order if str(i) == name or (name == "sliding_window" and i in sliding)}
@@ -78,9 +79,9 @@ def skipping(config: VllmConfig, options: Options, impls: Mapping[str, Any]) -> 
         skipped |= found
     if skipped >= set(order):
         raise UnsupportedError(f"packedkv: {option} leaves no layer to pack; serve the model without packedkv.")
-    own, dense = packed_everywhere(config, options.scheme), replace(get("dense"), mean="none")
-    layers = [dense if i in skipped else own.for_layer(at, len(order)) for at, i in enumerate(order)]
-    return replace(options, scheme=mix_of(layers, f"{own} without layers {', '.join(map(str, sorted(skipped)))}"))
+    scheme, dense = packed_everywhere(config, options.scheme), replace(get("dense"), mean="none")
+    layers = [dense if i in skipped else scheme.for_layer(at, len(order)) for at, i in enumerate(order)]
+    return replace(options, scheme=mix_of(layers, f"{scheme} without layers {', '.join(map(str, sorted(skipped)))}"))
 
 
 def packed_everywhere(config: VllmConfig, scheme: KVScheme) -> KVScheme:
@@ -113,20 +114,21 @@ def check_weights(
     FormatError
         The constants are another model's.
     """
-    own = {extract_layer_index(name): impl for name, impl in impls.items() if impl.kv_sharing_target_layer_name is None}
+    storing = [name for name, impl in impls.items() if impl.kv_sharing_target_layer_name is None]
+    layers = {extract_layer_index(name): impls[name] for name in storing}
     order, model = caching_layers(config, impls), config.model_config
     text_config = model.hf_config.get_text_config(decoder=True)
     scheme, params, given = packed_everywhere(config, options.scheme), options.params, None
     if params is not None:
         _check_one_file(params)
         check_same_model(config, params)
-        given = {index: _own_params(config, params, index, impl.num_kv_heads) for index, impl in own.items()}
+        given = {index: _own_params(config, params, index, impl.num_kv_heads) for index, impl in layers.items()}
     whole = model.get_total_num_kv_heads() == model.get_num_kv_heads(config.parallel_config)
     with plain_torch():
-        rotaries = Rotaries(own, text_config.hidden_size, model.dtype, model.max_model_len, model.uses_mrope)
+        rotaries = Rotaries(layers, text_config.hidden_size, model.dtype, model.max_model_len, model.uses_mrope)
         biases = None
         try:
-            biases = find_biases(type(model.hf_config).__name__, text_config, order, own)
+            biases = find_biases(type(model.hf_config).__name__, text_config, order, layers)
         except UnsupportedError as error:
             if options.probe != "off":
                 logger.warning("packedkv: key biases are not known (%s)", error)
@@ -180,8 +182,8 @@ def _largest_on_any_process(numbers: list[int]) -> list[int]:
 
 def _check_one_file(params: FittedParams) -> None:
     """Raise if processes read different files of constants: on several hosts each has its own."""
-    own = int(params.sha256[:15], 16)
-    largest, other = _largest_on_any_process([own, -own])
+    number = int(params.sha256[:15], 16)
+    largest, other = _largest_on_any_process([number, -number])
     if largest != -other:
         raise UnsupportedError(
             f"packedkv: {params.file} is not the same file on all hosts of this server; copy one of them to the "

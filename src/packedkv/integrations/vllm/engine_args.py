@@ -171,7 +171,7 @@ def check_engine(config: VllmConfig, options: Options) -> None:
                 f"packedkv: {options.draft} encodes {group_tokens(options.draft)} tokens together, and the layers of a "
                 f'draft model are served without; give "draft" a preset that encodes each token alone, such as int-8.'
             )
-        least = min((unit for own in options.scheme.layer_schemes if (unit := group_tokens(own)) > 1), default=0)
+        least = min((unit for layer in options.scheme.layer_schemes if (unit := group_tokens(layer)) > 1), default=0)
         if least and drafts.num_speculative_tokens >= least:
             raise UnsupportedError(
                 f"packedkv: {options.scheme} encodes {least} tokens together, and a request may have fewer drafts than "
@@ -182,7 +182,7 @@ def check_engine(config: VllmConfig, options: Options) -> None:
             'packedkv: "draft" is the preset of a draft model\'s layers, and --speculative-config names no draft '
             "model; leave it out."
         )
-    sink = next((own for own in options.scheme.layer_schemes if own.sink), None)
+    sink = next((layer for layer in options.scheme.layer_schemes if layer.sink), None)
     if sink is not None and model.is_hybrid:
         raise UnsupportedError(
             f"packedkv: {sink} keeps the first {sink.sink} tokens dense, for which each block has room, and vLLM "

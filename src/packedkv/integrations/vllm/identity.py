@@ -52,14 +52,14 @@ def folders(transfer: Any) -> list[Path]:
 
     def named(value: Any) -> Iterable[Path]:
         if isinstance(value, dict):
-            for key, own in value.items():
-                if key in _FOLDERS and isinstance(own, str):
-                    yield Path(own)
+            for key, item in value.items():
+                if key in _FOLDERS and isinstance(item, str):
+                    yield Path(item)
                 else:
-                    yield from named(own)
+                    yield from named(item)
         elif isinstance(value, list):
-            for own in value:
-                yield from named(own)
+            for item in value:
+                yield from named(item)
 
     return [] if transfer is None else list(named(transfer.kv_connector_extra_config))
 
