@@ -60,7 +60,7 @@ for name, held in (
 ):
     sys.modules[name] = ModuleType(name)
     vars(sys.modules[name]).update(held)
-from packedkv.integrations.vllm import ahead
+from packedkv.integrations.vllm import precompile as ahead
 
 scheme = packedkv.get(sys.argv[1])
 ahead.architecture = lambda device: "sm_90"
