@@ -110,7 +110,7 @@ def test_halves_put_channel_i_below_channel_i_plus_half():
 @pytest.mark.parametrize(("head_dim", "block"), [(64, 64), (80, 16), (96, 32), (128, 128), (192, 64), (256, 256)])
 def test_the_rotation_takes_the_largest_power_of_two_that_divides_the_head(head_dim, block):
     codec = SawInt4()
-    assert codec.block_for(head_dim) == block
+    assert codec.order_for(head_dim) == block
     # an impulse becomes +-1 / sqrt(block) in its own block and nothing elsewhere
     x = torch.zeros(1, 1, 1, head_dim)
     x[..., 1] = 1.0

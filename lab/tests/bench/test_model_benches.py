@@ -254,5 +254,5 @@ def test_without_transformers_it_says_what_to_install(monkeypatch):
         raise ModuleNotFoundError(name)
 
     monkeypatch.setattr(generate.importlib, "import_module", absent)
-    with pytest.raises(UnsupportedError, match=r"bench generate needs transformers: pip install"):
+    with pytest.raises(UnsupportedError, match=r"bench generate needs transformers; run: pip install"):
         generate.generate_rows([], recorder())
