@@ -7,9 +7,9 @@ from contextlib import contextmanager
 import torch
 
 from tests.kernels.cpu_variants import compiled, variant
-from tests.kernels.emulation import machine
+from tests.kernels.emulation import asked, machine
 
-__all__ = ["compiled", "machine", "unsynchronised", "variant"]
+__all__ = ["asked", "compiled", "machine", "unsynchronised", "variant"]
 
 
 @contextmanager

@@ -80,3 +80,16 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, Any]]:
     forget()
     yield made
     forget()
+
+
+@pytest.fixture
+def asked(machine: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> list[Program]:
+    """Programs that operators load on the emulator."""
+    found: list[Program] = []
+
+    def record(program: Program, *rest: Any, make: Any = emulated) -> Any:
+        found.append(program)
+        return make(program, *rest)
+
+    monkeypatch.setitem(globals(), "emulated", record)
+    return found

@@ -1,7 +1,7 @@
 """CUDA sources compiled for GPUs that need not be there, and their machine code read: registers, spills, instructions.
 
-NVRTC compiles, as for users (packedkv.kernels.cuda.build), or nvcc where NVRTC's packages are not installed. The
-disassembler is the one in triton's wheel, which the extra "test" pins; budgets are written against that and NVRTC 13.0.
+NVRTC compiles, as for users (``packedkv.kernels.cuda.build``). The disassembler is the one in triton's wheel, which the
+extra "test" pins; budgets are written against that and NVRTC 13.0.
 """
 
 import collections
@@ -14,18 +14,18 @@ import pathlib
 import re
 import shutil
 import subprocess
-import sys
 import tempfile
-from collections.abc import Iterable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 from unittest import mock
 
 import pytest
 
-from tests.kernels.harness import CACHE, HEADERS
+from packedkv.errors import UnsupportedError
+from packedkv.kernels.cuda.build import Program, compile_program
+from tests.kernels.harness import CACHE
 
 ARCHITECTURES = (80, 86, 89, 90, 100, 120)
-"""sm_103 and sm_121 are compiled (test_machines.py), but the disassembler does not know them."""
+"""sm_103 and sm_121 are compiled (test_machine_code.py), but the disassembler does not know them."""
 
 
 class Kernel(NamedTuple):
@@ -146,24 +146,13 @@ def _compiled(source: str, arch: int, fma: bool) -> dict[str, Kernel]:
     disassembler, reader = _tool("nvdisasm"), _tool("cuobjdump")
     with tempfile.TemporaryDirectory() as folder:
         cubin = pathlib.Path(folder, "kernel.cubin")
-        cubin.write_bytes(_by_nvrtc(source, arch, fma) or _by_nvcc(source, arch, fma, folder))
+        cubin.write_bytes(_by_nvrtc(source, arch, fma))
         usage = _run(reader, "-res-usage", str(cubin))
         text = _run(disassembler, str(cubin))
     return {
         name: Kernel(name, *_usage(usage, name), *_code(body))
         for name, body in re.findall(r"^\s*\.section\s+\.text\.(\w+),(.*?)(?=^\s*\.section\s|\Z)", text, re.M | re.S)
     }
-
-
-def architectures_in_turn(items: Iterable[Any]) -> list[Any]:
-    """Parameters with an architecture behind them: all with 90, each fourth with one or two more; the rest is wide."""
-    made = []
-    for i, item in enumerate(items):
-        for arch in ARCHITECTURES:
-            chosen = i % 4 == 0 and i // 4 % 5 == ARCHITECTURES.index(arch) % 5
-            marks = [] if arch == 90 or chosen else [pytest.mark.wide]
-            made.append(pytest.param(*(item if isinstance(item, tuple) else (item,)), arch, marks=marks))
-    return made
 
 
 def _tool(name: str) -> str:
@@ -183,26 +172,12 @@ def _run(*command: str) -> str:
     return done.stdout + done.stderr
 
 
-def _by_nvrtc(source: str, arch: int, fma: bool) -> bytes | None:
-    from packedkv.errors import UnsupportedError
-    from packedkv.kernels.cuda.build import Program, compile_program
-
+def _by_nvrtc(source: str, arch: int, fma: bool) -> bytes:
     try:
         with mock.patch.dict(os.environ, XDG_CACHE_HOME=str(CACHE)):  # not the user's
             return compile_program(Program(source, fma=fma), f"sm_{arch}")
-    except UnsupportedError:  # not installed
-        return None
-
-
-def _by_nvcc(source: str, arch: int, fma: bool, folder: str) -> bytes:
-    nvcc = shutil.which("nvcc")
-    if nvcc is None:
-        pytest.skip("needs NVRTC (cuda-core and nvidia-cuda-nvrtc) or nvcc")
-    file, out = pathlib.Path(folder, "kernel.cu"), pathlib.Path(folder, "nvcc.cubin")
-    file.write_text(source)
-    options = ("-std=c++17", f"-arch=sm_{arch}", "-cubin", "--expt-relaxed-constexpr", f"-fmad={str(fma).lower()}")
-    _run(nvcc, *options, "-I", str(HEADERS), "-o", str(out), str(file))
-    return out.read_bytes()
+    except UnsupportedError as error:  # not installed
+        pytest.skip(str(error))
 
 
 def _usage(text: str, name: str) -> tuple[int, int, int]:
@@ -283,17 +258,3 @@ def _loops(flow: dict[int, tuple[list[str], list[int]]]) -> list[Loop]:
                     stack += before[block]
     loops = [Loop(head, frozenset(body), flow) for head, body in bodies.items()]
     return sorted(loops, key=lambda x: (len(x.code), x.head))
-
-
-def main() -> None:
-    """Print what each kernel of a file became: python -m tests.kernels.offline FILE.cu [ARCH ...]."""
-    source = pathlib.Path(sys.argv[1]).read_text()
-    for arch in map(int, sys.argv[2:] or map(str, ARCHITECTURES)):
-        for k in compile_kernels(source, arch).values():
-            print(f"sm_{arch} {k.name}: {k.registers} registers, {k.stack} bytes of stack, {len(k.code)} instructions")
-            for loop in k.loops:
-                print(f"  loop at {loop.head}: {len(loop.code)} instructions {mix(loop.code)}")
-
-
-if __name__ == "__main__":
-    main()

@@ -9,7 +9,6 @@ from packedkv.kernels.constants import Constants
 from packedkv.kernels.cuda.basis import (
     COPY,
     DIVIDE,
-    MOST_BLOCKS,
     MULTIPLY,
     MULTIPLY_AFTER,
     WARPS,
@@ -70,12 +69,6 @@ def test_several_tensors_in_one_launch(dim: int, order: int, machine: dict[str, 
         torch.testing.assert_close(whole[:, :, 1:-2].double(), found, rtol=1e-3, atol=2e-3)
         assert (whole[:, :, 0] == 9).all()
         assert (whole[:, :, -2:] == 9).all()
-
-
-def test_more_rows_than_blocks(machine: dict[str, Any]) -> None:
-    x, side = drawn(1, 1, WARPS * 8 * MOST_BLOCKS + 5, 32, dtype=torch.float16), Constants(None, None, 32)
-    torch.testing.assert_close(into_codes(x, side).double(), wanted(x, side, MULTIPLY), rtol=1e-3, atol=2e-3)
-    assert machine["kv_basis"].launches[0][0][0] == MOST_BLOCKS
 
 
 def test_nothing_is_launched_where_nothing_changes(machine: dict[str, Any]) -> None:

@@ -1,7 +1,5 @@
 """The CPU kernels against the reference: unpacked numbers bit by bit, attention against float64."""
 
-import copy
-import pickle
 from typing import Any
 
 import pytest
@@ -10,7 +8,6 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 import packedkv
-from packedkv.attention import Seen
 from packedkv.cache.fused import FusedLayerCache, fused_refusal
 from packedkv.cache.host import LayerCache, attend
 from packedkv.codec import ROLES, Codec, Role, Sample, Site
@@ -128,6 +125,18 @@ def _readers(codec: Codec) -> list[Any]:
 # -- attention ---------------------------------------------------------------------------------------------------------
 
 
+def written(store: PageStore, read: Any, codecs: Any, tokens: Any) -> tuple[list[Any], list[Tensor]]:
+    """Encode keys and values into pages of arbitrary bytes; constants of the kernels, and what the codecs decode."""
+    store.pages.random_(0, 256, generator=torch.Generator().manual_seed(2))
+    sides, decoded = [], []
+    for role, codec, x in zip(ROLES, codecs, tokens, strict=True):
+        params = codec.fit(Site(0, role, x.shape[1], x.shape[3]), Sample(x))
+        store.write(role, 0, codec.encode(codec.to_code(x, params), params))
+        sides.append(constants_for(read.key if role == "key" else read.value, params, x.shape[1], x.shape[3]))
+        decoded.append(codec.from_code(codec.decode(store.read(role, 0, x.shape[2]), params), params))
+    return sides, decoded
+
+
 def error(found: Tensor, wanted: Tensor) -> float:
     return float((found.double() - wanted).norm() / wanted.norm().clamp_min(1e-30))
 
@@ -146,16 +155,9 @@ def test_attention_is_as_exact_as_float32(spec: str, dim: int, monkeypatch: pyte
     k, v = draw(2, 2, heads, 5 * unit, dim)
     columns = 5
     store = PageStore(page, 2, heads, CPU, columns * unit)
-    store.pages.random_(0, 256, generator=torch.Generator().manual_seed(2))
     order = torch.randperm(10, generator=torch.Generator().manual_seed(3)).int().view(2, columns)
     store.table = order
-    sides, decoded = [], []
-    for role, codec, x in (("key", key, k), ("value", value, v)):
-        site = Site(0, role, heads, dim)
-        params = codec.fit(site, Sample(x))
-        store.write(role, 0, codec.encode(codec.to_code(x, params), params))
-        sides.append(constants_for(read.key if role == "key" else read.value, params, heads, dim))
-        decoded.append(codec.from_code(codec.decode(store.read(role, 0, 5 * unit), params), params))
+    sides, decoded = written(store, read, (key, value), (k, v))
     for group, lengths in ((1, (unit, 3)), (3, (2 * unit + 1, 0)), (4, (unit - 1, 7)), (6, (5 * unit - 3, unit + 17))):
         q = draw(2, heads * group, 1, dim, seed=group + 1)
         pieces = [[Piece(n, 0, 0)] for n in lengths]
@@ -209,13 +211,7 @@ def test_means_of_350_are_as_exact_as_float32(spec: str, turn: Rotary, monkeypat
         n = 1 if few else 5
         q = draw(2, heads * group, n, dim, seed=group + 1)
         store = PageStore(page, 2, heads, CPU, 2 * unit)
-        store.pages.random_(0, 256, generator=torch.Generator().manual_seed(2))
-        sides, decoded = [], []
-        for role, codec, x in (("key", key, k), ("value", value, v)):
-            params = codec.fit(Site(0, role, heads, dim), Sample(x))
-            store.write(role, 0, codec.encode(codec.to_code(x, params), params))
-            sides.append(constants_for(read.key if role == "key" else read.value, params, heads, dim))
-            decoded.append(codec.from_code(codec.decode(store.read(role, 0, 2 * unit), params), params))
+        sides, decoded = written(store, read, (key, value), (k, v))
         positions = torch.tensor(first)[:, None] + torch.arange(2 * unit)
         k32, k64 = (
             decoded[0] + turn.turn(mean[:, :, None], positions),
@@ -249,18 +245,6 @@ def turned_exactly(mean: Tensor, turn: Rotary, positions: Tensor) -> Tensor:
         a, b = slice(0, turns, 2), slice(1, turns, 2)
     out[..., a], out[..., b] = x[..., a] * cos - x[..., b] * sin, x[..., b] * cos + x[..., a] * sin
     return out
-
-
-def test_pairs_without_a_mean_are_left_out() -> None:
-    turn, mean = Rotary(1e6 ** -(torch.arange(0, 1, 1 / 64))), torch.zeros(1, 2, 128)
-    assert cpu_mean(mean, turn).turning is None
-    mean[0, 1, 3] = mean[0, 0, 100] = 1
-    made = cpu_mean(mean, turn)
-    assert made.turning is not None
-    assert made.turning.shape == (1, 2, 2, 16)
-    assert made.turning.count_nonzero() == 2
-    mean[:] = 1
-    assert cpu_mean(mean, turn).turning.shape == (1, 2, 2, 64)  # type: ignore[union-attr]
 
 
 def _sdpa(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -306,33 +290,12 @@ def close(found: Tensor, wanted: Tensor) -> None:
     assert float((found.float() - wanted.float()).abs().max()) < (2e-5 if found.dtype == torch.float32 else 2e-2)
 
 
-@pytest.mark.parametrize("rules", [Seen(window=50), Seen(chunk=64, place=10), Seen(window=9, start=(0, 300))])
-def test_windows_and_chunks(rules: Seen, variant: str) -> None:
-    cache, plain = filled(FusedLayerCache, "turboquant-4:window=5"), filled(LayerCache, "turboquant-4:window=5")
-    q, n, total = draw(2, 4, 30, 64), 30, 333
-    seen = torch.zeros(2, 1, n, total, dtype=torch.bool)
-    for b in range(2):
-        for i in range(n):
-            low = max(rules.first(i, n, total), rules.start[b] if rules.start else 0)
-            seen[b, 0, i, low : total - n + i + 1] = True
-    close(cache.attend_chunk(q, seen=rules), attend(q, plain, mask=seen))
-
-
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_16_bit_queries(dtype: torch.dtype, variant: str) -> None:
     cache = LayerCache(packedkv.get("int-4"))
     k, v = draw(2, 1, 2, 100, 64).to(dtype)
     cache.append(k, v)
     q = draw(1, 4, 1, 64).to(dtype)
-    close(cache.attend(q), attend(q, cache))
-
-
-def test_two_runs_of_slots(variant: str) -> None:
-    """Tokens evicted in the middle, for keys in blocks and values one by one."""
-    cache = filled(LayerCache, "kivi-2")
-    cache.evict(70, keep=40)
-    assert len(cache.roles["key"].runs) == 2
-    q = draw(2, 4, 3, 64)
     close(cache.attend(q), attend(q, cache))
 
 
@@ -399,22 +362,6 @@ def test_splits_over_threads(threads: int) -> None:
         close(cache.attend(q, sinks=torch.zeros(3)), attend(q, cache, sinks=torch.zeros(3)))
     finally:
         torch.set_num_threads(before)
-
-
-def test_caches_are_copied_and_pickled() -> None:
-    cache, q = filled(LayerCache, "octopus-3"), draw(2, 4, 1, 64)
-    found = cache.attend(q)
-    for other in (copy.deepcopy(cache), pickle.loads(pickle.dumps(cache))):
-        close(other.attend(q), found)
-
-
-def test_new_constants_are_used() -> None:
-    """A sequence that is dropped takes its norms with it."""
-    cache = filled(LayerCache, "innerq-base")
-    q = draw(2, 4, 1, 64)
-    found = cache.attend(q)
-    cache.select(torch.tensor([1]))
-    close(cache.attend(q[1:]), found[1:])
 
 
 # -- choosing ----------------------------------------------------------------------------------------------------------

@@ -6,7 +6,6 @@ import pytest
 import torch
 from torch import Tensor
 
-import packedkv
 from packedkv.cache.fused import FusedLayerCache
 from packedkv.cache.host import LayerCache
 from packedkv.codec import FP16_MAX, ROLES, Codec, Dense, DenseDtype, Role, Sample, Site
@@ -26,7 +25,6 @@ from packedkv.kernels.constants import Constants, constants_for
 from packedkv.kernels.cpu import library
 from packedkv.kernels.cpu.compile import HERE
 from packedkv.kernels.cpu.encode import encode, prepared
-from packedkv.kernels.cpu.engine import CpuEngine
 from packedkv.kernels.cpu.spec import cpu_spec
 from packedkv.kernels.mean import Turned
 from packedkv.ops.lloyd_max import midpoints
@@ -203,13 +201,6 @@ def test_float32_is_rounded_to_fp16(codec: Codec) -> None:
     assert _written(codec, x, "key", 0, rounded=True)[2] == {1}
 
 
-@pytest.mark.parametrize("codec", [SawInt4(), TurboQuant(3), GroupInt(4, 32, along="tokens")], ids=str)
-def test_strides_of_the_models_tensors(codec: Codec) -> None:
-    x = _tokens(2, 64, 64, torch.float16).transpose(1, 2).contiguous().transpose(1, 2)
-    want, found, _ = _written(codec, x, "key", 0)
-    _agree(want, found)
-
-
 @pytest.mark.parametrize(
     "codec",
     [SawInt4(), TurboQuant(4), GroupInt(2, 32), GroupInt(2, 32, along="tokens"), Octopus(), Hqmq()],
@@ -258,22 +249,6 @@ def test_tokens_behind_the_pages_are_dropped(variant: str) -> None:
     want = codec.encode(codec.to_code(x[:, :, :10].float(), {}), {})
     got = store.read("key", layout.page_tokens - 10, layout.page_tokens)
     assert all(torch.equal(got[name], want[name]) for name in want)
-
-
-@pytest.mark.parametrize(
-    "name",
-    [
-        "saw-int4", "int-4", "turboquant-4", "kivi-4", "kivi-tq-4", "fp8", "ultraquant", "octopus-3", "hqmq-s96_r4",
-        "ultra-tq", "innerq-base", "innerq-small", "q4_0", "dense", "octopus-qjl-3", "turboquant-qjl-3",
-    ],
-)  # fmt: skip
-def test_the_engine_encodes_both_roles_by_kernels(name: str) -> None:
-    scheme = packedkv.get(name).for_layer(4, 8)
-    if reason := library.refusal(torch.device("cpu")):
-        pytest.skip(reason)
-    engine = CpuEngine(scheme.key, scheme.value, 64, 128)
-    assert engine.flags_all
-    assert {engine.written_by(role) for role in ROLES} == {engine.name}
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

@@ -5,13 +5,11 @@ from pathlib import Path
 import pytest
 import torch
 
-import packedkv
-from packedkv.integrations.vllm.servable import preferred_page
 from packedkv.kernels.cpu import library
 from packedkv.kernels.cpu.engine import CpuEngine
 from tests.integrations import test_groups as groups
 from tests.integrations import test_serving as single
-from tests.integrations.test_serving import BLOCK, ROW, TOKENS
+from tests.integrations.test_serving import BLOCK
 from tests.kernels.test_grouped_layer import CASES, Batch
 from tests.kernels.test_packed_layer import ALONE, READ, SERVED
 
@@ -48,21 +46,6 @@ def test_decode_steps_over_groups_are_the_references(spec: str, rules: str) -> N
         batch.step([[0, 1, 2], [2, 0], [1]][step % 3], padding=step % 2)
 
 
-def test_constants_of_a_file_and_heads_of_a_process_are_used() -> None:
-    """InnerQ's fitted norms; the second half of the heads, whose signs are others."""
-    whole = groups.made("innerq-base:window=0,sink=0")
-    assert whole.engine(64).reading["key"].factor is not None
-    first, second = (single.made("turboquant-4", first_head=n) for n in (0, 2))
-    (k, v), caches = single.rows(), []
-    for layer in (first, second):
-        caches.append(single.pool(layer))
-        layer.encode_chunk(k, v, caches[-1], ROW, TOKENS)
-        want = single.pool(layer)
-        layer.write(k, v, want, single.slots(0, TOKENS))
-        assert torch.equal(caches[-1], want)
-    assert not torch.equal(*caches)
-
-
 def test_why_the_reference_serves(monkeypatch: pytest.MonkeyPatch) -> None:
     layer = single.made("saw-int4")
     layer.find_kernels(BLOCK)
@@ -74,7 +57,3 @@ def test_why_the_reference_serves(monkeypatch: pytest.MonkeyPatch) -> None:
     layer = single.made("saw-int4")
     layer.find_kernels(BLOCK)
     assert "the CPU kernels are not compiled (missing.so is missing)" in layer.unserved
-
-
-def test_the_page_that_kernels_read_fastest() -> None:
-    assert [preferred_page(packedkv.get(s)) for s in ("saw-int4", "kivi-4:window=0", "kivi-tq-4")] == [64, 64, 128]

@@ -1,14 +1,13 @@
-"""Encode kernels, emulated: every byte of the page pool as the reference has it, and machine code of the kernels."""
+"""Encode kernels, emulated: every byte of the page pool as the reference has it."""
 
 import ctypes
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import pytest
 import torch
 from torch import Tensor
 
-from packedkv.codec import FP16_MAX, Codec, Params, Payload, Sample, Site
+from packedkv.codec import FP16_MAX, Codec, Params, Sample, Site
 from packedkv.codecs.fp8 import Fp8
 from packedkv.codecs.ghost import Ghost, levels, scales
 from packedkv.codecs.group_int import GroupInt
@@ -25,10 +24,8 @@ from packedkv.kernels.codecs.hqmq import MOST_PAIRS, PAIRS, SIDE, cell_rivals
 from packedkv.kernels.codecs.tables import wall_table
 from packedkv.kernels.constants import constants_for
 from packedkv.kernels.cuda.arguments import EncodeArgs, EncodeRoleArgs
-from packedkv.kernels.spec import Encoder
 from packedkv.kernels.spec import encoder as encoder_of
-from packedkv.layout import Field, Layout, PageLayout
-from packedkv.ops.hadamard import block_hadamard, power_of_two_divisor
+from packedkv.layout import PageLayout
 from packedkv.ops.lloyd_max import midpoints
 from packedkv.ops.quaternion import UNITS, products, random_units
 from packedkv.ops.widths import put_back, width_cuts
@@ -36,7 +33,6 @@ from packedkv.store.pages import PageStore
 from tests.kernels.decode_cases import two_dims_in_turn
 from tests.kernels.harness import Out, build
 from tests.kernels.klt import Klt
-from tests.kernels.offline import Loop, architectures_in_turn, compile_kernels, opcode
 
 KINDS = (torch.float16, torch.bfloat16, torch.float32)
 HEADS = 2
@@ -52,12 +48,12 @@ CALLS = {
 
 
 class Encoders:
-    """Encoders of several codecs, compiled together for the emulated machine; ``own``: in place of the library's."""
+    """Encoders of several codecs, compiled together for the emulated machine."""
 
-    def __init__(self, codecs: Sequence[Codec], head_dim: int, own: Encoder | None = None, source: str = "") -> None:
+    def __init__(self, codecs: Sequence[Codec], head_dim: int) -> None:
         self.codecs, self.dim = list(codecs), head_dim
-        self.encoders = [own or encoder_of(codec, head_dim, "key") for codec in codecs]
-        lines = [*dict.fromkeys(f'#include "{encoder.header}"' for encoder in self.encoders), source]
+        self.encoders = [encoder_of(codec, head_dim, "key") for codec in codecs]
+        lines = [*dict.fromkeys(f'#include "{encoder.header}"' for encoder in self.encoders)]
         for i, encoder in enumerate(self.encoders):
             factor = "NONE" if not encoder.factor else "INVERSE" if encoder.divide else "TIMES"
             given = {"type": encoder.type, "order": encoder.order, "factor": f"kv::FACTOR_{factor}"}
@@ -292,29 +288,24 @@ def fitted(codec: Codec, x: Tensor, batch: int = 1) -> Params | None:
 @pytest.mark.parametrize(
     ("family", "dim"),
     [
-        *two_dims_in_turn([family for family in ROWS if family != "uneven"], (64, 96, 192)),
+        *two_dims_in_turn([family for family in (*ROWS, *BLOCKS) if family != "uneven"], (64, 96, 192)),
         *(pytest.param(family, 80, marks=pytest.mark.wide) for family in ("saw", "fp8", "uneven")),
     ],
 )
-def test_rows_have_the_reference_bytes(family: str, dim: int) -> None:
-    encoders = Encoders(ROWS[family], dim)
-    for codec, encoder in zip(encoders.codecs, encoders.encoders, strict=True):
-        for kind, dtype in enumerate(KINDS):
-            rows = hard_rows(dim, dtype, encoder.order > 1)
-            n = len(rows) // 2 - (kind == 0)  # an odd number of tokens: warps straddle heads
-            x = rows[: 2 * n].view(1, 2, n, dim)
-            at, page = ((0, 16), (13, 64), (37, 128))[kind]
-            encoders.check(codec, x, fitted(codec, x), first=[at], page=page, grid=1 + kind)
-
-
-@pytest.mark.parametrize(("family", "dim"), two_dims_in_turn(BLOCKS, (64, 96, 192)))
-def test_blocks_of_tokens_have_the_reference_bytes(family: str, dim: int) -> None:
-    encoders = Encoders([x for x in BLOCKS[family] if dim <= 256 or not getattr(x, "hybrid", False)], dim)
-    for codec in encoders.codecs:
+def test_hard_numbers_have_the_reference_bytes(family: str, dim: int) -> None:
+    """Rows, and channels of tokens that share a scale; in pages of any size, from any slot."""
+    codecs = [x for x in (ROWS | BLOCKS)[family] if dim <= 256 or not getattr(x, "hybrid", False)]
+    encoders = Encoders(codecs, dim)
+    for codec, encoder in zip(codecs, encoders.encoders, strict=True):
         unit = codec.block_tokens
         for kind, dtype in enumerate(KINDS):
-            x = token_rows(dim, dtype, -(-120 // dim) + 1, unit).unsqueeze(0)
-            at, page = (0, 1, 3)[kind] * unit, unit * (1, 2, 4)[kind]
+            if unit > 1:
+                x = token_rows(dim, dtype, -(-120 // dim) + 1, unit).unsqueeze(0)
+                at, page = (0, 1, 3)[kind] * unit, unit * (1, 2, 4)[kind]
+            else:
+                rows = hard_rows(dim, dtype, encoder.order > 1)
+                n = len(rows) // 2 - (kind == 0)  # an odd number of tokens: warps straddle heads
+                x, at, page = rows[: 2 * n].view(1, 2, n, dim), (0, 13, 37)[kind], (16, 64, 128)[kind]
             encoders.check(codec, x, fitted(codec, x), first=[at], page=page, grid=1 + kind)
 
 
@@ -447,71 +438,6 @@ def test_appends_grids_strides_and_orders_of_threads_do_not_show() -> None:
             encoders.check(codec, x, first=[0, 32], page=32, columns=3, seed=seed)
 
 
-@dataclass(frozen=True)
-class Rounded(Codec):
-    """What ``ROUNDED_ROW`` does: planes of whole words, of half words and of bytes."""
-
-    def layout(self, head_dim: int) -> Layout:
-        fields = (Field("codes", "uint8", (head_dim,)), Field("ends", "float16", (3,)), Field("low", "uint8", (3,)))
-        return Layout(head_dim, 1, fields, nominal_bits=8.0)
-
-    def to_code(self, x: Tensor, params: Params) -> Tensor:
-        return block_hadamard(x * params["norm"].unsqueeze(2), power_of_two_divisor(x.shape[-1]))
-
-    def encode(self, x: Tensor, params: Params) -> Payload:
-        codes = (x + params["table"][:, :, None, :1]).round().clamp(-128, 127).to(torch.int8).view(torch.uint8)
-        ends = x[..., [0, 31, x.shape[-1] - 1]].half()
-        return {"codes": codes, "ends": ends, "low": ends.view(torch.uint8)[..., ::2]}
-
-    def decode(self, payload: Payload, params: Params) -> Tensor:
-        raise NotImplementedError
-
-
-ROUNDED_ROW = """
-namespace kv {
-template <int D> struct Rounded {
-  KV_CONST int DIM = D, TEAM = 32, PLANES = 3, SCRATCH = 12;
-  KV_FUNCTION int plane_bytes(int p) { return p == 0 ? D : p == 1 ? 6 : 3; }
-  KV_DEV static void row(const float (&y)[D / 32], int lane, const uint8_t* tables, uint8_t* out, uint8_t* scratch) {
-    float* ends = (float*)scratch;
-    if (lane == 0) ends[0] = y[0];
-    if (lane == 31) ends[1] = y[0], ends[2] = y[D / 32 - 1];
-    for (int i = 0; i < D / 32; i++) {
-      float q = minimum(maximum(round_even(add(y[i], *(const float*)tables)), -128.0f), 127.0f);
-      out[lane + 32 * i] = (uint8_t)(int)q;
-    }
-    sync_warp();
-    if (lane < 3) {
-      uint16_t bits = half_bits(ends[lane]);
-      ((uint16_t*)(out + row_offset<Rounded>(1)))[lane] = bits;
-      out[row_offset<Rounded>(2) + lane] = (uint8_t)bits;
-    }
-    sync_warp();
-  }
-};
-}
-"""
-
-
-@pytest.mark.parametrize("dim", [96, 128, *(pytest.param(d, marks=pytest.mark.wide) for d in (64, 192, 256))])
-def test_rows_shared_by_a_whole_warp(dim: int) -> None:
-    own = Encoder(
-        f"kv::Rounded<{dim}>", "encode_saw.cuh", factor="norm", order=power_of_two_divisor(dim),
-        tables=lambda params: params["table"][0].contiguous().view(torch.uint8),
-    )  # fmt: skip
-    codec = Rounded()
-    encoders = Encoders([codec], dim, own, ROUNDED_ROW)
-    g = torch.Generator().manual_seed(9)
-    signs = torch.randint(0, 2, (1, 3, dim), generator=g).float() * 2 - 1
-    params = {"norm": signs, "table": torch.randn(1, 3, 2, generator=g)}
-    for dtype in KINDS:
-        x = (torch.randn(2, 3, 7, dim, generator=g) * 40).half().to(dtype)
-        for seed in (0, 1):
-            encoders.check(codec, x, params, first=[14, 3], columns=2, seed=seed, grid=2)
-        x[1, 2, 4, dim - 1] = float("nan")
-        encoders.check(codec, x, params, first=[0, 9], columns=1, grid=1, bad=1)
-
-
 SEARCH = """
 #include "encode_sums.cuh"
 KV_KERNEL void guess(const uint8_t* table, const float* u, int n, int32_t* code) {{
@@ -581,14 +507,6 @@ def test_hqmq_ties(most: int, monkeypatch: pytest.MonkeyPatch) -> None:
         assert torch.equal(codes.long(), (scores == scores.amax(1, keepdim=True)).int().argmax(1))
 
 
-def test_hqmq_cells_without_room(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Cells that have no list, and vectors anywhere in those that have one."""
-    codec = Hqmq(48, 3)
-    encoders = Encoders([codec], 64)
-    monkeypatch.setattr("packedkv.kernels.codecs.hqmq.MOST_PAIRS", 2)
-    encoders.check(codec, random_rows(61, 64).half())
-
-
 @pytest.mark.parametrize("count", [24, 192])
 def test_hqmq_lists_hold_every_winner(count: int) -> None:
     secondary = torch.stack([random_units(count, torch.Generator().manual_seed(count + head)) for head in range(2)])
@@ -614,134 +532,3 @@ def test_hqmq_lists_hold_every_winner(count: int) -> None:
             assert rivals[found[inside], best[inside]].all()
     assert rivals.sum(1).max() <= 2 * MOST_PAIRS
     assert ((rivals.sum(1) + 1) // 2).sum() <= PAIRS[count]
-
-
-ROW_BUDGETS = {
-    # instructions a row of 128 channels, loads and stores included: 64k tokens of 4 heads, keys and values, are 524288
-    # rows, and 132 SMs issue 290 of each in 164 us
-    "Role<EncodeGroupInt<128, 4, 0, false>>": 90,
-    "Role<EncodeGroupInt<128, 2, 32, false>>": 100,
-    "Role<EncodeGroupInt<128, 3, 32, false>>": 100,
-    "Role<EncodeGroupInt<128, 8, 0, true>>": 90,
-    "Role<EncodeSaw<128>>": 87,
-    "Role<EncodeSaw<128>, 128>": 155,
-    "Role<EncodeFp8<128, true>>": 75,
-    "Role<EncodeUltraquant<128, 0x3fc3f7ced916872bull>>": 97,
-    "Role<EncodeUltraquant<128, 0x3fc3f7ced916872bull>, 128>": 165,
-    "Role<EncodeInnerq<128, 3, LITERAL>, 1, FACTOR_INVERSE>": 107,
-    "EncodeTokensInt<128, 2, 32, false>": 105,
-    "EncodeTokensInnerq<128, 3, LITERAL, false>": 100,
-    "EncodeTokensInnerq<128, 2, LITERAL, true>": 220,
-}
-
-
-def _sources() -> str:
-    lines = [f'#include "encode_{name}.cuh"' for name in ("saw", "fp8", "ultraquant", "innerq", "blocks")]
-    lines.append("using namespace kv;")
-    for i, kind in enumerate(ROW_BUDGETS):
-        role = kind.startswith("Role")
-        call, threads = ("encode_side", "ENCODE_THREADS") if role else ("encode_blocks", f"T{i}::THREADS")
-        lines.append(f"using T{i} = {kind};")
-        lines.append(
-            f"KV_KERNEL void KV_BOUNDS({threads}, 1) kernel_{i}(KV_GRID_CONSTANT EncodeArgs args) "
-            f"{{ {call}<T{i}>(args, args.key); }}"
-        )
-    return "\n".join(lines)
-
-
-@pytest.mark.parametrize("arch", [90, *(pytest.param(arch, marks=pytest.mark.wide) for arch in (80, 100))])
-def test_machine_code_of_rows_and_blocks(arch: int) -> None:
-    kernels = compile_kernels(_sources(), arch, fma=False)
-    assert len(kernels) == len(ROW_BUDGETS)
-    for i, (kind, budget) in enumerate(ROW_BUDGETS.items()):
-        kernel = kernels[f"kernel_{i}"]
-        assert not kernel.spills(), kind
-        assert kernel.stack == 0, kind
-        assert kernel.registers <= 128, kind
-        if arch == 80:  # fp8 has no instruction there, and the rest is of no other make
-            continue
-        # a way around the loop stores codes; a warp does four rows, eight warps do the 32 of a block
-        stores = 1 if "Fp8" in kind else 4
-        ways = [len(loop.shortest("STG", stores)) / 4 for loop in kernel.loops_with("LDG", "STG")]
-        assert ways, kind
-        assert max(ways) <= budget, f"{kind}: {max(ways)} instructions a row"
-
-
-TABLE_BUDGETS = {TurboQuant(4): 1000, Octopus(5, 3): 1700, Hqmq(96, 4): 1500}
-"""Instructions of a warp for four rows where fp32 decides, loops as often as random rows need; head_dim 128, sm_90."""
-TIMES = {Octopus(5, 3): 6, Hqmq(96, 4): 6}
-"""Turns of inner loops: six runs of eight triplets; twelve products, the longest list of 32 random chunks."""
-
-
-@pytest.mark.parametrize(("codec", "arch"), architectures_in_turn(TABLE_BUDGETS))
-def test_machine_code_of_tables(codec: Codec, arch: int) -> None:
-    encoder = encoder_of(codec, 128, "key")
-    assert encoder is not None
-    factor = "kv::FACTOR_TIMES" if encoder.factor else "kv::FACTOR_NONE"
-    source = f"""
-        #include "{encoder.header}"
-        KV_KERNEL void KV_BOUNDS(kv::TABLE_THREADS, 1) kv_encode(KV_GRID_CONSTANT kv::EncodeArgs a) {{
-          using R = kv::Role<{encoder.type}, {encoder.order}, {factor}>;
-          kv::encode_with_table<R>(a, kv::block_z() ? a.value : a.key);
-        }}
-    """
-    kernel = compile_kernels(source, arch, fma=False)["kv_encode"]
-    assert not kernel.spills()
-    assert kernel.stack == 0
-    assert kernel.registers <= (160 if arch == 120 else 128)  # two blocks of 256 threads; on sm_120 one
-    if arch != 90:
-        return
-    rows = max(
-        (loop for loop in kernel.loops if "LDGSTS" not in map(opcode, loop.code)), key=lambda loop: len(loop.code)
-    )
-    inner = [loop for loop in kernel.loops if loop.blocks < rows.blocks]
-    stores = sum(opcode(x) == "STG" for x in rows.code)
-    count = len(rows.shortest("STG", stores))
-    if isinstance(codec, Octopus):
-        count += TIMES[codec] * len(max((loop.shortest("LDS", 10) for loop in inner if _has(loop, 10)), key=len))
-    if isinstance(codec, Hqmq):
-        lists = [loop for loop in inner if {"HADD2", "DFMA"} & set(map(opcode, loop.code)) == {"HADD2"}]
-        assert len(lists) == 4
-        count += sum(TIMES[codec] * len(loop.code) for loop in lists)
-    print(f"{codec}: {count} instructions for four rows, {kernel.registers} registers")
-    assert count <= TABLE_BUDGETS[codec]
-
-
-@pytest.mark.parametrize("bits", [2, 3, 4.5])
-def test_ghost_tries_two_scales_with_few_instructions(bits: float) -> None:
-    encoder = encoder_of(Ghost(bits), 128, "key")
-    assert encoder is not None
-    kernel = compile_kernels(
-        f"""
-        #include "{encoder.header}"
-        KV_KERNEL void KV_BOUNDS(kv::TABLE_THREADS, {encoder.resident}) kv_encode(KV_GRID_CONSTANT kv::EncodeArgs a) {{
-          kv::encode_with_table<kv::Role<{encoder.type}, 1, kv::FACTOR_TIMES>>(a, kv::block_z() ? a.value : a.key);
-        }}
-        """,
-        fma=False,
-    )["kv_encode"]
-    assert not kernel.spills()
-    assert kernel.stack == 0
-    # 32 numbers, nine instructions each; those of the least cost and the next
-    assert len(kernel.loop_with("SHFL", "FMNMX").code) <= 360
-
-
-def _has(loop: Loop, loads: int) -> bool:
-    return sum(opcode(x) == "LDS" for x in loop.code) >= loads
-
-
-_PROGRAM = """
-#include "encode_blocks.cuh"
-using Block = kv::EncodeTokensInt<256, {bits}, 128, false>;
-KV_KERNEL void KV_BOUNDS(Block::THREADS, 1) encode(KV_GRID_CONSTANT kv::EncodeArgs a) {{
-  kv::encode_blocks<Block>(a, a.key);
-}}
-"""
-
-
-@pytest.mark.parametrize(("bits", "arch"), architectures_in_turn([4, 8, 3]))
-def test_groups_of_128_tokens_of_256_channels_stay_in_registers(bits: int, arch: int) -> None:
-    """512 threads have 128 registers each, and 64 numbers of a group."""
-    kernel = compile_kernels(_PROGRAM.format(bits=bits), arch, fma=False)["encode"]
-    assert kernel.spills() == []
-    assert kernel.stack == 0

@@ -1,8 +1,6 @@
 """FusedLayerCache on the CUDA engine against LayerCache, step by step; the kernels run on the emulated machine."""
 
-import copy
 import math
-import pickle
 from dataclasses import replace
 from typing import Any
 
@@ -19,7 +17,6 @@ from packedkv.codecs.octopus_qjl import OctopusQJL
 from packedkv.codecs.outliers import Med
 from packedkv.errors import ShapeError, UnsupportedError
 from packedkv.kernels.choose import choose, refusal
-from packedkv.kernels.codecs import fp8
 from packedkv.kernels.cuda.engine import CudaEngine
 from packedkv.scheme import KVScheme
 from packedkv.store.role import RoleState
@@ -69,7 +66,9 @@ WINDOWED = {
 }
 
 
-@pytest.mark.parametrize(("name", "capacity"), each_in_turn(WINDOWED, (0, 192)))
+@pytest.mark.parametrize(
+    ("name", "capacity"), each_in_turn(("kivi of 64", "kivi of 128", "innerq", "outliers"), (0, 192))
+)
 def test_a_cache_filled_in_any_way_attends_as_the_reference(name: str, capacity: int, machine: dict[str, Any]) -> None:
     k, v = rows(200)
     fused, reference = FusedLayerCache(WINDOWED[name], capacity=capacity), Reference(WINDOWED[name])
@@ -99,68 +98,8 @@ def test_a_cache_filled_in_any_way_attends_as_the_reference(name: str, capacity:
     fused.check()
 
 
-@pytest.mark.parametrize("capacity", [0, 128])
-def test_left_padding_beside_sink_and_window(capacity: int, machine: dict[str, Any]) -> None:
-    """Padding that ends in the sink, in the pages, in the window, and nowhere."""
-    k, v = rows(50)
-    made = scheme("int-8", 4, 6)
-    fused, reference = FusedLayerCache(made, capacity=capacity), Reference(made)
-    for cache in (fused, reference):
-        cache.append(k, v)
-    q = torch.randn(BATCH, 2, 1, DIM, generator=torch.Generator().manual_seed(4))
-    for start in ((0, 2), (4, 20), (44, 47), (49, 5)):
-        visible = torch.arange(50)[None, None, None] >= torch.tensor(start)[:, None, None, None]
-        got = fused.attend(q, start=torch.tensor(start, dtype=torch.int32))
-        torch.testing.assert_close(got, reference.attend(q, mask=visible), rtol=0, atol=4e-3)
-
-
-def test_a_static_cache_begins_again_with_new_constants(machine: dict[str, Any]) -> None:
-    """After a reset the norms are those of the next prefill, in the tensors that captured graphs know."""
-    made = scheme("innerq-base", 0, 4)
-    fused = FusedLayerCache(made, capacity=128)
-    for seed in (0, 1):
-        k, v = rows(60, seed)
-        k = k * (1 + 3 * seed)
-        reference = Reference(made)
-        fused.reset()
-        for cache in (fused, reference):
-            cache.append(k[:, :, :50], v[:, :, :50])
-            cache.append(k[:, :, 50:51], v[:, :, 50:51])
-        same(fused, reference)
-        assert isinstance(fused.engine, CudaEngine)
-        where = [x.data_ptr() for x in fused.engine.tensors()]
-        if seed == 0:
-            before = where
-    assert where == before
-
-
 PROMPT = [s for s in packedkv.presets() if packedkv.get(s).key.fit_tokens == 1]
-"""Without those that wait for more tokens than a first call may bring."""
-
-
-@pytest.mark.parametrize(("spec", "capacity"), each_in_turn(PROMPT, (0, 192)))
-def test_an_append_of_no_tokens_changes_nothing(spec: str, capacity: int, machine: dict[str, Any]) -> None:
-    """Before the first token and after it; constants that come from a prefill wait for it."""
-    if refusal(scheme(spec), DIM, CPU, static=capacity > 0):
-        pytest.skip("no kernels")
-    made, (k, v) = packedkv.get(spec).for_layer(8, 24), rows(70)
-    fused, plain = FusedLayerCache(made, capacity=capacity), FusedLayerCache(made, capacity=capacity)
-    fused.append(k[:, :, :0], v[:, :, :0])
-    assert len(fused) == 0
-    if fused.roles["key"].params is None or not capacity:
-        with pytest.raises(ShapeError, match="the cache is empty"):
-            fused.attend(k[:, :, :1])
-    for at, end in ((0, 66), (66, 66), (66, 67)):
-        fused.append(k[:, :, at:end], v[:, :, at:end])
-        if end > at:
-            plain.append(k[:, :, at:end], v[:, :, at:end])
-    for cache in (fused, plain):
-        cache.synchronize()
-    assert fused.store is not None
-    assert plain.store is not None
-    assert torch.equal(fused.store.pages, plain.store.pages)
-    for decoded, wanted in zip(fused.decode(), plain.decode(), strict=True):
-        assert torch.equal(decoded, wanted)
+"""Presets that encode from the first token on."""
 
 
 @pytest.mark.parametrize("name", ["kivi", "hqmq", "sinks"])
@@ -182,18 +121,6 @@ def test_a_static_cache_is_filled_again_without_reading_lengths(
     same(fused, reference)
 
 
-def test_a_static_cache_goes_on_after_a_first_append_that_did_not_fit(machine: dict[str, Any]) -> None:
-    k, v = rows(300)
-    fused, reference = FusedLayerCache(WINDOWED["sinks"], capacity=128), Reference(WINDOWED["sinks"])
-    with pytest.raises(ShapeError, match="do not fit"):
-        fused.append(k, v)
-    assert len(fused) == 0
-    for at in range(9):
-        for cache in (fused, reference):
-            cache.append(k[:, :, at : at + 1], v[:, :, at : at + 1])
-    same(fused, reference)
-
-
 def test_a_full_static_cache_with_a_window_says_so(machine: dict[str, Any]) -> None:
     k, v = rows(100)
     cache = FusedLayerCache(scheme("int-8", 0, 3), capacity=64)
@@ -205,55 +132,6 @@ def test_a_full_static_cache_with_a_window_says_so(machine: dict[str, Any]) -> N
         cache.check()
     with pytest.raises(ShapeError, match="do not fit"):
         FusedLayerCache(scheme("int-8", 0, 3), capacity=64).append(k, v)
-
-
-def test_copies_go_on_by_themselves(machine: dict[str, Any]) -> None:
-    k, v = rows(40)
-    made = scheme("turboquant-3")
-    fused, reference = FusedLayerCache(made), Reference(made)
-    for cache in (fused, reference):
-        cache.append(k[:, :, :30], v[:, :, :30])
-    for other in (copy.deepcopy(fused), pickle.loads(pickle.dumps(fused))):
-        other.append(k[:, :, 30:], v[:, :, 30:])
-        assert len(other) == 40
-    same(fused, reference)
-
-
-def test_layers_with_a_dense_role_are_served_too(machine: dict[str, Any]) -> None:
-    k, v = rows(40)
-    for key, value in ((Dense(), packedkv.get("octopus-3").value), (Dense(), Dense())):
-        made = KVScheme(key=key, value=value, window=3)
-        for x, y in ((k, v), (k.bfloat16(), v.bfloat16())):
-            fused, reference = FusedLayerCache(made), Reference(made)
-            for cache in (fused, reference):
-                cache.append(x, y)
-            same(fused, reference)
-
-
-def test_what_has_no_encoder_is_encoded_by_the_reference(machine: dict[str, Any], monkeypatch: Any) -> None:
-    made = scheme("fp8", 0, 2)
-    monkeypatch.delattr(fp8, "encoder")
-    k, v = rows(20)
-    fused, reference = FusedLayerCache(made), Reference(made)
-    for at in range(0, 20, 10):
-        for cache in (fused, reference):
-            cache.append(k[:, :, at : at + 10], v[:, :, at : at + 10])
-    same(fused, reference)
-    assert fused.kernels() == {"decode": "cuda", "encode.key": "torch", "encode.value": "torch"}
-    assert packedkv.description.kernels_for(made) == {"encode": "none", "decode": "cuda"}
-    with pytest.raises(UnsupportedError, match="would synchronise in every step; leave max_len out"):
-        FusedLayerCache(made, capacity=64).append(k, v)
-
-
-def test_a_crop_into_an_encoded_block_is_refused(machine: dict[str, Any]) -> None:
-    k, v = rows(80)
-    cache = FusedLayerCache(scheme("kivi-2", 0, 2))
-    cache.append(k, v)
-    with pytest.raises(UnsupportedError, match=r"crop\(40\) cuts a block of 32 tokens.*crop to 32"):
-        cache.crop(40)
-    cache.crop(66)
-    cache.crop(32)
-    assert len(cache) == 32
 
 
 def test_refusals_name_the_reason() -> None:
@@ -277,8 +155,8 @@ def test_an_amd_gpu_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
         )
 
 
-@pytest.mark.parametrize("size", [66_000.0, -3e5, 1.5e6])
-@pytest.mark.parametrize("spec", ["saw-int4", "int-4", "int-8"])
+@pytest.mark.parametrize("size", [66_000.0, -3e5])
+@pytest.mark.parametrize("spec", ["saw-int4", "int-8"])
 def test_a_token_beyond_fp16_is_flagged(spec: str, size: float, machine: dict[str, Any]) -> None:
     """A decode step does not stop for a number that no codec holds: the row is zeros, and ``check`` says so."""
     for place in range(2):
@@ -296,19 +174,17 @@ def test_a_token_beyond_fp16_is_flagged(spec: str, size: float, machine: dict[st
         assert (cache.decode()[place][:, 0, 3] == 0).all(-1).tolist() == [False, True]
 
 
-@pytest.mark.parametrize("spec", packedkv.presets())
-def test_kernels_are_listed_as_they_are_chosen(spec: str, machine: dict[str, Any]) -> None:
+def test_kernels_are_listed_as_they_are_chosen(machine: dict[str, Any]) -> None:
     """What `packedkv list` says of a preset is what a cache would use on a GPU."""
-    made = packedkv.get(spec)
-    listed = packedkv.describe(spec)["kernels"]
-    if listed["decode"] == "cuda":
-        engine = choose(made, 128, CPU)
-        assert {engine.written_by(role) for role in ROLES} == {listed["encode"]}
-        for layer in range(4):
-            assert isinstance(choose(made.for_layer(layer, 4), 128, CPU), CudaEngine)
-    else:
-        assert listed == {"encode": "none", "decode": "none"}
-        assert refusal(made, 128, CPU)
+    for spec in packedkv.presets():
+        made, listed = packedkv.get(spec), packedkv.describe(spec)["kernels"]
+        if listed["decode"] == "cuda":
+            engine = choose(made, 128, CPU)
+            assert {engine.written_by(role) for role in ROLES} == {listed["encode"]}, spec
+            assert all(isinstance(choose(made.for_layer(i, 4), 128, CPU), CudaEngine) for i in range(4)), spec
+        else:
+            assert listed == {"encode": "none", "decode": "none"}, spec
+            assert refusal(made, 128, CPU), spec
 
 
 @pytest.mark.parametrize("name", ["innerq", "octopus", "hqmq"])

@@ -3,7 +3,6 @@
 import json
 import multiprocessing
 import os
-import random
 import signal
 import time
 from collections.abc import Iterator
@@ -11,10 +10,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from tests.kernels import gpu_cases
-from tests.kernels.gpu_cases import Combination, Programs, bad, decode_case, gathered, report, truth
+from tests.kernels.gpu_cases import Combination, Programs, bad, decode_case, gathered, report
 
 CASE = Combination("int-4", 64, 64)
 PAIRS = {"int-4": 0, "ghost-4:bits=2.5": 32, "ghost-4:transform=klt": 32}
@@ -53,40 +51,6 @@ def test_ghost_of_any_bits_without_its_mean(spec: str, machine: Any) -> None:
     rows = [decode_case(Combination(spec, 64, 32), seed, "cpu") for seed in range(24 if "klt" in spec else 4)]
     assert not any(map(bad, rows))
     assert "klt" not in spec or any("prefill" in row for row in rows)
-
-
-@pytest.mark.wide
-@pytest.mark.usefixtures("_short")
-@pytest.mark.parametrize("pairs", [0, 32])
-@pytest.mark.parametrize("spec", ["saw-int4", "int-2", "int-4", "int-8", "fp8", "turboquant-4", "dense"])
-def test_heads_of_80_channels(spec: str, pairs: int, machine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert machine == {}
-    monkeypatch.setattr(gpu_cases, "of_programs", lambda c: Programs([2], 0.0, 1, 2, pairs))
-    rows = [decode_case(Combination(spec, 80, 32), seed, "cpu") for seed in range(12)]
-    assert not any(map(bad, rows))
-
-
-def test_pairs_with_a_mean_are_as_many_as_kernels_hold() -> None:
-    """Of 80 channels, 48 for 40 pairs: a case that asks for another number ends before anything is launched."""
-    for c in gpu_cases.combinations(["int-2", "int-8", "saw-int4", "turboquant-4", "turboquant-2"]):
-        programs, rng, gen = gpu_cases.of_programs(c), random.Random(0), torch.Generator().manual_seed(0)
-        if programs.pairs:
-            assert gpu_cases.mean_of(programs.pairs, c.dim, rng, gen, 1, 2, 64).held.pairs == programs.pairs
-
-
-def test_truth_of_heads_that_share_keys_is_that_of_each_alone() -> None:
-    q, k, v = torch.randn(6, 2, 8), torch.randn(2, 5, 8), torch.randn(2, 5, 8)
-    hidden, sinks = torch.tensor([[0, 0, 0, 0, 1], [0, 0, 0, 0, 0]]).bool(), torch.randn(6)
-    together = truth(q, k, v, 0.3, 30.0, sinks, hidden)
-    for i in range(6):
-        alone = truth(q[i : i + 1], k[i // 3 : i // 3 + 1], v[i // 3 : i // 3 + 1], 0.3, 30.0, sinks[i : i + 1], hidden)
-        torch.testing.assert_close(together[i], alone[0])
-    s = torch.cat([30 * torch.tanh(q[4].double() @ k[1].double().T * 0.3 / 30), sinks[4].double().expand(2, 1)], 1)
-    p = s.masked_fill(torch.nn.functional.pad(hidden, (0, 1)), -torch.inf).softmax(-1)[:, :5]
-    torch.testing.assert_close(together[4], p @ v[1].double())
-    nothing = truth(q, k[:, :0], v[:, :0], 0.3, 0.0, None)
-    assert torch.equal(nothing, torch.zeros(6, 2, 8, dtype=torch.float64))
-    assert torch.equal(truth(q, k[:, :0], v[:, :0], 0.3, 0.0, sinks), nothing)
 
 
 def _fake(job: str) -> Iterator[str]:

@@ -1,10 +1,8 @@
 """What the host does around the CUDA kernels: compiled programs in the cache, structs, launch constants, refusals."""
 
 import ctypes
-import os
 import pathlib
 import re
-import threading
 from collections.abc import Iterator
 from typing import Any
 
@@ -12,12 +10,12 @@ import pytest
 import torch
 
 import packedkv
-from packedkv.codec import ROLES, Codec, Params, Role
+from packedkv.codec import ROLES, Codec, Role
 from packedkv.codecs.group_int import GroupInt
 from packedkv.codecs.saw_int4 import SawInt4
-from packedkv.errors import ShapeError, SpecError, UnsupportedError
+from packedkv.errors import ShapeError, UnsupportedError
 from packedkv.kernels import spec as specs
-from packedkv.kernels.constants import Constants, constants_for
+from packedkv.kernels.constants import Constants
 from packedkv.kernels.cuda import arguments, build, encode, launch
 from packedkv.kernels.cuda import decode as attention
 from packedkv.kernels.cuda.build import Program
@@ -99,15 +97,6 @@ def test_a_program_is_kept_by_all_it_is_made_of(sources: Program) -> None:
         build.included(sources._replace(source='#include "gone.cuh"\n'))
 
 
-def test_a_copy_of_the_package_elsewhere_finds_the_same_programs(sources: Program, tmp_path: pathlib.Path) -> None:
-    other = tmp_path / "other"
-    other.mkdir()
-    for name in ("a.cuh", "b.cuh"):
-        (other / name).write_bytes((tmp_path / name).read_bytes())
-    moved = sources._replace(folders=(str(other),))
-    assert build.cache_key(moved, "sm_90") == build.cache_key(sources, "sm_90")
-
-
 def test_damaged_programs_are_not_taken_from_the_cache(tmp_path: pathlib.Path) -> None:
     path = tmp_path / "deep" / "x.cubin"
     assert build.read_cached(path) is None
@@ -123,25 +112,6 @@ def test_damaged_programs_are_not_taken_from_the_cache(tmp_path: pathlib.Path) -
     blocked = tmp_path / "file"
     blocked.write_text("")
     build.write_cached(blocked / "x.cubin", b"code")  # no folder can be made there: only slower
-
-
-def test_writers_at_once_leave_one_whole_program(tmp_path: pathlib.Path) -> None:
-    path = tmp_path / "x.cubin"
-    contents = [bytes([i]) * 100_000 for i in range(8)]
-    seen: list[bytes | None] = []
-
-    def write(i: int) -> None:
-        for _ in range(20):
-            build.write_cached(path, contents[i])
-            seen.append(build.read_cached(path))
-
-    threads = [threading.Thread(target=write, args=(i,)) for i in range(8)]
-    for t in threads:
-        t.start()
-    for t in threads:
-        t.join()
-    assert all(x in contents for x in seen)
-    assert [p.name for p in tmp_path.iterdir()] == ["x.cubin"]
 
 
 def test_a_program_is_compiled_once(
@@ -161,56 +131,6 @@ def test_a_program_is_compiled_once(
     for arch in ("sm_90", "sm_80"):
         assert build.compile_program(sources, arch) == arch.encode()
     assert len(compiled) == 3
-
-
-@pytest.mark.parametrize("arch", ["sm_80", "sm_90", "sm_100"])
-def test_nvrtc_compiles_what_the_operators_ask_for(
-    arch: str, monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path
-) -> None:
-    pytest.importorskip("cuda.core", reason="cuda-core is not installed")
-    pytest.importorskip("cuda.bindings.nvrtc", reason="cuda-bindings is not installed")
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    try:
-        build.compiler_version()
-    except UnsupportedError as error:
-        pytest.skip(str(error))
-    pair = specs.decode_spec(SAW.key, SAW.value, 128, 64)
-    config = launch.config_for(pair, 4, 65536, launch.H200)
-    code = build.compile_program(attention.program(pair, config), arch)
-    assert code.startswith(b"\x7fELF")
-    assert b"kv_decode" in code
-    assert b"kv_combine" in code
-    with pytest.raises(Exception, match="static assertion failed"):
-        build.compile_program(Program('#include "decode.cuh"\nstatic_assert(sizeof(kv::DecodeArgs) == 1, "no");'), arch)
-
-
-@pytest.mark.parametrize(("spec", "splits"), [("saw-int4", [8, 32, 33, 33]), ("kivi-4", [8, 24, 33, 33])])
-def test_a_short_sequence_is_split_less(spec: str, splits: list[int]) -> None:
-    """Where a warp has one tile at most, and a CTA more costs tables, or the place of the unfinished block's."""
-    made = packedkv.get(spec)
-    pair = specs.decode_spec(made.key, made.value, 128, 64)
-    tokens = (2048, 8192, 16384, 65536)
-    assert [launch.config_for(pair, 4, capacity, launch.H200).splits for capacity in tokens] == splits
-
-
-@pytest.mark.parametrize(
-    ("spec", "wanted"),
-    [
-        ("saw-int4", (32, 1, 8)),
-        ("octopus-2", (64, 1, 8)),
-        ("octopus-4", (32, 1, 8)),
-        ("hqmq-s24_r3", (32, 2, 8)),
-        ("hqmq-s48_r4", (32, 1, 8)),
-        ("hqmq-s192_r4", (16, 2, 8)),
-    ],
-)
-def test_many_short_sequences_go_to_eight_teams(spec: str, wanted: tuple[int, int, int]) -> None:
-    """128 x 1,024 tokens, 8 KV heads: eight pieces for a multiprocessor, in one round; tile, warps, teams."""
-    made = packedkv.get(spec)
-    pair = specs.decode_spec(made.key, made.value, 128, 64)
-    config = launch.config_for(pair, 1024, 1024, launch.H200, heads=4)
-    assert (config.tile, config.warps, config.teams) == wanted
-    assert launch.shared_bytes(pair, config, heads=4) <= launch.H200.shared_block
 
 
 # -- refusals --------------------------------------------------------------------------------------------------------
@@ -239,70 +159,58 @@ def test_what_is_missing_is_said(monkeypatch: pytest.MonkeyPatch, tmp_path: path
         build._core()
 
 
-def _q(**changes: Any) -> dict[str, Any]:
+def decode_call(**changes: Any) -> None:
+    """Decode attention of two sequences with consistent arguments, but for ``changes``."""
     pair = specs.decode_spec(SAW.key, SAW.value, 64, 64)
-    side = Constants(None, None, 64)
     pages, table = torch.zeros(3, 2, pair.tile_bytes(64), dtype=torch.uint8), torch.zeros(2, 1, dtype=torch.int32)
-    tokens = StepTokens(pages, table, torch.zeros(2, dtype=torch.int32))
+    tokens, side = StepTokens(pages, table, torch.zeros(2, dtype=torch.int32)), Constants(None, None, 64)
     given = {"q": torch.zeros(2, 4, 1, 64), "spec": specs.text_of(pair), "key": side, "value": side}
-    return {
-        **(given | {name: x for name, x in changes.items() if name in given}),
-        "tokens": tokens._replace(**{name: x for name, x in changes.items() if name in tokens._fields}),
-        "rules": Rules(1.0, sinks=changes.get("sinks")),
-    }
+    given |= {name: x for name, x in changes.items() if name in given}
+    tokens = tokens._replace(**{name: x for name, x in changes.items() if name in tokens._fields})
+    attention.decode_attention(**given, tokens=tokens, rules=Rules(1.0, sinks=changes.get("sinks")))
+
+
+def encode_call(**changes: Any) -> None:
+    """Keys of two sequences to their pages with consistent arguments, but for ``changes``."""
+    target = specs.EncodeSpec(specs.Encoder("kv::EncodeSaw<64>", "encode_saw.cuh"), None, 64, 64, 4608, 0, 2304)
+    pages, table = torch.zeros(3, 2, 4608, dtype=torch.uint8), torch.zeros(2, 1, dtype=torch.int32)
+    given = {"keys": torch.zeros(2, 2, 3, 64), "values": None, "pages": pages, "table": table}
+    given |= {"first": torch.zeros(2, dtype=torch.int32), "spec": specs.text_of(target)}
+    given |= dict.fromkeys(("key", "value"), Constants(None, None, 1))
+    encode.encode_to_pages(**given | changes)
 
 
 @pytest.mark.parametrize(
-    ("changes", "error", "text"),
+    ("call", "changes", "error", "text"),
     [
-        ({}, UnsupportedError, "device cpu is not a CUDA GPU"),
-        ({"q": torch.zeros(2, 4, 2, 64)}, ShapeError, "one query token per sequence"),
-        ({"q": torch.zeros(2, 4, 1, 64, dtype=torch.float64)}, ShapeError, "q is torch.float64"),
-        ({"q": torch.zeros(2, 4, 1, 128)}, ShapeError, "does not fit head_dim=64"),
-        ({"q": torch.zeros(2, 3, 1, 64)}, ShapeError, "must divide the query heads"),
-        ({"spec": "int-5"}, UnsupportedError, "is unknown"),
-        ({"pages": torch.zeros(3, 2, 64, dtype=torch.uint8)}, ShapeError, r"uint8 \[num_pages, H, 4608\] or longer is"),
-        ({"table": torch.zeros(2, 1, dtype=torch.int64)}, ShapeError, "table is torch.int64"),
-        ({"seq_lens": torch.zeros(3, dtype=torch.int32)}, ShapeError, "seq_lens 3; they must agree"),
-        ({"dense_k": torch.zeros(2, 2, 1, 64)}, ShapeError, "come together"),
+        (decode_call, {}, UnsupportedError, "device cpu is not a CUDA GPU"),
+        (decode_call, {"q": torch.zeros(2, 4, 2, 64)}, ShapeError, "one query token per sequence"),
+        (decode_call, {"q": torch.zeros(2, 4, 1, 128)}, ShapeError, "does not fit head_dim=64"),
+        (decode_call, {"q": torch.zeros(2, 3, 1, 64)}, ShapeError, "must divide the query heads"),
+        (decode_call, {"spec": "int-5"}, UnsupportedError, "is unknown"),
         (
-            {"dense_k": torch.zeros(2, 2, 1, 64), "dense_v": torch.zeros(2, 2, 1, 64).half()},
+            decode_call,
+            {"pages": torch.zeros(3, 2, 64, dtype=torch.uint8)},
             ShapeError,
-            "one floating dtype",
+            r"\[num_pages, H, 4608\] or longer",
         ),
-        ({"sinks": torch.zeros(3)}, ShapeError, "one per query head, 4"),
-        ({"key": Constants(None, torch.ones(3, 2, 64), 1)}, ShapeError, "constants are of 3 sequences"),
+        (decode_call, {"table": torch.zeros(2, 1, dtype=torch.int64)}, ShapeError, "table is torch.int64"),
+        (decode_call, {"seq_lens": torch.zeros(3, dtype=torch.int32)}, ShapeError, "seq_lens 3; they must agree"),
+        (decode_call, {"dense_k": torch.zeros(2, 2, 1, 64)}, ShapeError, "come together"),
+        (decode_call, {"sinks": torch.zeros(3)}, ShapeError, "one per query head, 4"),
+        (decode_call, {"key": Constants(None, torch.ones(3, 2, 64), 1)}, ShapeError, "constants are of 3 sequences"),
+        (encode_call, {}, UnsupportedError, "device cpu is not a CUDA GPU"),
+        (encode_call, {"values": torch.zeros(2, 2, 3, 64)}, UnsupportedError, "no kernel encodes these values"),
+        (encode_call, {"keys": torch.zeros(2, 2, 3, 32)}, ShapeError, r"\[2, 2, N, 64\] is needed"),
+        (encode_call, {"pages": torch.zeros(3, 2, 100, dtype=torch.uint8)}, ShapeError, "4608"),
+        (encode_call, {"first": torch.zeros(2)}, ShapeError, "first is torch.float32"),
     ],
 )
-def test_decode_refuses_what_does_not_fit(changes: dict[str, Any], error: type[Exception], text: str) -> None:
+def test_operators_refuse_what_does_not_fit(
+    call: Any, changes: dict[str, Any], error: type[Exception], text: str
+) -> None:
     with pytest.raises(error, match=text):
-        attention.decode_attention(**_q(**changes))
-
-
-def test_encode_refuses_what_does_not_fit() -> None:
-    target = specs.EncodeSpec(specs.Encoder("kv::EncodeSaw<64>", "encode_saw.cuh"), None, 64, 64, 4608, 0, 2304)
-    side = Constants(None, None, 1)
-    given = {
-        "keys": torch.zeros(2, 2, 3, 64),
-        "values": None,
-        "pages": torch.zeros(3, 2, 4608, dtype=torch.uint8),
-        "table": torch.zeros(2, 1, dtype=torch.int32),
-        "first": torch.zeros(2, dtype=torch.int32),
-        "spec": specs.text_of(target),
-        "key": side,
-        "value": side,
-    }
-    for changes, error, text in (
-        ({}, UnsupportedError, "device cpu is not a CUDA GPU"),
-        ({"spec": "?"}, UnsupportedError, "is unknown"),
-        ({"values": torch.zeros(2, 2, 3, 64)}, UnsupportedError, "no kernel encodes these values"),
-        ({"keys": torch.zeros(2, 2, 3, 32)}, ShapeError, r"\[2, 2, N, 64\] is needed"),
-        ({"keys": torch.zeros(2, 2, 3, 64).long()}, ShapeError, "torch.int64"),
-        ({"pages": torch.zeros(3, 2, 100, dtype=torch.uint8)}, ShapeError, "4608"),
-        ({"first": torch.zeros(2)}, ShapeError, "first is torch.float32"),
-    ):
-        with pytest.raises(error, match=text):
-            encode.encode_to_pages(**(given | changes))
+        call(**changes)
 
 
 # -- which codec has which kernel ------------------------------------------------------------------------------------
@@ -343,74 +251,24 @@ def test_a_codec_of_another_package_adds_itself(monkeypatch: pytest.MonkeyPatch)
     assert '#include "mine.cuh"' in made.source
 
 
-@pytest.mark.parametrize("spec", packedkv.presets())
-def test_every_header_and_layout_named_for_a_preset_is_there(spec: str) -> None:
-    scheme = packedkv.get(spec)
-    for role in ROLES:
-        codec = scheme.codec(role)
-        for find in (specs.reader, specs.encoder):
-            try:
-                found = find(codec, 128, role)
-            except UnsupportedError:
-                with pytest.raises(UnsupportedError, match=re.escape(str(codec))):
-                    find(codec, 128, role)
-                continue
-            assert pathlib.Path(found.folder, found.header).is_file(), found
-            assert found.block == codec.block_tokens
-    if packedkv.describe(spec)["kernels"]["decode"] == "cuda":
-        page = scheme.page_layout(128)
-        pair = specs.decode_spec(scheme.key, scheme.value, 128, page.page_tokens)
-        assert pair.tile_bytes(page.page_tokens) == page.page_bytes
-
-
-def test_a_tile_that_is_part_of_a_group_has_its_rows_and_all_of_the_scales() -> None:
-    pair = specs.decode_spec(GroupInt(4, 128, "tokens"), GroupInt(4, 128, "channels"), 128, 128)
-    for tokens in (32, 64, 128):
-        assert pair.tile_bytes(tokens) == tokens * 64 + 2 * 256 + tokens * (64 + 2 * 2)
+def test_every_header_and_layout_named_for_a_preset_is_there() -> None:
+    for spec in packedkv.presets():
+        scheme = packedkv.get(spec)
+        for role in ROLES:
+            codec = scheme.codec(role)
+            for find in (specs.reader, specs.encoder):
+                try:
+                    found = find(codec, 128, role)
+                except UnsupportedError:
+                    with pytest.raises(UnsupportedError, match=re.escape(str(codec))):
+                        find(codec, 128, role)
+                    continue
+                assert pathlib.Path(found.folder, found.header).is_file(), found
+                assert found.block == codec.block_tokens, spec
+        if packedkv.describe(spec)["kernels"]["decode"] == "cuda":
+            page = scheme.page_layout(128)
+            pair = specs.decode_spec(scheme.key, scheme.value, 128, page.page_tokens)
+            assert pair.tile_bytes(page.page_tokens) == page.page_bytes, spec
 
 
 # -- launch constants ------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(("batch", "tokens", "splits"), [(1, 65536, (16, 15)), (2, 8192, (16, 7)), (8, 8192, (4, 4))])
-def test_dense_tokens_that_join_with_factors_have_a_block_where_there_are_many(
-    batch: int, tokens: int, splits: tuple[int, int]
-) -> None:
-    scheme = packedkv.get("ghost-4")
-    pair = specs.decode_spec(scheme.key, scheme.value, 128, 64)
-    q, table = torch.zeros(batch, 32, 1, 128), torch.zeros(batch, tokens // 64, dtype=torch.int32)
-    text = specs.text_of(pair)
-    assert tuple(attention.splits_of(text, q, 8, table, dense) for dense in (False, True)) == splits
-
-
-def test_constants_become_what_the_kernels_take() -> None:
-    heads, dim = 3, 64
-    norm = torch.rand(2, heads, dim) + 0.5
-    side = specs.Reader("kv::X", "x.cuh", factor="norm", order=4)
-    params: Params = {"norm": norm.double()}
-    found = constants_for(side, params, heads, dim)
-    assert found.tables is None
-    assert found.order == 4
-    assert torch.equal(found.factor, norm)
-    one = constants_for(side, {"norm": norm[:1, :1]}, heads, dim).factor
-    assert one.shape == (1, heads, dim)
-    assert one.is_contiguous()
-    wrong = specs.Reader("kv::X", "x.cuh", tables=lambda params: torch.zeros(2, 8, dtype=torch.uint8))
-    with pytest.raises(UnsupportedError, match=r"expected uint8 \[3 or 1, bytes\]"):
-        constants_for(wrong, params, heads, dim)
-    for held, returns in ((params, "'norm'"), ({}, "none")):
-        with pytest.raises(
-            UnsupportedError, match=f"kv::Y wants the constant 'signs'; its codec's fit returns {returns}"
-        ):
-            constants_for(specs.Reader("kv::Y", "y.cuh", factor="signs"), held, heads, dim)
-
-
-def test_a_reader_with_look_up_tables_says_what_fills_them() -> None:
-    with pytest.raises(SpecError, match=r"kv::X: shared=512 needs tables, .* computes=True where fill computes them"):
-        specs.Reader("kv::X", "x.cuh", shared=512)
-    specs.Reader("kv::X", "x.cuh", shared=512, computes=True)
-    specs.Reader("kv::X", "x.cuh", shared=512, tables=lambda params: params["levels"])
-
-
-def test_the_sources_are_installed() -> None:
-    assert os.path.isdir(build.CSRC)

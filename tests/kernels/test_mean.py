@@ -4,6 +4,7 @@ What is checked of an operator is a function of the device: on the emulated mach
 """
 
 import importlib
+import itertools
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -14,25 +15,31 @@ from torch import Tensor
 import packedkv
 from packedkv.codec import ROLES, Params, Role
 from packedkv.codecs.saw_int4 import SawInt4
-from packedkv.errors import ShapeError, UnsupportedError
 from packedkv.kernels import spec as specs
 from packedkv.kernels.constants import Constants, constants_for
 from packedkv.kernels.cuda import basis, encode, launch, prefill
 from packedkv.kernels.cuda import decode as attention
 from packedkv.kernels.cuda.engine import CudaEngine
-from packedkv.kernels.mean import MOST_POSITIONS, KeyMean, key_mean
+from packedkv.kernels.mean import MOST_POSITIONS, KeyMean
 from packedkv.kernels.tokens import Rules, StepTokens
 from packedkv.ops.rope import Rotary
 from packedkv.store.pages import PageStore
 from packedkv.store.site import LayerSite
 from tests.kernels.decode_cases import Case, Geometry, Means, check, check_all, each_in_turn
-from tests.kernels.offline import architectures_in_turn, compile_kernels, mix
 from tests.kernels.test_basis import into_codes
 from tests.kernels.test_operators import fill, reference, target_of
 from tests.kernels.test_prefill import attended, far
 
 SAW = SawInt4()
-CPU, LAST = torch.device("cpu"), MOST_POSITIONS
+LAST = MOST_POSITIONS
+
+
+@pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def device(request: pytest.FixtureRequest) -> torch.device:
+    """The emulated machine, and a GPU, where tests reach the last position that there may be."""
+    if request.param == "cpu":
+        request.getfixturevalue("machine")
+    return torch.device(request.param)
 
 
 # -- the term of the scores --------------------------------------------------------------------------------------------
@@ -133,33 +140,25 @@ def layer_of(spec: str, dim: int, lens: list[int], means: Means, device: torch.d
     )  # fmt: skip
 
 
-def check_reader(spec: str, dim: int, means: Means, device: torch.device, config: launch.Config | None = None) -> None:
-    """Decode attention of two sequences against float64 over keys with their mean."""
-    lens = [75, 33]
-    layer = layer_of(spec, dim, lens, means, device)
-    q = torch.randn(2, 6, 1, dim, generator=torch.Generator().manual_seed(8))
-    got, lse = layer.attend(q, lens, config=config)
-    want, want_lse = reference(q, layer.whole, layer.values, None, lens, [0, 0], None, 0.0)
-    torch.testing.assert_close(got.double(), want, rtol=0, atol=8e-3)
-    torch.testing.assert_close(lse.double(), want_lse, rtol=0, atol=8e-3)
-
-
+BLOCK = launch.Config(32, 2, 2, 1, 1)
 NEAR = Means((100_000, 3), size=3.0)
 
 
-@pytest.mark.parametrize(("spec", "dim"), each_in_turn(READERS, (64, 128)))
-def test_every_reader_gets_the_mean_back(spec: str, dim: int, machine: dict[str, Any]) -> None:
-    check_reader(spec, dim, NEAR, CPU, launch.Config(32, 2, 2, 1, 1))
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("few", [0, 16])
 @pytest.mark.parametrize(("spec", "dim"), each_in_turn(READERS, (64, 128, 256)))
-def test_every_reader_gets_the_mean_back_on_a_gpu(spec: str, dim: int, few: int) -> None:
-    """Positions up to the last that there may be; the launch constants that a cache would take, and one block."""
-    means = Means((LAST - 75, 3), size=3.0, few=few)
-    for config in (None, launch.Config(32, 2, 2, 1, 1)):
-        check_reader(spec, dim, means, torch.device("cuda"), config)
+def test_every_reader_gets_the_mean_back(spec: str, dim: int, device: torch.device) -> None:
+    """Decode attention of two sequences against float64 over keys with their mean.
+
+    On a GPU with the launch constants that a cache would take, too.
+    """
+    lens, far_away = [75, 33], Means((LAST - 75, 3), size=3.0)
+    for means in (NEAR,) if device.type == "cpu" else (far_away, replace(far_away, few=16)):
+        layer = layer_of(spec, dim, lens, means, device)
+        q = torch.randn(2, 6, 1, dim, generator=torch.Generator().manual_seed(8))
+        want, want_lse = reference(q, layer.whole, layer.values, None, lens, [0, 0], None, 0.0)
+        for config in (BLOCK,) if device.type == "cpu" else (None, BLOCK):
+            got, lse = layer.attend(q, lens, config=config)
+            torch.testing.assert_close(got.double(), want, rtol=0, atol=8e-3)
+            torch.testing.assert_close(lse.double(), want_lse, rtol=0, atol=8e-3)
 
 
 @pytest.mark.parametrize(
@@ -171,26 +170,27 @@ def test_every_reader_gets_the_mean_back_on_a_gpu(spec: str, dim: int, few: int)
     ],
 )
 def test_what_only_the_start_needs_may_lie_in_the_ring(
-    group: int,
-    config: launch.Config,
-    machine: dict[str, Any],
+    group: int, config: launch.Config, machine: dict[str, Any]
 ) -> None:
     """With many tiles, dense tokens among the codes and, of teams, several pieces each: the same numbers."""
     lens = [75, 133, 0, 40]
-    layer = layer_of("ghost-4", 128, lens, replace(NEAR, first=(100_000, 3, 0, 77)), CPU)
+    layer = layer_of("ghost-4", 128, lens, replace(NEAR, first=(100_000, 3, 0, 77)), torch.device("cpu"))
     generator = torch.Generator().manual_seed(8)
     q = torch.randn(len(lens), 2 * group, 1, 128, generator=generator)
     dense = {name: torch.randn(len(lens), 2, 4, 128, generator=generator).half() for name in ("dense_k", "dense_v")}
     for more in ({}, dense):
-        got, overlapped = (
-            layer.attend(q, lens, config=c, **more) for c in (config._replace(overlap_prologue=0), config)
-        )
-        assert all(map(torch.equal, got, overlapped))
+        got, tight = (layer.attend(q, lens, config=c, **more) for c in (config._replace(overlap_prologue=0), config))
+        assert all(map(torch.equal, got, tight))
     want, _ = reference(q, layer.whole, layer.values, None, lens, [0] * len(lens), None, 0.0)
     torch.testing.assert_close(layer.attend(q, lens, config=config)[0].double(), want, rtol=0, atol=8e-3)
 
 
-def check_large_means(group: int, dim: int, last: int, device: torch.device) -> None:
+@pytest.mark.parametrize("group", [4, 7])
+@pytest.mark.parametrize(
+    ("dim", "last"),
+    [(128, 123_000), *(pytest.param(d, n, marks=pytest.mark.gpu) for d in (64, 128, 256) for n in (123_000, LAST))],
+)
+def test_large_means_lose_less_than_keys_in_bf16(group: int, dim: int, last: int, device: torch.device) -> None:
     """Means as Qwen2.5's: the error of a score is a third of that of a cache in bf16."""
     batch, tokens = 24, 64
     means = Means(tuple(last - 997 * i - tokens for i in range(batch)), size=350.0, base=1e6)
@@ -207,19 +207,6 @@ def check_large_means(group: int, dim: int, last: int, device: torch.device) -> 
     assert float((scores - want).square().mean()) < float((rounded - want).square().mean()) / 9
 
 
-@pytest.mark.parametrize("group", [4, 7])
-def test_large_means_lose_less_than_keys_in_bf16(group: int, machine: dict[str, Any]) -> None:
-    check_large_means(group, 128, 123_000, CPU)
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("last", [123_000, LAST])
-@pytest.mark.parametrize("dim", [64, 128, 256])
-@pytest.mark.parametrize("group", [4, 7])
-def test_large_means_lose_less_than_keys_in_bf16_on_a_gpu(group: int, dim: int, last: int) -> None:
-    check_large_means(group, dim, last, torch.device("cuda"))
-
-
 # -- unpacked keys -----------------------------------------------------------------------------------------------------
 
 UNPACKED = (
@@ -231,11 +218,14 @@ UNPACKED = (
 TURNS = (Means((3, 100_000)), Means((7, 900), 350.0, few=16, rotary=32, interleaved=True))
 
 
-def check_unpacked(spec: str, dim: int, means: Means, device: torch.device) -> None:
-    tokens = 128
-    layer = layer_of(spec, dim, [tokens, tokens], means, device)
-    packed = prefill.Packed(layer.store.pages, layer.store.table, *layer[1:6])
-    for begin, count in ((0, tokens), (32, 77)):
+@pytest.mark.parametrize(("spec", "dim"), each_in_turn(UNPACKED, (64, 128, 256)))
+def test_unpacked_keys_have_their_mean(spec: str, dim: int, device: torch.device) -> None:
+    tokens, every = 128, (*TURNS, Means((LAST - 128, 5), 20.0))
+    for means, (begin, count) in itertools.product(
+        every if device.type == "cuda" else (every[dim == 128],), ((0, tokens), (32, 77))
+    ):
+        layer = layer_of(spec, dim, [tokens, tokens], means, device)
+        packed = prefill.Packed(layer.store.pages, layer.store.table, *layer[1:6])
         found = prefill.unpack(packed, begin, count)
         part = slice(begin, begin + count)
         units = into_codes(torch.eye(dim, device=device).expand(2, 2, dim, dim), layer.key).float()
@@ -243,18 +233,6 @@ def check_unpacked(spec: str, dim: int, means: Means, device: torch.device) -> N
         assert far(basis.out_of_codes(found[1], layer.value).cpu(), layer.values[:, :, part]) < 1e-3
         short, _ = prefill.unpack(packed, begin, count, torch.bfloat16)
         assert far(short.float(), found[0].float()) < 8e-3
-
-
-@pytest.mark.parametrize(("spec", "means"), each_in_turn(UNPACKED, TURNS))
-def test_unpacked_keys_have_their_mean(spec: str, means: Means, machine: dict[str, Any]) -> None:
-    check_unpacked(spec, 128 if means.few else 64, means, CPU)
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("means", [*TURNS, Means((LAST - 128, 5), 20.0)])
-@pytest.mark.parametrize(("spec", "dim"), each_in_turn(UNPACKED, (64, 128, 256)))
-def test_unpacked_keys_have_their_mean_on_a_gpu(spec: str, dim: int, means: Means) -> None:
-    check_unpacked(spec, dim, means, torch.device("cuda"))
 
 
 # -- encoded keys ------------------------------------------------------------------------------------------------------
@@ -275,8 +253,10 @@ def turned_by(model: str, mean: Tensor, cosines: Tensor, sines: Tensor) -> Tenso
     return torch.cat([turn(x[..., :width], x[..., :width], *both)[1], x[..., width:]], -1)
 
 
-def check_encoded(spec: str, dim: int, last: int, device: torch.device) -> None:
-    """Bytes of tokens 32 to 68 of two sequences, one at position 7 and one that ends at ``last``."""
+@pytest.mark.parametrize(("spec", "dim"), each_in_turn(ENCODED, (64, 128, 256)))
+def test_encoded_keys_are_the_references_without_their_mean(spec: str, dim: int, device: torch.device) -> None:
+    """Bytes of tokens 32 to 68 of two sequences, one at position 7 and one that ends far away."""
+    last = LAST if device.type == "cuda" else 100_037
     heads, tokens, first, interleaved = 2, 37, 32, spec in ("fp8", "octopus-3", "hqmq-s24_r3")
     scheme, width = packedkv.get(spec), 32 if spec in ("int-3", "fp8", "ultra-tq") else dim
     page = scheme.page_layout(dim).page_tokens
@@ -313,22 +293,13 @@ def check_encoded(spec: str, dim: int, last: int, device: torch.device) -> None:
     assert not bad.item()
 
 
-@pytest.mark.parametrize("spec", ENCODED)
-def test_encoded_keys_are_the_references_without_their_mean(spec: str, machine: dict[str, Any]) -> None:
-    check_encoded(spec, 64, 100_037, CPU)
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize(("spec", "dim"), each_in_turn(ENCODED, (64, 128, 256)))
-def test_encoded_keys_are_the_references_without_their_mean_on_a_gpu(spec: str, dim: int) -> None:
-    check_encoded(spec, dim, LAST, torch.device("cuda"))
-
-
 # -- all of it ---------------------------------------------------------------------------------------------------------
 
 
-def check_engine(dim: int, last: int, device: torch.device) -> None:
+@pytest.mark.parametrize("dim", [64, *(pytest.param(d, marks=pytest.mark.gpu) for d in (128, 256))])
+def test_an_engine_holds_keys_without_their_mean(dim: int, device: torch.device) -> None:
     """Written without the mean, read with it, by one query token and by several; other means come in place."""
+    last = LAST if device.type == "cuda" else 100_070
     heads, tokens, means = 2, 70, Means((last - 70, 3), size=40.0, each=True)
     site = LayerSite(packedkv.get("int-8"))
     roles = site.roles(heads, (dim, dim), torch.float32, device)
@@ -362,90 +333,3 @@ def check_engine(dim: int, last: int, device: torch.device) -> None:
         if seed == 4:
             first = engine.tensors()
     assert [x.data_ptr() for x in engine.tensors()] == [x.data_ptr() for x in first]
-
-
-@pytest.mark.parametrize("dim", [64, pytest.param(80, marks=pytest.mark.wide)])
-def test_an_engine_holds_keys_without_their_mean(dim: int, machine: dict[str, Any]) -> None:
-    check_engine(dim, 100_070, CPU)
-
-
-@pytest.mark.wide
-def test_rows_of_80_channels_are_unpacked_and_encoded_with_their_mean(machine: dict[str, Any]) -> None:
-    """Which are no whole runs of 32 channels, and 40 pairs no whole products."""
-    check_unpacked("saw-int4", 80, NEAR, CPU)
-    for spec in ("saw-int4", "int-8"):
-        check_encoded(spec, 80, 100_037, CPU)
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("dim", [64, 128, 256])
-def test_an_engine_holds_keys_without_their_mean_on_a_gpu(dim: int) -> None:
-    check_engine(dim, LAST, torch.device("cuda"))
-
-
-def test_a_mean_that_does_not_fit_is_refused(machine: dict[str, Any]) -> None:
-    scheme, mean, theta = packedkv.get("int-8"), torch.randn(1, 2, 64), 1e4 ** (-torch.arange(0, 64, 2) / 64)
-    store, params, _ = fill(scheme.key, scheme.value, 64, 2, [64], 64)
-    held, placed = key_mean(mean, theta.tolist()), torch.zeros(1, dtype=torch.int32)
-
-    def attend(pairs: int, mean: KeyMean | None, placed: Tensor | None) -> None:
-        pair = specs.decode_spec(scheme.key, scheme.value, 64, 64, pairs)
-        side = constants_for(pair.key, params["key"], 2, 64)
-        attention.decode_attention(
-            torch.zeros(1, 4, 1, 64),
-            StepTokens(store.pages, store.table, torch.tensor([9], dtype=torch.int32), placed=placed), Rules(1.0),
-            key=side, spec=specs.text_of(pair), value=side, mean=mean,
-        )  # fmt: skip
-
-    for pairs, given in ((0, held), (16, held), (32, None)):
-        with pytest.raises(UnsupportedError, match=f"the spec is of {pairs} pairs of channels"):
-            attend(pairs, given, placed)
-    with pytest.raises(ShapeError, match="do not fit 1 sequences and 2 KV heads"):
-        attend(32, key_mean(mean.expand(3, -1, -1), theta.tolist()), placed)
-    for wrong in (None, placed.long(), torch.zeros(2, dtype=torch.int32)):
-        with pytest.raises(ShapeError, match=r"position of slot 0 of each sequence, contiguous int32 \[1\]"):
-            attend(32, held, wrong)
-    with pytest.raises(ShapeError, match=r"expected \[1 or B, H, D\]"):
-        key_mean(mean, [1.0] * 33)
-
-    def write(subtracts: bool, less: encode.Turned | None) -> None:
-        target = specs.encode_spec(scheme.key, scheme.value, 64, 64, mean=subtracts)
-        side = Constants(None, None, 1)
-        encode.encode_to_pages(
-            torch.zeros(1, 2, 9, 64), None, store.pages, store.table, placed, spec=specs.text_of(target), key=side,
-            value=side, less=less,
-        )  # fmt: skip
-
-    less = encode.Turned(mean, torch.ones(1, 9, 32), torch.ones(1, 9, 32))
-    for subtracts, given_less in ((True, None), (False, less)):
-        with pytest.raises(UnsupportedError, match=f"pass mean={not subtracts} to encode_spec"):
-            write(subtracts, given_less)
-    for wrong_less in (less._replace(sines=torch.ones(1, 8, 32)), less._replace(cosines=torch.ones(1, 9, 33))):
-        with pytest.raises(ShapeError, match=r"float32 \[1 or 1, 9, R / 2\] is needed"):
-            write(True, wrong_less)
-    with pytest.raises(ShapeError, match=r"mean is torch.float32 \[2, 2, 64\]"):
-        write(True, less._replace(mean=mean.expand(2, -1, -1)))
-
-
-# -- machine code ------------------------------------------------------------------------------------------------------
-
-_PROGRAM = """
-#include "decode.cuh"
-#include "read_saw.cuh"
-using Kernel = kv::Decoder<kv::ReadSaw<128>, kv::ReadSaw<128>, 128, 64, 32, 4, 2, false, -1, {heads}, 1, {pairs}>;
-KV_KERNEL void KV_BOUNDS(128, 2) decode(KV_GRID_CONSTANT kv::DecodeArgs a) {{ Kernel::run(a); }}
-"""
-# instructions that the term adds to a tile of 32 tokens, by query heads and pairs with a mean
-BUDGETS = {(8, 64): 240, (8, 16): 85, (4, 64): 140, (4, 16): 56}
-
-
-@pytest.mark.parametrize(("heads", "pairs", "arch"), architectures_in_turn(BUDGETS))
-def test_machine_code(heads: int, pairs: int, arch: int) -> None:
-    found = []
-    for count in (0, pairs):
-        kernel = compile_kernels(_PROGRAM.format(heads=heads, pairs=count), arch)["decode"]
-        assert kernel.spills() == []
-        assert kernel.stack == 0
-        loop = kernel.loop_with("HMMA", "LDGSTS")
-        found.append(len(loop.shortest("HMMA", mix(loop.code)["HMMA"] // 2)))  # a tile is either whole or masked
-    assert found[1] - found[0] <= BUDGETS[heads, pairs] * (1 if arch == 90 else 4 / 3)

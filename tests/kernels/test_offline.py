@@ -104,15 +104,3 @@ def test_spills_and_registers(arch):
     assert not nested.spills()
     assert nested.stack == 0
     assert 16 <= nested.registers <= 64
-
-
-@pytest.mark.parametrize("fma", [True, False])
-def test_contraction(fma):
-    kernels = compile_kernels(SOURCE, 90, fma)
-    assert {"FMUL", "FADD"} <= set(mix(kernels["straight"].code))
-    assert ("FFMA" in mix(kernels["fused"].code)) == fma
-
-
-def test_errors_of_the_source_are_shown():
-    with pytest.raises(Exception, match="no_such_name"):
-        compile_kernels('#include "platform.cuh"\nKV_KERNEL void k(int* x) { *x = no_such_name; }')

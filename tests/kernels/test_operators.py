@@ -3,7 +3,6 @@
 Their programs are compiled by g++; the launches that they would make on a GPU are made there, with the same structs.
 """
 
-import math
 from typing import Any
 
 import pytest
@@ -17,11 +16,10 @@ from packedkv.errors import UnsupportedError
 from packedkv.kernels import spec as specs
 from packedkv.kernels.constants import Constants, constants_for
 from packedkv.kernels.cuda import decode as attention
-from packedkv.kernels.cuda import encode, launch
+from packedkv.kernels.cuda import launch
 from packedkv.kernels.tokens import Rules, StepTokens
 from packedkv.layout import PageLayout
 from packedkv.store.pages import PageStore
-from tests.kernels.decode_cases import each_in_turn
 
 CPU = torch.device("cpu")
 SAW = packedkv.get("saw-int4:rotate=kv")
@@ -111,27 +109,6 @@ def test_decode_attention_complete(case: str, machine: dict[str, Any]) -> None:
     assert merged == ([(3 * heads * group, 1, 1)] if slots > 1 else [])
 
 
-@pytest.mark.parametrize("stages", [1, 2, 3])
-def test_teams_that_share_tables(stages: int, machine: dict[str, Any]) -> None:
-    """Their query lies in the ring; the host counts the same shared memory as the program, which asserts it."""
-    made, dim, heads, group, page, lens = packedkv.get("hqmq-s48_r4"), 64, 2, 3, 64, [130, 0, 37, 64, 1]
-    store, params, (k, v) = fill(made.key, made.value, dim, heads, lens, page)
-    pair = specs.decode_spec(made.key, made.value, dim, page)
-    q = torch.randn(len(lens), heads * group, 1, dim, generator=torch.Generator().manual_seed(2))
-    config = launch.Config(16, 2, stages, 1, 1, 2)
-    key, value = (constants_for(s, params[r], heads, dim) for s, r in zip((pair.key, pair.value), ROLES, strict=True))
-    got, lse = attention.decode_attention(
-        q, StepTokens(store.pages, store.table, torch.tensor(lens, dtype=torch.int32)), Rules(dim**-0.5),
-        spec=specs.text_of(pair), key=key, value=value, config=config,
-    )  # fmt: skip
-    want, want_lse = reference(q, k, v, None, lens, [0] * len(lens), None, 0.0)
-    torch.testing.assert_close(got.double(), want, rtol=0, atol=3e-3)
-    torch.testing.assert_close(lse.double(), want_lse, rtol=0, atol=3e-3)
-    ((_, threads, shared, early),) = machine["kv_decode"].launches
-    assert (threads, early) == (4 * 32, True)
-    assert shared == max(launch.shared_bytes(pair, config, heads=4), launch.H200.shared_sm // 2)
-
-
 @pytest.mark.parametrize(("spec", "teams"), [("hqmq-s48_r4", 2), ("int-4", 1)])
 def test_launch_constants_without_room_are_refused(spec: str, teams: int, machine: dict[str, Any]) -> None:
     """Before anything is compiled: what is launched with less writes over its neighbours, or faults."""
@@ -151,63 +128,6 @@ def test_launch_constants_without_room_are_refused(spec: str, teams: int, machin
     assert "kv_decode" not in machine
 
 
-def test_more_than_eight_query_heads_take_two_tiles(machine: dict[str, Any]) -> None:
-    store, params, (k, v) = fill(SAW.key, SAW.value, 64, 1, [50], 64)
-    pair = specs.decode_spec(SAW.key, SAW.value, 64, 64)
-    q = torch.randn(1, 11, 1, 64, generator=torch.Generator().manual_seed(3)).half()
-    tensors = constants_for(pair.key, params["key"], 1, 64)
-    got, _ = attention.decode_attention(
-        q, StepTokens(store.pages, store.table, torch.tensor([50], dtype=torch.int32)), Rules(64**-0.5),
-        spec=specs.text_of(pair), key=tensors, value=tensors,
-    )  # fmt: skip
-    assert machine["kv_decode"].launches[0][0][1:] == (2, 1)
-    assert got.dtype == torch.float16
-    want, _ = reference(q, k, v, None, [50], [0], None, 0.0)
-    torch.testing.assert_close(got.double(), want, rtol=0, atol=4e-3)
-
-
-WRITTEN = (
-    *("int-3", "int-4:group=32", "int-3:symmetric=true", "fp8", "fp8:scale=none", "saw-int4", "kivi-2", "innerq-base"),
-    *("saw-int4:rotate=kv,zero=float", "innerq-hybrid", "innerq-base:symmetric=full", "ultraquant"),
-    *("ultraquant:scale=real", "ultra-tq", "dense", "dense:dtype=bfloat16", "turboquant-3", "turboquant-qjl-3"),
-    *("octopus-3", "octopus-qjl-2", "hqmq-s24_r3", "hqmq-s24_r3:outliers=3", "kivi-g64-3", "kivi-tq-3"),
-    # other numbers of bits; the encoders' own tests have them too
-    *(pytest.param(x, marks=pytest.mark.wide) for x in ("int-2", "int-4", "int-8", "kivi-4", "innerq-small")),
-)
-
-
-@pytest.mark.parametrize("spec", WRITTEN)
-def test_encode_to_pages_complete(spec: str, machine: dict[str, Any]) -> None:
-    """The reference's bytes in the right slots, nothing elsewhere, from tensors that are views."""
-    scheme, dim, heads = packedkv.get(spec), 64, 2
-    unit, page = math.lcm(scheme.key.block_tokens, scheme.value.block_tokens), scheme.page_layout(dim).page_tokens
-    tokens, first = max(64, unit) if unit > 1 else 37, max(32, unit)
-    store, (target, given, params) = target_of(scheme, dim, heads, 2, first + tokens, page)
-    before = store.pages.clone()
-    x = torch.randn(2, 6 + tokens, 2, heads, dim, generator=torch.Generator().manual_seed(5)).half()
-    rows = [x[:, 6:, i].transpose(1, 2) for i in range(2)]  # [B, H, N, D], strided
-    bad = torch.zeros(1, dtype=torch.int32)
-    encode.encode_to_pages(
-        *(part if target.encoder(role) else None for role, part in zip(ROLES, rows, strict=True)),
-        store.pages,
-        store.table,
-        torch.full((2,), first, dtype=torch.int32),
-        spec=specs.text_of(target),
-        key=given["key"],
-        value=given["value"],
-        bad=bad,
-    )
-    expected = PageStore(store.layout, 2, heads, CPU)
-    expected.pages, expected.table = before, store.table
-    for role, part in zip(ROLES, rows, strict=True):
-        if target.encoder(role):
-            codec = scheme.codec(role)
-            expected.write(role, first, codec.encode(codec.to_code(part.float(), params[role]), params[role]))
-    assert torch.equal(store.pages, expected.pages)
-    assert not bad.item()
-    assert target.key is not None or target.value is not None
-
-
 def target_of(scheme: Any, dim: int, heads: int, batch: int, capacity: int, page: int) -> Any:
     """Pages full of 0xA5, their target, and the constants of both roles."""
     layout = PageLayout(scheme.key.layout(dim), scheme.value.layout(dim), page)
@@ -224,57 +144,3 @@ def target_of(scheme: Any, dim: int, heads: int, batch: int, capacity: int, page
         side = target.encoder(role)
         given[role] = Constants(None, None, 1) if side is None else constants_for(side, params[role], heads, dim)
     return store, (target, given, params)
-
-
-READ = (
-    *("dense", "dense:dtype=bfloat16", "saw-int4", "int-4", "kivi-2", "innerq-hybrid", "fp8", "ultraquant", "ultra-tq"),
-    *("ultraquant:scale=real", "turboquant-3", "octopus-3", "hqmq-s24_r3", "kivi-g64-3", "kivi-tq-4"),
-)
-"""As many readers as there are ways of the host to serve them; every reader has tests of its own."""
-
-
-@pytest.mark.parametrize(("spec", "dim"), each_in_turn(READ, (64, 96)))
-def test_every_way_to_read_complete(spec: str, dim: int, machine: dict[str, Any]) -> None:
-    scheme, heads = packedkv.get(spec), 2
-    page = scheme.page_layout(dim).page_tokens
-    pair = specs.decode_spec(scheme.key, scheme.value, dim, page)
-    store, params, (k, v) = fill(scheme.key, scheme.value, dim, heads, [75, 33], page)
-    q = torch.randn(2, 4, 1, dim, generator=torch.Generator().manual_seed(8))
-    given = [
-        constants_for(side, params[role], heads, dim) for side, role in zip((pair.key, pair.value), ROLES, strict=True)
-    ]
-    got, _ = attention.decode_attention(
-        q, StepTokens(store.pages, store.table, torch.tensor([75, 33], dtype=torch.int32)), Rules(dim**-0.5),
-        spec=specs.text_of(pair), key=given[0], value=given[1], config=launch.Config(32, 2, 2, 1, 1),
-    )  # fmt: skip
-    want, _ = reference(q, k, v, None, [75, 33], [0, 0], None, 0.0)
-    torch.testing.assert_close(got.double(), want, rtol=0, atol=4e-3)
-
-
-@pytest.mark.parametrize("spec", ["int-4", "kivi-2", "ultra-tq"])
-def test_what_cannot_be_stored_is_flagged(spec: str, machine: dict[str, Any]) -> None:
-    """A row of NaN becomes zero bytes and a flag of 1; tokens behind the capacity are dropped and make it 2."""
-    scheme = packedkv.get(spec)
-    store, (target, given, _) = target_of(scheme, 64, 1, 1, 64, 64)
-    bad = torch.zeros(1, dtype=torch.int32)
-    x = torch.randn(1, 1, 32, 64, generator=torch.Generator().manual_seed(7))
-    x[0, 0, 3, 5] = torch.nan
-
-    def put(first: int) -> int:
-        parts = (x if target.encoder(role) else None for role in ROLES)
-        encode.encode_to_pages(
-            *parts, store.pages, store.table, torch.tensor([first], dtype=torch.int32), spec=specs.text_of(target),
-            key=given["key"], value=given["value"], bad=bad,
-        )  # fmt: skip
-        return int(bad)
-
-    assert put(0) == 1
-    for role in ROLES:
-        if target.encoder(role):
-            held = store.read(role, 0, 32)
-            for part in held.values():  # [B, H, blocks, *shape]
-                row = part[0, 0, 3 if part.shape[2] == 32 else 0]
-                assert not row.view(torch.uint8).any()
-    held = store.pages.clone()
-    assert put(64) == 2
-    assert torch.equal(store.pages, held)

@@ -1,6 +1,5 @@
 """The emulator that the CUDA kernels' tests run on: its arithmetic and exchanges are right, and it finds mistakes."""
 
-import ctypes
 import re
 from collections.abc import Sequence
 
@@ -83,91 +82,6 @@ def test_half_from_double_is_rounded_once():
     assert (twice.view(np.uint16) != y.numpy().view(np.uint16))[~np.isnan(x)].any()
 
 
-def test_half_and_bf16_from_float():
-    with np.errstate(over="ignore", invalid="ignore"):
-        x = points_to_round().astype(np.float32)
-    x = np.concatenate([x, words((100_000,)).numpy().view(np.float32)])
-    half, bf16 = (torch.empty(len(x), dtype=torch.int16) for _ in range(2))
-    build(NUMBERS).call("from_float", torch.from_numpy(x), Out(half), Out(bf16), len(x))
-    check_halves(half, x)
-    expected = torch.from_numpy(x).to(torch.bfloat16).view(torch.int16)
-    nan = torch.from_numpy(np.isnan(x))
-    assert torch.equal(bf16[~nan], expected[~nan])
-    assert (bf16[nan] == 0x7FFF).all()
-
-
-def exact_half(numerator: int) -> int:
-    """Code of numerator * 2^-48 rounded to half, by integers alone."""
-    size, sign = abs(numerator), 0x8000 if numerator < 0 else 0
-    if size >= (65520 << 48):
-        return sign | 0x7C00
-    unit = max(size.bit_length() - 11, 24)  # exponent of the last bit kept, over 2^-48
-    quotient, rest = divmod(size, 1 << unit)
-    quotient += rest * 2 > 1 << unit or (rest * 2 == 1 << unit and quotient & 1)
-    return sign | ((unit - 24) << 10) + quotient  # the carry and the hidden bit move the exponent
-
-
-def test_arithmetic_of_pairs():
-    rng = np.random.default_rng(1)
-    n = 20_000
-    codes = rng.integers(0, 65536, (3, 2 * n), dtype=np.uint16)
-    codes[:, : n // 2] = np.where(codes[:, : n // 2] & 0x7C00 == 0x7C00, 1, codes[:, : n // 2])
-    # products at or near the middle of two halves, with sums that decide
-    codes[:, n : n + 8] = (np.array([[3] * 8, [683] * 8, [0, 1, -1, 6e-8, -6e-8, 2, 6e4, -6e4]], np.float16)).view(
-        np.uint16
-    )
-    codes[2, 1::7] = rng.integers(0, 4, len(codes[2, 1::7]))  # subnormal sums
-    codes[2, 2::7] = codes[0, 2::7] ^ 0x8000  # sums that cancel
-    a, b, c = codes.view(np.float16).astype(np.float64)
-    y = torch.empty(n, 4, dtype=torch.int32)
-    build(NUMBERS).call("pairs", *(torch.from_numpy(x).view(torch.int32) for x in codes.view(np.int16)), Out(y), n)
-    found = y.numpy().view(np.uint16).reshape(n, 4, 2)
-    with np.errstate(invalid="ignore"):
-        check_halves(torch.from_numpy(found[:, 0].reshape(-1).view(np.int16)), a + b)
-        check_halves(torch.from_numpy(found[:, 1].reshape(-1).view(np.int16)), a * b)
-        fma = found[:, 2].reshape(-1)
-        np.testing.assert_array_equal(found[:, 3].reshape(-1), fma)
-        finite = np.isfinite(a) & np.isfinite(b) & np.isfinite(c)
-        special = (a * b + c)[~finite]
-    check_halves(torch.from_numpy(fma[~finite].view(np.int16)), special)
-    for i in np.flatnonzero(finite):
-        exact = int(a[i] * 2**24) * int(b[i] * 2**24) + int(c[i] * 2**24) * 2**24
-        expected = exact_half(exact)
-        assert fma[i] == expected or (exact == 0 and fma[i] in (0, 0x8000)), (a[i], b[i], c[i])
-    assert finite.sum() > n
-
-
-def test_bits():
-    n = 2000
-    a, b, s = words((n,)), words((n,), 1), words((n,), 2)
-    a[:33] = torch.tensor([0, *(-(2**i) for i in range(31)), -(2**31)])
-    y = torch.empty(n, 5, dtype=torch.int32)
-    build(NUMBERS).call("bits", a, b, s, Out(y), n)
-    for i in range(n):
-        low, high, select = (int(x[i]) & 0xFFFFFFFF for x in (a, b, s))
-        both = high << 32 | low
-        chosen = [both >> 8 * (select >> 4 * k & 7) & 0xFF for k in range(4)]
-        signs = [select >> 4 * k & 8 for k in range(4)]
-        chosen = [0xFF * (byte >> 7) if sign else byte for byte, sign in zip(chosen, signs, strict=True)]
-        halves = [(low >> 16 * k & 0xFFFF) * (high >> 8 * k & 0xFF) for k in range(2)]
-        quarters = [(low >> 8 * k & 0xFF) * (high >> 8 * k & 0xFF) for k in range(4)]
-        want = [sum(byte << 8 * k for k, byte in enumerate(chosen)), both >> (select & 31)]
-        want += [select + sum(halves), select + sum(quarters)]
-        want.append((low & -low).bit_length() - 1 if low else 32)
-        assert [int(x) & 0xFFFFFFFF for x in y[i]] == [x & 0xFFFFFFFF for x in want]
-
-
-def test_rounding_to_integers_and_packing():
-    x = torch.tensor([0.5, 1.5, 2.5, -0.5, -1.5, 0.49999999999999994, 1e6 + 0.5, 3.0, 2.0**-30])
-    x = torch.cat([x, torch.randn(100) * 50]).double()
-    y, z, packed = torch.empty_like(x), torch.empty(len(x)), torch.empty(len(x), dtype=torch.int32)
-    build(NUMBERS).call("rounded", x, Out(y), Out(z), Out(packed), len(x))
-    assert torch.equal(y, x.round())
-    assert torch.equal(z, x.float().round())
-    expected = torch.stack([x.float(), -x.float() / 3], dim=1).half()
-    assert torch.equal(packed.view(torch.float16).view(-1, 2), expected)
-
-
 # -- exchanges ---------------------------------------------------------------------------------------------------------
 
 
@@ -238,13 +152,6 @@ def test_transpose8():
     assert torch.equal(y.view(torch.int16).view(8, 8), matrix.T)
 
 
-@pytest.mark.parametrize("seed", [0, 9])
-def test_every_thread_of_every_block_runs_once(seed):
-    y = torch.zeros(5 * 3 * 2 * 64, dtype=torch.int32)
-    build(EXCHANGES).call("run_places", Out(y), seed=seed)
-    assert torch.equal(y, torch.arange(len(y), dtype=torch.int32) + 1)
-
-
 # -- mistakes ----------------------------------------------------------------------------------------------------------
 
 
@@ -296,30 +203,6 @@ def test_fibers_of_other_processors():
     assert torch.equal(x, y)
 
 
-@pytest.mark.parametrize("kind", [0, 18])
-def test_correct_kernels_pass_after_an_error(kind):
-    values, out = torch.zeros(64, dtype=torch.int32), torch.zeros(13, dtype=torch.int32)
-    library = build(MISTAKES)
-    with pytest.raises(EmulationError):
-        library.call("run_mistake", 1, values, Out(out))
-    library.call("run_mistake", kind, values, Out(out))
-    library.call("run_mistake", kind, values, Out(out), seed=4)
-
-
-def test_errors_name_the_line():
-    values, out = torch.zeros(64, dtype=torch.int32), torch.zeros(13, dtype=torch.int32)
-    with pytest.raises(EmulationError) as caught:
-        build(MISTAKES).call("run_mistake", 10, values, Out(out))
-    line = 1 + MISTAKES[: MISTAKES.index("in[1] = 2")].count("\n")
-    if "(" in str(caught.value).rpartition("code")[2]:  # addr2line is there
-        assert f"(<stdin>:{line}" in str(caught.value)  # a discriminator may follow
-
-
-def test_a_warp_has_32_threads():
-    with pytest.raises(EmulationError, match="cannot launch 1 x 1 x 1 blocks of 33 threads"):
-        build(MISTAKES).call("run_too_many")
-
-
 def copies(pending: int, groups: int, library: Library | None = None) -> tuple[torch.Tensor, torch.Tensor]:
     x = torch.randint(0, 255, (groups, 512), dtype=torch.uint8)  # never 255
     y = torch.zeros_like(x)
@@ -360,19 +243,3 @@ def test_a_missing_barrier_shows_as_a_race():
 
 
 # -- tensors -----------------------------------------------------------------------------------------------------------
-
-
-def test_strides_and_alignment_are_kept():
-    library = build("""
-        #include "platform.cuh"
-        extern "C" int64_t sum(const int32_t* x, int64_t row, int64_t column, int64_t rows, int64_t columns) {
-          int64_t y = (int64_t)((uintptr_t)x % 16) << 32;
-          for (int i = 0; i < rows; i++) for (int j = 0; j < columns; j++) y += x[i * row + j * column];
-          return y;
-        }
-    """)
-    base = torch.arange(200, dtype=torch.int32).view(20, 10)
-    for x in (base, base.T, base[3:, 1:5], base[::2, ::3], base[:1].expand(4, 10), base[:0]):
-        found = library.call("sum", x, x.stride(0), x.stride(1), *x.shape, result=ctypes.c_int64)
-        assert found & 0xFFFFFFFF == int(x.sum())
-        assert found >> 32 == x.data_ptr() % 16

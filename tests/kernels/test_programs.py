@@ -19,28 +19,13 @@ from packedkv.kernels.cuda.build import Program
 from packedkv.kernels.cuda.engine import CudaEngine
 from packedkv.kernels.cuda.programs import Steps, of_scheme
 from packedkv.kernels.spec import decode_spec
-from tests.kernels import emulation
-from tests.kernels.emulation import machine  # noqa: F401  a fixture
 
 DIM = 64
 
 
-@pytest.fixture
-def asked(machine: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> list[Program]:  # noqa: F811
-    """Programs that caches on the emulator load."""
-    found: list[Program] = []
-    make = emulation.emulated
-
-    def record(program: Program, *rest: Any) -> Any:
-        found.append(program)
-        return make(program, *rest)
-
-    monkeypatch.setattr(emulation, "emulated", record)
-    return found
-
-
-@pytest.mark.parametrize("capacity", [0, 256])
-@pytest.mark.parametrize("spec", ["int-8", "kivi-4:sink=2", "innerq-base", "hqmq-s24_r3"])
+@pytest.mark.parametrize(
+    ("spec", "capacity"), [("int-8", 256), ("kivi-4:sink=2", 0), ("innerq-base", 256), ("hqmq-s24_r3", 0)]
+)
 def test_caches_ask_for_no_other_programs(spec: str, capacity: int, asked: list[Program]) -> None:
     scheme = packedkv.get(spec).for_layer(8, 24)
     cache = FusedLayerCache(scheme, capacity=capacity)
@@ -72,34 +57,6 @@ def test_every_choice_of_launch_constants_is_foreseen(spec: str) -> None:
             units, capacity = int(10 ** rng.uniform(0, 4.5)), int(10 ** rng.uniform(1, 5))
             config = launch.config_for(pair, units, capacity, own, dense, heads)
             assert config._replace(splits=1) in known
-
-
-def test_what_is_given_leaves_fewer_programs() -> None:
-    scheme = packedkv.get("saw-int4")
-    everything = of_scheme(scheme, 128, launch.H200)
-    served = of_scheme(scheme, 128, launch.H200, Steps((4,), (None,), heads=(8, 16, 2048), capacity=8192))
-    assert {one.program for one in served} < {one.program for one in everything}
-    assert sum("heads, tiles" in one.label for one in served) == 2  # few sequences, many sequences
-
-
-def test_layers_that_stay_dense_and_keys_without_their_mean_have_programs_of_their_own() -> None:
-    octopus = " ".join(one.label for one in of_scheme(packedkv.get("octopus-3"), 128, launch.H200))
-    assert "kv::ReadDense<128, true> and kv::ReadGroupInt" in octopus
-    assert "kv::ReadOctopus<128, 4, 2, false> and kv::ReadGroupInt" in octopus
-    ghost = of_scheme(packedkv.get("ghost-3"), 128, launch.H200)
-    assert sum(one.label.startswith("fitting Ghost") for one in ghost) == 1  # keys and values in one launch
-    assert any(", 64>;" in one.program.source for one in ghost)  # all 64 pairs of channels have a mean
-    plain = packedkv.get("saw-int4")
-    biased = {one.program for one in of_scheme(plain, 128, launch.H200, means=True)}
-    assert {one.program for one in of_scheme(plain, 128, launch.H200)} < biased
-    assert all(any(f"{pairs}>;" in program.source for program in biased) for pairs in (16, 32, 48, 64))
-
-
-def test_the_machines_of_architectures() -> None:
-    assert launch.machine_of("sm_90") == launch.H200
-    assert launch.machine_of("sm_89").shared_block == 101376
-    with pytest.raises(UnsupportedError, match=r"arch='sm_75': the CUDA kernels know sm_80, .*sm_120"):
-        launch.machine_of("sm_75")
 
 
 # -- compiling -------------------------------------------------------------------------------------------------------
@@ -202,38 +159,31 @@ def test_the_vllm_plugin_compiles_what_it_serves_and_says_so(
     ahead = importlib.import_module("packedkv.integrations.vllm.precompile")
     monkeypatch.setattr(ahead, "architecture", lambda device: "sm_90")
     scheme = packedkv.get("saw-int4")
-    engine = CudaEngine(scheme.key, scheme.value, 64, 64)
-    packed = SimpleNamespace(engine=lambda _: engine, heads=2, dtype=torch.bfloat16, sink=0, holds_dense=False)
-    packed.takes_several = lambda rules: False
+    packed = SimpleNamespace(
+        engine=lambda _: CudaEngine(scheme.key, scheme.value, 64, 64), heads=2, dtype=torch.bfloat16, sink=0,
+        holds_dense=False,
+    )  # fmt: skip
     impl = SimpleNamespace(packed=packed, head_size=64, num_heads=8, rules=SimpleNamespace(softcap=0.0))
     config = SimpleNamespace(
         model_config=SimpleNamespace(max_model_len=8000), scheduler_config=SimpleNamespace(max_num_seqs=64)
     )
-    made: list[programs.LabelledProgram] = []
 
     def compile_programs(wanted: list[programs.LabelledProgram], arch: str) -> Any:
-        made.extend(wanted)
+        foreseen = {one.program for one in of_scheme(scheme, 64, launch.H200, Steps((4,)), page_tokens=64, served=4)}
+        for one in wanted:
+            assert one.program in foreseen  # by `packedkv compile`
+            build.write_cached(build.cache_file(one.program, arch, build.compiler_version()), b"compiled")
         return [programs.Compiled(one.label, 2048, 1.5) for one in wanted]
 
     monkeypatch.setattr(ahead, "compile_programs", compile_programs)
-    ahead.precompile([impl, impl], 64, config, torch.device("cpu"), 1)
-    assert said[0] == "packedkv: 5 programs, of which 5 are compiled now"
-    assert sum(line.startswith("packedkv: compiled decode attention of kv::ReadSaw<64>") for line in said) == 2
-    assert all(line.endswith(": 1.5 s, 2 KB") for line in said[1:-1])
-    options: dict[str, Any] = {"page_tokens": 64, "served": 4}  # of `packedkv compile`
-    foreseen = {one.program for one in of_scheme(scheme, 64, launch.H200, Steps((4,)), **options)}
-    assert {one.program for one in made} <= foreseen
-    several = [program.source for program in foreseen if "KV_QUERIES" in program.source]
-    assert several
-    assert all(", false, -1, " in source for source in several)  # they meet no dense tokens
-    for one in made:
-        build.write_cached(build.cache_file(one.program, "sm_90", build.compiler_version()), b"compiled")
-    said.clear()
-    ahead.precompile([impl], 64, config, torch.device("cpu"), 1)
-    assert said == ["packedkv: 5 programs, of which 0 are compiled now"]
-    said.clear()
-    packed.takes_several = lambda rules: True
-    ahead.precompile([impl], 64, config, torch.device("cpu"), 4)  # and those of steps with drafts
-    assert said[0] == "packedkv: 7 programs, of which 2 are compiled now"
-    assert {one.program for one in made} <= foreseen
+    for drafts, queries, line in (
+        (False, 1, "packedkv: 5 programs, of which 5 are compiled now"),
+        (False, 1, "packedkv: 5 programs, of which 0 are compiled now"),
+        (True, 4, "packedkv: 7 programs, of which 2 are compiled now"),
+    ):
+        said.clear()
+        packed.takes_several = lambda rules, drafts=drafts: drafts
+        ahead.precompile([impl, impl], 64, config, torch.device("cpu"), queries)
+        assert said[0] == line
+        assert all(line.endswith(": 1.5 s, 2 KB") for line in said[1:-1])
     monkeypatch.delitem(sys.modules, "packedkv.integrations.vllm.precompile")

@@ -1,23 +1,15 @@
 """The reader of ghost: every kind of pair, whole decoders, means before RoPE, machine code."""
 
-from typing import Any
-
 import pytest
 import torch
 
-from packedkv.cache.fused import FusedLayerCache
-from packedkv.cache.host import attend
-from packedkv.codec import NO_SAMPLE, ROLES, Params, Role, Sample, Site
+from packedkv.codec import NO_SAMPLE, Params, Sample, Site
 from packedkv.codecs.ghost import ALLOWED, PARTS, Ghost, kinds, share_bits
-from packedkv.codecs.saw_int4 import SawInt4
 from packedkv.kernels.codecs.ghost import FEWER, read_tables
-from packedkv.kernels.constants import Constants, joined
 from packedkv.kernels.spec import definitions
 from tests.kernels import harness
 from tests.kernels.decode_cases import CASES, Case, Geometry, Means, check_all
-from tests.kernels.klt import Klt, fit_klt
-from tests.kernels.offline import compile_kernels
-from tests.kernels.test_fused import Reference, scheme
+from tests.kernels.klt import Klt
 
 # -- kinds of pairs ----------------------------------------------------------------------------------------------------
 
@@ -140,14 +132,6 @@ def test_decode_of_mixed_channels(bits: float, dim: int) -> None:
     check_all(klt, klt, dim, cases)
 
 
-@pytest.mark.wide
-@pytest.mark.parametrize("dim", [96, 256])
-def test_mixed_channels_of_one_role(dim: int) -> None:
-    klt, plain = Klt(3, "klt"), Ghost(3)
-    check_all(klt, plain, dim, CASES[5:6])
-    check_all(plain, klt, dim, CASES[5:6])
-
-
 @pytest.mark.parametrize("group", [4, 8])
 def test_dense_tokens_join(group: int) -> None:
     """Among codes of values with large means, in a split of their own, or alone."""
@@ -159,23 +143,6 @@ def test_dense_tokens_join(group: int) -> None:
     check_all(Ghost(4), Ghost(4), 64, cases)
 
 
-@pytest.mark.parametrize("table_shrink", [1, 2])
-def test_small_tables(table_shrink: int) -> None:
-    check_all(Ghost(4), Ghost(4), 64, CASES[:2], Geometry(table_shrink=table_shrink))
-
-
-def test_beside_another_codec() -> None:
-    check_all(SawInt4(), Ghost(4), 64, CASES[:2])
-
-
-def test_matrices_of_layers_lie_head_by_head() -> None:
-    layers = [Constants(None, None, 1, torch.full((2, 3, 4), i, dtype=torch.uint8)) for i in range(2)]
-    found = joined(layers, 3).matrix
-    assert found is not None
-    assert found.shape == (2, 6, 4)
-    assert found[:, :, 0].tolist() == [[0, 0, 0, 1, 1, 1]] * 2
-
-
 def test_teams_share_levels() -> None:
     """Each has the order and the kinds of its own piece, of any sequence and head; pieces without codes."""
     cases = (
@@ -185,49 +152,3 @@ def test_teams_share_levels() -> None:
         Case((130, 64, 33), means=Means((5, 1000, 3), few=8), heads=2),
     )
     check_all(Ghost(3), Ghost(3), 64, cases, Geometry(teams=2))
-
-
-@pytest.mark.parametrize("spec", ["ghost-3", "ghost-3:transform=klt"])
-def test_a_fused_cache_with_constants_of_a_file(spec: str, machine: dict[str, Any]) -> None:
-    """Encoded, attended and unpacked by kernels, with constants of a file."""
-    generator = torch.Generator().manual_seed(0)
-    k, v = (
-        (torch.randn(2, 2, 98, 64, generator=generator) * torch.logspace(-1, 1, 64) + c).half().float() for c in (0, 1)
-    )
-    own: dict[Role, Params] = {}
-    for role, x in zip(ROLES, (k, v), strict=True):
-        site = Site(0, role, 2, 64)
-        own[role] = fit_klt(Ghost(3, "klt"), site, x[:1]) if "klt" in spec else Ghost(3).fit(site, Sample(x[:1]))
-    fused = FusedLayerCache(scheme(spec, sink=4), params=own)
-    reference = Reference(scheme(spec, sink=4), params=own)
-    for cache in (fused, reference):
-        cache.append(k[:, :, :97], v[:, :, :97])
-        cache.append(k[:, :, 97:], v[:, :, 97:])
-    for tokens in (1, 8):
-        q = torch.randn(2, 4, tokens, 64, generator=generator)
-        want = attend(q, reference)
-        assert float((fused.attend(q) - want).norm() / want.norm()) < 2e-3
-    assert set(machine) >= {"kv_encode", "kv_decode", "kv_unpack"}
-
-
-# -- machine code ------------------------------------------------------------------------------------------------------
-
-_PROGRAM = """
-#include "decode.cuh"
-#include "read_ghost.cuh"
-using K = kv::ReadGhost<128, {total}, false>;
-using V = kv::ReadGhost<128, {total}, true, true>;
-using Kernel = kv::Decoder<K, V, 128, 64, 64, 8, 2, false, -1, 4>;
-KV_KERNEL void KV_BOUNDS(256, 1) decode(KV_GRID_CONSTANT kv::DecodeArgs a) {{ Kernel::run(a); }}
-"""
-
-
-@pytest.mark.parametrize(("bits", "budget"), [(2, 1.9), (3, 2.25), (4, 1.85)])
-def test_machine_code(bits: int, budget: float) -> None:
-    """Instructions per element."""
-    kernel = compile_kernels(_PROGRAM.format(total=2 * bits))["decode"]
-    assert kernel.spills() == []
-    assert kernel.stack == 0
-    loop = kernel.loop_with("HMMA", "LDGSTS")
-    path = loop.shortest("HMMA", 64)  # of a tile
-    assert len(path) / (2 * 64 * 128 / 32) <= budget

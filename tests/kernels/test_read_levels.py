@@ -13,8 +13,7 @@ from packedkv.codecs.group_int import GroupInt
 from packedkv.codecs.turboquant import TurboQuant
 from packedkv.codecs.ultra_tq import UltraTQ
 from packedkv.codecs.ultraquant import UltraQuant
-from packedkv.kernels.codecs.tables import level_table
-from tests.kernels.decode_cases import CASES, Case, Geometry, check, check_all, each_in_turn, two_dims_in_turn
+from tests.kernels.decode_cases import CASES, Case, check_all, each_in_turn, two_dims_in_turn
 from tests.kernels.unpacking import unpacked
 
 DIMS = (64, 96, 128, 256, 512)
@@ -109,15 +108,6 @@ def test_tiny_scales_vanish(role: Role) -> None:
     assert float(off.abs().max()) <= 2.0**-19
 
 
-def test_level_table() -> None:
-    levels = torch.arange(16.0)
-    entries = level_table(levels, 4).view(torch.float16).view(256, 2)
-    assert entries[0x3A].tolist() == [10.0, 3.0]
-    assert level_table(levels[:4], 2).view(torch.float16).view(256, 4)[0b11_10_01_00].tolist() == [0.0, 1.0, 2.0, 3.0]
-    assert level_table(levels[:8], 3).view(torch.float16).view(64, 2)[0b110_001].tolist() == [1.0, 6.0]
-    assert level_table(torch.arange(32.0), 5).view(torch.float16).view(32, 2)[17].tolist() == [17.0, 17.0]
-
-
 # -- the kernel ------------------------------------------------------------------------------------------------------
 
 
@@ -156,8 +146,3 @@ def test_decode(name: str, dim: int) -> None:
 @pytest.mark.parametrize(("name", "dim"), each_in_turn(OTHERS, (96, 128)))
 def test_decode_other_options(name: str, dim: int) -> None:
     agree(OTHERS[name], dim, (CASES[1], CASES[2], CASES[4], CASES[6]))
-
-
-@pytest.mark.parametrize("name", PAIRS)
-def test_tiles(name: str) -> None:
-    check(*PAIRS[name], 128, Case(lens=(1, 17, 129), start=(0, 2, 63), splits=2), Geometry(128, 64, 1, 3))

@@ -12,17 +12,8 @@ from packedkv.codecs.group_int import GroupInt
 from packedkv.codecs.hqmq import RADII, SIZES, Hqmq
 from packedkv.codecs.outliers import Med
 from packedkv.codecs.saw_int4 import SawInt4
-from packedkv.errors import UnsupportedError
-from packedkv.kernels import spec as specs
-from packedkv.kernels.codecs.outliers import SHARED_BLOCK, WARPS
-from packedkv.kernels.constants import constants_for
-from packedkv.kernels.cuda import decode as attention
-from packedkv.kernels.cuda import launch, prefill
-from packedkv.kernels.cuda.launch import H200, Config, config_for
 from tests.kernels import decode_cases
-from tests.kernels.decode_cases import CASES, Case, Geometry, check, check_all, each_in_turn, sides
-from tests.kernels.offline import Kernel, architectures_in_turn, compile_kernels, opcode
-from tests.kernels.test_operators import fill
+from tests.kernels.decode_cases import CASES, Case, Geometry, check_all
 
 SAW = SawInt4()
 
@@ -122,36 +113,7 @@ def test_outliers_beyond_any_scale(name: str, monkeypatch: pytest.MonkeyPatch) -
         check_both(CODECS[name], dim, Case(lens=(130, 64)))
 
 
-@pytest.mark.parametrize("role", ROLES)
-def test_what_integers_have_under_outliers_shows(role: Role) -> None:
-    """Two bits that are not symmetric have no level at 0; the bound is narrower than what they have there."""
-    both = dict(zip(ROLES, sides(CODECS["int-2"], CODECS["int-2"], 64), strict=True))
-    right = both[role]
-    both[role] = replace(right, reader=right.reader.replace("kv::RestInt<64, 2>", "kv::RestZero"))
-    assert both[role] != right
-    with pytest.raises(AssertionError, match=r"relative error|log-sum-exp"):
-        check(both["key"], both["value"], 64, Case(lens=(130,)), tolerance=2.0)
-
-
 # -- pages unpacked ----------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(("name", "dim"), each_in_turn(CODECS, (128, 256, 64, 96, 192)))
-def test_unpacked_pages_are_what_the_codec_decodes(name: str, dim: int, machine: dict[str, Any]) -> None:
-    codec, heads = CODECS[name], 2
-    pair = specs.decode_spec(codec, codec, dim, 64)
-    store, params, decoded = fill(codec, codec, dim, heads, [128, 128], 64)
-    for role in ROLES:
-        assert bool(store.read(role, 0, 128)["flags"].any()) == (codec.c < 3)
-    key, value = (
-        constants_for(side, params[role], heads, dim) for side, role in zip((pair.key, pair.value), ROLES, strict=True)
-    )
-    packed = prefill.Packed(store.pages, store.table, specs.text_of(pair), key, value)
-    for first, count in ((0, 128), (32, 77)):
-        found = prefill.unpack(packed, first, count)
-        for got, want in zip(found, decoded, strict=True):
-            part = want[:, :, first : first + count]
-            assert float((got.float() - part).norm() / part.norm()) < 1e-3
 
 
 # -- what the reader takes for granted ---------------------------------------------------------------------------------
@@ -170,48 +132,3 @@ def test_zeros_are_decoded_to_zeros(codec: Codec) -> None:
     params = codec.fit(Site(0, "key", 1, 64))
     back = codec.decode(codec.encode(x.flatten(-2), params), params).unflatten(-1, (16, 4))
     assert not back[:, :, torch.arange(64), torch.arange(64) % 16].any()
-
-
-@pytest.mark.parametrize(
-    "inner", [SawInt4(), GroupInt(4, 32), GroupInt(2, 32, "tokens"), Hqmq(24, 3, "radix")], ids=str
-)
-def test_other_codecs_with_outliers_are_refused(inner: Codec) -> None:
-    with pytest.raises(UnsupportedError, match="the kernels read"):
-        specs.reader(Med(inner), 128, "key")
-
-
-@pytest.mark.parametrize("dim", [64, 96, 128, 192, 256])
-@pytest.mark.parametrize("s", SIZES)
-def test_eight_warps_find_room(s: int, dim: int) -> None:
-    for r in RADII:
-        codec = Med(Hqmq(s, r))
-        pair = specs.decode_spec(codec, codec, dim, 64)
-        config = config_for(pair, 256, 32768, H200)
-        assert config.warps * config.resident >= (WARPS if dim < 192 or s == 24 else WARPS // 2)
-        assert launch.shared_bytes(pair, config) <= SHARED_BLOCK == H200.shared_block
-
-
-# -- machine code ------------------------------------------------------------------------------------------------------
-
-
-def compiled(codec: Codec, config: Config, arch: int) -> Kernel:
-    pair = specs.decode_spec(codec, codec, 128, 64)
-    return compile_kernels(attention.program(pair, config).source, arch)["kv_decode"]
-
-
-@pytest.mark.parametrize(
-    ("codec", "products", "most", "arch"),
-    architectures_in_turn([(Med(Hqmq(24, 3)), 24, (3.5, 4.1, 4.8)), (Med(GroupInt(4, 0)), 24, (1.9, 2.7, 3.7))]),
-    ids=str,
-)
-def test_machine_code(codec: Codec, products: int, most: tuple[float, float, float], arch: int) -> None:
-    """No spills; instructions for a number of the cache without outliers, with those of keys, with all (sm_90)."""
-    kernel = compiled(codec, Config(32, 8, 2, 1, 1), arch)
-    assert kernel.stack == 0
-    assert not kernel.spills()
-    for extra, bound in zip((0, 8, 16), most, strict=True):
-        least = 2 * (products + extra)
-        ways = [loop.shortest("HMMA", least) for loop in kernel.loops_with("HMMA", "LDGSTS")]
-        way = min(ways, key=len)
-        assert sum(opcode(x) == "HMMA" for x in way) == least
-        assert len(way) * 32 / (2 * 32 * 128) <= bound * (1 if arch == 90 else 1.25)

@@ -6,7 +6,6 @@ from torch import Tensor
 
 from packedkv.ops.hadamard import block_hadamard, power_of_two_divisor
 from tests.kernels import harness
-from tests.kernels.offline import compile_kernels, mix
 
 ROWS = 16
 SOURCE = """
@@ -54,15 +53,3 @@ def test_sums_of_integers_are_those_of_doubles(team: int, dim: int) -> None:
                 assert torch.equal(few, block_hadamard(given.float(), power_of_two_divisor(dim)))
     tiny = torch.full((ROWS, dim), 2.0**-40)
     assert torch.equal(rotated(tiny, team, few=True), rotated(tiny, team, few=False))
-
-
-@pytest.mark.parametrize("arch", [80, 86, 89, 90, 100, 120])
-def test_where_doubles_are_slow_few_are_added(arch: int) -> None:
-    source = SOURCE.replace("#define KV_FEW_DOUBLES {few}\n", "").format(D=128, team=8, order=128)
-    code = mix(compile_kernels(source, arch, fma=False)["rotate"].code)
-    if arch in (80, 90, 100):
-        assert "I2F" not in code
-        assert not any("VOTE" in name for name in code)
-    else:
-        assert code["VOTE"] == 1  # and behind it the sums of doubles, for rows that need them
-        assert code["DADD"] >= 16 * 4
