@@ -87,8 +87,11 @@ def _fit_kernel(head_dim: int, device: torch.device) -> Kernel:
 def fit(
     codecs: Mapping[Role, Codec], head_dim: int, samples: Mapping[Role, FirstTokens], buffers: FitBuffers
 ) -> dict[Role, Fitted]:
-    """As ``InnerQ.fit`` of all tokens; one launch for each role, nothing synchronises."""
-    return {role: _fit(head_dim, sample.x, buffers) for role, sample in samples.items()}
+    """As ``InnerQ.fit`` of all tokens; one launch for each role, nothing synchronises.
+
+    A role whose sample is some of the tokens, or keys that lose their mean, is left to the reference.
+    """
+    return {role: _fit(head_dim, sample.x, buffers) for role, sample in samples.items() if not sample.tokens}
 
 
 def _fit(head_dim: int, x: Tensor, buffers: FitBuffers) -> Fitted:
