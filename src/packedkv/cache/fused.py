@@ -556,7 +556,7 @@ class FusedLayerCache(LayerCache):
     def _samples(
         self, engine: Engine, behind: Mapping[Role, Tensor], whole: Mapping[Role, Tensor] | None
     ) -> dict[Role, FirstTokens]:
-        """What kernels fit constants on, and the keys' mean, of the roles that they fit; arguments as in ``_fit``."""
+        """Return the tokens on which kernels fit constants, and the keys' mean, by role; arguments as in ``_fit``."""
         slots, sink, tokens, mean = self.slots, self.roles["key"].sink.shape[2], self.site.fit_tokens, self.site.mean
         missing = [self.roles[role] for role in ROLES if self.roles[role].params is None and engine.fits(role)]
         if tokens <= 1:  # all that came
@@ -906,7 +906,7 @@ class FusedLayerCache(LayerCache):
             )
 
     def _free_dead_pages(self) -> None:
-        """Pages that are freed lower the numbers of the slots behind them; a static cache keeps all pages."""
+        """Free dead pages and renumber the slots behind them; a static cache keeps all pages."""
         if self.static:
             return
         runs = self.roles["key"].runs

@@ -139,7 +139,7 @@ def show(rows: Sequence[Row], meta: Mapping[str, Any], paths: Sequence[Path]) ->
 
 
 def continuations(rows: Sequence[Row], prompt: str) -> list[str]:
-    """The uncompressed model's continuation beside that of the best row that differs from 16 bit."""
+    """Return the uncompressed continuation and the continuation of the best row that differs from 16 bit."""
     base = rows[0]["uncompressed"].get("continuation")
     made = [r for r in rows if r.get("continuation") is not None and r["spec"] != "dense"]
     if base is None or not made:

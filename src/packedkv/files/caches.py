@@ -165,7 +165,7 @@ def _same_draw(now: Mapping[str, Sequence[Any]], then: Mapping[str, Sequence[Any
 
 
 class _Saved(NamedTuple):
-    """What all layers of a file are rebuilt from."""
+    """Contents of a file, from which its layers are rebuilt."""
 
     schemes: Sequence[str]
     tensors: Mapping[str, Tensor]

@@ -107,7 +107,7 @@ def assess(
 
 
 def choose(candidates: Mapping[Role, Sequence[Candidate]], *, each: int = 1) -> dict[Role, list[str]]:
-    """Per role, the ``each`` best of every class of bits; a codec with several names is taken once."""
+    """Choose the ``each`` best candidates per role and class of bits; a codec with several names counts once."""
     chosen: dict[Role, list[str]] = {}
     for role in ROLES:
         seen: set[Any] = set()

@@ -18,7 +18,7 @@ NAMES = ("cache", "past_key_values")
 
 
 def unwrapped(model_or_config: Any) -> Any:
-    """Return the model inside ``PeftModel``, ``torch.compile``, ``DataParallel``, DDP or FSDP; others as they are."""
+    """Return the model inside ``PeftModel``, ``torch.compile``, ``DataParallel``, DDP or FSDP, or the model."""
     model = model_or_config
     while isinstance(model, nn.Module) and not isinstance(model, PreTrainedModel):
         peft = getattr(model, "get_base_model", None)

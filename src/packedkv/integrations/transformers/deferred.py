@@ -203,12 +203,12 @@ class Deferred:
             self.settle()
 
     def settle(self) -> None:
-        """Do what is deferred (one synchronization per device).
+        """Run the deferred appends and checks (one synchronization per device).
 
         Raises
         ------
         ValueError
-            NaN, Inf or |x| > 65504 in the tokens; every layer is as it was before the pass.
+            NaN, Inf or |x| > 65504 in the tokens; every layer is restored to its state before the pass.
         """
         if not self.checks:
             return

@@ -53,12 +53,12 @@ _OWN_CACHE = ("reformer", "xlnet", "rwkv", "xlstm", "minimax")
 
 @dataclass(frozen=True)
 class LayerPlan:
-    """What one cache layer is.
+    """Properties of one cache layer.
 
     Parameters
     ----------
     index : int
-        Layer of the model. Cross-attention layers are counted on behind the decoder's own.
+        Layer of the model. Cross-attention layers are numbered after the decoder's layers.
     type : str
         transformers' name of the layer type, or ``cross_attention``.
     window : int or None

@@ -108,7 +108,7 @@ def _put_back(x: Tensor, params: Params) -> Tensor:
 
 
 def order_of(params: Params) -> Tensor:
-    """The channel of each place, as kernels order them: ``[B or 1, H, D]`` int16; a matrix leads to the places."""
+    """Return the channel at each place of the kernels' order, ``[B or 1, H, D]`` int16; with ``klt`` the identity."""
     if "order" in params:
         return params["order"]
     widths = params["widths"]

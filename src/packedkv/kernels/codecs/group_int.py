@@ -15,7 +15,7 @@ MOST_TOKENS = 256
 
 
 def reader(codec: GroupInt, head_dim: int, role: Role) -> Reader:
-    """Whole tokens; groups along channels, for keys 32 of them; groups along tokens, of keys alone."""
+    """Return the reader of whole tokens, of groups along channels (keys: of 32), or of keys in groups along tokens."""
     if codec.along == "channels" and codec.group == 0:
         name = f"kv::ReadInt<{head_dim}, {codec.bits}, {flag(codec.symmetric)}>"
         return Reader(name, "read_int.cuh", uneven=head_dim * codec.bits % 32 == 0)  # whole words

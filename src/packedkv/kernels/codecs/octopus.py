@@ -25,7 +25,7 @@ ROUNDINGS = {"scalar": "ROUND_SCALAR", "local_2x2": "ROUND_2X2", "local_3x3": "R
 
 
 def reader(codec: Octopus, head_dim: int, role: Role) -> Reader:
-    """Keys only: triplets looked up in tables, which must fit into shared memory."""
+    """Return the reader of keys: it looks up triplets in tables, which must fit into shared memory."""
     if role == "value":
         raise UnsupportedError(f"the kernels read OCTOPUS' keys, not {codec} as values")
     if codec.direction_bits > DIRECTION_BITS:

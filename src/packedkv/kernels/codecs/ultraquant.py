@@ -17,7 +17,7 @@ _CODES = torch.arange(16)
 
 
 def reader(codec: UltraQuant, head_dim: int, role: Role) -> Reader:
-    """E2M1 with a scale per group; keys lend their levels to values. Queries must be exact."""
+    """Return the reader of E2M1 with a scale per group; values share the keys' levels. Queries must be exact."""
     if codec.queries != "exact":
         raise UnsupportedError(f"the kernels do not round queries, as {codec} does")
     real = codec.scale == "real"

@@ -14,7 +14,7 @@ from packedkv.kernels.mean import KeyMean
 
 
 class RoleArgs(ctypes.Structure):
-    """``kv::Side``: what keys or values need besides their bytes."""
+    """``kv::Side``: tables and factors of keys or values."""
 
     _fields_ = (
         *((name, ctypes.c_void_p) for name in ("table", "factor", "matrix")),

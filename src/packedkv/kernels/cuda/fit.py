@@ -36,7 +36,7 @@ class FitBuffers:
                 launch()
 
     def take(self, name: Hashable, make: Callable[[int], list[T]]) -> T:
-        """Return the memory of one layer; ``make`` allocates that of so many, which is asked for by ``name``."""
+        """Return memory for one layer; ``make`` allocates it for all layers of a ``name`` at once."""
         left = self._left.get(name)
         if not left:
             left = self._left[name] = make(max(1, self.layers))[::-1]
@@ -45,7 +45,7 @@ class FitBuffers:
 
 
 class Fitter(NamedTuple):
-    """What fits constants by kernels, to the numbers of the reference; for the codecs of one module.
+    """Fits constants by kernels, with the numbers of the reference, for the codecs of one module.
 
     Parameters
     ----------
