@@ -45,7 +45,14 @@ from packedkv.integrations.vllm.servable import (
     page_step,
     preferred_page,
 )
-from packedkv.integrations.vllm.step import PackedBuilder, PackedMetadata, SharedStep, longest_sequence, metadata_of
+from packedkv.integrations.vllm.step import (
+    PackedBuilder,
+    PackedMetadata,
+    SharedStep,
+    bound_layer,
+    longest_sequence,
+    metadata_of,
+)
 from packedkv.kernels.cuda.build import LEAST
 from packedkv.kernels.cuda.prefill import Chunk
 from packedkv.scheme import Mean
@@ -287,7 +294,7 @@ class PackedImpl(AttentionImpl[PackedMetadata]):  # type: ignore[misc]
                     f"packedkv: {name} reads another layer's cache, but not the tokens of its unfinished groups; serve "
                     f"the model with a preset that encodes each token alone, such as saw-int4."
                 )
-            self.packed = None  # ``bound`` returns the earlier layer, whose pages this one reads
+            self.packed = None  # ``bound_layer`` returns the earlier layer, whose pages this one reads
             return
         if not layer.attn_backend.__module__.startswith("packedkv."):
             # a class derived by vLLM, which passes other block tables
@@ -367,14 +374,6 @@ class PackedImpl(AttentionImpl[PackedMetadata]):  # type: ignore[misc]
         for impl in impls.values():
             impl.options, impl.means, impl.kinds = options, means, kinds
 
-    def bound(self) -> EngineLayer:
-        """Return the layer that stores this one's tokens."""
-        if self.packed is None:
-            layers = self.config.compilation_config.static_forward_context
-            self.packed = layers[self.kv_sharing_target_layer_name].impl.packed
-            assert self.packed is not None
-        return self.packed
-
     # -- a step --------------------------------------------------------------------------------------------------------
 
     def do_kv_cache_update(
@@ -384,7 +383,7 @@ class PackedImpl(AttentionImpl[PackedMetadata]):  # type: ignore[misc]
         count = slot_mapping.shape[0]
         if kv_cache.numel() == 0 or count == 0:
             return
-        packed, m, shared = self.bound(), metadata_of(layer), self.shared
+        packed, m, shared = bound_layer(self), metadata_of(layer), self.shared
         key, value = key[:count], value[:count]
         assert shared is not None
         if self.leads:
@@ -420,12 +419,12 @@ class PackedImpl(AttentionImpl[PackedMetadata]):  # type: ignore[misc]
             raise UnsupportedError("packedkv: fused quantization of the output is not computed; switch that pass off.")
         if attn_metadata is None:  # a profiling run; before there is a cache it measures memory
             if kv_cache.numel() == 0 and query.is_cuda:
-                packed = self.bound()
+                packed = bound_layer(self)
                 most = packed.most_tokens(longest_sequence(self.config))
                 size = packed.prefill_bytes(query.shape[0], most, self.num_heads, self.rules)
                 torch.empty(size, dtype=torch.uint8, device=query.device)
             return output.fill_(0)
-        packed, m, out = self.bound(), attn_metadata, output.view(-1, self.num_heads, self.head_size)
+        packed, m, out = bound_layer(self), attn_metadata, output.view(-1, self.num_heads, self.head_size)
         query = query.view(-1, self.num_heads, self.head_size)
         if isinstance(packed, GroupedLayer):
             self._forward_groups(packed, query, key, value, kv_cache, m, out)

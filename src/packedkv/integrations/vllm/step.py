@@ -85,6 +85,15 @@ class PackedMetadata(AttentionMetadata):  # type: ignore[misc]
     totals: Tensor | None = None
 
 
+def bound_layer(impl: Any) -> EngineLayer:
+    """Return the layer that stores the tokens of an attention implementation, or of the one it shares K and V with."""
+    if impl.packed is None:
+        layers = impl.config.compilation_config.static_forward_context
+        impl.packed = layers[impl.kv_sharing_target_layer_name].impl.packed
+    packed: EngineLayer = impl.packed
+    return packed
+
+
 def metadata_of(layer: Any) -> PackedMetadata | None:
     """Metadata of this step for a layer; None in vLLM's profiling runs."""
     found = get_forward_context().attn_metadata
@@ -215,7 +224,7 @@ class PackedBuilder(AttentionMetadataBuilder[PackedMetadata]):  # type: ignore[m
             )
         context = vllm_config.compilation_config.static_forward_context
         impls = [context[name].impl for name in layer_names]
-        layers: list[EngineLayer] = [impl.bound() for impl in impls]
+        layers: list[EngineLayer] = [bound_layer(impl) for impl in impls]
         self.leader, self.first = impls[0], layers[0]
         self.page_tokens = kv_cache_spec.block_size
         self.longest = vllm_config.model_config.max_model_len
