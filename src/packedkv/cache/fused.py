@@ -414,7 +414,7 @@ class FusedLayerCache(LayerCache):
         keep_addresses(*engine.tensors())
 
     def _prepare(self) -> bool:
-        """Pass the constants to the engine; False if they are fitted on tokens that have not come yet."""
+        """Pass the constants to the engine; False if they need more tokens to be fitted."""
         assert self.engine is not None
         if self.engine.ready:
             return True

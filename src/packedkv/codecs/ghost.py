@@ -219,7 +219,7 @@ def over_pairs(x: Tensor) -> Tensor:
 
 
 def shrunk(moment: Tensor) -> Tensor:
-    """(1 - SHRINK) M + SHRINK diag M of moments ``[..., D, D]``: what few tokens tell of the rest is noise."""
+    """(1 - SHRINK) M + SHRINK diag M of moments ``[..., D, D]``: off-diagonal moments of few tokens are noise."""
     return (1 - SHRINK) * moment + SHRINK * torch.diag_embed(moment.diagonal(dim1=-2, dim2=-1))
 
 

@@ -132,7 +132,7 @@ def scheme_of(spec: str | KVScheme | QuantizedCacheSpec) -> KVScheme | Quantized
 
 
 def check_unlike(schemes: Sequence[object], purpose: str) -> None:
-    """Raise ``SpecError`` unless there is a scheme, and none twice."""
+    """Raise ``SpecError`` for an empty list of schemes or a repeated one."""
     if not schemes:
         raise SpecError(f"no spec to {purpose}; pass at least one, e.g. saw-int4.")
     names = [str(scheme) for scheme in schemes]

@@ -64,7 +64,7 @@ class Prefix:
 
     @contextmanager
     def starting_at(self, layer: int) -> Iterator[None]:
-        """Let the layers before ``layer`` hand out what they gave, for the time of the block."""
+        """Within the block, layers before ``layer`` return their recorded outputs."""
         stubs = self.layers[:layer] if self.works else []
         own = [module.__dict__.get("forward") for module in stubs]
         try:

@@ -326,7 +326,7 @@ class PackedImpl(AttentionImpl[PackedMetadata]):  # type: ignore[misc]
         return packed
 
     def _check_running(self) -> None:
-        """Raise if pages cannot change their meaning: other servers, or graphs, know the old one."""
+        """Raise if other servers or captured graphs depend on what the bytes of the pages mean."""
         compilation = self.config.compilation_config
         who = ""
         if self.config.kv_transfer_config is not None:

@@ -345,12 +345,12 @@ class _Layers:
     parts: Mapping[Role, Sequence[tuple[str, int]]]
     scratch: Tensor
     most: int
-    first: int = 0  # layer of those that wait
-    kept: list[object] = field(default_factory=list)  # of each layer that waits, what the kernel reads and writes
-    shared: object = None  # what their samples have in common
+    first: int = 0  # first layer of the next launch
+    kept: list[object] = field(default_factory=list)  # inputs and outputs of the added layers
+    shared: object = None  # properties that their samples share
 
     def add(self, layer: int, samples: Mapping[Role, FirstTokens], fitted: object, buffers: FitBuffers) -> None:
-        """Let a layer wait for ``run``; one that does not follow those which wait, or is unlike them, runs these."""
+        """Add a layer to the next launch; a layer out of order, or with other strides, runs the earlier ones first."""
         shared = [_shared(x) for x in samples.values()]
         if self.kept and (len(self.kept) == self.most or layer != self.first + len(self.kept) or shared != self.shared):
             self.run()
@@ -398,7 +398,7 @@ def _shared(sample: FirstTokens) -> object:
 
 
 def _fill(args: FitGhostArgs, sample: FirstTokens, parts: Sequence[tuple[str, int]], behind: int) -> None:
-    """Set where the tokens are, how they are turned, and where what is written begins."""
+    """Set the addresses and strides of the tokens, of their RoPE angles, and of the outputs."""
     x = sample.x
     args.kind = KINDS[x.dtype]
     args.batch, args.head, args.token, _ = x.stride()

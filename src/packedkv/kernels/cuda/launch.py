@@ -185,7 +185,7 @@ def config_for(
 
 
 def _least_warps(spec: DecodeSpec, machine: Machine) -> int:
-    """Warps of a multiprocessor that tables have to leave room for; none where all of them are known to serve."""
+    """Least number of warps for which tables leave shared memory; 0 where every choice of tables fits."""
     return 0 if machine.shared_block >= H200.shared_block and spec.head_dim <= 256 else WARPS
 
 
