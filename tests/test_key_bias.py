@@ -14,13 +14,15 @@ from torch import nn
 import packedkv
 from packedkv.cli.advise.run import advise
 from packedkv.cli.advise.steps import Request
+from packedkv.cli.demo import SPECS, run_demo, show
 from packedkv.cli.measure.compare import Settings, about, compare
 from packedkv.errors import BrokenPresetError, PackedKVWarning, UnsupportedError
 from packedkv.integrations.transformers.argument import passing
 from packedkv.integrations.transformers.biases import biases_of
 from packedkv.integrations.transformers.plan import plan_for
 from packedkv.key_bias import GAIN
-from packedkv.models.loading import LoadedModel
+from packedkv.models.loading import LoadedModel, SampleText
+from packedkv.progress import Progress
 from packedkv.scheme import mix_of
 from tests.cli.tiny import TEXT, tiny_tokenizer
 from tests.conftest import tiny_config, tiny_model
@@ -449,3 +451,20 @@ def test_advise_never_names_what_breaks() -> None:
         found = advise(made, TEXT, replace(ASKED, specs=("kivi-4", RAW), probe="warn"))
     assert found["left_out"] == {}
     assert RAW in {row["spec"] for row in found["finalists"]}
+
+
+def test_demo_leaves_out_what_breaks_and_says_so(
+    loaded: LoadedModel, tmp_path: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("packedkv.cli.demo.load", lambda *_, **__: loaded)
+    given = {"text": SampleText(TEXT, "text", ""), "windows": 1, "budget": None, "progress": Progress(False)}
+    rows, meta, paths = run_demo("biased", out=tmp_path, settings=SHORT, **given)
+    assert "left_out" not in meta  # mean=auto
+    assert [row["spec"] for row in rows] == list(SPECS)
+    rows, meta, paths = run_demo("biased", ["dense", RAW], out=tmp_path, settings=SHORT, **given)
+    assert [row["spec"] for row in rows] == ["dense"]
+    assert "left out: saw-int4:mean=none breaks on the key biases" in show(rows, meta, paths)
+    told = replace(SHORT, probe="warn")
+    rows, meta, _ = run_demo("biased", ["dense", RAW], out=tmp_path, settings=told, **given)
+    assert [row["spec"] for row in rows] == ["dense", RAW]
+    assert "left_out" not in meta

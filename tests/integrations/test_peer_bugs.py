@@ -59,3 +59,13 @@ def test_rotation_really_runs(spec: str) -> None:
     error = (packedkv.fake_quant(spec, loud, v)[0] - loud)[..., torch.arange(128) != 7].square().mean()
     naive = (packedkv.fake_quant("int-4", loud, v)[0] - loud)[..., torch.arange(128) != 7].square().mean()
     assert error < naive / 5
+
+
+def test_reported_saving_is_resident_bytes() -> None:
+    """A printed ratio with the 16-bit history still alive is a fake saving: count every tensor that the cache holds."""
+    k, v = (x.to(torch.bfloat16) for x in kv(1, 2, 1024, 64))
+    cache = packedkv.LayerCache(packedkv.get("saw-int4"))
+    cache.append(k, v)
+    alive = sum(t.untyped_storage().nbytes() for t in cache.tensors())
+    assert alive == sum(cache.nbytes().values())
+    assert alive < (k.nbytes + v.nbytes) / 3.5

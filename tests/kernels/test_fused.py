@@ -246,3 +246,15 @@ def test_outputs_saturate_in_fp16(spec: str, machine: dict[str, Any]) -> None:
         torch.testing.assert_close(out.float(), attend(q, reference).float(), rtol=0, atol=300)
         q[0, 0, 0, 5] = torch.nan
         assert fused.attend(q)[0, 0].isnan().all()
+
+
+def test_a_static_cache_goes_on_after_a_first_append_that_did_not_fit(machine: dict[str, Any]) -> None:
+    k, v = rows(300)
+    fused, reference = FusedLayerCache(WINDOWED["sinks"], capacity=128), Reference(WINDOWED["sinks"])
+    with pytest.raises(ShapeError, match="do not fit"):
+        fused.append(k, v)
+    assert len(fused) == 0
+    for at in range(9):
+        for cache in (fused, reference):
+            cache.append(k[:, :, at : at + 1], v[:, :, at : at + 1])
+    same(fused, reference)

@@ -3,6 +3,7 @@
 import ctypes
 import pathlib
 import re
+import threading
 from collections.abc import Iterator
 from typing import Any
 
@@ -272,3 +273,22 @@ def test_every_header_and_layout_named_for_a_preset_is_there() -> None:
 
 
 # -- launch constants ------------------------------------------------------------------------------------------------
+
+
+def test_writers_at_once_leave_one_whole_program(tmp_path: pathlib.Path) -> None:
+    path = tmp_path / "x.cubin"
+    contents = [bytes([i]) * 100_000 for i in range(8)]
+    seen: list[bytes | None] = []
+
+    def write(i: int) -> None:
+        for _ in range(20):
+            build.write_cached(path, contents[i])
+            seen.append(build.read_cached(path))
+
+    threads = [threading.Thread(target=write, args=(i,)) for i in range(8)]
+    for t in threads:
+        t.start()
+    for t in threads:
+        t.join()
+    assert all(x in contents for x in seen)
+    assert [p.name for p in tmp_path.iterdir()] == ["x.cubin"]

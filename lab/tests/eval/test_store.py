@@ -3,6 +3,8 @@
 import errno
 import json
 import os
+import subprocess
+import sys
 
 import pytest
 
@@ -214,3 +216,26 @@ def test_notes_are_kept_once(tmp_path):
     with Store(tmp_path, ABOUT) as store:
         assert not store.note("int-4", "breaks")
     assert read_run(tmp_path).about["notes"] == {"int-4": ["breaks"]}
+
+
+def test_a_file_size_limit_of_the_system_does_the_same(tmp_path):
+    """No stand-in: the kernel refuses the bytes."""
+    code = f"""
+import resource, signal
+from packedkv.errors import KVError
+from packedkv_lab.eval.store import Store
+from lab.tests.eval.test_store import ABOUT, line
+signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+with Store({str(tmp_path)!r}, ABOUT) as store:
+    store.add(line("a"))
+    size = len(open({str(tmp_path / ITEMS)!r}, "rb").read())
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size + 20, resource.RLIM_INFINITY))
+    try:
+        store.add(line("b"))
+    except KVError as error:
+        print(error)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert "File too large" in done.stdout
+    assert (tmp_path / ITEMS).read_text().count("\n") == 1
+    assert [row["item"] for row in read_run(tmp_path).lines] == ["a"]
