@@ -12,7 +12,7 @@ from torch import Tensor
 import packedkv
 from packedkv import LayerCache, SpecError, UnsupportedError
 from packedkv.cache.fused import FusedLayerCache, fused_refusal
-from packedkv.cache.host import attend
+from packedkv.cache.layer import attend
 from packedkv.codec import ROLES, roundtrip
 from packedkv.integrations.transformers import cache_for, load_cache
 from packedkv.integrations.transformers.argument import passing

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import packedkv
-from packedkv.cache.host import LayerCache
+from packedkv.cache.layer import LayerCache
 from packedkv.codec import Dense
 from packedkv.errors import FormatError, KVError, SpecError
 from packedkv.fitting.fit import about, fit_model

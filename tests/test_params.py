@@ -8,7 +8,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import packedkv
-from packedkv.cache.host import LayerCache
+from packedkv.cache.layer import LayerCache
 from packedkv.codec import ROLES
 from packedkv.errors import FitError, FormatError, SpecError
 from packedkv.files import container

@@ -12,7 +12,7 @@ from packedkv.version import __version__ as __version__
 
 if TYPE_CHECKING:
     from packedkv.cache.frames import FrameCache
-    from packedkv.cache.host import LayerCache
+    from packedkv.cache.layer import LayerCache
     from packedkv.codec import Codec, Params, Payload, Sample, Site
     from packedkv.compressed import Compressed, compress, fake_quant
     from packedkv.description import describe
@@ -41,7 +41,7 @@ __all__ = [  # noqa: RUF022  grouped by use, not by alphabet
 
 _HOMES = {
     "cache.frames": ("FrameCache",),
-    "cache.host": ("LayerCache",),
+    "cache.layer": ("LayerCache",),
     "codec": ("Codec", "Params", "Payload", "Sample", "Site"),
     "compressed": ("Compressed", "compress", "fake_quant"),
     "description": ("describe",),

@@ -168,7 +168,7 @@ def attend_parts(
         Tokens of all parts.
     scale : float
     mask, causal, sinks, softcap
-        As ``packedkv.cache.host.attend``.
+        As ``packedkv.cache.layer.attend``.
 
     Returns
     -------

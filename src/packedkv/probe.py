@@ -31,7 +31,7 @@ import torch
 from torch import Tensor
 
 from packedkv.cache.fused import FusedLayerCache
-from packedkv.cache.host import LayerCache
+from packedkv.cache.layer import LayerCache
 from packedkv.codec import FP16_MAX, Codec, Dense, Params, Sample, Site, roundtrip, storage_dtype
 from packedkv.errors import BrokenPresetError, KVError, PackedKVWarning, ShapeError
 from packedkv.kernels.engine import Engine

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 import packedkv
-from packedkv.cache.host import LayerCache
+from packedkv.cache.layer import LayerCache
 from packedkv.codec import Site
 from packedkv.codecs.group_int import GroupInt
 from packedkv.codecs.turboquant import TurboQuant, coordinate_centroids

@@ -5,7 +5,7 @@ import torch
 
 import packedkv
 from packedkv.attention import check_queries, rounded_queries
-from packedkv.cache.host import attend
+from packedkv.cache.layer import attend
 from packedkv.codec import Site
 
 from .conftest import in_turn

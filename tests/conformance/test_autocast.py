@@ -7,7 +7,7 @@ import torch
 
 import packedkv
 from packedkv.cache.fused import FusedLayerCache
-from packedkv.cache.host import LayerCache
+from packedkv.cache.layer import LayerCache
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 import packedkv
 from packedkv.cache.fused import FusedLayerCache
-from packedkv.cache.host import LayerCache
+from packedkv.cache.layer import LayerCache
 from packedkv.errors import UnsupportedError
 from packedkv.integrations.transformers.argument import passing
 from packedkv.kernels.choose import Kernels

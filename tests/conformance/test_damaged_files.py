@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import packedkv
-from packedkv.cache.host import LayerCache
+from packedkv.cache.layer import LayerCache
 from packedkv.codec import ROLES, Codec
 from packedkv.files import caches, container, params
 from packedkv.files.params import FittedParams, ModelIdentity, read_params

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 import packedkv
-from packedkv.cache.host import LayerCache
+from packedkv.cache.layer import LayerCache
 from packedkv.codec import Codec, roundtrip
 from packedkv.codecs.rope_pairs import RopePairs
 from packedkv.errors import FitError

@@ -10,7 +10,7 @@ from torch import Tensor
 import packedkv
 from packedkv import FrameCache
 from packedkv.cache.fused import FusedLayerCache
-from packedkv.cache.host import LayerCache, attend
+from packedkv.cache.layer import LayerCache, attend
 from packedkv.errors import KVError, ShapeError, UnsupportedError
 from packedkv.kernels import flash
 from packedkv.ops.rope import Rotary

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import packedkv
-from packedkv.cache.host import LayerCache
+from packedkv.cache.layer import LayerCache
 
 from .support import KINDS, dim_of, fit, gaussian, kv, row_block, same_bits, sides, site_of, supported_dims
 

@@ -8,7 +8,7 @@ import torch
 
 import packedkv
 from packedkv.cache.fused import FusedLayerCache, fused_refusal
-from packedkv.cache.host import LayerCache
+from packedkv.cache.layer import LayerCache
 from packedkv.files.caches import load_layers, save_layers
 from packedkv.ops.rope import Rotary
 from packedkv.store.site import LayerSite, MeanRemoval

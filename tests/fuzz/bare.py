@@ -19,7 +19,7 @@ from torch import Tensor
 import packedkv
 from packedkv.attention import Seen
 from packedkv.cache.fused import FusedLayerCache
-from packedkv.cache.host import LayerCache, attend
+from packedkv.cache.layer import LayerCache, attend
 from packedkv.codec import ROLES, Role, Sample, Site
 from packedkv.errors import KVError, UnsupportedError
 from packedkv.files.caches import load_layers, save_layers

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import packedkv
-from packedkv.cache.host import LayerCache
+from packedkv.cache.layer import LayerCache
 from packedkv.codec import ROLES, Role, roundtrip
 from packedkv.integrations.vllm.groups import GroupedLayer
 from packedkv.integrations.vllm.layer import Rules

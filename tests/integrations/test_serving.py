@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import packedkv
-from packedkv.cache.host import LayerCache
+from packedkv.cache.layer import LayerCache
 from packedkv.codec import ROLES
 from packedkv.errors import SpecError, UnsupportedError
 from packedkv.integrations.vllm.layer import EngineLayer, Rules
@@ -15,7 +15,7 @@ from packedkv.integrations.vllm.options import read_options
 from packedkv.integrations.vllm.servable import PAGE_STEP, group_tokens, page_step
 from packedkv.ops.rope import Rotary
 from packedkv.scheme import mix_of
-from packedkv.store.kept_rows import kept_rows
+from packedkv.store.sink_rows import sink_rows
 from packedkv.store.site import LayerSite, MeanRemoval
 from tests.integrations.served import refusal
 
@@ -182,7 +182,7 @@ def test_rows_in_16_bit_of_what_cannot_be_held_are_zeros() -> None:
     cache, (k, v) = pool(layer), (x.float() for x in rows())
     k[0, 1, 3], v[1, 0, 2] = torch.nan, 1e6
     layer.write(k, v, cache, slots(0, TOKENS))
-    held = kept_rows(*layer.pages(cache), 2, torch.float16)[7]
+    held = sink_rows(*layer.pages(cache), 2, torch.float16)[7]
     assert not held[1, 0, 0].any()
     assert not held[0, 1, 1].any()
     assert torch.equal(held[0, 0], k[:2, 0].half())

@@ -9,7 +9,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 import packedkv
 from packedkv.cache.fused import FusedLayerCache, fused_refusal
-from packedkv.cache.host import LayerCache, attend
+from packedkv.cache.layer import LayerCache, attend
 from packedkv.codec import ROLES, Codec, Role, Sample, Site
 from packedkv.codecs.ghost import ALLOWED, Ghost
 from packedkv.codecs.group_int import BITS, GroupInt

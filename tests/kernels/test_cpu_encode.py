@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from packedkv.cache.fused import FusedLayerCache
-from packedkv.cache.host import LayerCache
+from packedkv.cache.layer import LayerCache
 from packedkv.codec import FP16_MAX, ROLES, Codec, Dense, DenseDtype, Role, Sample, Site
 from packedkv.codecs.fp8 import Fp8
 from packedkv.codecs.ghost import ALLOWED, Ghost

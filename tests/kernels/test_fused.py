@@ -10,7 +10,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 import packedkv
 from packedkv.cache.fused import FusedLayerCache
-from packedkv.cache.host import LayerCache, attend
+from packedkv.cache.layer import LayerCache, attend
 from packedkv.codec import ROLES, Dense
 from packedkv.codecs.hqmq import Hqmq
 from packedkv.codecs.octopus_qjl import OctopusQJL

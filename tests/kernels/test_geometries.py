@@ -9,7 +9,7 @@ from torch import Tensor
 
 import packedkv
 from packedkv.cache.fused import FusedLayerCache
-from packedkv.cache.host import LayerCache
+from packedkv.cache.layer import LayerCache
 from packedkv.errors import ShapeError, UnsupportedError
 from packedkv.kernels.cpu.spec import cpu_spec
 from packedkv.kernels.mean import chosen_pairs, pairs_of

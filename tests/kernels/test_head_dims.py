@@ -7,7 +7,7 @@ import torch
 
 import packedkv
 from packedkv.cache.fused import FusedLayerCache, fused_refusal
-from packedkv.cache.host import attend
+from packedkv.cache.layer import attend
 from packedkv.codec import ROLES
 from packedkv.kernels.spec import kernels_for
 from tests.kernels.test_fused import PROMPT, Reference, scheme

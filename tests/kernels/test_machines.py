@@ -9,7 +9,7 @@ import torch
 
 import packedkv
 from packedkv.cache.fused import FusedLayerCache
-from packedkv.cache.host import LayerCache
+from packedkv.cache.layer import LayerCache
 from packedkv.errors import KVError, UnsupportedError
 from packedkv.kernels.cuda import build, encode, launch, prefill
 from packedkv.kernels.cuda import decode as attention

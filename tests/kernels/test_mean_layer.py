@@ -10,7 +10,7 @@ from torch import Tensor
 import packedkv
 import packedkv.integrations.transformers.cache  # registers the attention named "packedkv"
 from packedkv.cache.fused import FusedLayerCache
-from packedkv.cache.host import LayerCache, attend
+from packedkv.cache.layer import LayerCache, attend
 from packedkv.errors import UnsupportedError
 from packedkv.integrations.transformers.argument import passing
 from packedkv.ops.rope import Rotary

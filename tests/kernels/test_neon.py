@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from packedkv.cache.fused import FusedLayerCache
-from packedkv.cache.host import LayerCache
+from packedkv.cache.layer import LayerCache
 from packedkv.codec import Codec
 from packedkv.codecs.ghost import Ghost
 from packedkv.codecs.octopus import Octopus

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 import packedkv
-from packedkv.cache.host import LayerCache, attend
+from packedkv.cache.layer import LayerCache, attend
 from packedkv.codec import ROLES, Dense, Params, Role, Sample, Site
 from packedkv.errors import ShapeError
 from packedkv.integrations.vllm import layer as served

@@ -11,7 +11,7 @@ from torch import Tensor
 import packedkv
 from packedkv.attention import Partial, Seen, merge, with_sinks
 from packedkv.cache.fused import FusedLayerCache
-from packedkv.cache.host import attend
+from packedkv.cache.layer import attend
 from packedkv.codec import ROLES
 from packedkv.codecs.group_int import GroupInt
 from packedkv.codecs.outliers import Med

@@ -8,7 +8,7 @@ from torch import Tensor
 
 import packedkv
 from packedkv.cache.fused import FusedLayerCache
-from packedkv.cache.host import LayerCache
+from packedkv.cache.layer import LayerCache
 from packedkv.codec import ROLES, Codec, Role, Sample, Site
 from packedkv.errors import UnsupportedError
 from packedkv.kernels import spec as cuda

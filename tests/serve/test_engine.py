@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import packedkv
-from packedkv.cache.host import LayerCache
+from packedkv.cache.layer import LayerCache
 from packedkv.codec import ROLES
 from packedkv.integrations.vllm.layer import Rules
 from packedkv.kernels.cpu import library as cpu_library

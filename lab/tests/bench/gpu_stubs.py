@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from packedkv.cache.host import LayerCache
+from packedkv.cache.layer import LayerCache
 from packedkv.cli.stamp import stamp
 from packedkv_lab.bench import packed, rivals
 from packedkv_lab.bench.record import Recorder

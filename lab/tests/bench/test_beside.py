@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from lab.tests.bench.gpu_stubs import Clock
-from packedkv.cache.host import LayerCache
+from packedkv.cache.layer import LayerCache
 from packedkv_lab.bench.shapes import GROUPS, Shape, shapes_named
 
 BENCHMARKS = Path(__file__).parents[3] / "benchmarks"

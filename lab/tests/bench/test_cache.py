@@ -7,7 +7,7 @@ import torch
 
 import packedkv
 from lab.tests.bench.gpu_stubs import recorder
-from packedkv.cache.host import LayerCache
+from packedkv.cache.layer import LayerCache
 from packedkv.cli.main import main
 from packedkv.errors import KVError, SpecError
 from packedkv_lab.bench.cache import append_block, cache_rows

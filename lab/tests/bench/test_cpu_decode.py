@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from packedkv.cache.host import LayerCache, attend
+from packedkv.cache.layer import LayerCache, attend
 from packedkv.cli.main import main
 from packedkv.errors import KVError, UnsupportedError
 from packedkv.kernels.cpu import compile as sources

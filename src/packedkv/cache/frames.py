@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from packedkv.cache.fused import FusedLayerCache
-from packedkv.cache.host import LayerCache
+from packedkv.cache.layer import LayerCache
 from packedkv.checks import check_tensors
 from packedkv.errors import ShapeError, UnsupportedError
 from packedkv.layout import PAGE_TOKENS

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from packedkv.attention import BEFORE_IT, Seen, check_queries
 from packedkv.cache.device import BROKEN_ORDER, DeviceLengths, StepPositions, keep_addresses
-from packedkv.cache.host import LayerCache, State
+from packedkv.cache.layer import LayerCache, State
 from packedkv.checks import check_tensors
 from packedkv.codec import ROLES, Params, Role
 from packedkv.errors import ShapeError, UnsupportedError
@@ -640,7 +640,7 @@ class FusedLayerCache(LayerCache):
         ----------
         q : Tensor ``[B, HQ, n, D]``
         scale, sinks, mask, causal
-            As ``packedkv.cache.host.attend``; the last two only with several query tokens.
+            As ``packedkv.cache.layer.attend``; the last two only with several query tokens.
         start : Tensor int32 ``[B]``, optional
             Left padding: tokens before it are not attended.
         softcap : float
@@ -698,7 +698,7 @@ class FusedLayerCache(LayerCache):
         Parameters
         ----------
         scale, sinks
-            As ``packedkv.cache.host.attend``.
+            As ``packedkv.cache.layer.attend``.
         seen : Seen
             Which tokens a query sees; default: all up to its own.
 

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from packedkv.cache.host import LayerCache
+from packedkv.cache.layer import LayerCache
 from packedkv.checks import check_constant, check_constants, largest
 from packedkv.codec import LIMIT, ROLES, Constant, Params, Role, Site
 from packedkv.errors import FormatError, KVError

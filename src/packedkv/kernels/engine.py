@@ -185,7 +185,7 @@ class Engine(ABC):
 
         Only roles that a kernel encodes (``written_by``). ``bad``, int32 ``[1]``, is raised to 1 by numbers that codecs
         cannot represent, and to 2 by tokens behind the pages. ``less``: the rotated mean that is subtracted from keys.
-        ``kept``: number of first tokens of every page that are also written in 16 bit, ``store.kept_rows``.
+        ``kept``: number of first tokens of every page that are also written in 16 bit, ``store.sink_rows``.
         """
 
     @property

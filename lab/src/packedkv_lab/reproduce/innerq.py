@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from packedkv.cache.host import LayerCache
+from packedkv.cache.layer import LayerCache
 from packedkv.codec import Role, Sample, Site
 from packedkv.codecs.group_int import GroupInt
 from packedkv.codecs.innerq import GROUP, InnerQ, Reading

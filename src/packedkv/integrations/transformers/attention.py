@@ -16,7 +16,7 @@ from transformers.masking_utils import causal_mask_function, sdpa_mask
 
 from packedkv.attention import Seen, attend_parts
 from packedkv.cache.fused import FusedLayerCache
-from packedkv.cache.host import attend
+from packedkv.cache.layer import attend
 from packedkv.errors import ShapeError, UnsupportedError
 from packedkv.integrations.transformers.layers import LAYER, PackedCacheLayer, PackedKV
 from packedkv.integrations.transformers.plan import ATTENTION_NAME

@@ -25,7 +25,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.cache_utils import Cache, EncoderDecoderCache
 
 from packedkv.cache.fused import FusedLayerCache
-from packedkv.cache.host import LayerCache
+from packedkv.cache.layer import LayerCache
 from packedkv.errors import BrokenPresetError, FitError, FormatError, SpecError, UnsupportedError, nearest
 from packedkv.files.container import BROKEN_JSON
 from packedkv.files.params import LayerParams

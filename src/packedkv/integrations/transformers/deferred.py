@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from packedkv.cache.fused import FusedLayerCache
-from packedkv.cache.host import LayerCache
+from packedkv.cache.layer import LayerCache
 from packedkv.checks import largest, largest_of
 from packedkv.codec import FP16_MAX, ROLES
 from packedkv.errors import UnsupportedError

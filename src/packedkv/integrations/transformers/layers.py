@@ -14,7 +14,7 @@ from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin
 
 from packedkv.cache.fused import FusedLayerCache
-from packedkv.cache.host import LayerCache, State
+from packedkv.cache.layer import LayerCache, State
 from packedkv.checks import check_tensor
 from packedkv.codec import ROLES, Role
 from packedkv.errors import ShapeError, UnsupportedError

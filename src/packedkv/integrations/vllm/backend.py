@@ -56,8 +56,8 @@ from packedkv.integrations.vllm.step import (
 from packedkv.kernels.cuda.build import LEAST
 from packedkv.kernels.cuda.prefill import Chunk
 from packedkv.scheme import Mean
-from packedkv.store.kept_rows import rows_bytes
 from packedkv.store.positions import part_of
+from packedkv.store.sink_rows import rows_bytes
 from packedkv.store.site import MeanRemoval
 
 logger = init_logger("vllm.packedkv")

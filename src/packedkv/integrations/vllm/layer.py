@@ -21,7 +21,7 @@ The reference serves layers on a CPU that the kernels do not support; ``EngineLa
 Every token attends to what the pages hold, in a prefill too. Chunked prefill and prefix-cache hits therefore do not
 change results. Keys may be stored without their mean, which is the same for all requests; a token's index in its
 request is its position. A preset's dense first tokens (``sink``) lie in 16 bit behind the codes of a request's first
-page (``store.kept_rows``), and every page reserves space for them.
+page (``store.sink_rows``), and every page reserves space for them.
 """
 
 from collections.abc import Iterator, Mapping
@@ -48,9 +48,9 @@ from packedkv.kernels.tokens import ChunkTokens, StepTokens
 from packedkv.kernels.tokens import Rules as KernelRules
 from packedkv.layout import PageLayout
 from packedkv.scheme import KVScheme
-from packedkv.store.kept_rows import keep_rows, kept_rows, rows_bytes
 from packedkv.store.pages import PageStore, write_blocks
 from packedkv.store.positions import angles_at
+from packedkv.store.sink_rows import rows_bytes, sink_rows, write_sink_rows
 from packedkv.store.site import LayerSite, MeanRemoval
 
 CHUNK_TOKENS = 1024
@@ -327,7 +327,7 @@ class EngineLayer:
             payload = {n: f.masked_fill(bad.view(*bad.shape, *(1,) * (f.dim() - 3)), 0) for n, f in payload.items()}
         write_blocks(layout, pages, role, slots, payload)
         if self.sink:
-            keep_rows(layout, pages, role, x.to(self.dtype), slots, self.sink)
+            write_sink_rows(layout, pages, role, x.to(self.dtype), slots, self.sink)
 
     def write_run(
         self, role: Role, rows: Tensor, cache: Tensor, blocks: Tensor, begin: int, positions: Tensor | None = None
@@ -365,7 +365,7 @@ class EngineLayer:
 
     def _sink_rows(self, cache: Tensor) -> Tensor:
         """The 16-bit rows of all pages, ``[num_blocks, H, 2, sink, D]``."""
-        return kept_rows(*self.pages(cache), self.sink, storage_dtype(self.dtype))
+        return sink_rows(*self.pages(cache), self.sink, storage_dtype(self.dtype))
 
     def _sink(self, cache: Tensor, blocks: Tensor, seq_len: int) -> tuple[Tensor, Tensor] | None:
         """Keys and values ``[1, H, t, D]`` of a request's dense first tokens; None: it has none."""

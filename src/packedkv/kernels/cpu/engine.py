@@ -19,8 +19,8 @@ from packedkv.kernels.engine import Engine
 from packedkv.kernels.mean import Turned
 from packedkv.kernels.tokens import ChunkTokens, GroupTokens, Rules, StepTokens
 from packedkv.ops.rope import Rotary
-from packedkv.store.kept_rows import keep_rows
 from packedkv.store.pages import PageStore
+from packedkv.store.sink_rows import write_sink_rows
 
 
 class CpuEngine(Engine):
@@ -74,7 +74,7 @@ class CpuEngine(Engine):
             at = first[:, None].long() + torch.arange(x.shape[2])
             column = (at // self.page_tokens).clamp(max=store.table.shape[1] - 1)
             slots = store.table.gather(1, column).long() * self.page_tokens + at % self.page_tokens
-            keep_rows(store.layout, store.pages, role, x, slots.masked_fill(at >= store.capacity, -1), kept)
+            write_sink_rows(store.layout, store.pages, role, x, slots.masked_fill(at >= store.capacity, -1), kept)
 
     def attend_step(self, q: Tensor, tokens: StepTokens, rules: Rules) -> Tensor:
         """The kernels have memory of their own: ``workspace`` is not used."""

@@ -1,7 +1,7 @@
 """Decode attention over packed pages in CUDA: the host side of ``decode.cuh``.
 
 One query token per sequence attends to the codes of a page pool, to tokens held dense and to learned sinks, as
-``packedkv.cache.host.attend`` defines it. Keys and values may have different codecs. A program is compiled for a
+``packedkv.cache.layer.attend`` defines it. Keys and values may have different codecs. A program is compiled for a
 ``DecodeSpec`` and launch constants from a table.
 
 Shapes and the grid depend only on the capacity of the page table, lengths live on the device, and nothing synchronises,

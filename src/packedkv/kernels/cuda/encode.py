@@ -23,7 +23,7 @@ from packedkv.kernels.cuda.build import Kernel, Program, load
 from packedkv.kernels.cuda.decode import KINDS, MOST_SEQUENCES
 from packedkv.kernels.mean import Turned
 from packedkv.kernels.spec import Encoder, EncodeSpec, encode_spec_of, text_of
-from packedkv.store.kept_rows import rows_bytes
+from packedkv.store.sink_rows import rows_bytes
 
 ROW_THREADS, TABLE_WARPS = 128, 8
 TABLE_THREADS = 32 * TABLE_WARPS
@@ -304,7 +304,7 @@ def encode_to_pages(
     less : Turned, optional
         What is subtracted from the keys first, in float32; the spec says whether there is one.
     kept : int
-        So many first tokens of every page are also written in 16 bit, ``store.kept_rows``.
+        So many first tokens of every page are also written in 16 bit, ``store.sink_rows``.
     checked : bool
         Whether the arguments are known to fit each other, as a cache's do.
 

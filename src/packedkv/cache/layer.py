@@ -539,7 +539,7 @@ class LayerCache:
         sinks: Tensor | None = None,
         chunk: int = 1024,
     ) -> Tensor:
-        """Attention of ``q`` over the live tokens, as ``packedkv.cache.host.attend``; by kernels unless ``unfused``."""
+        """Attend to the live tokens as ``packedkv.cache.layer.attend``, by kernels unless ``unfused``."""
         mask = _checked_mask(q, self, mask, causal, chunk)
         if self.unfused():
             return attend(q, self, scale=scale, mask=mask, causal=causal, sinks=sinks, chunk=chunk)

@@ -22,7 +22,7 @@ def rows_bytes(kept: int, head_dim: int) -> int:
     return len(ROLES) * 2 * kept * head_dim
 
 
-def kept_rows(layout: PageLayout, pages: Tensor, kept: int, dtype: torch.dtype) -> Tensor:
+def sink_rows(layout: PageLayout, pages: Tensor, kept: int, dtype: torch.dtype) -> Tensor:
     """View the rows of all pages, ``[num_pages, H, 2, kept, D]``: keys, then values.
 
     Parameters
@@ -39,13 +39,13 @@ def kept_rows(layout: PageLayout, pages: Tensor, kept: int, dtype: torch.dtype) 
     return raw.view(dtype).unflatten(-1, (len(ROLES), kept, head_dim))
 
 
-def keep_rows(layout: PageLayout, pages: Tensor, role: Role, x: Tensor, slots: Tensor, kept: int) -> None:
+def write_sink_rows(layout: PageLayout, pages: Tensor, role: Role, x: Tensor, slots: Tensor, kept: int) -> None:
     """Write the rows of those new tokens that are among the first of their page; this synchronises on a GPU.
 
     Parameters
     ----------
     layout, pages, kept
-        As ``kept_rows``.
+        As ``sink_rows``.
     role : Role
     x : Tensor ``[B, H, n, D]``
         Model basis. A row with NaN, Inf or a magnitude above 65504 is held as zeros, as its codes are.
@@ -57,5 +57,5 @@ def keep_rows(layout: PageLayout, pages: Tensor, role: Role, x: Tensor, slots: T
         return
     where, x = slots[sequence, token], x[sequence, :, token]
     held = x.to(storage_dtype(x.dtype)).masked_fill((~(x.abs() <= FP16_MAX)).any(-1, keepdim=True), 0.0)
-    rows = kept_rows(layout, pages, kept, held.dtype)
+    rows = sink_rows(layout, pages, kept, held.dtype)
     rows[where // layout.page_tokens, :, ROLES.index(role), where % layout.page_tokens] = held
