@@ -236,13 +236,14 @@ def read_recipe(path: str | Path) -> KVScheme:
     Raises FormatError as ``read_choices``, and SpecError for a spec that does not exist; the text names the layer.
     """
     choices, _ = read_choices(path)
-    layers = []
-    for i, choice in enumerate(choices):
+
+    def scheme_at(layer: int) -> KVScheme:
         try:
-            layers.append(scheme_of(choice))
+            return scheme_of(choices[layer])
         except SpecError as error:
-            raise SpecError(f"{path}, layer {i}: {error}") from error
-    return mix_of(layers, str(path))
+            raise SpecError(f"{path}, layer {layer}: {error}") from error
+
+    return mix_of([scheme_at(layer) for layer in range(len(choices))], str(path))
 
 
 def write_recipe(path: str | Path, choices: Sequence[LayerChoice], about: Mapping[str, Any] | None = None) -> KVScheme:
