@@ -281,16 +281,6 @@ def check_given(name: str, layers: Sequence[int], given: LayerParams) -> None:
             raise FitError(f"params of layer {layer} are for {unknown_roles}; pass them for 'key' and 'value'.")
 
 
-def check_queries(scheme: KVScheme, layers: Sequence[int], given: LayerParams) -> None:
-    """Raise FitError unless constants which need queries are given: they cannot be fitted on a prefill."""
-    for layer, role, codec in sites_to_fit(scheme, layers):
-        if "queries" in codec.needs and role not in given.get(layer, {}):
-            raise FitError(
-                f"{scheme}: the {role} constants of layer {layer} are fitted with the model's queries, which a prefill "
-                f"does not show; run `packedkv fit MODEL {scheme} --text FILE -o PARAMS` and pass that file as params."
-            )
-
-
 def match_params(files: Sequence[str | Path | FittedParams], schemes: Sequence[KVScheme]) -> list[FittedParams | None]:
     """Match params to schemes; None for a scheme without params.
 

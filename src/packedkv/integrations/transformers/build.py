@@ -3,17 +3,18 @@
 import logging
 import warnings
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 from transformers.cache_utils import DYNAMIC_LAYER_TYPE_MAPPING
 
 from packedkv.cache.fused import FusedLayerCache
 from packedkv.cache.layer import LayerCache
-from packedkv.codec import ROLES, Params, Role, Site
+from packedkv.codec import ROLES, Site
 from packedkv.errors import (
     BrokenPresetError,
     FitError,
@@ -23,18 +24,19 @@ from packedkv.errors import (
     SpecError,
     UnsupportedError,
 )
-from packedkv.files.params import FittedParams, LayerParams, check_given, check_queries
+from packedkv.files.params import FittedParams, LayerParams, check_given
 from packedkv.integrations.transformers.biases import biases_of
 from packedkv.integrations.transformers.deferred import Deferred
 from packedkv.integrations.transformers.identity import check_params, load_params
 from packedkv.integrations.transformers.layers import CrossLayer, PackedCacheLayer
-from packedkv.integrations.transformers.plan import LayerPlan, ModelPlan, plan_for
+from packedkv.integrations.transformers.plan import ModelPlan, plan_for
 from packedkv.integrations.transformers.queries import query_energies
 from packedkv.integrations.transformers.rope import has_rotary, hook_of, rotary_of
 from packedkv.kernels.choose import Kernels
 from packedkv.key_bias import Probe
 from packedkv.ops.precision import without_modes
 from packedkv.probe import OutlierProbe
+from packedkv.registry import get
 from packedkv.scheme import KVScheme, Mean
 from packedkv.store.site import MEAN, LayerSite, MeanRemoval, check_role, is_missing
 
@@ -49,6 +51,7 @@ class Parts(NamedTuple):
     plan: ModelPlan
     options: dict[str, Any]
     probe: OutlierProbe | None
+    unfused: str = ""
 
 
 @without_modes
@@ -59,19 +62,58 @@ def build(
     params: LayerParams | str | Path | None,
     max_len: int | None,
     action: Probe,
-    accepts: Callable[[str], bool],
 ) -> Parts:
     """Build the parts of an empty cache; arguments and errors as in ``cache_for``.
 
     Parameters
     ----------
     options : dict
-        ``prefill, attention, seed, page_tokens``.
+        ``prefill, attention, seed, page_tokens``. Without ``attention`` the kernels of a CPU are used, if they serve
+        every layer; ``unfused`` of the result is the reason if they are not.
     action : {"refuse", "warn", "off"}
         The option ``probe``.
-    accepts : callable
-        Whether the model takes a cache of another spec; errors name such specs only.
     """
+    accepts, unfused = _acceptance(model_or_config, options, max_len), ""
+    rest = params, max_len, action, accepts
+    if options["attention"] is None:
+        device = getattr(model_or_config, "device", None)
+        try:
+            if device is None or device.type != "cpu":
+                raise UnsupportedError("kernels are the default on a CPU only; attention='fused' asks for them")
+            return _built(model_or_config, scheme, {**options, "attention": "fused"}, *rest)
+        except BrokenPresetError:
+            raise
+        except UnsupportedError as error:
+            options, unfused = {**options, "attention": "decoded"}, str(error)
+    return _built(model_or_config, scheme, options, *rest)._replace(unfused=unfused)
+
+
+def _acceptance(model_or_config: Any, options: dict[str, Any], max_len: int | None) -> Callable[[str], bool]:
+    """Return whether a cache of another spec can be built, as a function that does not keep the model alive."""
+    is_model = isinstance(model_or_config, torch.nn.Module)
+    model: Callable[[], Any] = weakref.ref(model_or_config) if is_model else lambda: model_or_config
+
+    def accepts(spec: str) -> bool:
+        if (here := model()) is None:
+            return False
+        try:
+            build(here, get(spec), options, None, max_len, "off")
+        except KVError:
+            return False
+        return True
+
+    return accepts
+
+
+def _built(
+    model_or_config: Any,
+    scheme: KVScheme,
+    options: dict[str, Any],
+    params: LayerParams | str | Path | None,
+    max_len: int | None,
+    action: Probe,
+    accepts: Callable[[str], bool],
+) -> Parts:
     attention, page_tokens, seed = options["attention"], options["page_tokens"], options["seed"]
     if scheme.query_error and attention == "decoded":
         raise UnsupportedError(
@@ -106,23 +148,6 @@ def build(
             layer.hook = hook_of(model_or_config)
         layers.append(layer)
     return Parts(layers, scheme, plan, options, probe)
-
-
-def acceptance(make: Callable[[Any, str], Any], model_or_config: Any) -> Callable[[str], bool]:
-    """Return whether ``make(model_or_config, spec)`` makes a cache, as a function that does not keep the model."""
-    is_model = isinstance(model_or_config, torch.nn.Module)
-    model: Callable[[], Any] = weakref.ref(model_or_config) if is_model else lambda: model_or_config
-
-    def accepts(spec: str) -> bool:
-        if (here := model()) is None:
-            return False
-        try:
-            make(here, spec)
-        except KVError:
-            return False
-        return True
-
-    return accepts
 
 
 def layer_schemes(plan: ModelPlan, scheme: KVScheme, page_tokens: int | None = None) -> list[KVScheme]:
@@ -164,12 +189,17 @@ def _given(
     given: LayerParams = {} if params is None else params
     check_given(plan.name, [layer.index for layer in plan.kv_layers], given)
     for layer, own in zip(plan.kv_layers, schemes, strict=True):
-        if layer.heads and layer.head_dim and layer.index in given:
-            for role in ROLES:
-                site = Site(layer.index, role, layer.heads, layer.head_dim, seed)
-                check_role(own.codec(role), site, given[layer.index])
-    for stack in plan.stacks:
-        check_queries(scheme, [layer.index for layer in stack], given)
+        constants = given.get(layer.index, {})
+        for role in ROLES:
+            codec = own.codec(role)
+            if "queries" in codec.needs and role not in constants:
+                raise FitError(
+                    f"{scheme}: the {role} constants of layer {layer.index} are fitted with the model's queries, which "
+                    f"a prefill does not show; run `packedkv fit MODEL {scheme} --text FILE -o PARAMS` and pass that "
+                    f"file as params."
+                )
+            if layer.heads and layer.head_dim and constants:
+                check_role(codec, Site(layer.index, role, layer.heads, layer.head_dim, seed), constants)
     return given
 
 
@@ -210,7 +240,7 @@ def _sites(
         fitted = given.get(layer.index, {})
         # whether constants of the keys are fitted on the first tokens; then their mean is as well
         fits_keys = own.key.fit_tokens > 1 and is_missing(own.key, fitted, "key")
-        mean = _mean(model_or_config, plan, layer, own, fitted, fits_keys)
+        mean = _mean(model_or_config, plan, layer.index, own.mean, fitted.get("key", {}).get(MEAN), fits_keys)
         if mean is None and own.mean != "none":
             own = replace(own, mean="none")
         if fits_keys and energies is None:
@@ -226,12 +256,7 @@ def _sites(
 
 
 def _mean(
-    model_or_config: Any,
-    plan: ModelPlan,
-    layer: LayerPlan,
-    scheme: KVScheme,
-    fitted: Mapping[Role, Params],
-    fits_keys: bool,
+    model_or_config: Any, plan: ModelPlan, layer: int, kind: Mean, mean: Tensor | None, fits_keys: bool
 ) -> MeanRemoval | None:
     """What a layer subtracts from its keys; None: nothing, because the weights say that the layer's bias is small.
 
@@ -242,23 +267,22 @@ def _mean(
     UnsupportedError
         It is unknown how the model rotates its keys.
     """
-    mean = fitted.get("key", {}).get(MEAN)
-    if scheme.mean == "post":
+    if kind == "post":
         return MeanRemoval("post", None, mean, "first tokens" if mean is None else "params")
-    if scheme.mean != "pre":
+    if kind != "pre":
         return None
     if not isinstance(model_or_config, torch.nn.Module):
         raise FitError(
             f"{plan.name}: mean=pre needs the rotary embedding and the biases of the model, which a config does "
             f"not have; pass the model itself, or use mean=post or mean=none."
         )
-    rotary = rotary_of(model_or_config, layer.index)
+    rotary = rotary_of(model_or_config, layer)
     if mean is not None:
         return MeanRemoval("pre", rotary, mean, "params")
     biases = None if fits_keys else biases_of(model_or_config, plan)
-    if not biases or layer.index in biases.unread:
+    if not biases or layer in biases.unread:
         return MeanRemoval("pre", rotary)
-    if (biased := biases.layers.get(layer.index)) is not None:
+    if (biased := biases.layers.get(layer)) is not None:
         return MeanRemoval("pre", rotary, biased.mean[None], "weights")
     return None
 
@@ -322,6 +346,6 @@ def _probe(
     except BrokenPresetError as error:
         if action == "refuse":
             raise
-        warnings.warn(str(error), PackedKVWarning, stacklevel=5)
+        warnings.warn(str(error), PackedKVWarning, stacklevel=6)
         probe.warned = True
     return probe

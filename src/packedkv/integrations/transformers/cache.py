@@ -26,12 +26,12 @@ from transformers.cache_utils import Cache, EncoderDecoderCache
 
 from packedkv.cache.fused import FusedLayerCache
 from packedkv.cache.layer import LayerCache
-from packedkv.errors import BrokenPresetError, FitError, FormatError, SpecError, UnsupportedError, nearest
+from packedkv.errors import FitError, FormatError, SpecError, UnsupportedError, nearest
 from packedkv.files.container import BROKEN_JSON
 from packedkv.files.params import LayerParams
 from packedkv.integrations.transformers.argument import unwrapped
 from packedkv.integrations.transformers.attention import packedkv_attention, packedkv_mask
-from packedkv.integrations.transformers.build import Parts, acceptance, build
+from packedkv.integrations.transformers.build import Parts, build
 from packedkv.integrations.transformers.layers import CrossCache, PackedCacheLayer, Prefill
 from packedkv.integrations.transformers.plan import ATTENTION_NAME, Attention, LayerPlan, ModelPlan
 from packedkv.integrations.transformers.rope import hook_of
@@ -53,15 +53,13 @@ class KVCache(Cache):  # type: ignore[misc]
     ----------
     parts : Parts
         One cache layer per layer of the model that has one, the scheme, the model's plan, ``prefill, attention, seed,
-        page_tokens`` as given, and the probe.
+        page_tokens`` as given, the probe, and the reason why ``attention`` is not ``fused`` if it was left to
+        ``cache_for``.
     """
-
-    unfused = ""
-    """Why ``attention`` is not ``fused``, where it was left to ``cache_for``."""
 
     def __init__(self, parts: Parts) -> None:
         Cache.__init__(self, layers=parts.layers)
-        _, self.scheme, self.plan, self.options, self.probe = parts
+        _, self.scheme, self.plan, self.options, self.probe, self.unfused = parts
         self.layer_class_to_replicate = partial(_refuse_layer, self.plan.name, len(parts.layers))  # beyond them
 
     @property
@@ -294,25 +292,9 @@ def cache_for(
         _check_option("attention", attention, get_args(Attention))
     if max_len is not None and (not isinstance(max_len, int) or max_len < 1):
         raise SpecError(f"max_len={max_len!r}: expected a whole number of tokens, at least 1, or None.")
-    model_or_config, scheme = unwrapped(model_or_config), get(spec)
-    options: dict[str, Any] = {"prefill": prefill, "seed": seed, "page_tokens": page_tokens}
-    again = partial(cache_for, attention=attention, max_len=max_len, probe="off", **options)
-    last = max_len, probe_option(probe), acceptance(again, model_or_config)
-    parts, unfused = None, ""
-    if attention is None:
-        device = getattr(model_or_config, "device", None)
-        try:
-            if device is None or device.type != "cpu":
-                raise UnsupportedError("kernels are the default on a CPU only; attention='fused' asks for them")
-            parts = build(model_or_config, scheme, {**options, "attention": "fused"}, params, *last)
-        except BrokenPresetError:
-            raise
-        except UnsupportedError as error:
-            attention, unfused = "decoded", str(error)
-    if parts is None:
-        parts = build(model_or_config, scheme, {**options, "attention": attention}, params, *last)
+    options = {"prefill": prefill, "seed": seed, "page_tokens": page_tokens, "attention": attention}
+    parts = build(unwrapped(model_or_config), get(spec), options, params, max_len, probe_option(probe))
     made = (EncoderDecoderKVCache if len(parts.plan.stacks) > 1 else KVCache)(parts)
-    made.unfused = unfused
     if made.probe is not None:
         made.probe.undo = made.reset
     return made

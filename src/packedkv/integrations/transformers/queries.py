@@ -54,7 +54,7 @@ def _measured(model: Any) -> dict[int, Tensor]:
             f"{type(model).__name__} did not run on tokens alone ({error}); constants of keys are fitted without its "
             f"queries, at some loss. `packedkv fit` takes them from a text.",
             PackedKVWarning,
-            stacklevel=7,  # who called ``cache_for``
+            stacklevel=8,  # who called ``cache_for``
         )
     return found
 
