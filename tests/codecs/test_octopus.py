@@ -1,5 +1,6 @@
 """Facts of the OCTOPUS paper: codebooks, Tables 1, 4 and 5, joint rounding, the score identity, the true rate."""
 
+import math
 from functools import lru_cache
 
 import pytest
@@ -10,6 +11,7 @@ from hypothesis import strategies as st
 import packedkv
 from packedkv.codec import roundtrip
 from packedkv.codecs.octopus import Octopus, _Tables, unpack_split
+from packedkv.ops.lloyd_max import block_norm_density, distortion, lloyd_max
 from tests.codecs.draws import fitted, loud_channel_cost, unit_keys
 
 from .definitions import MARGIN, by_definition, key_batches, nearest, rotated_unit, smallest
@@ -68,6 +70,21 @@ def test_joint_rounding_error(dim, bits, mse):
 )
 def test_table_4_splits(split, mse):
     assert error_of(split)[0] == pytest.approx(mse, rel=0.01)
+
+
+def scalar_mse_at(rate):
+    """Exact MSE of Lloyd-Max levels for every coordinate; between two level counts log MSE is linear in the rate."""
+    density, low = block_norm_density(128, 1), math.floor(2**rate)
+    share = (rate - math.log2(low)) / math.log2((low + 1) / low)
+    books = (lloyd_max(density, n, -1.0, 1.0, symmetric=True) for n in (low, low + 1))
+    mse = [128 * distortion(density, book, -1.0, 1.0) for book in books]
+    return mse[0] ** (1 - share) * mse[1] ** share
+
+
+@pytest.mark.parametrize("bits", [2, 3, 4])
+def test_plus_is_better_than_scalars_at_its_rate_and_the_papers_split_is_not(bits):
+    for split, better in (((bits + 1, bits), True), (SPLIT[bits], False)):
+        assert (error_of(split)[0] < scalar_mse_at((2 * split[0] + split[1]) / 3)) is better
 
 
 @pytest.mark.parametrize(

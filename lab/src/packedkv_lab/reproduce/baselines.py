@@ -7,8 +7,8 @@ from torch import Tensor
 
 from packedkv.codec import Site, roundtrip
 from packedkv.codecs.polarquant import PolarQuant, angle_levels, tree
-from packedkv.codecs.turboquant import TurboQuant, TurboQuantQJL, coordinate_centroids
-from packedkv.ops.lloyd_max import block_norm_density, distortion, lloyd_max, midpoints
+from packedkv.codecs.turboquant import TurboQuant, TurboQuantQJL
+from packedkv.ops.lloyd_max import distortion, lloyd_max, midpoints
 from packedkv_lab.reproduce.claims import NOT_PRINTED, Found, recomputes
 from packedkv_lab.reproduce.measure import fidelity
 
@@ -23,15 +23,6 @@ def mse(quick: bool) -> Found:
         book = lloyd_max(_gaussian, 2**bits, -8.0, 8.0, symmetric=True)
         yield f"b={bits}, d without bound", "relative_mse", distortion(_gaussian, book, -8.0, 8.0)
         yield f"b={bits}, d=128", "relative_mse", fidelity(TurboQuant(bits, "fp32"), 2 if quick else 8, 2048).mse
-
-
-@recomputes("turboquant", NOT_PRINTED)
-def sphere(quick: bool) -> Found:
-    """Exact distortion of the levels at d = 128."""
-    density = block_norm_density(128, 1)
-    for bits in (1, 2, 3, 4):
-        error = 128 * distortion(density, coordinate_centroids(128, bits), -1.0, 1.0)
-        yield f"b={bits}, d=128", "relative_mse", error
 
 
 @recomputes("turboquant", "Theorem 2", seconds=3)

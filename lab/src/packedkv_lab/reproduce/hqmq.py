@@ -5,21 +5,14 @@ import math
 import torch
 from torch import Tensor
 
-from packedkv.codec import Codec, Sample, Site, roundtrip
 from packedkv.codecs.additive import Additive
 from packedkv.ops.quaternion import (
-    chunk_lengths,
-    decode_lengths,
-    nearest_entry,
-    nearest_product,
     products,
-    quantize_lengths,
     random_units,
-    split_chunks,
 )
 from packedkv.registry import get
 from packedkv_lab.reproduce.claims import NOT_PRINTED, Found, recomputes
-from packedkv_lab.reproduce.measure import gauss, relative_mse, token_bytes
+from packedkv_lab.reproduce.measure import token_bytes
 
 SIZES = (24, 48, 96, 192)
 CONFIGS = tuple(f"s{s}_r{r}" for s in SIZES for r in (3, 4, 6))
@@ -41,14 +34,6 @@ def bits_with_scale(quick: bool) -> Found:
         held = get(f"hqmq-{config}:packing=radix").effective_bits(128)
         yield config, "bits", held
         yield config, "ratio_to_fp16", 16 / held
-
-
-@recomputes("hqmq", f"{NOT_PRINTED}: bytes")
-def held_bits(quick: bool) -> Found:
-    """True bits of both packings."""
-    for config in CONFIGS:
-        yield f"{config} ceil", "bits", get(f"hqmq-{config}").effective_bits(128)
-        yield f"{config} radix", "bits", get(f"hqmq-{config}:packing=radix").effective_bits(128)
 
 
 @recomputes("hqmq", "Sec. 4.10, memory")
@@ -106,8 +91,6 @@ def baseline_bits(quick: bool) -> Found:
 def geometry(quick: bool) -> Found:
     """Covering radii: the largest holes found by climbing from many points, so lower bounds that are all but exact."""
     units = products(torch.tensor([[1.0, 0, 0, 0]], dtype=torch.float64))
-    apart = (units @ units.T).fill_diagonal_(-1).max(1).values.arccos().rad2deg()
-    yield "2T alone, nearest neighbours", "degrees", float(apart.min())
     yield "2T alone, covering radius", "degrees", covering_radius(units, 4096, 0)
     seeds = 6 if quick else 20
     means: dict[int, float] = {}
@@ -115,109 +98,11 @@ def geometry(quick: bool) -> Found:
         means[s] = sum(covering_radius(products(_secondary(s, i)), 2048, i) for i in range(seeds)) / seeds
         if s in SIZES:
             yield f"S={s}, 2T x random", "degrees", means[s]
-            found = [covering_radius(random_units(24 * s, _generator(100 + i)), 16384, i) for i in range(seeds)]
-            yield f"S={s}, {24 * s} Haar points", "degrees", sum(found) / seeds
     if not quick:
         log_n = torch.tensor([math.log(s) for s in means])
         log_radius = torch.tensor([math.log(radius) for radius in means.values()])
         slope = float(((log_n - log_n.mean()) * log_radius).sum() / (log_n - log_n.mean()).square().sum())
         yield "rate of the covering radius in S", "log-log slope", slope
-
-
-@recomputes("hqmq", f"{NOT_PRINTED}: codebooks (Table 16)", seconds=60)
-def direction_errors(quick: bool) -> Found:
-    """Products, points at random and sums of two, by mean squared error of a direction."""
-    count, seeds = (2048, 5) if quick else (4096, 20)
-    u = torch.randn(count, 4, generator=_generator(7), dtype=torch.float64)
-    u = u / u.norm(dim=1, keepdim=True)
-    for s in SIZES:
-        n, k = 24 * s, round((24 * s) ** 0.5)
-        volume = 2 * math.pi**2 / n
-        found = {"theory of Haar points": [math.gamma(5 / 3) * (3 * volume / (4 * math.pi)) ** (2 / 3)]}
-        for seed in range(seeds):
-            book, points = _secondary(s, seed), random_units(n, _generator(200 + seed))
-            first, second = random_units(k, _generator(300 + seed)), random_units(k, _generator(400 + seed))
-            sums = (first[:, None] + second).flatten(0, 1)
-            unit = sums / sums.norm(dim=1, keepdim=True).clamp_min(1e-9)
-            start = first[nearest_entry(u, first, by="distance")]
-            drawn = {
-                "2T x random": products(book)[nearest_product(u, book)],
-                "Haar points": points[nearest_entry(u, points, by="angle")],
-                "sums, normalised": unit[nearest_entry(u, unit, by="angle")],
-                "sums, raw": sums[nearest_entry(u, sums, by="distance")],
-                "sums, greedy": start + second[nearest_entry(u - start, second, by="distance")],
-            }
-            for name, c in drawn.items():
-                found.setdefault(name, []).append(float((u - c).square().sum(1).mean()))
-        for name, errors in found.items():
-            if name != "sums, greedy" or s in (SIZES[0], SIZES[-1]):  # of greedy sums only the ends are known
-                yield f"{name}, {k * k if name.startswith('sums') else n}", "E|u-c|^2", sum(errors) / len(errors)
-
-
-@recomputes("hqmq", f"{NOT_PRINTED}: relative MSE", seconds=40)
-def gaussian_error(quick: bool) -> Found:
-    """N(0, I) tokens of 128 channels, the mean over codebooks."""
-    x = torch.randn(1, 1, 128 if quick else 512, 128, generator=_generator(0))
-    seeds = 5 if quick else 20
-    for s in SIZES:
-        for r in (2, 3, 4, 6):
-            yield f"s{s}_r{r}", "relative_mse", sum(_error(x, s, r, seed) for seed in range(seeds)) / seeds
-
-
-def _error(x: Tensor, s: int, r: int, seed: int) -> float:
-    """Relative MSE of one codebook; r = 2, of which there is no preset, from the codec's bricks."""
-    if r > 2:
-        return relative_mse(x, get(f"hqmq-s{s}_r{r}"), seed)
-    chunks = split_chunks(x)
-    secondary = random_units(s, Site(0, "key", 1, x.shape[-1], seed).generator(0))
-    unit = products(secondary)[nearest_product(chunks.reshape(-1, 4), secondary)].view(chunks.shape)
-    radius, scale = quantize_lengths(chunk_lengths(chunks), r)
-    decoded = unit * decode_lengths(radius, scale, r)[..., None]
-    return float((decoded - chunks).square().sum() / chunks.square().sum())
-
-
-@recomputes("hqmq", NOT_PRINTED)
-def naive_int(quick: bool) -> Found:
-    """Naive integers on N(0, 1), one scale per token of 128 channels; the paper does not say which kind it used."""
-    x = gauss(quick)
-    for kind in ("symmetric", "asymmetric"):
-        for bits in (2, 3, 4):
-            scheme = get(f"int-{bits}:symmetric={str(kind == 'symmetric').lower()}")
-            yield f"naive int{bits}, {kind}", "relative_mse", relative_mse(x, scheme)
-
-
-@recomputes("hqmq", f"{NOT_PRINTED}: outlier chunks", seconds=5)
-def outliers(quick: bool) -> Found:
-    """One chunk of 32 in every token 100 times the median: relative MSE of the other 31, and with Med."""
-    calm, x, loud = _with_loud_chunks(128 if quick else 256)
-    seeds = 5 if quick else 10
-    for spec in ("hqmq-s24_r3", "hqmq-s24_r4", "hqmq-s24_r6", "hqmq-s192_r6"):
-        yield spec, "bulk_relative_mse", sum(_bulk(get(spec).key, x, loud, seed) for seed in range(seeds)) / seeds
-    spec = "int-4:symmetric=true,outliers=3"
-    _, longer, where = _with_loud_chunks(4096)
-    yield spec, "bulk_relative_mse", _bulk(get(spec).key, longer, where, 0)
-    for spec in ("hqmq-s24_r3", "hqmq-s24_r6", "hqmq-s192_r6"):
-        with_it, without = (get(name).key for name in (f"{spec}:outliers=3", spec))
-        ratios = [_bulk(with_it, x, loud, seed) / _bulk(without, calm, loud, seed) for seed in range(3)]
-        yield f"{spec}:outliers=3", "bulk error / undisturbed", sum(ratios) / 3
-
-
-def _with_loud_chunks(tokens: int) -> tuple[Tensor, Tensor, Tensor]:
-    """N(0, I) tokens; the same with one chunk of 32 scaled to 100 medians; which chunk that is."""
-    calm = torch.randn(1, 1, tokens, 128, generator=_generator(0))
-    chunks = split_chunks(calm).clone()
-    length = chunk_lengths(chunks)
-    place = torch.randint(32, length.shape[:3], generator=_generator(1))[..., None]
-    loud = torch.zeros_like(length, dtype=torch.bool).scatter_(-1, place, True)
-    chunks[loud] *= (100 * length.median() / length[loud])[:, None].float()
-    return calm, chunks.flatten(-2), loud
-
-
-def _bulk(codec: Codec, x: Tensor, loud: Tensor, seed: int) -> float:
-    """Relative MSE of the chunks that are not ``loud``."""
-    decoded = roundtrip(codec, x, codec.fit(Site(0, "key", 1, x.shape[-1], seed), Sample(x)))
-    chunks = split_chunks(x)[~loud]
-    return float((split_chunks(decoded)[~loud] - chunks).square().sum() / chunks.square().sum())
 
 
 def covering_radius(points: Tensor, starts: int, seed: int) -> float:

@@ -6,11 +6,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from torch import Tensor
 
-from packedkv.codec import Codec, Sample, Site, roundtrip
+from packedkv.codec import Codec, Site, roundtrip
 from packedkv.registry import get
-from packedkv.scheme import KVScheme
 
 
 @dataclass(frozen=True)
@@ -41,17 +39,6 @@ def fidelity(codec: Codec, seeds: int, keys: int, dim: int = 128) -> Fidelity:
     return Fidelity(*(total / seeds).tolist())
 
 
-def relative_mse(x: Tensor, scheme: KVScheme, seed: int = 0) -> float:
-    """Relative MSE of the key codec on ``x``."""
-    params = scheme.key.fit(Site(0, "key", x.shape[1], x.shape[3], seed), Sample(x))
-    return float((roundtrip(scheme.key, x, params) - x).square().sum() / x.square().sum())
-
-
-def gauss(quick: bool, dim: int = 128) -> Tensor:
-    """Draw N(0, 1) keys ``[1, 1, N, dim]``, N = 65536 or, quick, 8192."""
-    return torch.randn(1, 1, 8192 if quick else 65536, dim, generator=torch.Generator().manual_seed(0))
-
-
 def token_bytes(spec: str, layers: int, kv_heads: int, dim: int) -> int:
     """Cache bytes of one token of a model, windows aside."""
     scheme = get(spec)
@@ -59,25 +46,8 @@ def token_bytes(spec: str, layers: int, kv_heads: int, dim: int) -> int:
     return round(layers * kv_heads * per_head)
 
 
-def unit_vectors(tokens: int, dim: int, seed: int = 0) -> Tensor:
-    """Draw keys uniform on the unit sphere, ``[1, 1, tokens, dim]``."""
-    x = torch.randn(1, 1, tokens, dim, generator=torch.Generator().manual_seed(seed))
-    return x / x.norm(dim=-1, keepdim=True)
-
-
 def printed_table(name: str) -> dict[str, list[float]]:
     """Read ``tables/NAME.csv``, a table as its paper prints it: label -> numbers, without the cells that are empty."""
     path = Path(__file__).parent / "tables" / f"{name}.csv"
     _, *rows = csv.reader(path.read_text(encoding="utf-8").splitlines())
     return {label: [float(cell) for cell in cells if cell] for label, *cells in rows}
-
-
-def adds_up(parts: list[float], total: float, unit: float) -> bool:
-    """Whether printed ``parts`` sum to a printed ``total``, all rounded to ``unit``."""
-    return abs(sum(parts) - total) <= unit * (len(parts) + 1) / 2 * (1 + 1e-9)
-
-
-def codec_error(x: Tensor, codec: Codec, sample: Tensor | None = None) -> float:
-    """Relative MSE of one codec on ``x [B, H, N, D]``, through its bytes; constants fitted on ``sample`` if any."""
-    params = codec.fit(Site(0, "key", x.shape[1], x.shape[3]), Sample(sample))
-    return float((roundtrip(codec, x, params) - x).square().sum() / x.square().sum())

@@ -1,6 +1,5 @@
 """OCTOPUS, arXiv:2605.21226: isotropic Gaussian keys, d = 128 unless said otherwise."""
 
-import math
 from typing import get_args
 
 import torch
@@ -9,16 +8,12 @@ from packedkv.codec import Codec, Site, roundtrip
 from packedkv.codecs.octopus import (
     Octopus,
     Rounding,
-    coordinate_density,
-    direction_centroids,
-    norm_centroids,
     split_bits,
 )
 from packedkv.codecs.octopus_qjl import OctopusQJL
 from packedkv.codecs.polarquant import PolarQuant
-from packedkv.codecs.turboquant import TurboQuant, TurboQuantQJL, Variant, coordinate_centroids
-from packedkv.ops.lloyd_max import block_norm_density, distortion, lloyd_max
-from packedkv_lab.reproduce.claims import NOT_PRINTED, Found, recomputes
+from packedkv.codecs.turboquant import TurboQuant, TurboQuantQJL, Variant
+from packedkv_lab.reproduce.claims import Found, recomputes
 from packedkv_lab.reproduce.measure import fidelity
 
 VARIANTS: tuple[Variant, ...] = get_args(Variant)
@@ -57,19 +52,6 @@ def table_1(quick: bool) -> Found:
         else:
             score = fidelity(scalar_qjl(bits), seeds, 1024).ip if name == "OCTOPUS-QJL" else here.ip
             yield item, "ip_abs_err", score
-
-
-@recomputes("octopus", f"{NOT_PRINTED}: Table 1 with local_3x3", seconds=20)
-def table_1_local(quick: bool) -> Found:
-    """Table 1 with the rounding that the text calls the default."""
-    seeds = 4 if quick else 16
-    for bits in (2, 3, 4):
-        split = split_bits(bits, "paper")
-        plain = fidelity(Octopus(*split, "local_3x3", "fp32"), seeds, 1024)
-        yield f"OCTOPUS b={bits}", "mse", plain.mse
-        yield f"OCTOPUS b={bits}", "ip_abs_err", plain.ip
-        score = fidelity(OctopusQJL(*split, "local_3x3", "fp32"), seeds, 1024).ip
-        yield f"OCTOPUS-QJL b={bits}", "ip_abs_err", score
 
 
 @recomputes("octopus", "Fig. 2b, synthetic needle", seconds=30)
@@ -166,68 +148,3 @@ def _stream_bytes(n: int, bits: int) -> int:
     """Bytes of ``n`` codes where the smallest run of codes that fills whole bytes is the unit."""
     per = {1: 8, 2: 4, 4: 2}.get(bits, 8)
     return -(-n // per) * per * bits // 8
-
-
-@recomputes("octopus", f"{NOT_PRINTED}: codebooks")
-def codebooks(quick: bool) -> Found:
-    """Lloyd-Max levels of three densities; of symmetric books the positive half, of xi at 5 bits that below 1/2."""
-    books = {f"xi {bits} bits": direction_centroids(bits) for bits in (2, 3, 4, 5)}
-    for dim in (128, 64):
-        for bits in (1, 2, 3):
-            books[f"rho {bits} bit{'s' * (bits > 1)}, d={dim}"] = norm_centroids(dim, bits)
-    for bits in (1, 2, 3, 4):
-        books[f"coordinate {bits} bit{'s' * (bits > 1)}, d=128"] = coordinate_centroids(128, bits)
-    for name, book in books.items():
-        for i, level in enumerate(book[book > 0].tolist()[:8]):
-            yield f"{name}, level {i + 1}", "centroid", level
-    norm_density = block_norm_density(128, 3)
-    for bits in (1, 2, 3, 4, 5, 6):
-        mse = distortion(coordinate_density, direction_centroids(bits), -1.0, 1.0)
-        yield f"xi {bits} bits", "distortion", mse
-        mse = distortion(norm_density, norm_centroids(128, bits), 0.0, 1.0) * 128 / 3
-        yield f"rho {bits} bits, x d/3", "distortion", mse
-
-
-@recomputes("octopus", f"{NOT_PRINTED}: MSE by head_dim", seconds=15)
-def by_head_dim(quick: bool) -> Found:
-    """MSE of a coordinate at 64, 128 and 256 channels."""
-    roundings: tuple[Rounding, ...] = ("scalar", "local_3x3")
-    for dim in (64, 128, 256):
-        for rounding in roundings:
-            for bits in (2, 3, 4):
-                codec = Octopus(*split_bits(bits, "paper"), rounding, "fp32")
-                found = unit_mse(codec, 8192 if quick else 32768, dim)
-                yield f"d={dim} {rounding} b={bits}", "mse", found
-
-
-@recomputes("octopus", f"{NOT_PRINTED}: equal rate", seconds=15)
-def equal_rate(quick: bool) -> Found:
-    """OCTOPUS splits against scalar Lloyd-Max levels at the same true rate of codes, unit vectors."""
-    for split in ((2, 2), (3, 1), (3, 2), (4, 2), (4, 3), (5, 3), (5, 4)):
-        rate = (2 * split[0] + split[1]) / 3
-        yield f"split {split}", "mse", unit_mse(Octopus(*split, norm="fp32"), 8192 if quick else 32768)
-        # between two level counts, log MSE is linear in the rate
-        yield f"scalar at {rate:.3f} bits", "mse", scalar_mse_at(rate)
-        low, share = int(rate), rate - int(rate)
-        widths = (1 - share) * scalar_mse(2**low) + (share * scalar_mse(2 ** (low + 1)) if share else 0.0)
-        yield f"widths {low} and {low + 1}, {rate:.3f} bits", "mse", widths
-
-
-def unit_mse(codec: Codec, keys: int, dim: int = 128) -> float:
-    """Relative MSE on directions: N(0, I) keys scaled to length sqrt(dim)."""
-    k = torch.randn(1, 1, keys, dim, generator=torch.Generator().manual_seed(1))
-    k = k * (dim**0.5 / k.norm(dim=-1, keepdim=True))
-    return float((roundtrip(codec, k, codec.fit(Site(0, "key", 1, dim, 1))) - k).square().mean())
-
-
-def scalar_mse(levels: int) -> float:
-    """Relative MSE of ``levels`` Lloyd-Max levels for every coordinate of a random direction in 128; exact."""
-    density = block_norm_density(128, 1)
-    return 128 * distortion(density, lloyd_max(density, levels, -1.0, 1.0, symmetric=True), -1.0, 1.0)
-
-
-def scalar_mse_at(bits: float) -> float:
-    """Relative MSE of scalar quantizers at a rate that need not be log2 of a whole number."""
-    low = math.floor(2**bits + 1e-9)
-    share = max(0.0, (bits - math.log2(low)) / math.log2((low + 1) / low))
-    return scalar_mse(low) ** (1 - share) * scalar_mse(low + 1) ** share
