@@ -30,7 +30,10 @@ def direction_error(k, reading):
 
 @pytest.mark.parametrize(
     ("k", "reading", "expected"),
-    [(24, "normalised", 0.0435), (48, "normalised", 0.0158), (24, "raw", 0.106), (48, "raw", 0.052)],
+    [
+        *[(24, "normalised", 0.0435), (24, "raw", 0.106), (24, "greedy", 0.44)],
+        *[(48, "normalised", 0.0158), (48, "raw", 0.052), (48, "greedy", 0.44)],
+    ],
     ids=str,
 )
 def test_direction_error_of_a_reading(k, reading, expected):

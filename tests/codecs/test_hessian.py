@@ -6,6 +6,8 @@ import torch
 import packedkv
 from packedkv.codec import Sample, Site, roundtrip
 from packedkv.codecs.hessian import HessianRotated, hessian_rotation, second_moment
+from packedkv.codecs.innerq import InnerQ
+from packedkv.codecs.kmeans_residual import KMeansResidual
 from packedkv.codecs.saw_int4 import SawInt4
 from packedkv.ops.hadamard import block_hadamard
 from tests.codecs.draws import normal
@@ -76,6 +78,26 @@ def test_the_code_basis_is_hadamard_first_then_the_rotation_of_unrotated_queries
     params = codec.fit(Site(0, "key", 2, 64), Sample(normal(1, 2, 8, 64), queries))
     expected = block_hadamard(normal(1, 2, 9, 64), 64).double() @ hessian_rotation(second_moment(queries))
     torch.testing.assert_close(codec.to_code(normal(1, 2, 9, 64), params), expected.float(), rtol=0, atol=2e-6)
+
+
+@pytest.mark.parametrize(
+    ("codec", "inner"),
+    [(HessianRotated(InnerQ(3, norm=True)), "inner.norm"), (KMeansResidual(HessianRotated(SawInt4()), 4), "centroids")],
+    ids=["innerq", "kmeans"],
+)
+def test_constants_nest_under_the_names_that_files_hold(codec, inner):
+    """A basis that is not orthogonal has another dual: scores stay."""
+    sample, queries = normal(1, 2, 50, 64) * 3, anisotropic(1, 4, 50, 64)
+    params = codec.fit(Site(0, "key", 2, 64), Sample(sample, queries))
+    rotation = "rotation" if inner == "inner.norm" else "inner.rotation"
+    shapes = {rotation: (1, 1, 64, 64), inner: (1, 2, 64) if inner == "inner.norm" else (1, 2, 4, 64)}
+    assert {n: tuple(p.shape) for n, p in params.items()} == shapes
+    assert {"tensor", "queries"} <= codec.needs
+    q, k = normal(1, 2, 4, 64, seed=1), normal(1, 2, 9, 64, seed=2)
+    scores = codec.query_to_code(q, params) @ codec.to_code(k, params).mT
+    torch.testing.assert_close(scores, q @ k.mT, rtol=1e-4, atol=1e-4)
+    settled = codec.settle([params, params])
+    assert all(torch.equal(settled[1][n], params[n]) for n in params)
 
 
 def test_a_rotation_of_rotated_queries_cancels_the_hadamard():

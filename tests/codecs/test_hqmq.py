@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 import packedkv
 from packedkv.codec import Site, roundtrip
+from packedkv.codecs.additive import Additive
 from packedkv.codecs.hqmq import Hqmq, unpack_digits
 from packedkv.ops.bitpack import unpack
 from packedkv.ops.quaternion import nearest_product, products, random_units
@@ -139,6 +140,15 @@ def test_codes_radii_and_scale_by_definition(s, r, seed, power, kind, crowd):
     between = ((exact % 1) - 0.5).abs() < 1e-6
     assert torch.equal(radius[~between].double(), exact.round().clamp(0, levels)[~between])
     assert bool(((radius - exact).abs()[between] < 0.5 + 1e-5).all())
+
+
+@pytest.mark.parametrize("dim", [1, 3, 45, 66])
+@pytest.mark.parametrize("codec", [Hqmq(96, 6), Hqmq(96, 6, packing="radix"), Additive(96, 6)], ids=str)
+def test_a_head_dim_that_four_does_not_divide_is_padded(codec, dim):
+    x = normal_fp16(1, 2, 8, dim)
+    y = roundtrip(codec, x, fitted(codec, dim, 2))
+    assert y.shape == x.shape
+    assert relative_mse(x, y) < 0.03
 
 
 def test_radix_splits_the_code_into_a_digit_and_low_bits():

@@ -225,6 +225,7 @@ def test_a_long_chunk_costs_the_others_nothing_with_med3(spec, expected):
         ("int-4:outliers=3", "cuda", "none"),
         ("int-4:group=32,outliers=3", "none", "none"),
         ("kivi-4", "cuda", "cuda"),
+        ("q4_0", "none", "none"),
     ],
 )
 def test_which_kernels_read_which_configuration(spec, decode, encode):
@@ -233,7 +234,11 @@ def test_which_kernels_read_which_configuration(spec, decode, encode):
     assert bool(refused) == (decode == "none")
     if decode == "none":
         assert refused.startswith(
-            ("the kernels read outliers beside", "in groups the kernels read asymmetric integers")
+            (
+                "the kernels read outliers beside",
+                "in groups the kernels read asymmetric integers",
+                "no CUDA kernel reads",
+            )
         )
 
 

@@ -62,6 +62,13 @@ def test_a_tie_goes_to_the_lowest_id():
     assert nearest_centroid(x, centroids).flatten().tolist() == [1, 2, 1, 0]
 
 
+def test_assignment_is_cut_into_pieces_that_do_not_show(monkeypatch):
+    x, centroids = normal(2, 2, 33, 64), normal(1, 2, 17, 64, seed=1).half()
+    whole = nearest_centroid(x, centroids)
+    monkeypatch.setattr("packedkv.codecs.kmeans_residual.SCORES", 1)
+    assert torch.equal(nearest_centroid(x, centroids), whole)
+
+
 def test_one_cluster_is_the_mean_subtracted():
     k = normal(1, 2, 500, 64) + 8 * normal(1, 2, 1, 64, seed=1)
     codec = KMeansResidual(SawInt4(1), 1)
@@ -153,6 +160,17 @@ def test_a_prefill_fits_each_sequence_and_a_text_fits_all_together():
     assert (own.shape, own.dtype) == ((2, 2, 6, 64), torch.float16)
     assert torch.equal(codec.fit(SITE, Sample(k[1:]))["centroids"], own[1:])
     assert codec.fit(SITE, Sample(k, normal(1, 4, 9, 64)))["centroids"].shape == (1, 2, 6, 64)
+    # each window alone has fewer tokens than clusters
+    assert KMeansResidual(SawInt4(), 16).fit(SITE, Sample(k[:, :, :8], normal(1, 4, 9, 64)))["centroids"].shape[2] == 16
+
+
+def test_a_fit_repeats_and_its_seed_is_the_sites():
+    codec, k = KMeansResidual(SawInt4(), 12), normal(1, 2, 200, 64)
+    before = torch.get_rng_state()
+    first = codec.fit(SITE, Sample(k))["centroids"]
+    assert torch.equal(torch.get_rng_state(), before)
+    assert torch.equal(codec.fit(SITE, Sample(k))["centroids"], first)
+    assert not torch.equal(codec.fit(Site(0, "key", 2, 64, seed=1), Sample(k))["centroids"], first)
 
 
 @pytest.mark.parametrize("distinct", [1, 3, 8])

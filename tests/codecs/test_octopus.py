@@ -65,6 +65,9 @@ def test_joint_rounding_error(dim, bits, mse):
         ((4, 4), 0.0096),
         ((5, 3), 0.0067),
         ((6, 2), 0.0166),
+        ((3, 2), 0.0485),  # one bit more of the norm: at equal rate better than a scalar quantizer
+        ((4, 3), 0.0129),
+        ((5, 4), 0.00334),
     ],
     ids=str,
 )

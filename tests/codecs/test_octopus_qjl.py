@@ -107,3 +107,14 @@ def test_at_equal_bits_plain_octopus_has_the_smaller_error():
     sketched, plain = OctopusQJL(3, 1), Octopus(4, 2)
     assert plain.layout(128).effective_bits < sketched.layout(128).effective_bits
     assert score_errors(plain, 32)[0] < 0.75 * score_errors(sketched, 32)[0]
+
+
+def test_a_key_alone_gives_the_bytes_it_gives_in_a_batch():
+    """Longer than one piece of the sketch, and of the triplets."""
+    codec, x = OctopusQJL(3, 1), normal(2, 2, 600, 128)
+    params = fitted(codec, heads=2)
+    y = codec.to_code(x, params)
+    together = codec.encode(y, params)
+    parts = [codec.encode(y[:, :, a:b], params) for a, b in ((0, 1), (1, 300), (300, 599), (599, 600))]
+    for name, field in together.items():
+        assert torch.equal(torch.cat([part[name] for part in parts], 2), field), name

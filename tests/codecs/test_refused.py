@@ -47,11 +47,14 @@ OPTIONS = [
     (InnerQ, {"hybrid": True}, "along='channels' with hybrid is not allowed; use tokens"),
     (KMeansResidual, {"inner": SawInt4(), "clusters": 0}, "is not allowed; use 1 to 65536 clusters"),
     (KMeansResidual, {"inner": SawInt4(), "clusters": 65537}, "is not allowed; use 1 to 65536 clusters"),
+    (KMeansResidual, {"inner": SawInt4(), "clusters": 2.0}, "is not allowed; use 1 to 65536 clusters"),
     (KMeansResidual, {"inner": KMeansResidual(SawInt4(), 2)}, "the inner codec subtracts centroids already"),
     (KVarN, {"bits": 5}, "bits=5 is not allowed; use 2, 3 or 4"),
     (KVarN, {"group": 1}, "group=1 is not allowed; use 2 or more"),
     (KVarN, {"rounds": -1}, "rounds=-1 is not allowed; use 0 or more"),
     (Med, {"inner": SawInt4(), "c": 0}, "c=0 is not allowed; use a positive number of medians"),
+    (Med, {"inner": SawInt4(), "c": float("nan")}, "c=nan is not allowed; use a positive number of medians"),
+    (Med, {"inner": SawInt4(), "slots": 1.5}, r"slots=1\.5 is not allowed; use at least 1"),
     (Med, {"inner": SawInt4(), "slots": 0}, "slots=0 is not allowed; use at least 1"),
     (Octopus, {"norm_bits": 0}, "norm_bits=0 is not allowed; use at least 1 each"),
     (Octopus, {"direction_bits": 8}, "direction_bits=8, norm_bits=3 is not allowed"),
@@ -69,11 +72,13 @@ OPTIONS = [
     (TurboQuantQJL, {"variant": "other"}, "variant='other' is not allowed; use correct or printed"),
     (TurboQuantQJL, {"scale": "search"}, "scale='search' is not allowed; only turboquant searches scales"),
     (UltraQuant, {"c": 0}, r"c=0 is not allowed; use 0.156, 0.195 or another number in \(0, 2\]"),
+    (UltraQuant, {"c": float("nan")}, "c=nan is not allowed"),
     (UltraQuant, {"scale": "int8"}, "scale='int8' is not allowed; use pow2, real or search"),
     (UltraQuant, {"queries": "fp4"}, "queries='fp4' is not allowed; use exact or fp8"),
     (UltraTQ, {"norm": "head"}, "norm='head' is not allowed; use token or block"),
     (UltraTQ, {"table": "beta"}, "table='beta' is not allowed; use gaussian, sphere or calibrated"),
     (UltraTQ, {"refit": 1.5}, "refit=1.5 is not allowed; use a share of the layers, 0 to 1"),
+    (UltraTQ, {"refit": float("nan")}, "refit=nan is not allowed; use a share of the layers, 0 to 1"),
     (split_bits, {"bits": 5, "split": "paper"}, "bits=5 is not allowed; use 1, 2, 3 or 4"),
     (split_bits, {"bits": 4, "split": "even"}, r"split='even' is not allowed; use paper, plus, or d of -2\.\.2"),
 ]
@@ -85,6 +90,7 @@ SPECS = {
     "saw-int4:hessian=true,oscar=true": "hessian=true and oscar=true are two bases of the same keys",
 }
 HEAD_DIMS = [
+    (Additive(), 0, "additive: head_dim=0 is not a positive number; use 64, 80"),
     (E8(), 100, "e8: head_dim=100 is not a multiple of 8; use 64, 80, 96, 128, 192 or 256"),
     (Ghost(2.5), 80, r"ghost: head_dim=80 at 2\.5 bits .* use 64 or 128"),
     (Hqmq(), 0, "hqmq: head_dim=0 is not a positive number; use 64, 80"),
@@ -145,6 +151,20 @@ def test_a_calibration_on_queries_of_another_shape(codec):
     for shape in ((1, 4, 0, 64), (1, 4, 9, 128)):
         with pytest.raises(FitError, match=rf"got queries \({', '.join(map(str, shape))}\) for head_dim=64; .*longer"):
             codec.fit(site, Sample(keys, torch.randn(shape)))
+
+
+@pytest.mark.parametrize(
+    ("codec", "text"),
+    [
+        (Ghost(), r"got keys or values \(1, 2, 0, 64\) for head_dim=64; .* longer text"),
+        (RopePairs(), r"got keys \(1, 2, 0, 64\) for head_dim=64; .* longer text"),
+        (Med(SawInt4()), "needs a sample .* outliers=off"),
+    ],
+    ids=str,
+)
+def test_a_fit_on_no_tokens(codec, text):
+    with pytest.raises(FitError, match=text):
+        codec.fit(Site(0, "key", 2, 64), Sample(torch.empty(1, 2, 0, 64), torch.randn(1, 2, 9, 64)))
 
 
 @pytest.mark.parametrize("codec", ROTATIONS, ids=str)

@@ -54,6 +54,16 @@ def test_a_float_zero_point_keeps_rows_far_from_zero():
     assert bool(((y - x).abs() <= 0.76 * step).all())  # s/2, and s/4 where fp16 holds z near 1000
 
 
+@pytest.mark.parametrize("value", [0.0, 1.0, -3.140625, 2.0**-14, 1e4, 65504.0])
+@pytest.mark.parametrize("block", [1, None])
+@pytest.mark.parametrize("zero", ["rounded", "float"])
+def test_a_constant_token_comes_back(zero, block, value):
+    x = torch.full((1, 1, 3, 128), value)
+    error = (roundtrip(SawInt4(block, zero), x, {}) - x).abs().max()
+    # rotated, the constant sits in one channel of 128: sqrt(128) times larger, and a step is 1/15 of that
+    assert error <= abs(value) * (2**-10 if block == 1 else 2**-4) + 2.0**-24
+
+
 @pytest.mark.parametrize(
     ("channels", "expected"),
     [

@@ -72,6 +72,7 @@ def test_describe_shows_every_option_with_a_text(spec):
     for name, option in shown.items():
         assert option["doc"], f"{spec}: option {name} has no text in the recipe's Parameters section"
         assert option["type"]
+        assert option["value"] == options_of(spec)[name], name
         if option["choices"]:
             assert option["value"] in option["choices"]
     assert described["source"]
