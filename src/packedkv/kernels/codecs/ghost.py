@@ -37,10 +37,10 @@ from packedkv.kernels.constants import Constants
 from packedkv.kernels.cpu.spec import CpuEncoder, CpuReader
 from packedkv.kernels.cuda.arguments import FIT_LAYERS, FitGhostArgs, FitGhostLayers
 from packedkv.kernels.cuda.build import Kernel, Program, load
-from packedkv.kernels.cuda.decode import KINDS
 from packedkv.kernels.cuda.fit import FitBuffers
 from packedkv.kernels.engine import FirstTokens, Fitted
 from packedkv.kernels.spec import Encoder, Reader, align, flag
+from packedkv.kernels.structs import KINDS, step_of
 from packedkv.ops.exact import KERNEL_BITS
 from packedkv.ops.widths import put_back, width_cuts
 from packedkv.store.pages import stream_of
@@ -407,7 +407,7 @@ def _fill(args: FitGhostArgs, sample: FirstTokens, parts: Sequence[tuple[str, in
     if sample.angles is not None:
         cosines, sines = sample.angles
         args.cosines, args.sines = cosines.data_ptr(), sines.data_ptr()
-        args.turn_batch, args.turn_token = 0 if cosines.shape[0] == 1 else cosines.stride(0), cosines.stride(1)
+        args.turn_batch, args.turn_token = step_of(cosines), cosines.stride(1)
         args.turning, args.interleaved = 2 * cosines.shape[2], sample.interleaved
     args.back_cosines, args.back_sines = [x.data_ptr() for x in sample.back] if sample.back else (None, None)
     for name, address in parts:

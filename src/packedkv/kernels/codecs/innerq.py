@@ -13,11 +13,11 @@ from packedkv.kernels.constants import Constants
 from packedkv.kernels.cpu.spec import CpuEncoder, CpuReader
 from packedkv.kernels.cuda.arguments import FitNormArgs
 from packedkv.kernels.cuda.build import Kernel, Program, load
-from packedkv.kernels.cuda.decode import KINDS
 from packedkv.kernels.cuda.encode import aligned_rows
 from packedkv.kernels.cuda.fit import FitBuffers
 from packedkv.kernels.engine import FirstTokens, Fitted
 from packedkv.kernels.spec import Encoder, Reader, flag
+from packedkv.kernels.structs import KINDS
 
 FIT_THREADS = 1024
 """``kv::FIT_NORM_THREADS``."""

@@ -24,7 +24,7 @@
 
 namespace kv {
 
-// One role, as library.py's struct of the same name.
+// One role. kernels/structs.py reads this struct and Args.
 struct Role {
   int64_t reader;            // reader_number
   const uint8_t* tables;     // look-up tables, or null

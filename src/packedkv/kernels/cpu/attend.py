@@ -13,9 +13,8 @@ from packedkv.kernels.cpu import library
 from packedkv.kernels.cpu.library import ArgsStruct, EncodeRoleStruct, MeanStruct, RoleStruct
 from packedkv.kernels.cpu.mean import CpuMean
 from packedkv.kernels.cpu.spec import CpuSpec
+from packedkv.kernels.structs import KINDS, step_of
 from packedkv.kernels.tokens import Rules
-
-KINDS = {torch.float16: 0, torch.bfloat16: 1, torch.float32: 2}
 
 
 class Piece(NamedTuple):
@@ -142,35 +141,32 @@ def unpack(spec: CpuSpec, role: Role, page: Tensor, head: int, constants: Consta
     return out
 
 
-def fill_tables(struct: RoleStruct | EncodeRoleStruct, constants: Constants) -> None:
-    """Set where a role's tables lie: ``[H or 1, bytes]``, or by sequence ``[B or 1, H, bytes]``."""
-    if (tables := constants.tables) is None:
-        return
-    struct.tables = tables.data_ptr()
-    struct.tables_head = tables.shape[-1] if tables.shape[-2] > 1 else 0
-    struct.tables_batch = tables.stride(0) if tables.dim() == 3 and tables.shape[0] > 1 else 0
+def fill_constants(struct: RoleStruct | EncodeRoleStruct, constants: Constants) -> None:
+    """Set where the tables, the factor and the matrix of a role lie."""
+    tables, factor, _, matrix = constants
+    if tables is not None:
+        struct.tables, struct.tables_head = tables.data_ptr(), tables.shape[-1] if tables.shape[-2] > 1 else 0
+        struct.tables_batch = step_of(tables) if tables.dim() == 3 else 0
+    if factor is not None:
+        struct.factor, struct.factor_batch = factor.data_ptr(), step_of(factor)
+    if matrix is not None:
+        struct.matrix = matrix.data_ptr()
 
 
 def _fill_mean(struct: MeanStruct, mean: CpuMean) -> None:
     if mean.turning is not None and mean.table is not None:
         struct.turning, struct.table = mean.turning.data_ptr(), mean.table.data_ptr()
-        struct.pairs, struct.fast = mean.turning.shape[3], mean.fast
-
-        struct.turning_batch = mean.turning.stride(0) if len(mean.turning) > 1 else 0
+        struct.pairs, struct.fast, struct.turning_batch = mean.turning.shape[3], mean.fast, step_of(mean.turning)
         struct.table_head = mean.table.shape[1] if len(mean.table) > 1 else 0
     if mean.still is not None:
-        struct.still, struct.still_batch = mean.still.data_ptr(), mean.still.stride(0) if len(mean.still) > 1 else 0
+        struct.still, struct.still_batch = mean.still.data_ptr(), step_of(mean.still)
 
 
 def _fill(struct: RoleStruct, spec: CpuSpec, role: Role, constants: Constants, dense: Tensor | None) -> Tensor | None:
     """Set the fields of one role; returns a tensor that must outlive the call."""
     reader = spec.key if role == "key" else spec.value
     struct.reader = library.number_of(library.chosen(), "reader", reader.name)
-    fill_tables(struct, constants)
-    if (factor := constants.factor) is not None:
-        struct.factor, struct.factor_batch = factor.data_ptr(), factor.stride(0) if factor.shape[0] > 1 else 0
-    if constants.matrix is not None:
-        struct.matrix = constants.matrix.data_ptr()
+    fill_constants(struct, constants)
     struct.order = constants.order
     offsets = spec.offsets(role)
     struct.planes[: len(offsets)] = offsets

@@ -17,7 +17,7 @@
 
 namespace kv {
 
-// One role, as encode.py's struct of the same name.
+// One role. kernels/structs.py reads the structs of this file.
 struct EncodeRole {
   const uint8_t* x;            // new tokens [B, H, tokens, D], channels side by side
   int64_t batch, head, token;  // strides of x, in bytes
@@ -37,7 +37,7 @@ struct EncodeRole {
   int32_t options[OPTIONS];
 };
 
-// What is subtracted from keys: their mean, turned as the model turns it; as encode.py's struct of the same name.
+// What is subtracted from keys: their mean, turned as the model turns it.
 struct Less {
   const float* mean;             // [B or 1, H, D], or null: nothing
   const float *cosines, *sines;  // [B or 1, tokens, pairs]
@@ -64,8 +64,10 @@ struct EncodeArgs {
   const int32_t* first;        // [B]: slot of token 0
   int32_t* bad;
   int64_t page_bytes, page_tokens, table_row, columns, batch, heads, dim, threads;
-  EncodeRole roles[2];
+  EncodeRole key, value;
   Less less;                   // of keys
+
+  const EncodeRole& role(int i) const { return i ? value : key; }
 };
 
 constexpr float HALF_MAX = 65504.0f;
@@ -135,7 +137,7 @@ inline void encode_tokens(const EncodeArgs& a, const EncodeRole& r, int64_t b, i
     float* row = rows + t * dim;
     good[t] = widen_row(r.x + b * r.batch + h * r.head + (from + t) * r.token, r.kind, dim, row);
     if (!good[t]) memset(row, 0, sizeof(float) * dim), all = false;
-    if (a.less.mean && &r == a.roles) a.less.take(row, b, h, from + t, dim);
+    if (a.less.mean && &r == &a.key) a.less.take(row, b, h, from + t, dim);
     if (r.matrix) mix_row(row, r.matrix + h * dim * dim, dim);
     const int64_t at = b * r.factor_batch + h * dim;
     if (r.factor && r.divides)
@@ -157,14 +159,14 @@ inline void encode_tokens(const EncodeArgs& a, const EncodeRole& r, int64_t b, i
 inline void encode(const EncodeArgs& a) {
   int64_t steps[2], tasks[2], numbers = 0;
   for (int i = 0; i < 2; ++i) {
-    const EncodeRole& r = a.roles[i];
+    const EncodeRole& r = a.role(i);
     steps[i] = std::max<int64_t>(r.block, SOME / r.block * r.block);
     tasks[i] = a.batch * a.heads * ((r.tokens + steps[i] - 1) / steps[i]);
     numbers += a.batch * a.heads * r.tokens * a.dim;
   }
   share((int)(tasks[0] + tasks[1]), numbers < WORTH ? 1 : (int)a.threads, [&](int number) {
     const int i = number >= tasks[0];
-    const EncodeRole& r = a.roles[i];
+    const EncodeRole& r = a.role(i);
     const int64_t task = number - (i ? tasks[0] : 0), runs = (r.tokens + steps[i] - 1) / steps[i];
     const int64_t b = task / runs / a.heads, h = task / runs % a.heads;
     const int64_t end = std::min(r.tokens, (task % runs + 1) * steps[i]);

@@ -8,10 +8,11 @@ from torch import Tensor
 from packedkv.codec import ROLES, Role
 from packedkv.kernels.constants import Constants
 from packedkv.kernels.cpu import library
-from packedkv.kernels.cpu.attend import KINDS, fill_tables
+from packedkv.kernels.cpu.attend import fill_constants
 from packedkv.kernels.cpu.library import EncodeArgsStruct, EncodeRoleStruct, LessStruct
 from packedkv.kernels.cpu.spec import CpuSpec
 from packedkv.kernels.mean import Turned
+from packedkv.kernels.structs import KINDS, step_of
 
 ROUNDED = 3
 """Kind of float32 numbers that are rounded to fp16 first."""
@@ -84,8 +85,7 @@ def _fill_less(struct: LessStruct, less: Turned) -> list[Tensor]:
     """Set what is subtracted from keys; returns tensors that must outlive the call."""
     mean, cosines, sines = (x.contiguous() for x in less[:3])
     struct.mean, struct.cosines, struct.sines = mean.data_ptr(), cosines.data_ptr(), sines.data_ptr()
-    struct.mean_batch = mean.stride(0) if len(mean) > 1 else 0
-    struct.angles_batch = cosines.stride(0) if len(cosines) > 1 else 0
+    struct.mean_batch, struct.angles_batch = step_of(mean), step_of(cosines)
     struct.pairs, struct.interleaved = cosines.shape[2], less.interleaved
     return [mean, cosines, sines]
 
@@ -98,9 +98,5 @@ def _fill(struct: EncodeRoleStruct, constants: Constants, x: Tensor, rounded: bo
     kind = ROUNDED if rounded and x.dtype == torch.float32 else KINDS[x.dtype]
     struct.x, struct.kind, struct.tokens = x.data_ptr(), kind, x.shape[2]
     struct.batch, struct.head, struct.token = (size * stride for stride in x.stride()[:3])
-    fill_tables(struct, constants)
-    if (factor := constants.factor) is not None:
-        struct.factor, struct.factor_batch = factor.data_ptr(), factor.stride(0) if factor.shape[0] > 1 else 0
-    if constants.matrix is not None:
-        struct.matrix = constants.matrix.data_ptr()
+    fill_constants(struct, constants)
     return x

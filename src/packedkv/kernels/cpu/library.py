@@ -6,7 +6,7 @@ PyTorch is held to fewer instructions, ``ATEN_CPU_CAPABILITY``, holds for the ke
 
 import ctypes
 import os
-from ctypes import POINTER, c_char_p, c_float, c_int32, c_int64, c_void_p
+from ctypes import POINTER, c_char_p, c_int64, c_void_p
 from functools import cache
 from pathlib import Path
 from typing import Literal
@@ -16,6 +16,7 @@ import torch
 from packedkv.errors import UnsupportedError
 from packedkv.kernels.cpu.compile import HERE, digest, file_name, variants
 from packedkv.kernels.cpu.spec import OPTIONS, PLANES
+from packedkv.kernels.structs import fields
 
 KNOWN = {"AVX512": "avx512", "AVX2": "avx2"}
 """Instruction sets by PyTorch's names; everything else is the first of this machine's ``variants``."""
@@ -24,82 +25,37 @@ KNOWN = {"AVX512": "avx512", "AVX2": "avx2"}
 class RoleStruct(ctypes.Structure):
     """``kv::Role`` of attend.h."""
 
-    _fields_ = (
-        ("reader", c_int64),
-        ("tables", c_void_p),
-        *((name, c_int64) for name in ("tables_head", "tables_batch")),
-        ("factor", c_void_p),
-        *((name, c_int64) for name in ("factor_batch", "order")),
-        *((name, c_void_p) for name in ("matrix", "dense")),
-        *((name, c_int64) for name in ("dense_batch", "dense_head", "dense_token", "dense_kind")),
-        ("planes", c_int64 * PLANES),
-        ("options", c_int32 * OPTIONS),
-    )
+    _fields_ = fields(HERE / "attend.h", "Role", PLANES=PLANES, OPTIONS=OPTIONS)
 
 
 class MeanStruct(ctypes.Structure):
     """``kv::KeyMean`` of mean.h."""
 
-    _fields_ = (
-        *((name, c_void_p) for name in ("turning", "still", "table")),
-        *((name, c_int64) for name in ("turning_batch", "still_batch", "table_head", "pairs", "fast")),
-    )
+    _fields_ = fields(HERE / "mean.h", "KeyMean")
 
 
 class ArgsStruct(ctypes.Structure):
     """``kv::Args`` of attend.h."""
 
-    _fields_ = (
-        *((name, c_void_p) for name in ("q", "out", "lse", "pages", "table", "pieces", "low", "high", "mask", "sinks")),
-        *((name, c_int64) for name in ("mask_batch", "mask_head", "mask_row")),
-        *((name, c_int64) for name in ("page_bytes", "page_tokens", "table_row", "pieces_each")),
-        *((name, c_int64) for name in ("batch", "heads", "group", "queries", "dim", "threads")),
-        ("scale", c_float),
-        ("softcap", c_float),
-        ("key", RoleStruct),
-        ("value", RoleStruct),
-        ("mean", MeanStruct),
-    )
+    _fields_ = fields(HERE / "attend.h", "Args", Role=RoleStruct, KeyMean=MeanStruct)
 
 
 class EncodeRoleStruct(ctypes.Structure):
     """``kv::EncodeRole`` of encode.h."""
 
-    _fields_ = (
-        ("x", c_void_p),
-        *((name, c_int64) for name in ("batch", "head", "token", "kind", "tokens", "encoder", "block")),
-        ("tables", c_void_p),
-        ("tables_head", c_int64),
-        ("tables_batch", c_int64),
-        ("factor", c_void_p),
-        *((name, c_int64) for name in ("factor_batch", "divides", "order")),
-        ("matrix", c_void_p),
-        ("planes", c_int64 * PLANES),
-        ("sizes", c_int64 * PLANES),
-        ("options", c_int32 * OPTIONS),
-    )
+    _fields_ = fields(HERE / "encode.h", "EncodeRole", PLANES=PLANES, OPTIONS=OPTIONS)
 
 
 class LessStruct(ctypes.Structure):
     """``kv::Less`` of encode.h."""
 
-    _fields_ = (
-        *((name, c_void_p) for name in ("mean", "cosines", "sines")),
-        *((name, c_int64) for name in ("mean_batch", "angles_batch", "pairs", "interleaved")),
-    )
+    _fields_ = fields(HERE / "encode.h", "Less")
 
 
 class EncodeArgsStruct(ctypes.Structure):
     """``kv::EncodeArgs`` of encode.h."""
 
-    _fields_ = (
-        *((name, c_void_p) for name in ("pages", "table", "first", "bad")),
-        *((name, c_int64) for name in ("page_bytes", "page_tokens", "table_row", "columns")),
-        *((name, c_int64) for name in ("batch", "heads", "dim", "threads")),
-        ("key", EncodeRoleStruct),
-        ("value", EncodeRoleStruct),
-        ("less", LessStruct),
-    )
+    _fields_ = fields(HERE / "encode.h", "EncodeArgs", EncodeRole=EncodeRoleStruct, Less=LessStruct)
 
 
 def refusal(device: torch.device) -> str:

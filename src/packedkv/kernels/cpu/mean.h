@@ -35,7 +35,7 @@ constexpr int SPAN = 64, HALF_SPAN = SPAN / 2;
 constexpr int POWERS = 8;
 constexpr int TURN_BITS = 7, TURN_DIGITS = 3;  // positions below 2^21
 
-// As library.py's struct of the same name.
+// Read by kernels/structs.py.
 struct KeyMean {
   const float* turning;  // [B or 1, H, 2, P]: of the table's pairs, zero where it has none; or null
   const float* still;    // [B or 1, H, D]: of channels that do not turn, zero elsewhere; or null

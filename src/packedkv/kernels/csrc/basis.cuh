@@ -6,7 +6,7 @@
 
 namespace kv {
 
-// mirrored in packedkv/kernels/cuda/arguments.py
+// read by kernels/structs.py
 struct Rows {
   const void* x;            // [B, heads, tokens, D], by strides in numbers; channels are contiguous
   void* out;                // the same

@@ -1,4 +1,4 @@
-// Arguments of the encode kernels. One struct by value, mirrored field by field in packedkv/kernels/cuda/arguments.py:
+// Arguments of the encode kernels. One struct by value, whose fields kernels/structs.py reads from here:
 // pointers, then 64-bit numbers, then 32-bit numbers, so that both compilers lay it out alike.
 #pragma once
 #include "platform.cuh"

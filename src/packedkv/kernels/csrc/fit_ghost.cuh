@@ -16,8 +16,7 @@
 
 namespace kv {
 
-// mirrored in kernels/cuda/arguments.py: a role of all layers of a launch. What is written is that of the first of
-// them
+// A role of all layers of a launch. What is written is that of the first of them. Read by kernels/structs.py
 struct FitGhostArgs {
   const int32_t* padding;   // [B] tokens before the sample; null: none
   const float *cosines, *sines;            // [1 or B, n, R / 2] of RoPE, from x's first token on;

@@ -13,7 +13,7 @@ namespace kv {
 
 constexpr int FIT_NORM_THREADS = 1024;
 
-// mirrored in packedkv/kernels/cuda/arguments.py
+// read by kernels/structs.py
 struct FitNormArgs {
   const void* x;            // [B, H, tokens, D] fp16 or bf16, rows of whole 8 bytes
   float* norm;              // [B, H, D]

@@ -14,7 +14,7 @@ from torch import Tensor
 from packedkv.kernels.constants import Constants
 from packedkv.kernels.cuda.arguments import MOST_PARTS, BasisArgs, Rows
 from packedkv.kernels.cuda.build import Kernel, Program, load
-from packedkv.kernels.cuda.decode import KINDS
+from packedkv.kernels.structs import KINDS, step_of
 
 MULTIPLY, DIVIDE, MULTIPLY_AFTER, COPY = range(4)
 """What the factor of a role's constants does: before the rotation, or after it. COPY: there is neither."""
@@ -126,7 +126,7 @@ def change_basis(parts: Sequence[Part]) -> None:
         rows.heads, rows.tokens, rows.group = heads, tokens, 1
         if (factor := side.factor) is not None:
             rows.factor, rows.group = factor.data_ptr(), heads // factor.shape[1]
-            rows.factor_batch = 0 if factor.shape[0] == 1 else factor.stride(0)
+            rows.factor_batch = step_of(factor)
         if source is not None:
             rows.source = source.data_ptr()
         if target is not None:

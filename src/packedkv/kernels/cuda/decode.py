@@ -26,11 +26,11 @@ from packedkv.kernels.cuda.build import Kernel, Program, load
 from packedkv.kernels.cuda.launch import Config, asked_bytes, config_for, machine, shared_bytes, shares_tables
 from packedkv.kernels.mean import KeyMean, checked
 from packedkv.kernels.spec import DecodeSpec, align, decode_spec_of, definitions, includes
+from packedkv.kernels.structs import KINDS
 from packedkv.kernels.tokens import Rules, StepTokens
 
 LOG2E = 1.4426950408889634
 COMBINE_WARPS = 8
-KINDS = {torch.float16: 0, torch.bfloat16: 1, torch.float32: 2}
 MOST_SEQUENCES = 65535
 
 

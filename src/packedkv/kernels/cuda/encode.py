@@ -20,9 +20,10 @@ from packedkv.errors import ShapeError, UnsupportedError
 from packedkv.kernels.constants import Constants
 from packedkv.kernels.cuda.arguments import EncodeArgs
 from packedkv.kernels.cuda.build import Kernel, Program, load
-from packedkv.kernels.cuda.decode import KINDS, MOST_SEQUENCES
+from packedkv.kernels.cuda.decode import MOST_SEQUENCES
 from packedkv.kernels.mean import Turned
 from packedkv.kernels.spec import Encoder, EncodeSpec, encode_spec_of, text_of
+from packedkv.kernels.structs import KINDS
 from packedkv.store.sink_rows import rows_bytes
 
 ROW_THREADS, TABLE_WARPS = 128, 8
@@ -165,7 +166,7 @@ def _encode(
     if "key" in x:
         args.key.fill(x["key"], key, first, spec.key_plane)
         if less is not None:
-            args.mean.fill(*less)
+            args.mean.fill(less)
     if "value" in x:
         args.value.fill(x["value"], value, first, spec.value_plane)
     for group, (kernel, shared) in _launches(text, tuple(x), kept > 0, some.device).items():
@@ -234,7 +235,7 @@ class SlotWriter:
             side.x, side.tokens, side.token, side.head = x.data_ptr(), x.shape[0], token, head
         args.slots, args.kind = slots.data_ptr(), KINDS[keys.dtype]
         if less is not None:
-            self.mean.fill(*less)
+            self.mean.fill(less)
         for spec, group, threads, kernel, shared in self.few if keys.shape[0] <= self.few_tokens else self.many:
             blocks = max([_blocks(spec, role, keys.shape[1], keys.shape[0]) for role in group])
             kernel.launch((blocks, 1, len(group)), threads, shared, args)

@@ -63,6 +63,7 @@ from packedkv.kernels.flash import (
 )
 from packedkv.kernels.mean import KeyMean, checked
 from packedkv.kernels.spec import DecodeSpec, align, decode_spec_of, definitions, includes
+from packedkv.kernels.structs import step_of
 from packedkv.kernels.tokens import ChunkTokens, Rules
 
 STAGING_BYTES = 1 << 30
@@ -216,14 +217,14 @@ def filled_args(packed: Packed, plan: Plan) -> UnpackArgs:
     for role, side in (("k", packed.key), ("v", packed.value)):
         if side.tables is not None:
             setattr(args, f"{role}_table", side.tables.data_ptr())
-            setattr(args, f"{role}_table_head", 0 if side.tables.shape[0] == 1 else side.tables.stride(0))
+            setattr(args, f"{role}_table_head", step_of(side.tables))
         if side.matrix is not None:
             setattr(args, f"{role}_matrix", side.matrix[-1].data_ptr())
     if (mean := packed.mean) is not None:
         args.mean.fill(mean, packed.placed)
         args.block = packed.key.order
         if (factor := packed.key.factor) is not None:
-            args.factor, args.factor_batch = factor.data_ptr(), 0 if factor.shape[0] == 1 else factor.stride(0)
+            args.factor, args.factor_batch = factor.data_ptr(), step_of(factor)
     return args
 
 

@@ -20,6 +20,7 @@ from packedkv.kernels.cuda.fit import fitters
 from packedkv.kernels.cuda.launch import Machine, configs_for
 from packedkv.kernels.mean import BLOCK, most_pairs
 from packedkv.kernels.spec import DecodeSpec, decode_spec, encode_spec
+from packedkv.kernels.structs import KINDS
 from packedkv.progress import Progress
 from packedkv.scheme import KVScheme
 
@@ -145,7 +146,7 @@ def _decoding(spec: DecodeSpec, machine: Machine, steps: Steps) -> Iterator[Labe
         units = tuple(heads * spec.tiles(own) for own in groups for heads in steps.heads)
         for dtype in steps.dense:
             # held as fp16 where a model computes in float32
-            kind = -1 if dtype is None else decode.KINDS[torch.float16 if dtype == torch.float32 else dtype]
+            kind = -1 if dtype is None else KINDS[torch.float16 if dtype == torch.float32 else dtype]
             apart = kind >= 0 and not spec.joins
             for config in configs_for(spec, machine, apart, group, units, steps.capacity):
                 shape = f"{config.teams} x {config.warps}" if config.teams > 1 else str(config.warps)

@@ -1,0 +1,38 @@
+"""Argument structs of compiled kernels for ctypes, read from the C++ sources that declare them."""
+
+import ctypes
+import re
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+KINDS = {torch.float16: 0, torch.bfloat16: 1, torch.float32: 2}
+"""Numbers of the dtypes in the structs."""
+_NUMBERS = {
+    "float": ctypes.c_float,
+    "double": ctypes.c_double,
+    **{f"int{bits}_t": getattr(ctypes, f"c_int{bits}") for bits in (32, 64)},
+}
+
+
+def fields(path: Path, struct: str, **named: Any) -> list[tuple[str, Any]]:
+    """Return ``_fields_`` of a C++ struct: the declarations that begin two spaces deep, one on a line.
+
+    ``named``: ctypes structures of the structs within, and sizes of arrays, by their names in C++.
+    """
+    source = re.sub(r" *//.*", "", path.read_text())
+    body = source.partition(f"\nstruct {struct} {{\n")[2].partition("\n};")[0]
+    found = []
+    for kind, names in re.findall(r"^  (?:const )?(\w+)\b([^(;]+);$", body, re.M):
+        for name in names.split(","):
+            pointer, word, length = re.findall(r"(\*?) *(\w+)(?:\[(\w+)\])?", name)[0]
+            one = ctypes.c_void_p if pointer else named.get(kind) or _NUMBERS[kind]
+            found.append((word, one * int(named.get(length, length)) if length else one))
+    return found
+
+
+def step_of(x: Tensor) -> int:
+    """Numbers from one entry of the first axis to the next one; 0: there is one for all."""
+    return 0 if x.shape[0] == 1 else x.stride(0)
