@@ -4,9 +4,7 @@ import pytest
 import torch
 
 from packedkv.codecs.hqmq import pack_digits, packed_digit_bytes, unpack_digits
-from packedkv.ops import quaternion
 from packedkv.ops.quaternion import (
-    MANY,
     UNITS,
     conjugate,
     decode_lengths,
@@ -16,6 +14,7 @@ from packedkv.ops.quaternion import (
     products,
     quantize_lengths,
     random_units,
+    scaled,
 )
 
 
@@ -82,16 +81,15 @@ def test_ties_take_the_lowest_product():
     assert nearest_product(x, one)[3] == 0
 
 
-def many(kind: str) -> torch.Tensor:
-    """Enough vectors for a search in cells."""
-    n, g = MANY + 900, generator(11)
+def vectors(kind: str) -> torch.Tensor:
+    n, g = 5000, generator(11)
     if kind == "gaussian":
         return torch.randn(n, 4, generator=g).half()
     if kind == "extreme":
         return torch.where(torch.randn(n, 4, generator=g) > 0, 65504.0, -65504.0)
     if kind == "wide":
         return torch.randn(n, 4, generator=g) * 2.0 ** torch.randint(-24, 15, (n, 4), generator=g)
-    if kind == "integers":  # on walls between faces and cells, and zeros
+    if kind == "integers":  # on borders between units, and zeros
         return torch.randint(-2, 3, (n, 4), generator=g).float()
     return torch.randn(n, 4, generator=g) * (torch.rand(n, 4, generator=g) < 0.3)
 
@@ -101,45 +99,22 @@ KINDS = ["gaussian", "extreme", "wide", "integers", "sparse"]
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("secondary", ["S1", "S24", "S192", "twice", "units"])
-def test_cells_find_what_the_closed_form_finds(secondary, kind):
+def test_both_searches_find_the_lowest_of_the_best(secondary, kind):
     """Ties included: q_s twice ties every row, Hurwitz units as q_s tie products and put vectors on borders."""
     q = random_units(24, generator(12))
     q = {"twice": torch.cat([q, q]), "units": torch.cat([UNITS, q])}.get(secondary)
     q = random_units(int(secondary[1:]), generator(12)) if q is None else q
-    x = many(kind)
-    few = torch.cat([nearest_product(part, q) for part in x.split(MANY // 4)])
-    assert torch.equal(nearest_product(x, q), few)
-
-
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("table", ["576", "24", "twice"])
-def test_cells_find_what_trying_all_entries_finds(table, kind):
-    entries = random_units(24 if table == "24" else 576, generator(13))
-    if table == "twice":
-        entries = torch.cat([entries, entries])
-    x = many(kind).double()
-    x = x / x.norm(dim=1, keepdim=True).clamp_min(1e-30)
-    few = torch.cat([nearest_entry(part, entries, "angle") for part in x.split(MANY // 4)])
-    assert torch.equal(nearest_entry(x, entries, "angle"), few)
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_gpu_tries_everything_at_once_and_finds_the_same(kind, monkeypatch):
-    """What runs there, made to run here: no cells, and temporaries of the wide size."""
-    q, x = random_units(24, generator(12)), many(kind)
-    entries = random_units(576, generator(13))
-    product, entry = nearest_product(x, q), nearest_entry(x, entries, "angle")
-    monkeypatch.setattr(quaternion, "_cells_pay", lambda x: False)
-    monkeypatch.setattr(quaternion, "SCORES", quaternion.WIDE_SCORES)
-    monkeypatch.setattr(quaternion, "_in_cells", lambda *_: pytest.fail("searched in cells"))
-    assert torch.equal(nearest_product(x, q), product)
-    assert torch.equal(nearest_entry(x, entries, "angle"), entry)
+    x, table = vectors(kind), products(q)
+    score = scaled(x.T.contiguous()).T @ table.T  # without rounding
+    expected = (score == score.amax(1, keepdim=True)).int().argmax(1)
+    assert torch.equal(nearest_product(x, q), expected)
+    assert torch.equal(nearest_entry(x, table, "angle"), expected)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_gpu_finds_what_a_cpu_finds(kind):
-    q, x, entries = random_units(24, generator(12)), many(kind), random_units(576, generator(13))
+    q, x, entries = random_units(24, generator(12)), vectors(kind), random_units(576, generator(13))
     assert torch.equal(nearest_product(x.cuda(), q.cuda()).cpu(), nearest_product(x, q))
     assert torch.equal(nearest_entry(x.cuda(), entries.cuda(), "angle").cpu(), nearest_entry(x, entries, "angle"))
 

@@ -56,15 +56,10 @@ def int_naive(
 
     Parameters
     ----------
-    group : int
-        Neighbouring channels that share a scale; 0: all channels of the token.
     outliers : {"off", 3, 4, 5}
         Chunks of four longer than this many medians are stored in fp16, up to ``slots`` a token; needs a sample.
     slots : int
         Room for such chunks per token, 64 bits each.
-    scale : {"own", "search"}
-        own: from the whole range; search: of 13 multiples of it about its middle (symmetric: about 0) the one of least
-        squared error, the bytes' form unchanged; not with outliers.
     """
     if scale == "search" and outliers != "off":
         raise SpecError(

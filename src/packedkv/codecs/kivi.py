@@ -94,9 +94,6 @@ def kivi(
         Newest tokens that stay in 16 bit, at least.
     values : {"int", "turboquant"}
         What values are: integers as well, or TurboQuant-MSE with a norm for each token.
-    scale : {"own", "search"}
-        own: the papers' ranges and norms; search: of 13 multiples of each the one of least squared error, the bytes'
-        form unchanged.
     """
     if values == "turboquant" and bits == 8:
         raise SpecError("kivi: bits=8 with values=turboquant is not allowed; use 2, 3 or 4 bits, or values=int.")

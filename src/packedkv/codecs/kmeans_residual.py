@@ -40,6 +40,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from packedkv.checks import needed
 from packedkv.codec import FP16_MAX, NO_SAMPLE, Constant, Constants, Params, Part, Payload, Sample, Site
 from packedkv.codecs.wrapper import Wrapper, around, inside
 from packedkv.errors import FitError, SpecError
@@ -96,12 +97,7 @@ class KMeansResidual(Wrapper):
         Raises FitError if there are fewer tokens than clusters, or scikit-learn is missing (C > 1).
         """
         inner = self.inner.fit(site, sample)
-        if sample.tensor is None:
-            raise FitError(
-                f"kmeans={self.clusters} needs sample vectors [batch, kv_heads, tokens, head_dim]; got none. "
-                f"Pass a sample to fit, or run `packedkv fit MODEL SPEC --text FILE -o PARAMS` and pass params."
-            )
-        code = self.inner.to_code(sample.tensor.float(), inner)
+        code = self.inner.to_code(needed(f"kmeans={self.clusters}", sample.tensor).float(), inner)
         if sample.queries is not None:
             code = code.transpose(0, 1).flatten(1, 2)[None]
         if code.shape[2] < self.clusters:

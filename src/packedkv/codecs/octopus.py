@@ -63,7 +63,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import lru_cache, partial
-from typing import Literal, NamedTuple, get_args
+from typing import Literal, get_args
 
 import torch
 from torch import Tensor
@@ -75,7 +75,7 @@ from packedkv.layout import Field, Layout, check_head_dim
 from packedkv.ops.hadamard import UnitRotated, random_signs
 from packedkv.ops.lloyd_max import block_norm_density, interval, lloyd_max, nearest_level
 from packedkv.ops.scale_search import FACTORS, Scale, least_error
-from packedkv.ops.sums import row_norm
+from packedkv.ops.sums import in_pieces, row_norm
 from packedkv.registry import register
 from packedkv.scheme import KVScheme
 
@@ -157,26 +157,6 @@ def norm_centroids(head_dim: int, bits: int) -> Tensor:
 # -- codes of a row in four parts --------------------------------------------------------------------------------------
 
 
-class Runs(NamedTuple):
-    """Positions of runs of neighbouring bits of codes in a row, ``codes`` and ``tail`` side by side; int64 ``[runs]``.
-
-    Parameters
-    ----------
-    code, shift : Tensor
-        Index of the code, and its bit where the run begins.
-    mask : Tensor
-        ``2**length - 1``.
-    byte, bit : Tensor
-        Beginning of the run in the row.
-    """
-
-    code: Tensor
-    shift: Tensor
-    mask: Tensor
-    byte: Tensor
-    bit: Tensor
-
-
 def split_bytes(n: int, bits: int) -> dict[str, int]:
     """Bytes of a row of ``n`` codes, by field.
 
@@ -204,8 +184,12 @@ def _part_fields(n: int, bits: int, low: int) -> list[list[tuple[int, int, int]]
 
 
 @lru_cache(maxsize=64)
-def runs(n: int, bits: int, low: int, device: str) -> Runs:
-    """Positions of the bits of ``n`` codes, whose lowest ``low`` bits are apart (0: codes are whole)."""
+def runs(n: int, bits: int, low: int, device: str) -> tuple[Tensor, ...]:
+    """Positions of runs of neighbouring bits of ``n`` codes in a row, ``codes`` and ``tail`` side by side.
+
+    The lowest ``low`` bits of a code are apart; 0: codes are whole. Returns int64 ``[runs]`` each: the code, its bit
+    where the run begins, ``2**length - 1``, and the byte of the row and its bit where the run begins.
+    """
     words = 8 * split_bytes(n, bits).get("codes", 0) // PARTS  # bits of a part that are whole words
     found = []
     tail = PARTS * words
@@ -220,7 +204,7 @@ def runs(n: int, bits: int, low: int, device: str) -> Runs:
                 tail += length - inside
             at += length
     code, shift, length, position = torch.tensor(found, device=device).T
-    return Runs(code, shift, (1 << length) - 1, position // 8, position % 8)
+    return code, shift, (1 << length) - 1, position // 8, position % 8
 
 
 def pack_split(codes: Tensor, bits: int, low: int = 0) -> dict[str, Tensor]:
@@ -231,12 +215,12 @@ def pack_split(codes: Tensor, bits: int, low: int = 0) -> dict[str, Tensor]:
     ([0, 1, 2, 3, 5, 6, 7, 8, 10, 11, 12, 13, 14, 15, 16, 17], [4, 9])
     """
     n = codes.shape[-1]
-    found = runs(n, bits, low, str(codes.device))
-    wide = (codes.to(torch.int32)[..., found.code] >> found.shift.int() & found.mask.int()) << found.bit.int()
+    code, shift, mask, byte, bit = runs(n, bits, low, str(codes.device))
+    wide = (codes.to(torch.int32)[..., code] >> shift.int() & mask.int()) << bit.int()
     sizes = split_bytes(n, bits)
     row = torch.zeros(*codes.shape[:-1], sum(sizes.values()) + 2, dtype=torch.int32, device=codes.device)
     for i in range(3):  # runs do not overlap, so sums are unions
-        row.index_add_(-1, found.byte + i, wide >> 8 * i & 0xFF)
+        row.index_add_(-1, byte + i, wide >> 8 * i & 0xFF)
     pieces = row.to(torch.uint8)[..., :-2].split(list(sizes.values()), -1)
     return {name: piece.contiguous() for name, piece in zip(sizes, pieces, strict=True)}
 
@@ -245,11 +229,11 @@ def unpack_split(packed: Mapping[str, Tensor], bits: int, n: int, low: int = 0) 
     """Undo ``pack_split``: int32 ``[..., n]``; other fields are ignored."""
     row = torch.cat([packed[name] for name in split_bytes(n, bits)], -1)
     row = torch.nn.functional.pad(row, (0, 2)).to(torch.int32)
-    where = runs(n, bits, low, str(row.device))
-    wide = row[..., where.byte] | row[..., where.byte + 1] << 8 | row[..., where.byte + 2] << 16
-    found = (wide >> where.bit.int() & where.mask.int()) << where.shift.int()
+    code, shift, mask, byte, bit = runs(n, bits, low, str(row.device))
+    wide = row[..., byte] | row[..., byte + 1] << 8 | row[..., byte + 2] << 16
+    found = (wide >> bit.int() & mask.int()) << shift.int()
     codes = torch.zeros(*row.shape[:-1], n, dtype=torch.int32, device=row.device)
-    return codes.index_add_(-1, where.code, found)
+    return codes.index_add_(-1, code, found)
 
 
 # -- the codec ---------------------------------------------------------------------------------------------------------
@@ -329,29 +313,24 @@ class Octopus(UnitRotated, Codec):
         Directions do not depend on the norm: a search tries lengths alone.
         """
         dim, triplets = x.shape[-1], -(-x.shape[-1] // 3)
-        rows = x.reshape(-1, dim)
         tables = _Tables(params)
-        codes = torch.empty(len(rows), triplets, dtype=torch.int32, device=x.device)
-        norm = torch.empty(len(rows), 1, dtype=self.norm_field.torch_dtype, device=x.device)
-        step = max(1, CHUNK // triplets)
-        for start in range(0, len(rows), step):
-            part = slice(start, start + step)
-            gamma = row_norm(rows[part].double())
-            u, _ = self.unit(rows[part])  # Eq. 1
-            t = torch.nn.functional.pad(u, (0, triplets * 3 - dim)).reshape(-1, 3).T.contiguous()
-            direction, length = (found.unflatten(0, (-1, triplets)) for found in self._round(t, tables))
 
-            def quantize(
-                factor: float, direction: Tensor = direction, length: Tensor = length, gamma: Tensor = gamma
-            ) -> tuple[Tensor, Tensor]:
+        def encoded(piece: Tensor) -> tuple[Tensor, Tensor]:
+            gamma = row_norm(piece.double())
+            u, _ = self.unit(piece)  # Eq. 1
+            t = torch.nn.functional.pad(u, (0, triplets * 3 - dim)).reshape(-1, 3).T.contiguous()
+            direction, length = (found.view(*u.shape[:-1], triplets) for found in self._round(t, tables))
+
+            def quantize(factor: float) -> tuple[Tensor, Tensor]:
                 return self._join(direction, length / factor, tables), self.rounded(gamma * factor, dim)
 
             if self.scale == "own":
-                codes[part], norm[part] = quantize(FACTORS[0])
-            else:
-                codes[part], norm[part] = least_error(rows[part], quantize, partial(self._values, params))
-        packed = pack_split(codes.reshape(*x.shape[:-1], triplets), self.code_bits, self.low_bits)
-        return {**packed, "norm": norm.reshape(*x.shape[:-1], 1)}
+                return quantize(FACTORS[0])
+            codes, norm = least_error(piece, quantize, partial(self._values, params))
+            return codes, norm
+
+        codes, norm = in_pieces(encoded, x, 3 * CHUNK)
+        return {**pack_split(codes, self.code_bits, self.low_bits), "norm": norm}
 
     def decode(self, payload: Payload, params: Params) -> Tensor:
         """Look triplets up and scale them, Eq. 13."""
@@ -452,8 +431,6 @@ def octopus(
         At 1 the keys have (b_dir, b_nrm) = (1, 1) and the values 2 bits.
     split : {"paper", "plus", -2, -1, 0, 1, 2}
         (b_dir, b_nrm): paper (b+1, b-1); plus (b+1, b), better at its rate; a number d (b+d, b-d), as in Table 4.
-    group : int
-        Channels of a value that share a scale and an offset; 0 for all of them.
     dense_keys : int
         How many of the first and of the last layers keep keys dense.
     """

@@ -50,19 +50,18 @@ octopus a factor 3.5.
 """
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Literal
 
-import torch
 from torch import Tensor
 
 from packedkv.codec import NO_SAMPLE, Constant, Constants, Params, Payload, Sample, Site
 from packedkv.codecs.group_int import GroupInt
 from packedkv.codecs.octopus import Norm, Octopus, Rounding, Split, split_bits
 from packedkv.errors import SpecError
-from packedkv.layout import Field, Layout
+from packedkv.layout import Layout
 from packedkv.ops.hadamard import random_signs
-from packedkv.ops.qjl import check_sketch, estimate, sketch
-from packedkv.ops.sums import token_chunks
+from packedkv.ops.qjl import estimate, sketched, sketched_layout
 from packedkv.registry import register
 from packedkv.scheme import KVScheme
 
@@ -83,10 +82,7 @@ class OctopusQJL(Octopus):
             raise SpecError(f"octopus-qjl: scale={self.scale!r} is not allowed; only octopus searches scales.")
 
     def layout(self, head_dim: int) -> Layout:
-        stage = super().layout(head_dim)
-        check_sketch("octopus-qjl", head_dim)
-        signs, residual = Field("signs", "uint8", (head_dim // 8,)), Field("residual", "float16", (1,), "norms")
-        return Layout(head_dim, 1, (*stage.fields, signs, residual), stage.nominal_bits + 1, stage.version)
+        return sketched_layout("octopus-qjl", super().layout(head_dim))
 
     def constants(self, site: Site) -> Constants:
         return {**super().constants(site), "sketch": Constant((site.num_heads, site.head_dim), low=-1, high=1)}
@@ -97,16 +93,8 @@ class OctopusQJL(Octopus):
 
     def encode(self, x: Tensor, params: Params) -> Payload:
         """Encode as OCTOPUS does, then sketch the residual of the unit vector."""
-        stage = super().encode(x, params)
-        parts, start = [], 0
-        for piece in token_chunks(x):
-            stop = start + piece.shape[2]
-            held = self.look_up({name: field[:, :, start:stop] for name, field in stage.items()}, params)
-            u, _ = self.unit(piece)
-            parts.append(sketch(u - held, params["sketch"]))
-            start = stop
-        signs, lengths = (torch.cat(field, 2) for field in zip(*parts, strict=True))
-        return {**stage, "signs": signs, "residual": lengths}
+        held = partial(self.look_up, params=params)
+        return sketched(super().encode(x, params), lambda rows: self.unit(rows)[0], held, x, params["sketch"])
 
     def decode(self, payload: Payload, params: Params) -> Tensor:
         """Add the residual's estimate to the triplets, then scale."""
@@ -136,8 +124,6 @@ def octopus_qjl(
         The paper's b of keys and values; keys cost b + 1/3 bits, one more for the residual's sign, and two norms.
     split : {"paper", "plus", -2, -1, 0, 1, 2}
         (b_dir, b_nrm): paper (b+1, b-1), plus (b+1, b), a number d (b+d, b-d).
-    group : int
-        Channels of a value that share a scale and an offset; 0 for all of them.
     dense_keys : int
         How many of the first and of the last layers keep keys dense.
     """

@@ -44,9 +44,10 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from packedkv.checks import needed
 from packedkv.codec import LARGEST, NO_SAMPLE, Codec, Constant, Constants, Params, Part, Payload, Sample, Site
 from packedkv.codecs.wrapper import Wrapper, around, inside
-from packedkv.errors import FitError, SpecError
+from packedkv.errors import SpecError
 from packedkv.layout import Field, Layout
 from packedkv.ops.bitpack import pack, packed_bytes, unpack
 from packedkv.ops.quaternion import chunk_lengths, split_chunks
@@ -153,11 +154,8 @@ class Med(Wrapper):
 
     def _split_sample(self, sample: Tensor | None) -> tuple[Tensor, Callable[[], Tensor]]:
         """Threshold ``[B, H]``, and a function that returns the sample with zeros in place of stored outliers."""
-        if sample is None or 0 in sample.shape[1:]:
-            raise FitError(
-                "Med: the threshold of outliers needs a sample [batch, kv_heads, tokens, head_dim] to find the median; "
-                "got none. Pass keys or values to fit, or use outliers=off."
-            )
+        empty = sample is None or 0 in sample.shape[1:]
+        sample = needed("Med: the median of chunk lengths", None if empty else sample, ", use outliers=off")
         chunks = split_chunks(sample.float())
         median = chunk_lengths(chunks).flatten(2).median(2).values  # of each sequence: no row depends on its neighbours
         threshold = torch.where(median > 0, self.c * median, LARGEST)  # mostly zeros: nothing to compare with

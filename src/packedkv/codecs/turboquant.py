@@ -54,7 +54,7 @@ in fewer bytes.
 """
 
 from dataclasses import dataclass, field
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Literal
 
 from torch import Tensor
@@ -65,7 +65,7 @@ from packedkv.layout import Field, Layout, check_head_dim
 from packedkv.ops.bitpack import pack, packed_bytes, unpack
 from packedkv.ops.hadamard import UnitRotated, random_signs
 from packedkv.ops.lloyd_max import block_norm_density, lloyd_max, nearest_level
-from packedkv.ops.qjl import check_sketch, estimate, sketch
+from packedkv.ops.qjl import estimate, sketched, sketched_layout
 from packedkv.ops.scale_search import Scale, quantized
 from packedkv.ops.sums import in_pieces
 from packedkv.registry import register
@@ -175,10 +175,7 @@ class TurboQuantQJL(TurboQuant):
         return TurboQuant(self.bits - 1, self.norm)
 
     def layout(self, head_dim: int) -> Layout:
-        stage = self.stage.layout(head_dim)
-        check_sketch("turboquant-qjl", head_dim)
-        signs, residual = Field("signs", "uint8", (head_dim // 8,)), Field("residual", "float16", (1,), "norms")
-        return Layout(head_dim, 1, (*stage.fields, signs, residual), nominal_bits=self.bits)
+        return sketched_layout("turboquant-qjl", self.stage.layout(head_dim))
 
     def constants(self, site: Site) -> Constants:
         found = self.stage.constants(site)
@@ -192,15 +189,9 @@ class TurboQuantQJL(TurboQuant):
 
     def encode(self, x: Tensor, params: Params) -> Payload:
         """Round, then sketch the residual."""
-        levels = params["levels"][0].double()
-        search = nearest_level(levels)
-
-        def encoded(piece: Tensor) -> tuple[Tensor, ...]:
-            u, norm = self.unit(piece)
-            codes = search(u)
-            return pack(codes, self.bits - 1), norm, *sketch(u - levels[codes], params["sketch"])
-
-        return dict(zip(("codes", "norm", "signs", "residual"), in_pieces(encoded, x), strict=True))
+        stage = self.stage.encode(x, params)
+        held = partial(self.stage.look_up, params=params)
+        return sketched(stage, lambda rows: self.unit(rows)[0], held, x, params["sketch"])
 
     def decode(self, payload: Payload, params: Params) -> Tensor:
         """Add the residual's estimate to the levels, then scale."""

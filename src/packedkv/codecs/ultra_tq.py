@@ -242,8 +242,6 @@ def ultra_tq(
 
     Parameters
     ----------
-    group : int
-        Channels of a value that share a scale and an offset; 0 for all of them.
     dense_layers : int
         How many of the first and of the last layers keep keys and values dense.
     """

@@ -16,30 +16,52 @@ is of full order for D that is no power of two too: Sylvester's times one of Pal
 Nearly normal means that r is spread over a dozen coordinates or more; for an r of one coordinate r^ is 1.25 r.
 """
 
+from collections.abc import Callable
+from dataclasses import replace
 from functools import lru_cache
 from math import isqrt, pi
 
 import torch
 from torch import Tensor
 
+from packedkv.codec import Payload
 from packedkv.errors import ShapeError
+from packedkv.layout import Field, Layout
 from packedkv.ops.bitpack import pack, unpack
 from packedkv.ops.hadamard import hadamard_signs, power_of_two_divisor
-from packedkv.ops.sums import row_norm
+from packedkv.ops.sums import row_norm, token_chunks
 
 FIXED_POINT = 2.0**30
 """Residuals are sketched as whole multiples of its inverse: 2^20 of them, up to 2^32 each, sum exactly in float64."""
 
 
-def check_sketch(method: str, head_dim: int) -> None:
-    """Raise ShapeError if neither Sylvester nor Paley (over a prime field) gives a Hadamard matrix of ``head_dim``.
+def sketched_layout(method: str, stage: Layout) -> Layout:
+    """Add the fields of a sketch, ``signs`` and ``residual``, to those of a stage.
 
-    Of the multiples of 8 up to 256 these are 184 and 232.
+    Raises ShapeError if neither Sylvester nor Paley (over a prime field) gives a Hadamard matrix of its head_dim: of
+    the multiples of 8 up to 256 these are 184 and 232.
     """
-    if _paley_order(head_dim) is None:
+    dim = stage.head_dim
+    if _paley_order(dim) is None:
         raise ShapeError(
-            f"{method}: head_dim={head_dim} has no Hadamard matrix for the sketch; use 64, 80, 96, 128, 192 or 256."
+            f"{method}: head_dim={dim} has no Hadamard matrix for the sketch; use 64, 80, 96, 128, 192 or 256."
         )
+    sketch = Field("signs", "uint8", (dim // 8,)), Field("residual", "float16", (1,), "norms")
+    return replace(stage, fields=(*stage.fields, *sketch), nominal_bits=stage.nominal_bits + 1)
+
+
+def sketched(
+    stage: Payload, unit: Callable[[Tensor], Tensor], held: Callable[[Payload], Tensor], x: Tensor, signs: Tensor
+) -> Payload:
+    """Add the sketch of ``u - u^`` to the payload of ``x``: ``unit`` maps rows to u, ``held`` a payload to u^."""
+    parts, start = [], 0
+    for piece in token_chunks(x):
+        stop = start + piece.shape[2]
+        own = {name: field[:, :, start:stop] for name, field in stage.items()}
+        parts.append(sketch(unit(piece) - held(own), signs))
+        start = stop
+    sigma, lengths = (torch.cat(field, 2) for field in zip(*parts, strict=True))
+    return {**stage, "signs": sigma, "residual": lengths}
 
 
 def sketch(r: Tensor, signs: Tensor) -> tuple[Tensor, Tensor]:

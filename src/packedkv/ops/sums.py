@@ -44,7 +44,7 @@ def token_chunks(x: Tensor, elements: int | None = None) -> tuple[Tensor, ...]:
     return x.split(max(1, elements // max(1, x.shape[0] * x.shape[1] * x.shape[3])), 2)
 
 
-def in_pieces(encode: Callable[[Tensor], tuple[Tensor, ...]], x: Tensor) -> list[Tensor]:
+def in_pieces(encode: Callable[[Tensor], tuple[Tensor, ...]], x: Tensor, elements: int | None = None) -> list[Tensor]:
     """Encode ``token_chunks`` of ``x`` one after the other, and join each of the results along N."""
-    parts = [encode(piece) for piece in token_chunks(x)]
+    parts = [encode(piece) for piece in token_chunks(x, elements)]
     return [torch.cat(field, 2) for field in zip(*parts, strict=True)]

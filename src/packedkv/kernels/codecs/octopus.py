@@ -88,8 +88,8 @@ def cpu_tables(codec: Octopus, head_dim: int, straight: bool) -> Callable[[Param
 def cpu_order(n: int, bits: int, low: int) -> list[int]:
     """Return the order of ``n`` triplets (read_triplets.h): by fours of each part, then those with bits in the tail."""
     head = split_bytes(n, bits).get("codes", 0)
-    where = runs(n, bits, low, "cpu")
-    late = set(where.code[where.byte >= head].tolist())
+    code, _, _, byte, _ = runs(n, bits, low, "cpu")
+    late = set(code[byte >= head].tolist())
     each, more = divmod(n, PARTS)
     starts = [part * each + min(part, more) for part in range(PARTS)]
     whole = next((i for i in range(each) if any(start + i in late for start in starts)), each)
@@ -104,8 +104,7 @@ def cpu_places(n: int, bits: int, low: int, first: int, end: int, by: int) -> Te
     """
     codes = 8 * split_bytes(n, bits).get("codes", 0)
     places = torch.zeros(7, -(-n // 16) * 16, dtype=torch.int32)
-    where = runs(n, bits, low, "cpu")
-    for code, shift, mask, byte, bit in zip(*(x.tolist() for x in where), strict=True):
+    for code, shift, mask, byte, bit in zip(*(x.tolist() for x in runs(n, bits, low, "cpu")), strict=True):
         begin, stop = max(shift, first), min(shift + mask.bit_length(), end)
         if begin >= stop:
             continue
