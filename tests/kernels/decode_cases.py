@@ -1,14 +1,13 @@
 """Cases of decode attention for the readers of all codecs: pages as the codecs write them, the kernel, the reference.
 
-A test names two codecs, or how they are read (two ``Side``), and a ``Case``; ``check`` encodes random rows into a pool
-with a random page table, poisons every byte that the kernel has no business to understand, runs the whole kernel on the
-emulated machine and compares with attention in float64 over what the codecs decode.
+A test names two codecs and cases; ``check_all`` encodes random rows into a pool with a random page table, poisons every
+byte that the kernel must not interpret, runs the whole kernel on the emulated machine and compares with attention in
+float64 over what the codecs decode.
 """
 
 import ctypes
 import functools
 import math
-import operator
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -17,56 +16,17 @@ import pytest
 import torch
 from torch import Tensor
 
-from packedkv.codec import Codec, Params, Role, Sample, Site
+from packedkv.codec import Codec, Role, Sample, Site
+from packedkv.kernels.constants import Constants, constants_for
 from packedkv.kernels.cuda.arguments import DecodeArgs
 from packedkv.kernels.mean import KeyMean, key_mean, pairs_of
-from packedkv.kernels.spec import Reader, decode_spec
+from packedkv.kernels.spec import DecodeSpec, decode_spec, includes
 from packedkv.layout import PageLayout
 from packedkv.store.pages import PageStore
 from tests.kernels import harness
 
 KINDS = {torch.float16: 0, torch.bfloat16: 1, torch.float32: 2}
 POISON = 2**30  # page ids that must not be looked up
-
-
-@dataclass(frozen=True)
-class Side:
-    """How one role is read.
-
-    Parameters
-    ----------
-    codec : Codec
-    reader : str
-        The C++ type.
-    header : str
-        Its file in csrc.
-    order : int
-        Order of the Hadamard rotation that the kernel undoes.
-    tables, factor, matrix : callable, optional
-        Params to what the kernel gets, as of ``Reader``.
-    also : tuple of str
-        Further files that the reader needs.
-    """
-
-    codec: Codec
-    reader: str
-    header: str
-    order: int = 1
-    tables: Callable[[Params], Tensor] | None = None
-    factor: Callable[[Params], Tensor] | None = None
-    also: tuple[str, ...] = ()
-    matrix: Callable[[Params], Tensor] | None = None
-
-
-def sides(key: Codec, value: Codec, dim: int, page: int = 64) -> tuple[Side, Side]:
-    """Return how the library reads keys and values of two codecs."""
-    pair = decode_spec(key, value, dim, page)
-
-    def side(codec: Codec, x: Reader) -> Side:
-        factor = x.factor if callable(x.factor) or not x.factor else operator.itemgetter(x.factor)
-        return Side(codec, x.type, x.header, x.order, x.tables, factor or None, x.also, x.matrix)
-
-    return side(key, pair.key), side(value, pair.value)
 
 
 @dataclass(frozen=True)
@@ -118,6 +78,7 @@ class Case:
     ``spread``: powers of two over which rows differ in size. ``shift`` is added to every number, ``loud`` multiplies
     every 16th channel of keys, ``values`` all values. ``order``: of the emulated threads, 0 for one after another.
     ``alone``: dense tokens have the last split for themselves. ``slack`` multiplies the error that is allowed.
+    ``change`` edits the rows of a role in place.
     """
 
     lens: tuple[int, ...] = (64,)
@@ -142,10 +103,11 @@ class Case:
     order: int = 0
     slack: float = 1.0
     means: Means | None = None
+    change: Callable[[Tensor, Role], None] | None = None
 
 
 # what every reader is tried with: where sequences begin and end, heads, merging, options, numbers. Two kernels do: more
-# than 4 query heads, a soft cap and dense tokens come together (test_decode_cases.py has them one by one)
+# than 4 query heads, a soft cap and dense tokens come together (APART has them one by one)
 CASES = (
     Case((130, 7, 64), heads=2, group=8, softcap=20.0, dense=(0, 0, 1)),
     Case((0, 1, 15, 65), group=1, heads=2),
@@ -156,6 +118,14 @@ CASES = (
     Case((128, 40), dense=(0, 0), softcap=20.0, sinks=True, scale=0.3, group=5),
     Case((130, 64), spread=6, seed=1),
     Case((130, 64), shift=4.0, loud=10.0, seed=2),
+)
+APART = (
+    Case((130, 7, 64), heads=2, group=8),
+    Case((33, 96, 31), start=(3, 95, 0), group=12, splits=2),
+    Case((128, 40), softcap=20.0, sinks=True, scale=0.3, group=5),
+    Case((128, 40), softcap=20.0, splits=2),
+    Case((250, 17, 0), splits=13, dense=(3, 0, 1)),
+    Case((65, 0, 100), dense=(5, 1, 9), dense_start=(2, 0, 3), sinks=True, splits=2, group=7),
 )
 
 
@@ -217,21 +187,19 @@ class Variant(NamedTuple):
         return f"{int(self.cap)}_{self.dense + 1}_{self.group}_{self.pairs}"
 
 
-def _variant(key: Side, value: Side, dim: int, case: Case) -> Variant:
-    joins = value.order == 1 and value.matrix is None  # dense tokens among the codes, whose channels may have factors
-    sized = value.factor is not None
-    dense = -1 if case.dense is None else KINDS[case.dense_dtype] + 2 * joins * (1 + sized)
-    few = 0 if case.means is None else -(-(case.means.few or dim // 2) // 16) * 16
-    return Variant(case.softcap > 0, dense, 4 if case.group <= 4 or dim > 256 else 8, few)
+def _variant(pair: DecodeSpec, case: Case) -> Variant:
+    # dense tokens may join the codes, whose channels may have factors
+    joins = KINDS[case.dense_dtype] + 2 * pair.joins * (1 + pair.value.multiplies)
+    pairs = 0 if case.means is None else -(-(case.means.few or pair.head_dim // 2) // 16) * 16
+    few = case.group <= 4 or pair.head_dim > 256
+    return Variant(case.softcap > 0, -1 if case.dense is None else joins, 4 if few else 8, pairs)
 
 
 @functools.cache
-def library(
-    key: str, value: str, headers: tuple[str, ...], dim: int, geometry: Geometry, variants: frozenset[Variant]
-) -> harness.Library:
+def library(pair: DecodeSpec, geometry: Geometry, variants: frozenset[Variant]) -> harness.Library:
     """Build the kernels for two readers: all in one source, as half the time goes into what they share."""
-    names = {"key": key, "value": value, "dim": dim, **vars(geometry)}
-    source = _SOURCE.format(includes="\n".join(f'#include "{name}"' for name in headers), **names)
+    names = {"key": pair.key.type, "value": pair.value.type, "dim": pair.head_dim, **vars(geometry)}
+    source = _SOURCE.format(includes="\n".join(includes(pair.key, pair.value)), **names)
     for variant in sorted(variants):
         arguments = {**variant._asdict(), "cap": str(variant.cap).lower()}
         source += _VARIANT.format(name=variant.name, **arguments, **names)
@@ -276,6 +244,8 @@ def rows(case: Case, role: Role, dim: int, tokens: int, rng: torch.Generator) ->
         x *= 2.0 ** torch.randint(-case.spread, case.spread + 1, (*shape[:3], 1), generator=rng)
     if tokens > 2:
         x[:, :, 2] = 0.0
+    if case.change is not None:
+        case.change(x, role)
     return x.half().float()
 
 
@@ -339,71 +309,61 @@ def attention(
     return out, lse
 
 
-def check(
-    key: Codec | Side,
-    value: Codec | Side,
-    dim: int,
-    case: Case,
-    geometry: Geometry | None = None,
-    tolerance: float = 1.0,
-) -> None:
-    """Run the kernel on a case and compare it with float64 attention over the decoded pages.
-
-    Codecs are read as the library reads them (``sides``).
-
-    The relative error (L2 of a head's output, root mean square over heads) may be ``tolerance`` times that of attention
-    with q, k, v and p in bf16, or 1e-3 if that is more; log-sum-exp may be off by twice as much.
-    """
-    check_all(key, value, dim, (case,), geometry, tolerance)
-
-
 def check_all(
-    key: Codec | Side,
-    value: Codec | Side,
+    key: Codec,
+    value: Codec,
     dim: int,
     cases: Sequence[Case],
     geometry: Geometry | None = None,
     tolerance: float = 1.0,
+    changed: Callable[[DecodeSpec], DecodeSpec] = lambda pair: pair,
 ) -> None:
-    """``check`` each of ``cases``; the kernels that they need are compiled together, in half the time."""
-    if isinstance(key, Codec) and isinstance(value, Codec):
-        key, value = sides(key, value, dim, (geometry or Geometry()).page)
-    assert isinstance(key, Side)
-    assert isinstance(value, Side)
-    variants = frozenset(_variant(key, value, dim, case) for case in cases)
+    """Run the kernel on each case and compare it with float64 attention over the decoded pages.
+
+    Codecs are read as the library reads them, or as ``changed`` says. The kernels of all cases are compiled together,
+    in half the time.
+
+    The relative error (L2 of a head's output, root mean square over heads) may be ``tolerance`` times that of attention
+    with q, k, v and p in bf16, or 1e-3 if that is more; log-sum-exp may be off by twice as much.
+    """
+    geometry = geometry or Geometry()
+    pair = changed(decode_spec(key, value, dim, geometry.page))
+    variants = frozenset(_variant(pair, case) for case in cases)
     for case in cases:
         try:
-            _check(key, value, dim, case, geometry or Geometry(), tolerance, variants)
+            _check({"key": key, "value": value}, pair, case, geometry, tolerance, variants)
         except Exception as error:
             error.add_note(str(case))
             raise
 
 
 def _check(
-    key: Side, value: Side, dim: int, case: Case, geometry: Geometry, tolerance: float, variants: frozenset[Variant]
+    codecs: dict[Role, Codec],
+    pair: DecodeSpec,
+    case: Case,
+    geometry: Geometry,
+    tolerance: float,
+    variants: frozenset[Variant],
 ) -> None:
-    headers = tuple(dict.fromkeys((key.header, *key.also, value.header, *value.also)))
-    lib = library(key.reader, value.reader, headers, dim, geometry, variants)
-    variant = _variant(key, value, dim, case)
+    lib, variant, dim = library(pair, geometry, variants), _variant(pair, case), pair.head_dim
     rng = torch.Generator().manual_seed(case.seed)
     b, h, hq = len(case.lens), case.heads, case.heads * case.group
-    layout = PageLayout(key.codec.layout(dim), value.codec.layout(dim), geometry.page)
+    layout = PageLayout(codecs["key"].layout(dim), codecs["value"].layout(dim), geometry.page)
     assert lib.enter("page_bytes", result=ctypes.c_int) == layout.page_bytes
 
     columns = max(1, -(-max(case.lens) // geometry.page))
     store = PageStore(layout, b, h, torch.device("cpu"))
     store.pages = _noise((b * columns + 3, h, layout.page_bytes), rng)
     store.table = torch.randperm(b * columns + 3, generator=rng)[: b * columns].view(b, columns).int()
-    params: dict[str, Params] = {}
+    constants: dict[Role, Constants] = {}
     decoded: dict[str, Tensor] = {}
-    sides: dict[Role, Side] = {"key": key, "value": value}
-    for role, side in sides.items():
+    for role, codec in codecs.items():
         x = rows(case, role, dim, columns * geometry.page, rng)
-        site = Site(1, role, h, dim, seed=case.seed)
-        params[role] = side.codec.fit(site, Sample(x))
-        payload = side.codec.encode(side.codec.to_code(x, params[role]), params[role])
+        params = codec.fit(Site(1, role, h, dim, seed=case.seed), Sample(x))
+        payload = codec.encode(codec.to_code(x, params), params)
         store.write(role, 0, payload)
-        decoded[role] = side.codec.from_code(side.codec.decode(payload, params[role]), params[role])
+        decoded[role] = codec.from_code(codec.decode(payload, params), params)
+        constants[role] = constants_for(getattr(pair, role), params, h, dim)
     _poison(store, case, rng)
 
     q = torch.randn(b, hq, dim, generator=rng).to(case.q_dtype)
@@ -453,19 +413,15 @@ def _check(
         args.part_l = put(torch.full((b * hq, slots), torch.nan), write=True)
         args.out, args.out_batch, args.out_head = put(out, write=True), hq * dim, dim
         args.lse, alike = put(lse, write=True), True
-        for role, side in sides.items():
+        for role, (table, factor, order, matrix) in constants.items():
             to = getattr(args, role)
-            to.block = side.order
-            if side.tables is not None:
-                table = side.tables(params[role])
+            to.block, to.matrix = order, put(matrix)
+            if table is not None:
                 to.table, to.table_bytes = put(table), table.shape[-1]
                 to.table_head = table.stride(0) if table.shape[0] > 1 else 0
                 alike &= table.dim() == 3 or len(table) == 1
-            if side.factor is not None:
-                factor = side.factor(params[role]).float()
+            if factor is not None:
                 to.factor, to.factor_batch = put(factor), h * dim if factor.shape[0] > 1 else 0
-            if side.matrix is not None:
-                to.matrix = put(side.matrix(params[role]))
         if held is not None and case.means is not None:
             args.mean.mean, args.mean.table = put(held.mean), put(held.table)
             args.mean.placed = put(_ints(case.means.first))

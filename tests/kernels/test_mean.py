@@ -25,7 +25,7 @@ from packedkv.kernels.tokens import Rules, StepTokens
 from packedkv.ops.rope import Rotary
 from packedkv.store.pages import PageStore
 from packedkv.store.site import LayerSite
-from tests.kernels.decode_cases import Case, Geometry, Means, check, check_all, each_in_turn
+from tests.kernels.decode_cases import Case, Geometry, Means, check_all, each_in_turn
 from tests.kernels.test_basis import into_codes
 from tests.kernels.test_operators import fill, reference, target_of
 from tests.kernels.test_prefill import attended, far
@@ -71,13 +71,13 @@ def test_scores_get_the_mean_back(dim: int) -> None:
 def test_teams_share_the_tile(few: int) -> None:
     """Where each head has pairs of its own, heads have tables of their own."""
     case = Case((100, 7, 64, 33), heads=2, group=3, means=Means((0, 5, 100_000, 17), few=few))
-    check(SAW, SAW, 64, case, Geometry(teams=2, warps=1))
-    check(SAW, SAW, 64, replace(case, group=6, order=2), Geometry(teams=2))
+    check_all(SAW, SAW, 64, [case], Geometry(teams=2, warps=1))
+    check_all(SAW, SAW, 64, [replace(case, group=6, order=2)], Geometry(teams=2))
 
 
 @pytest.mark.parametrize("geometry", [Geometry(tile=16, warps=1), Geometry(tile=64, warps=3, stages=3)])
 def test_angles_are_turned_on_over_many_tiles(geometry: Geometry) -> None:
-    check(SAW, SAW, 64, Case((2050,), group=5, means=Means((98_765,), size=4.0)), geometry)
+    check_all(SAW, SAW, 64, [Case((2050,), group=5, means=Means((98_765,), size=4.0))], geometry)
 
 
 READERS = (
