@@ -1,10 +1,12 @@
 """Describe a spec as plain JSON values: bits, bytes, options, layout, kernels."""
 
 import inspect
+import math
 from typing import Any
 
 from packedkv.codec import ROLES
-from packedkv.kernels import spec as kernels
+from packedkv.errors import UnsupportedError
+from packedkv.kernels.spec import decode_spec, encode_spec
 from packedkv.registry import get, method_of, options_of
 from packedkv.scheme import KVScheme
 
@@ -97,5 +99,19 @@ def kernels_for(scheme: KVScheme, head_dim: int = 128) -> dict[str, str]:
     ``encode`` may name both roles, ``key cuda, value none``: a role without a kernel is encoded by PyTorch. Of a
     mixture all that its layers have are named. cuda-core is not imported.
     """
-    found = [kernels.kernels_for(layer, head_dim) for layer in dict.fromkeys(scheme.layer_schemes)]
+    found = [_kernels_for(layer, head_dim) for layer in dict.fromkeys(scheme.layer_schemes)]
     return {way: " and ".join(dict.fromkeys(one[way] for one in found)) for way in ("encode", "decode")}
+
+
+def _kernels_for(scheme: KVScheme, head_dim: int) -> dict[str, str]:
+    """Return ``kernels_for`` of one layer's scheme."""
+    step = math.lcm(16, scheme.key.block_tokens, scheme.value.block_tokens)
+    try:
+        decode_spec(scheme.key, scheme.value, head_dim, step)
+    except UnsupportedError:
+        return {"encode": "none", "decode": "none"}
+    found = encode_spec(scheme.key, scheme.value, head_dim, step)
+    written = {role: "none" if found.encoder(role) is None else "cuda" for role in ROLES}
+    same = written["key"] == written["value"]
+    encode = written["key"] if same else ", ".join(f"{role} {by}" for role, by in written.items())
+    return {"encode": encode, "decode": "cuda"}

@@ -9,12 +9,12 @@ from torch import Tensor
 
 import packedkv
 from packedkv.attention import Seen
+from packedkv.description import kernels_for
 from packedkv.integrations.transformers import cache_for
 from packedkv.integrations.transformers.argument import passing
 from packedkv.kernels import flash
 from packedkv.kernels.cuda import prefill
 from packedkv.kernels.flash import score
-from packedkv.kernels.spec import kernels_for
 from tests.conftest import tiny_model
 from tests.integrations.test_generate import padded, prompt
 from tests.kernels.test_fused import Reference

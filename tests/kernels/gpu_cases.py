@@ -39,6 +39,7 @@ import packedkv
 from packedkv.attention import Seen
 from packedkv.codec import ROLES, Codec, Params, Payload, Sample, Site
 from packedkv.codecs.ghost import Ghost
+from packedkv.description import kernels_for
 from packedkv.errors import ShapeError
 from packedkv.kernels import spec as specs
 from packedkv.kernels.constants import Constants, constants_for
@@ -86,7 +87,7 @@ def combinations(presets: list[str] | None = None, dims: tuple[int, ...] = DIMS)
         for dim in dims:
             page = math.lcm(PAGES[len(found) % len(PAGES)], scheme.key.block_tokens, scheme.value.block_tokens)
             try:
-                there = specs.kernels_for(scheme, dim)["decode"] == "cuda"
+                there = kernels_for(scheme, dim)["decode"] == "cuda"
             except ShapeError:  # ghost: not of so many bits
                 continue
             if there:
@@ -384,7 +385,7 @@ def decode_case(c: Combination, seed: int, device: str, longest: bool = False) -
         scale *= 1e-3  # nearly equal weights, whose products with scales may all be rounded to one side
     config = None
     if rng.random() < (0.8 if few_splits else 0.4):
-        pair = specs.decode_spec_of(layer.spec)
+        pair = specs.spec_of(layer.spec, specs.DecodeSpec)
         machine, apart = launch.machine(q.device), dense[0] is not None and not pair.joins
         config = launch.config_for(pair, batch * heads * pair.tiles(group), tokens, machine, apart)
         config = config._replace(splits=rng.choice((1, 1, 2, 5) if few_splits else (1, 2, 5, 70)))

@@ -10,10 +10,10 @@ from torch import Tensor
 import packedkv
 from packedkv.cache.fused import FusedLayerCache
 from packedkv.cache.layer import LayerCache
+from packedkv.description import kernels_for
 from packedkv.errors import ShapeError, UnsupportedError
 from packedkv.kernels.cpu.spec import cpu_spec
 from packedkv.kernels.mean import chosen_pairs, pairs_of
-from packedkv.kernels.spec import kernels_for
 from packedkv.scheme import KVScheme
 from packedkv.store.site import LayerSite, MeanRemoval
 from tests.geometries import GEOMETRIES, Geometry

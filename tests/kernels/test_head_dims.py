@@ -9,7 +9,7 @@ import packedkv
 from packedkv.cache.fused import FusedLayerCache, fused_refusal
 from packedkv.cache.layer import attend
 from packedkv.codec import ROLES
-from packedkv.kernels.spec import kernels_for
+from packedkv.description import kernels_for
 from tests.kernels.test_fused import PROMPT, Reference, scheme
 
 GPU = torch.device("cuda")

@@ -234,7 +234,7 @@ def test_a_codec_of_another_package_adds_itself(monkeypatch: pytest.MonkeyPatch)
     class Mine(GroupInt):
         pass
 
-    monkeypatch.setattr(specs, "_READERS", dict(specs._READERS))
+    monkeypatch.setattr(specs, "_ADDED", dict(specs._ADDED))
     mine = specs.Reader("mine::Read<64>", "mine.cuh", folder="/elsewhere")
 
     def find(codec: Codec, dim: int, role: Role) -> specs.Reader:

@@ -15,6 +15,7 @@ from packedkv.cache.layer import attend
 from packedkv.codec import ROLES
 from packedkv.codecs.group_int import GroupInt
 from packedkv.codecs.outliers import Med
+from packedkv.description import kernels_for
 from packedkv.errors import ShapeError, UnsupportedError
 from packedkv.integrations.transformers import cache_for
 from packedkv.integrations.transformers.argument import passing
@@ -49,7 +50,7 @@ def readers() -> Iterator[Any]:
     turn = 0
     for spec in SPECS:
         made = packedkv.get(spec)
-        found = [dim for dim in DIMS if specs.kernels_for(made, dim)["decode"] == "cuda"]
+        found = [dim for dim in DIMS if kernels_for(made, dim)["decode"] == "cuda"]
         for dim in found:
             yield pytest.param(spec, dim, marks=[] if dim == found[turn % len(found)] else [pytest.mark.wide])
         turn += bool(found)

@@ -24,7 +24,6 @@ from packedkv.codec import ROLES, Codec, Role
 from packedkv.errors import SpecError, UnsupportedError
 from packedkv.kernels.constants import Side
 from packedkv.layout import PageLayout
-from packedkv.scheme import KVScheme
 
 CSRC = Path(__file__).parent / "csrc"
 """Folder of the CUDA sources."""
@@ -162,61 +161,44 @@ def flag(x: bool) -> str:
 
 Found = TypeVar("Found", bound=Side)
 _CudaSide = TypeVar("_CudaSide", Reader, Encoder)
-ReaderFor = Callable[[Codec, int, Role], Reader]
-EncoderFor = Callable[[Codec, int, Role], Encoder]
-_READERS: dict[type, ReaderFor] = {}
-_ENCODERS: dict[type, EncoderFor] = {}
+_ADDED: dict[tuple[str, type], Callable[[Codec, int, Role], Side]] = {}
 
 
-def add_reader(codec: type, find: ReaderFor) -> None:
+def add_reader(codec: type, find: Callable[[Codec, int, Role], Reader]) -> None:
     """Register the reader of a codec class of another package; subclasses need an entry of their own."""
-    _READERS[codec] = find
+    _ADDED["reader", codec] = find
+    decode_spec.cache_clear()
 
 
-def add_encoder(codec: type, find: EncoderFor) -> None:
+def add_encoder(codec: type, find: Callable[[Codec, int, Role], Encoder]) -> None:
     """Register the encoder of a codec class of another package; subclasses need an entry of their own."""
-    _ENCODERS[codec] = find
+    _ADDED["encoder", codec] = find
+    encode_spec.cache_clear()
 
 
 def reader(codec: Codec, head_dim: int, role: Role) -> Reader:
-    """Return how keys or values of this codec are read.
-
-    Raises
-    ------
-    UnsupportedError
-        The kernels do not read them; the text says why.
-    """
-    found: ReaderFor | None = _READERS.get(type(codec)) or of_module(type(codec).__module__, "reader")
-    if found is None:
-        raise UnsupportedError(f"no CUDA kernel reads {codec}")
-    return _asked(found, codec, head_dim, role)
+    """Return how keys or values of this codec are read; raises UnsupportedError with the reason if they are not."""
+    return _asked(function_of(codec, "reader", "no CUDA kernel reads"), codec, head_dim, role)
 
 
 def encoder(codec: Codec, head_dim: int, role: Role) -> Encoder:
-    """Return how keys or values of this codec are written.
-
-    Raises
-    ------
-    UnsupportedError
-        The PyTorch reference must do it; the text says why.
-    """
-    refuse_search(codec)
-    found: EncoderFor | None = _ENCODERS.get(type(codec)) or of_module(type(codec).__module__, "encoder")
-    if found is None:
-        raise UnsupportedError(f"no CUDA kernel encodes {codec}")
-    return _asked(found, codec, head_dim, role)
+    """Return how keys or values of this codec are written; raises UnsupportedError if the PyTorch reference must."""
+    return _asked(function_of(codec, "encoder", "no CUDA kernel encodes"), codec, head_dim, role)
 
 
-def refuse_search(codec: Codec) -> None:
-    """Raise UnsupportedError if the codec tries scales, which no kernel does."""
-    if codec.searches:
+def function_of(codec: Codec, name: str, no_kernel: str) -> Callable[[Codec, int, Role], Any]:
+    """Return what ``kernels/codecs`` defines by this name for a codec; raises UnsupportedError if there is nothing."""
+    if codec.searches and name.endswith("encoder"):
         raise UnsupportedError(f"no kernel tries scales (scale=search), as {codec} does")
+    found: Callable[[Codec, int, Role], Any] | None = _ADDED.get((name, type(codec))) or of_module(codec, name)
+    if found is None:
+        raise UnsupportedError(f"{no_kernel} {codec}")
+    return found
 
 
-def of_module(module: str, name: str) -> Any:
-    """Return the function of that name for the codecs of a module; None: there is none."""
-    kernels = _kernels(module)
-    return None if kernels is None else getattr(kernels, name, None)
+def of_module(codec: Codec, name: str) -> Any:
+    """Return the function of that name that serves the codec's module; None: there is none."""
+    return getattr(_kernels(type(codec).__module__), name, None)
 
 
 @lru_cache
@@ -325,28 +307,16 @@ def definitions(table_shrink: int) -> list[str]:
     return [f"#define KV_HALVINGS {table_shrink}"] if table_shrink else []
 
 
-def decode_spec(key: Codec, value: Codec, head_dim: int, page_tokens: int, pairs: int = 0) -> DecodeSpec:
-    """Return how the pages of two codecs are read; ``pairs`` as in ``DecodeSpec``.
-
-    Raises
-    ------
-    UnsupportedError
-        The kernels do not read them; the text says why.
-    """
-    readers = reader(key, head_dim, "key"), reader(value, head_dim, "value")
-    return _decode_spec(*readers, key, value, head_dim, page_tokens, pairs)
-
-
 @lru_cache(maxsize=256)  # called for every layer of every cache
-def _decode_spec(
-    k: Reader, v: Reader, key: Codec, value: Codec, head_dim: int, page_tokens: int, pairs: int
-) -> DecodeSpec:
+def decode_spec(key: Codec, value: Codec, head_dim: int, page_tokens: int, pairs: int = 0) -> DecodeSpec:
+    """Return how the pages of two codecs are read, or raise UnsupportedError; ``pairs`` as in ``DecodeSpec``."""
+    k, v = reader(key, head_dim, "key"), reader(value, head_dim, "value")
     if key == value:
         k, v = replace(k, type=k.paired_type or k.type), replace(v, type=v.paired_type or v.type)
     else:
         k, v = replace(k, min_shared=0), replace(v, min_shared=0)
     if v.shares_table_with and k.shares_table_with == v.shares_table_with:
-        v = _borrowing(v)
+        v = replace(v, type=v.borrowing_type, shared=0, fewer=(), tables=v.tables if v.by_head else None)
     step = math.lcm(16, k.block, v.block)
     if page_tokens % step:
         more = page_tokens + -page_tokens % step
@@ -357,10 +327,6 @@ def _decode_spec(
         rows = page.side(plane.role).rows(plane.field)
         planes[plane.role].append((plane.field.nbytes // rows, page_tokens // plane.blocks // rows))
     return DecodeSpec(k, v, head_dim, page_tokens, tuple(planes["key"]), tuple(planes["value"]), pairs)
-
-
-def _borrowing(x: Reader) -> Reader:
-    return replace(x, type=x.borrowing_type, shared=0, fewer=(), tables=x.tables if x.by_head else None)
 
 
 class EncodeSpec(NamedTuple):
@@ -401,6 +367,7 @@ class EncodeSpec(NamedTuple):
         return "encoding with " + " and ".join(dict.fromkeys(s.type for s in (self.key, self.value) if s is not None))
 
 
+@lru_cache(maxsize=256)  # called for every layer of every cache
 def encode_spec(key: Codec, value: Codec, head_dim: int, page_tokens: int, mean: bool = False) -> EncodeSpec:
     """Return how two codecs write their pages; a role without a kernel is None there (the reference encodes it).
 
@@ -409,7 +376,9 @@ def encode_spec(key: Codec, value: Codec, head_dim: int, page_tokens: int, mean:
     k, v = or_none(encoder, key, head_dim, "key"), or_none(encoder, value, head_dim, "value")
     if mean and k is not None and k.form == "blocks":
         k = None
-    return _encode_spec(k, v, key, value, head_dim, page_tokens, mean and k is not None)
+    page = PageLayout(key.layout(head_dim), value.layout(head_dim), page_tokens)
+    at = {role: next(p.offset for p in page.planes if p.role == role) for role in ROLES}
+    return EncodeSpec(k, v, head_dim, page_tokens, page.page_bytes, at["key"], at["value"], mean and k is not None)
 
 
 def or_none(find: Callable[[Codec, int, Role], Found], codec: Codec, head_dim: int, role: Role) -> Found | None:
@@ -420,19 +389,11 @@ def or_none(find: Callable[[Codec, int, Role], Found], codec: Codec, head_dim: i
         return None
 
 
-@lru_cache(maxsize=256)  # called for every layer of every cache
-def _encode_spec(
-    k: Encoder | None, v: Encoder | None, key: Codec, value: Codec, head_dim: int, page_tokens: int, mean: bool
-) -> EncodeSpec:
-    page = PageLayout(key.layout(head_dim), value.layout(head_dim), page_tokens)
-    at = {role: next(p.offset for p in page.planes if p.role == role) for role in ROLES}
-    return EncodeSpec(k, v, head_dim, page_tokens, page.page_bytes, at["key"], at["value"], mean)
-
-
 # -- names of specs ----------------------------------------------------------------------------------------------------
 
 _NAMED: dict[str, DecodeSpec | EncodeSpec] = {}
 """Specs by the text that represents them in a compiled graph, and that is faster to hash."""
+_Spec = TypeVar("_Spec", DecodeSpec, EncodeSpec)
 
 
 @lru_cache(maxsize=512)
@@ -443,35 +404,9 @@ def text_of(spec: DecodeSpec | EncodeSpec) -> str:
     return text
 
 
-def decode_spec_of(text: str) -> DecodeSpec:
-    """Return the spec that ``text_of`` named.
-
-    Raises
-    ------
-    UnsupportedError
-        It has not been registered in this process.
-    """
-    if not isinstance(spec := _NAMED.get(text), DecodeSpec):
-        raise UnsupportedError(f"spec={text!r} is unknown; pass text_of(decode_spec(...)).")
+def spec_of(text: str, kind: type[_Spec]) -> _Spec:
+    """Return the spec that ``text_of`` named; raises UnsupportedError if this process has not registered it."""
+    if not isinstance(spec := _NAMED.get(text), kind):
+        make = "decode_spec" if kind is DecodeSpec else "encode_spec"
+        raise UnsupportedError(f"spec={text!r} is unknown; pass text_of({make}(...)).")
     return spec
-
-
-def encode_spec_of(text: str) -> EncodeSpec:
-    """As ``decode_spec_of``."""
-    if not isinstance(spec := _NAMED.get(text), EncodeSpec):
-        raise UnsupportedError(f"spec={text!r} is unknown; pass text_of(encode_spec(...)).")
-    return spec
-
-
-def kernels_for(scheme: KVScheme, head_dim: int = 128) -> dict[str, str]:
-    """As ``packedkv.description.kernels_for``; no kernel is compiled or loaded."""
-    step = math.lcm(16, scheme.key.block_tokens, scheme.value.block_tokens)
-    try:
-        decode_spec(scheme.key, scheme.value, head_dim, step)
-    except UnsupportedError:
-        return {"encode": "none", "decode": "none"}
-    found = encode_spec(scheme.key, scheme.value, head_dim, step)
-    written = {role: "none" if found.encoder(role) is None else "cuda" for role in ROLES}
-    same = written["key"] == written["value"]
-    encode = written["key"] if same else ", ".join(f"{role} {by}" for role, by in written.items())
-    return {"encode": encode, "decode": "cuda"}

@@ -13,7 +13,7 @@ from typing import NamedTuple
 from packedkv.codec import ROLES, Codec, Role
 from packedkv.errors import UnsupportedError
 from packedkv.kernels.constants import Side
-from packedkv.kernels.spec import of_module, or_none, refuse_search
+from packedkv.kernels.spec import function_of, or_none
 from packedkv.layout import PageLayout
 
 OPTIONS = 8
@@ -70,36 +70,18 @@ class CpuEncoder(Side):
 
 
 def cpu_encoder(codec: Codec, head_dim: int, role: Role) -> CpuEncoder:
-    """Return how keys or values of this codec are written.
-
-    Raises
-    ------
-    UnsupportedError
-        PyTorch must do it; the text says why.
-    """
-    refuse_search(codec)
-    found = of_module(type(codec).__module__, "cpu_encoder")
-    if found is None:
-        raise UnsupportedError(f"no CPU kernel encodes {codec}")
-    encoder: CpuEncoder = found(codec, head_dim, role)
-    return encoder
+    """Return how keys or values of this codec are written; raises UnsupportedError if PyTorch must."""
+    found: CpuEncoder = function_of(codec, "cpu_encoder", "no CPU kernel encodes")(codec, head_dim, role)
+    return found
 
 
 def cpu_reader(codec: Codec, head_dim: int, role: Role) -> CpuReader:
-    """Return how keys or values of this codec are read.
-
-    Raises
-    ------
-    UnsupportedError
-        The kernels do not read them; the text says why.
-    """
-    found = of_module(type(codec).__module__, "cpu_reader")
-    if found is None:
-        raise UnsupportedError(f"no CPU kernel reads {codec}")
+    """Return how keys or values of this codec are read; raises UnsupportedError with the reason if they are not."""
+    find = function_of(codec, "cpu_reader", "no CPU kernel reads")
     if head_dim % 16 or head_dim > WIDEST:
         raise UnsupportedError(f"the CPU kernels take a head_dim of 16, 32, ... {WIDEST}, not {head_dim} ({codec})")
-    reader: CpuReader = found(codec, head_dim, role)
-    return reader
+    found: CpuReader = find(codec, head_dim, role)
+    return found
 
 
 class CpuSpec(NamedTuple):

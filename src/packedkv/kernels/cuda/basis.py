@@ -23,18 +23,11 @@ MOST_BLOCKS = 2048
 
 
 class Joined(NamedTuple):
-    """What outputs ``x`` over some tokens are joined with.
+    """Outputs over other tokens, and sinks, that outputs ``x`` over some tokens are merged with.
 
-    Parameters
-    ----------
-    lse : Tensor float32 ``[H, t]``
-        Log-sum-exps of ``x``; either infinity: over no token.
-    other : Tensor, optional
-        Outputs over other tokens, of x's shape, dtype and strides.
-    other_lse : Tensor float32 ``[H, t]``, optional
-        Their log-sum-exps, strided as ``lse``.
-    sinks : Tensor float32 ``[H]``, optional
-        Learned logits that only join the softmax's denominator.
+    ``lse``: log-sum-exps of ``x``, float32 ``[H, t]``; either infinity: over no token. ``other``: outputs over other
+    tokens, of x's shape, dtype and strides, and ``other_lse``, strided as ``lse``. ``sinks``: float32 ``[H]``, learned
+    logits that only join the softmax's denominator.
     """
 
     lse: Tensor

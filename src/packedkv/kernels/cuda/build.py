@@ -40,15 +40,8 @@ _INVALID_CONTEXT = 201
 class Program(NamedTuple):
     """A translation unit and how it is compiled.
 
-    Parameters
-    ----------
-    source : str
-        Text that includes files of ``folders``.
-    fma : bool
-        Whether the compiler may contract a multiply and an add; False for encoders, which must match the reference bit
-        for bit.
-    folders : tuple of str
-        Searched for included files, in order.
+    ``source`` includes files of ``folders``, which are searched in order. ``fma``: whether the compiler may contract a
+    multiply and an add; False for encoders, which must match the reference bit for bit.
     """
 
     source: str
@@ -62,13 +55,7 @@ class Program(NamedTuple):
 
 
 def _core() -> Any:
-    """Import cuda-core, by its name before or since version 0.5.
-
-    Raises
-    ------
-    UnsupportedError
-        It is not installed.
-    """
+    """Import cuda-core, by its name before or since version 0.5; raises UnsupportedError if it is not installed."""
     for name in ("cuda.core", "cuda.core.experimental"):
         try:
             module = importlib.import_module(name)
@@ -128,13 +115,7 @@ def shared_memory(device: torch.device) -> int:
 
 
 def included(program: Program) -> dict[str, bytes]:
-    """Every file that the program includes, directly or not: path -> contents, in order of inclusion.
-
-    Raises
-    ------
-    FileNotFoundError
-        An included file is in none of the folders.
-    """
+    """Return the files that the program includes, directly or not: path -> contents, in order of inclusion."""
     found: dict[str, bytes] = {}
 
     def visit(text: str, beside: tuple[str, ...]) -> None:
@@ -169,7 +150,7 @@ def cache_folder() -> Path:
 
 
 def cache_file(program: Program, arch: str, compiler: str) -> Path:
-    """Where a program is kept that this compiler, a ``compiler_version``, has compiled."""
+    """Path of a program that was compiled by ``compiler``, a ``compiler_version``."""
     return cache_folder() / f"{cache_key(program, arch)}-{compiler.replace(' ', '')}.cubin"
 
 
@@ -203,13 +184,7 @@ def write_cached(path: Path, cubin: bytes) -> None:
 
 @lru_cache
 def compiler_version() -> str:
-    """NVRTC's version, e.g. ``nvrtc 13.0``.
-
-    Raises
-    ------
-    UnsupportedError
-        NVRTC is not installed.
-    """
+    """Return NVRTC's version, e.g. ``nvrtc 13.0``; raises UnsupportedError if NVRTC is not installed."""
     if not _installed("cuda.core"):
         _core()  # says what is missing; its import takes longer than everything else here, and only compiling needs it
     try:
@@ -226,26 +201,10 @@ def compiler_version() -> str:
 
 
 def compile_program(program: Program, arch: str, label: str = "", progress: Progress | None = None) -> bytes:
-    """Compile for one architecture, or read what was compiled before.
+    """Compile for ``arch``, ``sm_XX``, or read what was compiled before; returns the cubin. No GPU is needed.
 
-    Parameters
-    ----------
-    program : Program
-    arch : str
-        ``sm_XX``; no GPU is needed to compile for one.
-    label : str
-        What the progress line calls it.
-    progress : Progress, optional
-
-    Returns
-    -------
-    bytes
-        The cubin.
-
-    Raises
-    ------
-    UnsupportedError
-        It was not compiled before, and cuda-core or NVRTC is missing, or NVRTC is too old for the GPU.
+    The progress line names ``label``. Raises UnsupportedError if the program was not compiled before, and cuda-core or
+    NVRTC is missing, or NVRTC is too old for the GPU.
     """
     if (cubin := compiled(program, arch)) is not None:
         return cubin
@@ -282,14 +241,7 @@ def _nvrtc(program: Program, arch: str) -> bytes:
 
 
 class Kernel:
-    """One function on one device, ready to launch; takes one struct by value.
-
-    Parameters
-    ----------
-    handle : CUfunction
-    device : int
-        Index of the device that holds it.
-    """
+    """One function on the device of this index, ready to launch; takes one struct by value."""
 
     def __init__(self, handle: Any, device: int) -> None:
         self.driver = importlib.import_module("cuda.bindings.driver")
@@ -308,26 +260,11 @@ class Kernel:
         *,
         early: bool = False,
     ) -> None:
-        """Start the kernel on torch's current stream of the device.
+        """Start ``grid`` blocks of threads on torch's current stream, each with ``shared`` bytes of dynamic memory.
 
-        Parameters
-        ----------
-        grid : (int, int, int)
-            Blocks.
-        threads : int
-            Threads of a block.
-        shared : int
-            Bytes of dynamic shared memory.
-        args : ctypes.Structure
-            One of ``arguments``; copied before this returns.
-        early : bool
-            May start before the kernel ahead of it on the stream has ended (programmatic dependent launch); it then
-            waits for that one's results itself. Ignored below compute capability 9.0.
-
-        Raises
-        ------
-        RuntimeError
-            The driver refused; the text has its reason.
+        ``args``, one of ``arguments``, is copied before this returns. With ``early`` the kernel may start before the
+        kernel ahead of it on the stream has ended (programmatic dependent launch); it then waits for that one's results
+        itself. ``early`` is ignored below compute capability 9.0. Raises RuntimeError with the driver's reason.
         """
         with self.lock:  # the config and the pointer are shared by all calls
             if shared > self.shared:
@@ -405,21 +342,9 @@ def _current_device(device: int) -> Iterator[None]:
 
 
 def load(program: Program, names: Sequence[str], device: torch.device, label: str = "") -> tuple[Kernel, ...]:
-    """Compile (or take from the cache) and load a program; return its kernels by name.
+    """Compile (or take from the cache) and load a program; return its ``extern "C"`` kernels of these names.
 
-    Parameters
-    ----------
-    program : Program
-    names : sequence of str
-        ``extern "C"`` kernels of the program.
-    device : torch.device
-    label : str
-        What the progress line calls it.
-
-    Raises
-    ------
-    UnsupportedError
-        As ``refusal`` and ``compile_program``.
+    The progress line names ``label``. Raises UnsupportedError for the reasons of ``refusal`` and ``compile_program``.
     """
     if reason := refusal(device):
         raise UnsupportedError(f"{label or 'CUDA kernels'}: {reason}.")

@@ -25,7 +25,7 @@ from packedkv.kernels.cuda.arguments import DecodeArgs
 from packedkv.kernels.cuda.build import Kernel, Program, load
 from packedkv.kernels.cuda.launch import Config, asked_bytes, config_for, machine, shared_bytes, shares_tables
 from packedkv.kernels.mean import KeyMean, checked
-from packedkv.kernels.spec import DecodeSpec, align, decode_spec_of, definitions, includes
+from packedkv.kernels.spec import DecodeSpec, align, definitions, includes, spec_of
 from packedkv.kernels.structs import KINDS
 from packedkv.kernels.tokens import Rules, StepTokens
 
@@ -42,18 +42,8 @@ def program(
 ) -> Program:
     """Return the source of ``kv_decode`` and ``kv_combine``.
 
-    Parameters
-    ----------
-    spec : DecodeSpec
-    config : Config
-    cap : bool
-        Whether scores have a soft cap.
-    dense : int
-        Kind of the dense tokens, a value of ``KINDS``; -1: there are none.
-    heads : int
-        Query heads of a CTA, ``DecodeSpec.heads``.
-    several : bool
-        Whether sequences have several query tokens.
+    ``cap``: whether scores have a soft cap. ``dense``: dtype of the dense tokens, a value of ``KINDS``, or -1.
+    ``heads``: query heads of a CTA, ``DecodeSpec.heads``. ``several``: whether sequences have several query tokens.
     """
     pairs = f", {spec.pairs}" if spec.pairs or config.overlap_prologue else ""
     dense_mode = dense + 2 * spec.joins * (1 + spec.value.multiplies) if dense >= 0 else dense
@@ -111,7 +101,7 @@ def _plan(
     text: str, units: int, capacity: int, given: tuple[int, ...], cap: bool, dense: int, heads: int, several: bool,
     device: torch.device,
 ) -> Plan:  # fmt: skip
-    spec = decode_spec_of(text)
+    spec = spec_of(text, DecodeSpec)
     apart = dense >= 0 and _needs_dense_cta(spec, units, device)
     config = Config._make(given) if given else config_for(spec, units, capacity, machine(device), apart, heads)
     shared, early, there = shared_bytes(spec, config, dense >= 0, heads), shares_tables(spec, config), machine(device)
@@ -135,7 +125,7 @@ def _needs_dense_cta(spec: DecodeSpec, units: int, device: torch.device) -> bool
 
 def splits_of(text: str, q: Tensor, num_kv_heads: int, table: Tensor, dense: bool = False) -> int:
     """Return the number of splits that ``decode_attention`` chooses for these sizes."""
-    spec = decode_spec_of(text)
+    spec = spec_of(text, DecodeSpec)
     group = q.shape[1] // num_kv_heads
     units = q.shape[0] * num_kv_heads * spec.tiles(group)
     apart = dense and _needs_dense_cta(spec, units, q.device)
@@ -147,7 +137,7 @@ def _attend(
     q: Tensor, tokens: StepTokens, rules: Rules, text: str, key: Constants, value: Constants, mean: KeyMean | None,
     config: Sequence[int],
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    spec, (pages, table) = decode_spec_of(text), tokens[:2]
+    spec, (pages, table) = spec_of(text, DecodeSpec), tokens[:2]
     count, num_q_heads, _, dim = q.shape
     batch, num_kv_heads = table.shape[0], pages.shape[1]
     each = num_q_heads // num_kv_heads
@@ -297,21 +287,19 @@ def decode_attention(
         Model basis (not rotated), fp16, bf16 or fp32; last axis contiguous or copied.
     tokens : StepTokens
     rules : Rules
-        Of ``seen`` the soft cap alone: a query sees all live tokens.
+        The soft cap is the only field of ``seen`` that is used: a query sees all live tokens.
     spec : str
         ``spec.text_of`` a spec: codecs, head_dim, page size.
     key, value : Constants
-        The layer's constants, ``constants.constants_for``.
     mean : KeyMean, optional
-        The mean before RoPE that encoded keys are stored without (not the dense ones); the spec is of its ``pairs``.
+        The mean before RoPE that encoded keys are stored without (not the dense ones); the spec has its ``pairs``.
     config : Config, optional
         Launch constants instead of the table's.
 
     Returns
     -------
     (Tensor ``[B, HQ, 1, D]`` of q's dtype, Tensor float32 ``[B, HQ]``)
-        The output, and the log-sum-exp of the scores (natural, sinks included). Those of queries that no sequence has
-        are arbitrary.
+        The output, and the log-sum-exp of the scores (natural, sinks included); arbitrary for queries of no sequence.
 
     Raises
     ------
@@ -319,7 +307,7 @@ def decode_attention(
     """
     _check(q, tokens, rules, spec, key, value)
     checked(
-        "decode_attention", decode_spec_of(spec).pairs, mean, tokens.placed, tokens.table.shape[0],
+        "decode_attention", spec_of(spec, DecodeSpec).pairs, mean, tokens.placed, tokens.table.shape[0],
         tokens.pages.shape[1],
     )  # fmt: skip
     if not torch.compiler.is_compiling():
@@ -344,7 +332,7 @@ def _check(q: Tensor, tokens: StepTokens, rules: Rules, text: str, key: Constant
             f"{name}: q is {q.dtype} {list(q.shape)}; it takes fp16, bf16 or fp32 [B, HQ, 1, D], one query token per "
             f"sequence."
         )
-    spec = decode_spec_of(text)
+    spec = spec_of(text, DecodeSpec)
     num_q_heads, dim = q.shape[1], q.shape[3]
     least, paged = spec.tile_bytes(spec.page_tokens), pages.dim() == 3 and pages.is_contiguous()
     if pages.dtype != torch.uint8 or not paged or pages.shape[2] < least or pages.shape[2] % 16:

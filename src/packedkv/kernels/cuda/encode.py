@@ -22,7 +22,7 @@ from packedkv.kernels.cuda.arguments import EncodeArgs
 from packedkv.kernels.cuda.build import Kernel, Program, load
 from packedkv.kernels.cuda.decode import MOST_SEQUENCES
 from packedkv.kernels.mean import Turned
-from packedkv.kernels.spec import Encoder, EncodeSpec, encode_spec_of, text_of
+from packedkv.kernels.spec import Encoder, EncodeSpec, spec_of, text_of
 from packedkv.kernels.structs import KINDS
 from packedkv.store.sink_rows import rows_bytes
 
@@ -119,7 +119,7 @@ class Launch(NamedTuple):
 def _launches(
     text: str, roles: tuple[Role, ...], kept: bool, device: torch.device, slots: bool = False
 ) -> dict[tuple[Role, ...], Launch]:
-    spec, found = encode_spec_of(text), {}
+    spec, found = spec_of(text, EncodeSpec), {}
     for group, program in programs(spec, roles, kept, slots).items():
         encoder = spec.encoder(group[0])
         assert encoder is not None
@@ -154,7 +154,7 @@ def _encode(
     keys: Tensor | None, values: Tensor | None, pages: Tensor, table: Tensor, first: Tensor, bad: Tensor | None,
     text: str, key: Constants, value: Constants, less: Turned | None, kept: int,
 ) -> None:  # fmt: skip
-    spec = encode_spec_of(text)
+    spec = spec_of(text, EncodeSpec)
     given: dict[Role, Tensor | None] = {"key": keys, "value": values}
     x = {role: aligned_rows(part) for role, part in given.items() if part is not None and part.numel()}
     if not x:
@@ -179,16 +179,12 @@ def _encode(
 class SlotWriter:
     """Encodes tokens into any slots of a pool of pages that an engine owns, in one launch where both roles allow it.
 
-    What does not change from call to call is prepared once, because every layer of every step has a call.
-
-    Parameters
-    ----------
-    pages, spec, key, value, bad, kept
-        As ``encode_to_pages``; ``key`` and ``value`` are the same for all sequences.
+    Every layer of every step has a call; arguments that are the same in all calls are prepared once. The parameters are
+    those of ``encode_to_pages``; ``key`` and ``value`` are the same for all sequences.
     """
 
     def __init__(self, pages: Tensor, spec: str, key: Constants, value: Constants, bad: Tensor, kept: int = 0) -> None:
-        known = encode_spec_of(spec)
+        known = spec_of(spec, EncodeSpec)
         args = _common(known, pages, bad, kept)
         self.args, self.key, self.value, self.mean = args, args.key, args.value, args.mean
         self.key.constants(key, known.key_plane)
@@ -207,16 +203,11 @@ class SlotWriter:
         self.held = pages, key, value, bad
 
     def write(self, keys: Tensor, values: Tensor, slots: Tensor, less: Turned | None = None) -> None:
-        """Encode tokens ``[T, H, D]``; nothing synchronises.
+        """Encode tokens ``keys, values [T, H, D]``, model basis; nothing synchronises.
 
-        Parameters
-        ----------
-        keys, values : Tensor ``[T, H, D]``
-            Model basis. With groups of tokens T is a multiple of them, and the slot of a group's first token counts.
-        slots : Tensor int64 ``[T]``
-            Slot s is place ``s % P`` of page ``s // P``; below 0: the token is not stored.
-        less : Turned, optional
-            What is subtracted from the keys, of one sequence of T tokens.
+        ``slots``, int64 ``[T]``: slot s is place ``s % P`` of page ``s // P``; below 0: the token is not stored. With
+        groups of tokens T is a multiple of them, and the slot of a group's first token counts. ``less``: what is
+        subtracted from the keys, of one sequence of T tokens.
         """
         if not keys.shape[0]:
             return
@@ -299,11 +290,11 @@ def encode_to_pages(
     spec : str
         ``spec.text_of`` a spec.
     key, value : Constants
-        The layer's constants, ``constants.constants_for`` the encoders.
+        Of the encoders.
     bad : Tensor int32 ``[1]``, optional
         Raised to 1 or 2; see the module's text.
     less : Turned, optional
-        What is subtracted from the keys first, in float32; the spec says whether there is one.
+        Subtracted from the keys first, in float32, if the spec has ``mean``.
     kept : int
         So many first tokens of every page are also written in 16 bit, ``store.sink_rows``.
     checked : bool
@@ -328,7 +319,7 @@ def _check(
     less: Turned | None, kept: int,
 ) -> None:  # fmt: skip
     name = "encode_to_pages"
-    known = encode_spec_of(spec)
+    known = spec_of(spec, EncodeSpec)
     if (
         pages.dtype != torch.uint8
         or pages.dim() != 3

@@ -48,13 +48,7 @@ def _kernels(key: Codec, value: Codec, head_dim: int, page_tokens: int, pairs: i
 
 
 class CudaEngine(Engine):
-    """Reads and writes the pages of one layer with CUDA kernels, compiled for its two codecs at their first use.
-
-    Parameters
-    ----------
-    key, value : Codec
-    head_dim, page_tokens : int
-    """
+    """Reads and writes the pages of one layer with CUDA kernels, compiled for its two codecs at their first use."""
 
     name = "cuda"
     refuses_at_once = False
@@ -194,13 +188,7 @@ class CudaEngine(Engine):
         return attend_chunk(q, self.packed(tokens.pages, tokens.table, tokens.placed), tokens, rules)
 
     def attend_groups(self, q: Tensor, tokens: GroupTokens, rules: Rules) -> Tensor:
-        """By flash attention.
-
-        Raises
-        ------
-        UnsupportedError
-            With a soft cap or a window.
-        """
+        """By flash attention; raises UnsupportedError with a soft cap or a window."""
         if not rules.seen.plain:
             raise UnsupportedError("chunks over groups of tokens take neither a soft cap nor a window")
         return attend_groups(q, self.packed(tokens.pages, tokens.table), tokens, rules)

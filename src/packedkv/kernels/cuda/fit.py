@@ -47,17 +47,11 @@ class FitBuffers:
 class Fitter(NamedTuple):
     """Fits constants by kernels, with the numbers of the reference, for the codecs of one module.
 
-    Parameters
-    ----------
-    codecs : mapping of role to Codec
-    fit : callable
-        ``(codecs, head_dim, samples, buffers) -> fitted``: the constants of the roles of which there are samples, which
-        are there after ``buffers.launch``.
-    program : callable
-        ``(codecs, head_dim)``: what it launches.
+    ``fit(codecs, head_dim, samples, buffers)`` returns the constants of the roles that have samples; they are valid
+    after ``buffers.launch``. ``program(codecs, head_dim)`` is the program that it launches.
     """
 
-    codecs: Mapping[Role, Codec]
+    codecs: dict[Role, Codec]
     fit: Callable[[Mapping[Role, Codec], int, Mapping[Role, FirstTokens], FitBuffers], dict[Role, Fitted]]
     program: Callable[[Mapping[Role, Codec], int], Program]
 
@@ -69,9 +63,9 @@ class Fitter(NamedTuple):
 
 def fitters(key: Codec, value: Codec) -> list[Fitter]:
     """Return what fits the constants of keys and values; PyTorch fits those of roles that are missing there."""
-    found: dict[str, dict[Role, Codec]] = {}
+    found: dict[str, Fitter] = {}
     for role, codec in zip(ROLES, (key, value), strict=True):
-        module = type(codec).__module__
-        if codec.needs == {"tensor"} and of_module(module, "fit") is not None:
-            found.setdefault(module, {})[role] = codec
-    return [Fitter(codecs, of_module(m, "fit"), of_module(m, "fit_program")) for m, codecs in found.items()]
+        if codec.needs == {"tensor"} and (fit := of_module(codec, "fit")) is not None:
+            one = found.setdefault(type(codec).__module__, Fitter({}, fit, of_module(codec, "fit_program")))
+            one.codecs[role] = codec
+    return list(found.values())

@@ -146,23 +146,9 @@ def config_for(
 ) -> Config:
     """Choose launch constants; a pure function, without tuning at run time.
 
-    Parameters
-    ----------
-    spec : DecodeSpec
-    units : int
-        Sequences x KV heads x tiles of query heads: CTAs without any split.
-    capacity : int
-        Tokens that the page table can hold per sequence.
-    machine : Machine
-    dense : bool
-        Whether dense tokens have a CTA of their own: one more for each unit.
-    heads : int
-        Query heads of a CTA, ``DecodeSpec.heads``.
-
-    Raises
-    ------
-    UnsupportedError
-        No choice fits the machine's shared memory.
+    ``units``: sequences x KV heads x tiles of query heads, which is the CTAs without any split. ``capacity``: tokens
+    that the page table can hold per sequence. ``dense``: whether dense tokens have a CTA of their own for each unit.
+    ``heads``: query heads of a CTA, ``DecodeSpec.heads``. Raises UnsupportedError if nothing fits the shared memory.
     """
     # tables in all copies, then in fewer; at last a ring of one tile
     short = int(machine.shared_block < SHORT and spec.key.by_head > 0)
@@ -234,8 +220,8 @@ def configs_for(
 ) -> list[Config]:
     """Return all that ``config_for`` may choose, with one split, which programs do not depend on.
 
-    ``units`` and ``capacity``: as of ``config_for``; by default any. The choice of teams is then the same for all
-    numbers of units between two multiples of the multiprocessors.
+    Without ``units`` or ``capacity`` any are meant. The choice of teams is the same for all numbers of units between
+    two multiples of the multiprocessors.
     """
     any_units = (1, *(n * machine.sms for n in (1, *range(3, MOST_ROUNDS))))
     tries = itertools.product(units or any_units, (capacity,) if capacity else (TEAM_TOKENS, TEAM_TOKENS + 1))
@@ -289,9 +275,7 @@ def _splits(
 def machine_of(arch: str) -> Machine:
     """Properties of the GPUs of an architecture, e.g. ``sm_90``; the number of multiprocessors is an H200's.
 
-    Raises
-    ------
-    UnsupportedError
+    Raises UnsupportedError if the architecture is unknown.
     """
     known = {f"sm_{number}": kilobytes for number, kilobytes in SHARED_KB.items()}
     if arch not in known:

@@ -62,7 +62,7 @@ from packedkv.kernels.flash import (
     score,
 )
 from packedkv.kernels.mean import KeyMean, checked
-from packedkv.kernels.spec import DecodeSpec, align, decode_spec_of, definitions, includes
+from packedkv.kernels.spec import DecodeSpec, align, definitions, includes, spec_of
 from packedkv.kernels.structs import step_of
 from packedkv.kernels.tokens import ChunkTokens, Rules
 
@@ -91,13 +91,9 @@ def _round(n: int) -> int:
 
 
 def config_for(spec: DecodeSpec, machine: Machine) -> tuple[int, int]:
-    """Warps of a CTA, and how often the room of its look-up tables is halved.
+    """Warps of a CTA, and how often the room of its look-up tables is halved; raises UnsupportedError if nothing fits.
 
     Always as often as can be: a block fills its tables for a few tokens, and blocks share a multiprocessor.
-
-    Raises
-    ------
-    UnsupportedError
     """
     tries = [(warps, spec.table_shrink) for warps in (WARPS, 2, 1)]
     for which in tries:
@@ -145,24 +141,13 @@ def _kernel(spec: DecodeSpec, device: torch.device) -> Kernel:
 @lru_cache(maxsize=256)
 def plan_of(text: str, device: torch.device) -> Plan:
     """Return the plan of a spec, ``spec.text_of``."""
-    spec = decode_spec_of(text)
+    spec = spec_of(text, DecodeSpec)
     warps, table_shrink = config_for(spec, machine(device))
     return Plan(spec, _kernel(spec, device), tile_tokens(spec), warps, shared_bytes(spec, warps, table_shrink))
 
 
 class Packed(NamedTuple):
-    """Tokens in pages, and what reads them.
-
-    Parameters
-    ----------
-    pages : Tensor uint8 ``[num_pages, H, page_bytes]``
-    table : Tensor int32 ``[B, max_pages]``
-    spec : str
-        ``spec.text_of`` a spec.
-    key, value : Constants
-    mean, placed
-        As ``decode.decode_attention``.
-    """
+    """Tokens in pages, and what reads them; ``spec``, ``mean`` and ``placed`` as of ``decode.decode_attention``."""
 
     pages: Tensor
     table: Tensor
@@ -176,14 +161,10 @@ class Packed(NamedTuple):
 def unpack(packed: Packed, first: int, count: int, dtype: torch.dtype = torch.float16) -> tuple[Tensor, Tensor]:
     """Unpack tokens ``[first, first + count)`` of every sequence to fp16 or bf16, in the basis of the codes.
 
-    Returns keys and values ``[B, H, count, D]``, the heads of a token side by side.
-
-    Raises
-    ------
-    ShapeError
-        ``first`` is no multiple of ``tile_tokens``, or the tokens exceed the table.
+    Returns keys and values ``[B, H, count, D]``, the heads of a token side by side. Raises ShapeError if ``first`` is
+    no multiple of ``tile_tokens``, or the tokens exceed the table.
     """
-    batch, heads, dim = packed.table.shape[0], packed.pages.shape[1], decode_spec_of(packed.spec).head_dim
+    batch, heads, dim = packed.table.shape[0], packed.pages.shape[1], spec_of(packed.spec, DecodeSpec).head_dim
     k, v = _room(batch, count, heads, dim, packed.pages.device, dtype)
     _unpack_into(packed, first, count, k, v, 0)
     return k, v
@@ -260,7 +241,7 @@ def staged(
     ``beside`` is changed in the same launch as the dense tokens.
     """
     before, count = tokens.sink_tokens, tokens.last - tokens.first
-    spec = decode_spec_of(packed.spec)
+    spec = spec_of(packed.spec, DecodeSpec)
     batch, heads, dim = packed.table.shape[0], packed.pages.shape[1], spec.head_dim
     first, last = (tokens.first + min(max(at - before, 0), count) for at in (low, high))
     skip = first % tile_tokens(spec) if first < last else 0  # kernels begin at a tile boundary
@@ -430,7 +411,7 @@ class Workspace:
 
 
 class Chunks(NamedTuple):
-    """Newest tokens of several requests, and what each reads of its request's tokens.
+    """Newest tokens of several requests, and the tokens that each reads.
 
     Parameters
     ----------
@@ -522,7 +503,7 @@ class ChunkReader:
     Parameters
     ----------
     packed : Packed
-        The pages, and what reads them; its table and ``placed`` are not used.
+        Its table and ``placed`` are not used.
     kept : Tensor ``[num_pages, H, 2, t, D]``, optional
         16-bit keys and values of the first tokens of every page: those of a request's first page are read in the place
         of its first t tokens.
@@ -540,15 +521,9 @@ class ChunkReader:
                 setattr(self.args, f"{role}_factor", None if side.factor is None else side.factor.data_ptr())
 
     def attend(self, q: Tensor, chunks: Chunks, rules: Rules, out: Tensor) -> None:
-        """Causal attention of the chunks' queries over their requests' tokens.
+        """Causal attention of queries ``q [n, HQ, D]``, model basis, over their requests' tokens, written to ``out``.
 
-        Parameters
-        ----------
-        q, out : Tensor ``[n, HQ, D]``
-            Model basis; the result is written to ``out``.
-        chunks : Chunks
-            Of this layer's window.
-        rules : Rules
+        ``chunks`` are of this layer's window.
         """
         room, device, dtype, sinks = chunks.room, q.device, dtype_of(q), rules.sinks
         shape = torch.Size((chunks.tokens, self.packed.pages.shape[1], q.shape[2]))

@@ -122,14 +122,8 @@ class GroupChunks(NamedTuple):
     ) -> Self:
         """Return the chunks of neighbouring requests, as ``Chunks.of``; one asynchronous transfer to the device.
 
-        Parameters
-        ----------
-        slot : Tensor int64 ``[R]``
-            Of pending tokens, for each row of ``table``.
-        unit : int
-            Tokens of a group.
-        halves : int
-            Of a slot, of which groups take one after the other.
+        ``slot``, int64 ``[R]``: the slot of pending tokens of each row of ``table``. Groups of ``unit`` tokens take the
+        ``halves`` of a slot in turns.
         """
         row, first, *_ = requests[0]
         numbers = _host_numbers(requests, unit, Sight(window, page_tokens), halves)

@@ -33,7 +33,7 @@ class Steps(NamedTuple):
     groups : tuple of int
         Query heads that share a KV head.
     dense : tuple of (torch.dtype or None)
-        Of tokens held dense; None: there are none.
+        Dtypes of the dense tokens; None: there are none.
     softcap : bool
         Whether scores have a soft cap.
     heads : tuple of int
@@ -41,7 +41,7 @@ class Steps(NamedTuple):
     capacity : int
         Tokens of a sequence for which its page table has room; 0: any number.
     queries : int
-        Most query tokens of a sequence; those of several meet no tokens held dense.
+        Most query tokens of a sequence; with several there are no dense tokens.
     """
 
     groups: tuple[int, ...] = (4, 8)
@@ -70,29 +70,12 @@ def of_scheme(
     means: bool = False,
     served: int = 0,
 ) -> list[LabelledProgram]:
-    """Return every program that caches of a scheme ask for, or an engine that serves it, each once.
+    """Return every program that caches of a scheme, or a mixture, ask for, or an engine that serves it, each once.
 
-    Parameters
-    ----------
-    scheme : KVScheme
-        Or a mixture.
-    head_dim : int
-    machine : Machine
-        ``launch.machine_of`` an architecture will do.
-    steps : Steps, optional
-    dtype : torch.dtype
-        Of the model's keys and values.
-    page_tokens : int, optional
-    means : bool
-        Also those for keys that are held without any mean, as a model with key biases needs them. Codecs
-        that always hold keys so need some of them anyway.
-    served : int
-        Most query tokens of a request in an engine's decode step, 1 and its drafts; 0: caches.
-
-    Raises
-    ------
-    UnsupportedError
-        No kernel reads the scheme, or it does not fit the machine.
+    ``dtype`` is the dtype of the model's keys and values. ``means``: also the programs for keys that are held without
+    any mean, as a model with key biases needs them; codecs that always hold keys so need some of them anyway.
+    ``served``: most query tokens of a request in an engine's decode step, 1 and its drafts; 0: caches. Raises
+    UnsupportedError if no kernel reads the scheme, or it does not fit the machine.
     """
     found: dict[Program, LabelledProgram] = {}
     for layer in _layers(scheme):
@@ -180,13 +163,7 @@ class Compiled(NamedTuple):
 
 
 def compile_programs(needed: Iterable[LabelledProgram], arch: str, workers: int = 1) -> Iterator[Compiled]:
-    """Compile for ``arch``, e.g. ``sm_90``, what is not in the cache folder yet, by so many processes.
-
-    Raises
-    ------
-    UnsupportedError
-        As ``build.compile_program``.
-    """
+    """Compile for ``arch``, e.g. ``sm_90``, what is not in the cache folder yet, by so many processes."""
     each = functools.partial(_compile, arch=arch)
     if workers == 1:
         yield from map(each, needed)
