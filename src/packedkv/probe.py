@@ -15,16 +15,14 @@ where outlier channels are the reason (``OUTLIERS``) and warns where the codec i
 biases the error of the scores is known (``key_bias``); where that is small the probe is silent, because it does not
 know which channels the queries use.
 
-On a GPU only the sample is kept while a layer is filled. ``settle`` then measures all layers at once, with their heads
-concatenated as if they were one layer's: some hundred launches and one synchronisation, whatever the model's depth.
-Where kernels serve the layers they encode and unpack the sample.
+On a GPU only the sample is kept while a layer is filled. ``settle`` then measures all layers with one synchronisation.
+Kernels encode and unpack the samples of all layers that they serve in one launch each, as the heads of one layer.
 """
 
 import copy
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import Any
 
 import torch
@@ -32,8 +30,8 @@ from torch import Tensor
 
 from packedkv.cache.fused import FusedLayerCache
 from packedkv.cache.layer import LayerCache
-from packedkv.codec import FP16_MAX, Codec, Dense, Params, Sample, Site, roundtrip, storage_dtype
-from packedkv.errors import BrokenPresetError, KVError, PackedKVWarning, ShapeError
+from packedkv.codec import FP16_MAX, Codec, Dense, Sample, Site, roundtrip, storage_dtype
+from packedkv.errors import BrokenPresetError, PackedKVWarning, ShapeError
 from packedkv.kernels.engine import Engine
 from packedkv.key_bias import KeyBiases, Probe
 from packedkv.ops.precision import without_modes
@@ -198,17 +196,15 @@ class OutlierProbe:
         """Start the measurements on the GPU whose results ``settle`` reads."""
         groups: dict[Any, list[_Sample]] = {}
         for one in self.samples.values():
-            if one.figures is not None:
-                continue
-            engine = _engine(one.cache)
-            kernels = None if engine is None else engine.alike
-            turned = one.removed and (one.removed.turning, *map(id, one.removed.angles))
-            alike = one.cache.roles["key"].codec, kernels, one.rows.shape, one.rows.device, turned
-            groups.setdefault(alike, []).append(one)
+            if one.figures is None:
+                engine = _engine(one.cache)
+                kernels = None if engine is None else engine.alike
+                turned = one.removed and (one.removed.turning, *map(id, one.removed.angles))
+                alike = one.cache.roles["key"].codec, kernels, one.rows.shape, one.rows.device, turned
+                groups.setdefault(alike, []).append(one)
         for group in groups.values():
-            for part in _foldable(group):
-                for one, figures in zip(part, _measured(part).unbind(1), strict=True):
-                    one.figures = figures
+            for one, figures in zip(group, _measured(group).unbind(1), strict=True):
+                one.figures = figures
 
     @without_modes
     def settle(self) -> None:
@@ -275,65 +271,22 @@ def _starts_nothing(spec: str) -> bool:
 
 
 def _measured(layers: Sequence[_Sample]) -> Tensor:
-    """Outlier ratios and channel errors, ``[2, layers]``, of layers that one call can encode and decode."""
-    caches, keys = [one.cache for one in layers], torch.cat([one.rows for one in layers], 1)
-    if (removed := layers[0].removed) is not None:
+    """Outlier ratios and channel errors, ``[2, layers]``, of layers that differ in their constants alone."""
+    keys, store, removed = torch.cat([one.rows for one in layers], 1), layers[0].cache.store, layers[0].removed
+    if removed is not None:
         means = torch.cat([one.removed.mean for one in layers if one.removed is not None], 1)
         keys = removed._replace(mean=means).from_keys(keys)
-    states = [cache.roles["key"] for cache in caches]
-    engines = [engine for c in caches if (engine := _engine(c)) is not None]
-    decoded, store = None, caches[0].store
-    if len(engines) == len(caches) and store is not None:
-        decoded = engines[0].roundtrip(keys, engines, store)
+    engines = [engine for one in layers if (engine := _engine(one.cache)) is not None]
+    decoded = engines[0].roundtrip(keys, engines, store) if engines and store is not None else None
     if decoded is None:
-        codec, constants = states[0].codec, [{n: x[:1] for n, x in (s.params or {}).items()} for s in states]
-        params = _side_by_side(codec, constants, keys.shape[3])
         # NaN and Inf may not have been checked yet
-        decoded = roundtrip(codec, keys.float().nan_to_num_(0.0, 0.0, 0.0).clamp_(-FP16_MAX, FP16_MAX), params)
+        rows = keys.float().nan_to_num_(0.0, 0.0, 0.0).clamp_(-FP16_MAX, FP16_MAX).chunk(len(layers), 1)
+        states = [one.cache.roles["key"] for one in layers]
+        params = [{name: x[:1] for name, x in (state.params or {}).items()} for state in states]
+        decoded = torch.cat([roundtrip(states[0].codec, x, own) for x, own in zip(rows, params, strict=True)], 1)
     return torch.stack([_outlier_ratios(keys, len(layers)), _channel_errors(keys, decoded, len(layers))])
 
 
 def _engine(cache: LayerCache) -> Engine | None:
     """The kernels that serve a cache, if any do."""
     return cache.engine if isinstance(cache, FusedLayerCache) else None
-
-
-def _foldable(layers: list[_Sample]) -> list[list[_Sample]]:
-    """All layers together, or each alone where their constants cannot be concatenated."""
-    first = layers[0]
-    together = len(layers) == 1 or _by_head(first.cache.roles["key"].codec, first.rows.shape[3]) is not None
-    return [layers] if together else [[one] for one in layers]
-
-
-def _side_by_side(codec: Codec, constants: Sequence[Params], head_dim: int) -> Params:
-    """Constants of all layers, concatenated along the heads."""
-    if len(constants) == 1:
-        return constants[0]
-    own = {name: torch.cat([c[name] for c in constants], 1) for name in _by_head(codec, head_dim) or ()}
-    return {**constants[0], **own}
-
-
-@lru_cache(maxsize=64)
-def _by_head(codec: Codec, head_dim: int) -> tuple[str, ...] | None:
-    """Names of a codec's constants that differ by KV head, along axis 1; all layers share the others.
-
-    Found by fitting two layers, of two and of three heads. None: a constant differs between layers in another way, so
-    they cannot be concatenated.
-    """
-    made = []
-    for layer, heads in enumerate((2, 3)):
-        tokens = codec.block_tokens * max(1, FEWEST_TOKENS // codec.block_tokens)
-        draw = torch.Generator().manual_seed(layer)
-        sample = torch.randn(1, heads, tokens, head_dim, generator=draw)
-        try:
-            made.append(codec.fit(Site(layer, "key", heads, head_dim), Sample(sample)))
-        except KVError:  # constants that need the model's queries, or come from a file only
-            return None
-    own = []
-    for name, two in made[0].items():
-        three = made[1][name]
-        if two.ndim > 1 and three.shape == (two.shape[0], 3, *two.shape[2:]) and two.shape[1] == 2:
-            own.append(name)
-        elif not torch.equal(two, three):
-            return None
-    return tuple(own)
