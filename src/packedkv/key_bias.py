@@ -33,6 +33,8 @@ from packedkv.key_layer import KeyLayer
 from packedkv.registry import get, with_option
 from packedkv.scheme import KVScheme, Mean
 
+Fitted = Mapping[int, Mapping[Any, Params]] | None
+"""Fitted constants by layer and role."""
 Probe = Literal["refuse", "warn", "off"]
 """What to do about a preset that breaks on a model's keys: ``refuse`` it, ``warn``, or skip the check (``off``)."""
 LIMIT = 3.0
@@ -143,7 +145,7 @@ class KeyBiases:
         found = self.at(layer, codec, mean=mean)
         return found is not None and found.error < LIMIT
 
-    def worst(self, scheme: KVScheme, params: Mapping[int, Mapping[Any, Params]] | None = None) -> BiasError | None:
+    def worst(self, scheme: KVScheme, params: Fitted = None) -> BiasError | None:
         """Return the largest error of a scheme, a broken layer before others; None: no layer has one.
 
         ``mean=auto`` is decided as ``means`` does.
@@ -155,7 +157,7 @@ class KeyBiases:
         ]
         return max(found, key=_badness, default=None)
 
-    def means(self, scheme: KVScheme, params: Mapping[int, Mapping[Any, Params]] | None = None) -> list[Mean]:
+    def means(self, scheme: KVScheme, params: Fitted = None) -> list[Mean]:
         """``mean`` of every layer's scheme, in order; ``auto`` is decided.
 
         By codec: where the mean divides the error by ``GAIN``, layers whose biases are large encode keys without it.
@@ -183,9 +185,7 @@ class KeyBiases:
                     groups.setdefault(_Group(codec, own.mean, self.removable(own)), []).append(index)
         return groups
 
-    def _decided(
-        self, group: "_Group", members: Sequence[int], params: Mapping[int, Mapping[Any, Params]] | None
-    ) -> Mean:
+    def _decided(self, group: "_Group", members: Sequence[int], params: Fitted) -> Mean:
         if group.mean != "auto":
             return group.mean
         if group.removable == "none" or group.codec.without_mean:
@@ -196,9 +196,7 @@ class KeyBiases:
         )
         return "none" if kept < GAIN * without else group.removable  # NaN counts as a gain
 
-    def _errors(
-        self, codec: Codec, mean: Mean, members: Sequence[int], params: Mapping[int, Mapping[Any, Params]] | None
-    ) -> list[BiasError]:
+    def _errors(self, codec: Codec, mean: Mean, members: Sequence[int], params: Fitted) -> list[BiasError]:
         """Errors of those of the layers where bias times query is largest."""
         measured = sorted(members, key=lambda i: -self.layers[i].size)[:LAYERS]
         fitted = params if params and codec.needs else {}
@@ -210,7 +208,7 @@ class KeyBiases:
         self,
         scheme: KVScheme,
         *,
-        params: Mapping[int, Mapping[Any, Params]] | None = None,
+        params: Fitted = None,
         alternatives: Sequence[str] = ALTERNATIVES,
         starts: Callable[[str], bool] = lambda spec: True,
         further: str = "pass probe='warn' to go on",

@@ -6,12 +6,14 @@ after the projection (QK-norm) is applied as in the model.
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from packedkv.codec import Codec, Params, Sample, Site, roundtrip, storage_dtype
+from packedkv.ops.rope import Rotary
 from packedkv.scheme import Mean
 
 TOKENS, QUERIES, RANKED = 256, 64, 8
@@ -42,8 +44,6 @@ class KeyLayer:
         Of the states that ``project`` takes.
     biases : list of Tensor
         The parameters that it adds.
-    attention : Module
-        The layer's attention.
     """
 
     index: int
@@ -54,9 +54,6 @@ class KeyLayer:
     dtype: torch.dtype
     device: torch.device
     biases: list[Tensor]
-    attention: nn.Module
-    _ranked: tuple[Tensor, Tensor, float] | None = field(default=None, init=False)
-    _drawn: tuple[Tensor, Tensor] | None = field(default=None, init=False)
     _errors: dict[tuple[Codec, Mean], float] = field(default_factory=dict, init=False)
 
     def _project(self, tokens: int, seed: int, *, mirrored: bool = False) -> tuple[Tensor, Tensor]:
@@ -67,30 +64,34 @@ class KeyLayer:
             q, k = self.project(h.to(self.device, self.dtype))
         return q.float().cpu(), k.float().cpu()
 
-    def _rank(self) -> tuple[Tensor, Tensor, float]:
+    @cached_property
+    def _ranked(self) -> tuple[Tensor, Tensor, float]:
         """Mean key ``[H, D]``, standard deviation of the keys ``[H]``, and size of bias times query."""
-        if self._ranked is None:
-            q, k = self._project(RANKED, 0, mirrored=True)
-            mean = k.mean(0)
-            spread = (k - mean).pow(2).sum(-1).mean(0).sqrt()
-            size = mean.norm(dim=-1) * q.unflatten(1, (mean.shape[0], -1)).pow(2).sum(-1).mean((0, 2)).sqrt()
-            self._ranked = mean, spread, float(size.max()) * self.scale
-        return self._ranked
+        q, k = self._project(RANKED, 0, mirrored=True)
+        mean = k.mean(0)
+        spread = (k - mean).pow(2).sum(-1).mean(0).sqrt()
+        size = mean.norm(dim=-1) * q.unflatten(1, (mean.shape[0], -1)).pow(2).sum(-1).mean((0, 2)).sqrt()
+        return mean, spread, float(size.max()) * self.scale
+
+    @cached_property
+    def _sampled(self) -> tuple[Tensor, Tensor]:
+        """Queries ``[n, HQ, D]`` and keys ``[n, H, D]`` of random states, before RoPE."""
+        return self._project(QUERIES, 2)[0], self._project(TOKENS, 1)[1]
 
     @property
     def mean(self) -> Tensor:
         """Mean key of each head before RoPE, float32 ``[H, D]`` on the CPU: the bias, where nothing follows it."""
-        return self._rank()[0]
+        return self._ranked[0]
 
     @property
     def size(self) -> float:
         """Largest norm of a head's bias times that of its queries, in nats; 0: below the spread of the keys."""
-        mean, spread, size = self._rank()
+        mean, spread, size = self._ranked
         return size if bool((mean.norm(dim=-1) > spread).any()) else 0.0
 
     def where(self) -> tuple[int, int, float, float]:
         """KV head and channel with the largest ratio of bias to the head's spread; the bias and that ratio."""
-        mean, spread, _ = self._rank()
+        mean, spread, _ = self._ranked
         share = mean.abs() / (spread / mean.shape[1] ** 0.5).clamp_min(1e-12)[:, None]
         head, channel = divmod(int(share.argmax()), mean.shape[1])
         return head, channel, float(mean[head, channel]), float(share[head, channel])
@@ -103,17 +104,12 @@ class KeyLayer:
         known = (codec, mean)
         if params is None and known in self._errors:
             return self._errors[known]
-        if self._drawn is None:
-            (_, k), (q, _) = self._project(TOKENS, 1), self._project(QUERIES, 2)
-            self._drawn = q, k
-        q, k = self._drawn
+        q, k = self._sampled
         tokens = max(TOKENS // codec.block_tokens, 1) * codec.block_tokens
         k = k.repeat(-(-tokens // TOKENS), 1, 1)[:tokens]
-        k = self._rotate(k - self._rank()[0] if mean == "pre" else k, 0)
+        k = self._rotate(k - self._ranked[0] if mean == "pre" else k, 0)
         k = k - k.mean(1, keepdim=True) if mean == "post" else k
-        q = self._rotate(q, tokens)
-        keys = k.to(storage_dtype(self.dtype)).float()[None]
-        queries = q[None]
+        keys, queries = k.to(storage_dtype(self.dtype)).float()[None], self._rotate(q, tokens)[None]
         site = Site(self.index, "key", keys.shape[1], keys.shape[3])
         if params is None:
             params = codec.fit(site, Sample(keys, queries if "queries" in codec.needs else None))
@@ -130,12 +126,10 @@ class KeyLayer:
 
         Pairs are (i, i + R/2). Where a model pairs neighbouring channels, the biases rotate as far, in other pairs.
         """
-        if self.frequencies is not None:
-            half = self.frequencies.shape[0]
-            angle = torch.arange(first, first + x.shape[0])[:, None, None] * self.frequencies
-            a, b, rest = x[..., :half], x[..., half : 2 * half], x[..., 2 * half :]
-            x = torch.cat([a * angle.cos() - b * angle.sin(), b * angle.cos() + a * angle.sin(), rest], -1)
-        return x.transpose(0, 1)
+        x = x.transpose(0, 1)
+        if self.frequencies is None:
+            return x
+        return Rotary(self.frequencies).turn(x[None], torch.arange(first, first + x.shape[1])[None])[0]
 
 
 def key_layer(
@@ -210,11 +204,10 @@ def key_layer(
         project,
         int(config.hidden_size),
         scale,
-        frequencies_of(config, head_dim),
+        _frequencies(config, head_dim),
         held[0].dtype if held[0].dtype.itemsize > 1 else torch.float32,
         device,
         biases,
-        attention,
     )
 
 
@@ -241,8 +234,8 @@ def _called(module: nn.Module, x: Tensor) -> Tensor:
     return y[0] if isinstance(y, tuple) else y
 
 
-def frequencies_of(config: Any, head_dim: int) -> Tensor | None:
-    """Return the frequencies of RoPE by pair of channels, without scaling for long contexts; None: no RoPE."""
+def _frequencies(config: Any, head_dim: int) -> Tensor | None:
+    """Frequencies of RoPE by pair of channels, without scaling for long contexts; None: no RoPE."""
     rope = getattr(config, "rope_parameters", None) or {}
     rope = next((r for r in rope.values() if isinstance(r, dict)), rope)  # by type of layer
     if not (theta := rope.get("rope_theta")):

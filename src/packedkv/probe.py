@@ -35,7 +35,7 @@ from packedkv.errors import BrokenPresetError, PackedKVWarning, ShapeError
 from packedkv.kernels.engine import Engine
 from packedkv.key_bias import KeyBiases, Probe
 from packedkv.ops.precision import without_modes
-from packedkv.registry import get, presets
+from packedkv.registry import get
 from packedkv.scheme import KVScheme
 from packedkv.store.site import Removed
 
@@ -250,20 +250,15 @@ class OutlierProbe:
         return f"{text} Every preset tried does; use 'dense' or dense_keys where the codec has it, or {further}."
 
     def _error_of(self, name: str, sample: Tensor) -> float | None:
-        if name not in presets() or name == str(self.scheme):
-            return None
         codec: Codec = get(name).key
-        tokens = sample.shape[2] // codec.block_tokens * codec.block_tokens
+        keys = sample[:, :, : sample.shape[2] // codec.block_tokens * codec.block_tokens]
+        if name == str(self.scheme) or not keys.shape[2]:
+            return None
         try:
-            codec.layout(sample.shape[3])
-        except ShapeError:
+            params = codec.fit(Site(0, "key", keys.shape[1], keys.shape[3], device=keys.device), Sample(keys))
+            return channel_error(keys, roundtrip(codec, keys, params))
+        except ShapeError:  # of head_dim
             return None
-        if tokens == 0:
-            return None
-        keys = sample[:, :, :tokens]
-        site = Site(0, "key", keys.shape[1], keys.shape[3], device=keys.device)
-        params = codec.fit(site, Sample(keys))
-        return channel_error(keys, roundtrip(codec, keys, params))
 
 
 def _starts_nothing(spec: str) -> bool:

@@ -136,17 +136,21 @@ class Rope:
     """
 
     def __init__(self, model: nn.Module) -> None:
-        self.name = type(model).__name__
-        found = [m for m in _decoder(model).modules() if isinstance(getattr(m, "inv_freq", None), Tensor)]
+        self.name, self.config = type(model).__name__, getattr(model, "config", None)
+        decoder: nn.Module = model.get_decoder() if hasattr(model, "get_decoder") else model  # without a vision tower
+        found, self._sources = [], dict[int, str]()  # by layer, the Python module of its attention
+        for module in decoder.modules():
+            if isinstance(getattr(module, "inv_freq", None), Tensor):
+                found.append(module)
+            if isinstance(layer := getattr(module, "layer_idx", None), int):
+                self._sources.setdefault(layer, type(module).__module__)
         if len(found) != 1 or list(inspect.signature(found[0].forward).parameters)[:2] != ["x", "position_ids"]:
             raise UnsupportedError(
                 f"{self.name}: mean=pre needs one rotary embedding that all layers share and that is called with "
                 f"position_ids; this model has {len(found) or 'none'}. Use mean=post or mean=none."
             )
         self.embedding: Any = found[0]
-        self.config = getattr(model, "config", None)
         self._rotaries: dict[str, Rotary] = {}
-        self._sources: dict[int, str] = {}  # by layer, the Python module of its attention
 
     def hook(self) -> PositionHook:
         """Return the owner of the hook that records positions; while a cache keeps it, the same one."""
@@ -157,19 +161,8 @@ class Rope:
                 _hooks[self.embedding] = weakref.ref(found)
             return found
 
-    def rotary(self, model: nn.Module, layer: int) -> Rotary:
-        """How the model rotates the keys of a layer.
-
-        Raises
-        ------
-        UnsupportedError
-            The layer is not found, the frequencies change with the length, positions are not one number per token, or
-            the rotation is unknown here.
-        """
-        if layer not in self._sources:  # one search for all layers: it takes longer than the rest of a new cache
-            for module in _decoder(model).modules():
-                if isinstance(number := getattr(module, "layer_idx", None), int):
-                    self._sources.setdefault(number, type(module).__module__)
+    def rotary(self, layer: int) -> Rotary:
+        """How the model rotates the keys of a layer; see ``rotary_of``."""
         if (source := self._sources.get(layer)) is None:
             raise UnsupportedError(f"{self.name}: no module of layer {layer} was found; use mean=post or mean=none.")
         if source not in self._rotaries:
@@ -179,20 +172,20 @@ class Rope:
 
     def _check_fixed(self) -> None:
         """Raise if keys are not rotated by fixed frequencies and one position per token."""
-        config: Any = self.config
-        text = config.get_text_config(decoder=True) if hasattr(config, "get_text_config") else config
+        text: Any = self.config
+        text = text.get_text_config(decoder=True) if hasattr(text, "get_text_config") else text
         rope = getattr(text, "rope_parameters", None) or {}
         for own in [rope, *(r for r in rope.values() if isinstance(r, dict))]:
-            why = ""
             if (kind := own.get("rope_type", "default")) in CHANGING:
                 why = f"those of rope_type {kind!r} change with the length"
             elif "mrope_section" in own:
                 why = "a token has positions on several axes here (M-RoPE)"
-            if why:
-                raise UnsupportedError(
-                    f"{self.name}: mean=pre needs keys that are rotated by fixed frequencies; {why}. Use mean=post or "
-                    f"mean=none."
-                )
+            else:
+                continue
+            raise UnsupportedError(
+                f"{self.name}: mean=pre needs keys that are rotated by fixed frequencies; {why}. Use mean=post or "
+                f"mean=none."
+            )
 
     def _compared(self, turn: Any) -> Rotary:
         frequencies: Tensor = self.embedding.inv_freq.detach().float()
@@ -202,12 +195,12 @@ class Rope:
         x = x.view(1, 1, len(PLACES), -1).sin()
         try:
             cos, sin = self.embedding.forward(x, places)  # without the hook: this is no pass of the model
-            wanted = turn(x, x, cos, sin)[1]
+            wanted = turn(x, x, cos, sin)[1].float()
         except Exception:  # a function of another kind, or none
-            wanted = None
+            wanted = x.new_empty(0)
         for interleaved in (False, True):
             rotary = Rotary(frequencies, scaling, interleaved)
-            if wanted is not None and wanted.shape == x.shape and _alike(rotary.turn(x, places), wanted):
+            if wanted.shape == x.shape and bool((rotary.turn(x, places) - wanted).abs().amax() < ALIKE):
                 return rotary
         raise UnsupportedError(
             f"{self.name}: mean=pre takes pairs of channels rotated by the frequencies of the rotary embedding, and "
@@ -215,27 +208,10 @@ class Rope:
         )
 
 
-def _alike(a: Tensor, b: Tensor) -> bool:
-    return bool((a - b.float()).abs().amax() < ALIKE)
-
-
-def _decoder(model: Any) -> nn.Module:
-    """The part of a model with its cache layers, without a vision tower."""
-    decoder: nn.Module = model.get_decoder() if hasattr(model, "get_decoder") else model
-    return decoder
-
-
 _ropes: "weakref.WeakKeyDictionary[nn.Module, Rope]" = weakref.WeakKeyDictionary()
 
 
-def rope_of(model: nn.Module) -> Rope:
-    """Return the model's ``Rope``, made once.
-
-    Raises
-    ------
-    UnsupportedError
-        See ``Rope``.
-    """
+def _rope_of(model: nn.Module) -> Rope:
     with _LOCK:
         if (known := _ropes.get(model)) is None:
             known = _ropes[model] = Rope(model)
@@ -248,9 +224,10 @@ def rotary_of(model: nn.Module, layer: int) -> Rotary:
     Raises
     ------
     UnsupportedError
-        In a way that ``mean=pre`` cannot follow.
+        The layer is not found, the frequencies change with the length, positions are not one number per token, or the
+        rotation is unknown here.
     """
-    return rope_of(model).rotary(model, layer)
+    return _rope_of(model).rotary(layer)
 
 
 def has_rotary(model: nn.Module, layer: int) -> bool:
@@ -265,6 +242,6 @@ def has_rotary(model: nn.Module, layer: int) -> bool:
 def hook_of(model_or_config: Any) -> PositionHook | None:
     """Return the owner of the hook that records positions; None: no module of the model is called with them."""
     try:
-        return rope_of(model_or_config).hook() if isinstance(model_or_config, nn.Module) else None
+        return _rope_of(model_or_config).hook() if isinstance(model_or_config, nn.Module) else None
     except UnsupportedError:
         return None
