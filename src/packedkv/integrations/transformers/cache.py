@@ -26,6 +26,7 @@ from transformers.cache_utils import Cache, EncoderDecoderCache
 
 from packedkv.cache.fused import FusedLayerCache
 from packedkv.cache.layer import LayerCache
+from packedkv.codec import Dense
 from packedkv.errors import FitError, FormatError, SpecError, UnsupportedError, nearest
 from packedkv.files.container import BROKEN_JSON
 from packedkv.files.params import LayerParams
@@ -33,11 +34,14 @@ from packedkv.integrations.transformers.argument import unwrapped
 from packedkv.integrations.transformers.attention import packedkv_attention, packedkv_mask
 from packedkv.integrations.transformers.build import Parts, build
 from packedkv.integrations.transformers.layers import CrossCache, PackedCacheLayer, Prefill
-from packedkv.integrations.transformers.plan import ATTENTION_NAME, Attention, LayerPlan, ModelPlan
+from packedkv.integrations.transformers.plan import ATTENTION_NAME, Attention, ModelPlan
 from packedkv.integrations.transformers.rope import hook_of
 from packedkv.key_bias import Probe, probe_option
 from packedkv.registry import from_json, get
 from packedkv.scheme import KVScheme
+
+HELD_ELSEWHERE = "state held as transformers does"
+NOTHING_HELD = "nothing to hold, the layer has no attention or borrows K and V of an earlier one"
 
 AttentionInterface.register(ATTENTION_NAME, packedkv_attention)
 AttentionMaskInterface.register(ATTENTION_NAME, packedkv_mask)
@@ -112,7 +116,8 @@ class KVCache(Cache):  # type: ignore[misc]
         for layer in layers:
             parts.update(layer["bytes"])
             paths.update(layer["calls"])
-        dim = self._head_dim()
+        held = {cache.roles["key"].site.head_dim for cache in self.layer_caches if cache.roles}
+        dim = self.plan.head_dim if not held else held.pop() if len(held) == 1 else None
         return {
             "spec": str(self.scheme),
             "model": self.plan.name,
@@ -135,7 +140,7 @@ class KVCache(Cache):  # type: ignore[misc]
             "keys": self.probe.report() if self.probe else {},
             "layers": layers,
             "unpacked_layers": [
-                {"layer": i, "note": f"{planned.type}: {_unpacked_note(planned)}"}
+                {"layer": i, "note": f"{planned.type}: {HELD_ELSEWHERE if planned.holds_state else NOTHING_HELD}"}
                 for i, planned in enumerate(self.plan.layers)
                 if not planned.holds_kv
             ],
@@ -154,12 +159,6 @@ class KVCache(Cache):  # type: ignore[misc]
             f"{type(self).__name__}({seen['spec']!r}, {len(self.layers)} layers, {held}; prefill={seen['prefill']!r}, "
             f"attention={seen['attention']!r})"
         )
-
-    def _head_dim(self) -> int | None:
-        held = {cache.roles["key"].site.head_dim for cache in self.layer_caches if cache.roles}
-        if len(held) > 1:
-            return None
-        return held.pop() if held else self.plan.head_dim
 
     def save(self, path: str | Path) -> None:
         """Write the packed cache to one safetensors file; ``load_cache`` reads it.
@@ -345,7 +344,13 @@ def load_cache(path: str | Path, model_or_config: Any, *, attention: Attention |
             f"{path} does not fit this model: {error}. Load it with the model it was saved from."
         ) from error
     for layer, layer_cache, count in zip(cache.packed_layers, held, seen, strict=True):
-        _give_mean(path, layer_cache, layer.cache)
+        mean = layer.cache.site.mean  # which the file does not hold
+        if (layer_cache.site.mean is None) != (mean is None):
+            raise FormatError(
+                f"{path}: the keys of layer {layer.index} were saved with mean={layer_cache.scheme.mean}, which this "
+                f"model does not give; load it with the model it was saved from."
+            )
+        layer_cache.give_mean(mean)
         layer.cache = layer_cache
         follows = layer_cache.places_tokens and not layer.is_cross
         layer.hook = hook_of(model_or_config) if follows else None
@@ -357,22 +362,15 @@ def load_cache(path: str | Path, model_or_config: Any, *, attention: Attention |
 
 
 def _check_saved(plan: ModelPlan, held: Sequence[LayerCache], saved: Any, seen: Sequence[int]) -> None:
-    """Validate that loaded layer caches are of a model's layers and sizes, and of one forward pass.
-
-    Raises
-    ------
-    FormatError
-    """
+    """Raise FormatError unless loaded layer caches are of a model's layers and sizes, and of one forward pass."""
     layers = plan.kv_layers
     if len(held) != len(layers):
         raise FormatError(f"the file holds {len(held)} layers, {plan.name} caches {len(layers)}")
     for cache, layer in zip(held, layers, strict=True):
         if cache.store is not None:
             site = cache.roles["key"].site
-            for what, came, want in (
-                ("KV heads", site.num_heads, layer.heads),
-                ("head_dim", site.head_dim, layer.head_dim),
-            ):
+            sizes = {"KV heads": (site.num_heads, layer.heads), "head_dim": (site.head_dim, layer.head_dim)}
+            for what, (came, want) in sizes.items():
                 if want is not None and came != want:
                     raise FormatError(f"layer {layer.index} of the file has {came} {what}, {plan.name} has {want}")
     if saved != _described(plan):
@@ -400,25 +398,9 @@ def _refuse_layer(name: str, layers: int) -> Any:
     )
 
 
-def _unpacked_note(planned: LayerPlan) -> str:
-    if planned.holds_state:
-        return "state held as transformers does"
-    return "nothing to hold, the layer has no attention or borrows K and V of an earlier one"
-
-
 def _check_option(name: str, value: Any, allowed: tuple[str, ...]) -> None:
     if value not in allowed:
         raise SpecError(f"{name}={value!r}: expected one of {', '.join(allowed)}.{nearest(str(value), allowed)}")
-
-
-def _give_mean(path: str | Path, loaded: LayerCache, fresh: LayerCache) -> None:
-    """Give a layer read from a file the mean removal of the model's empty cache, which the file does not hold."""
-    if (loaded.site.mean is None) != (fresh.site.mean is None):
-        raise FormatError(
-            f"{path}: the keys of layer {loaded.layer} were saved with mean={loaded.scheme.mean}, which this model "
-            f"does not give; load it with the model it was saved from."
-        )
-    loaded.give_mean(fresh.site.mean)
 
 
 def _workspace_bytes(layer: PackedCacheLayer) -> int:
@@ -427,24 +409,28 @@ def _workspace_bytes(layer: PackedCacheLayer) -> int:
 
 
 def _layer_report(layer: PackedCacheLayer) -> dict[str, Any]:
-    parts, mean = layer.cache.nbytes(), layer.cache.site.mean
-    note = layer.note()
-    if layer.cache.roles:
+    cache, note = layer.cache, "full attention"
+    parts, mean = cache.nbytes(), cache.site.mean
+    if layer.is_cross:
+        note = "cross-attention, written once, no sink and no window"
+    elif layer.window:
+        note = f"{layer.kind}, window {layer.window}: the newest {layer.window - 1} tokens, no sink"
+    if cache.roles:
         if mean is not None:
             note += f", keys without their mean {'before' if mean.kind == 'pre' else 'after'} RoPE ({mean.source})"
-        if not layer.cache.is_fitted:
-            note += f", dense until {layer.cache.site.fit_tokens} tokens have come"
-        if layer.cache.recent is not None:
-            note += f", the newest {len(layer.cache.recent)} tokens in {layer.cache.scheme.recent}"
-        note += "".join(f", {role} dense" for role, s in layer.cache.roles.items() if type(s.codec).__name__ == "Dense")
+        if not cache.is_fitted:
+            note += f", dense until {cache.site.fit_tokens} tokens have come"
+        if cache.recent is not None:
+            note += f", the newest {len(cache.recent)} tokens in {cache.scheme.recent}"
+        note += "".join(f", {role} dense" for role, state in cache.roles.items() if isinstance(state.codec, Dense))
     return {
         "layer": layer.index,
         "note": note,
-        "tokens": len(layer.cache),
+        "tokens": len(cache),
         "mean": "none" if mean is None else mean.kind,
         "mean_from": None if mean is None else mean.source,
         "bytes": parts,
         "total_bytes": sum(parts.values()),
         "calls": {path: count for path, count in layer.calls.items() if count},
-        "kernels": layer.cache.kernels() if isinstance(layer.cache, FusedLayerCache) else {},
+        "kernels": cache.kernels() if isinstance(cache, FusedLayerCache) else {},
     }

@@ -146,15 +146,15 @@ class PackedCacheLayer(CacheLayerMixin):  # type: ignore[misc]
     @property
     def keys(self) -> Any:
         """Keys ``[B, H, N, D]`` of all tokens held, decoded for this read; None before the first token."""
-        return self._shown("key") if self.filled else None
+        return self._shown("key")
 
     @property
     def values(self) -> Any:
         """Values, as ``keys``."""
-        return self._shown("value") if self.filled else None
+        return self._shown("value")
 
     def _shown(self, role: Role) -> Any:
-        return self.read(role)
+        return self.read(role) if self.filled else None
 
     def read(self, role: Role) -> Tensor:
         """Copy K or V ``[B, H, N, D]`` of all tokens held out of the cache."""
@@ -192,8 +192,10 @@ class PackedCacheLayer(CacheLayerMixin):  # type: ignore[misc]
         """
         if self.attention == "decoded" and torch.compiler.is_compiling():
             return self._update_apart(key_states, value_states)
-        first, fresh = not self.filled, key_states.shape[2]
-        keys, values = in_one_dtype(key_states, value_states)
+        first, fresh, keys, values = not self.filled, key_states.shape[2], key_states, value_states
+        if keys.dtype != values.dtype:  # autocast: a projection gives 16 bit, RoPE leaves float32; attention has 16 bit
+            narrow = min(values.dtype, keys.dtype, key=lambda dtype: dtype.itemsize)
+            keys, values = keys.to(narrow), values.to(narrow)
         exact = first and self.prefill == "exact"
         # no later query sees the older tokens of an exact prefill: they are not encoded
         skip = max(fresh - self.window + 1, 0) if exact and self.window and not self.record_past else 0
@@ -468,12 +470,6 @@ class PackedCacheLayer(CacheLayerMixin):  # type: ignore[misc]
         if self.filled:
             self.cache.repeat(repeats)
 
-    def note(self) -> str:
-        """Return a short description of what is special about this layer."""
-        if not self.window:
-            return "full attention"
-        return f"{self.kind}, window {self.window}: the newest {self.window - 1} tokens, no sink"
-
 
 class CrossLayer(PackedCacheLayer):
     """Cache of one cross-attention layer.
@@ -502,11 +498,8 @@ class CrossLayer(PackedCacheLayer):
 
     def _shown(self, role: Role) -> Any:
         """K or V as ``update`` returns them: attention reads them at every step."""
-        return self.read(role) if self.attention == "decoded" else self.handles[role == "value"]
-
-    def note(self) -> str:
-        """Return a short description of what is special about this layer."""
-        return "cross-attention, written once, no sink and no window"
+        packed = self.filled and self.attention != "decoded"
+        return self.handles[role == "value"] if packed else super()._shown(role)
 
 
 class CrossCache(Cache):  # type: ignore[misc]
@@ -520,18 +513,6 @@ class CrossCache(Cache):  # type: ignore[misc]
         if offloading:
             raise UnsupportedError("a packed cache is not offloaded; it is small enough to stay on the device.")
         super().__init__(layers=list(layers))
-
-
-def in_one_dtype(keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-    """Return K and V in the narrower of their dtypes.
-
-    Under ``torch.autocast`` a projection gives 16 bit and RoPE leaves float32; the attention that follows computes in
-    16 bit.
-    """
-    if keys.dtype != values.dtype:
-        narrow = min(values.dtype, keys.dtype, key=lambda dtype: dtype.itemsize)
-        keys, values = keys.to(narrow), values.to(narrow)
-    return keys, values
 
 
 def _chunk_bytes(chunk: Tensor) -> int:

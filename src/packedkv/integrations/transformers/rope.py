@@ -138,7 +138,8 @@ class Rope:
     def __init__(self, model: nn.Module) -> None:
         self.name, self.config = type(model).__name__, getattr(model, "config", None)
         decoder: nn.Module = model.get_decoder() if hasattr(model, "get_decoder") else model  # without a vision tower
-        found, self._sources = [], dict[int, str]()  # by layer, the Python module of its attention
+        found = list[Any]()
+        self._sources = dict[int, str]()  # by layer, the Python module of its attention
         for module in decoder.modules():
             if isinstance(getattr(module, "inv_freq", None), Tensor):
                 found.append(module)
@@ -149,7 +150,7 @@ class Rope:
                 f"{self.name}: mean=pre needs one rotary embedding that all layers share and that is called with "
                 f"position_ids; this model has {len(found) or 'none'}. Use mean=post or mean=none."
             )
-        self.embedding: Any = found[0]
+        self.embedding = found[0]
         self._rotaries: dict[str, Rotary] = {}
 
     def hook(self) -> PositionHook:
