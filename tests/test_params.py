@@ -95,7 +95,7 @@ def test_a_cache_works_with_the_constants_of_the_file(model, fitted, spec, way, 
     prefill(model.model, cache)
     for layer in cache.layer_caches:
         for role in ROLES:
-            wanted = fitted[spec].get(layer.layer, {}).get(role)
+            wanted = fitted[spec].get(layer.site.layer, {}).get(role)
             if wanted is not None:
                 held = layer.roles[role].params
                 assert all(torch.equal(held[name], x) for name, x in wanted.items())

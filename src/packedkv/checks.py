@@ -63,6 +63,34 @@ def check_tensors(keys: Tensor, values: Tensor, *more: Tensor) -> list[float]:
     return [x.item() for x in more]
 
 
+def check_shapes(keys: Tensor, values: Tensor, sinks: Sequence[Tensor] = (), dtype: torch.dtype | None = None) -> None:
+    """Raise ShapeError unless new tokens fit each other and the cached tokens.
+
+    Parameters
+    ----------
+    keys, values : Tensor ``[B, H, n, D]``
+    sinks : sequence of Tensor ``[B, H, t, D]``
+        Cached keys and values; empty: nothing is cached.
+    dtype : torch.dtype, optional
+        Dtype of the tensors that were appended.
+    """
+    if keys.shape[:3] != values.shape[:3]:
+        raise ShapeError(
+            f"keys {tuple(keys.shape)} and values {tuple(values.shape)} differ in batch, heads or tokens; "
+            f"pass both as [batch, kv_heads, tokens, head_dim]."
+        )
+    if keys.dtype != values.dtype or dtype not in (None, keys.dtype):
+        held_dtype = "" if dtype is None else f"; the cache was filled with {dtype}"
+        raise ShapeError(f"keys are {keys.dtype}, values {values.dtype}{held_dtype}; use one dtype throughout.")
+    for role, x, sink in zip(ROLES, (keys, values), sinks, strict=False):
+        batch, heads, _, head_dim = sink.shape
+        if (x.shape[0], x.shape[1], x.shape[3]) != (batch, heads, head_dim):
+            raise ShapeError(
+                f"{role}s {tuple(x.shape)} do not fit the cache, which holds batch={batch}, "
+                f"kv_heads={heads}, head_dim={head_dim}; use another cache or reset() this one."
+            )
+
+
 def check_fitted(method: str, site: Site, given: Mapping[str, Tensor]) -> None:
     """Raise FitError unless the tensors of a calibration are ``[B, H or HQ, N, D]`` of at least one token."""
     for name, x in given.items():

@@ -10,8 +10,7 @@ import torch
 
 from packedkv.layout import PageLayout
 from packedkv.registry import get
-from packedkv.store.pages import PageStore
-from packedkv.store.pool import HUGE, zeroed_pool
+from packedkv.store.pages import HUGE, PageStore, zeroed_pool
 
 CPU = torch.device("cpu")
 

@@ -471,7 +471,7 @@ def test_layers_behind_one_that_fails_are_empty(
     with monkeypatch.context() as patch:
 
         def fail(own: FusedLayerCache, *given: Any, **more: Any) -> Any:
-            if own.layer == 2:
+            if own.site.layer == 2:
                 raise MemoryError
             return append(own, *given, **more)
 

@@ -19,7 +19,6 @@ from packedkv.errors import ShapeError, UnsupportedError
 from packedkv.kernels.choose import choose, refusal
 from packedkv.kernels.cuda.engine import CudaEngine
 from packedkv.scheme import KVScheme
-from packedkv.store.role import RoleState
 from tests.kernels.decode_cases import each_in_turn
 
 DIM, HEADS, BATCH = 64, 1, 2
@@ -29,7 +28,8 @@ CPU = torch.device("cpu")
 class Reference(LayerCache):
     """The reference, its roles leaving the window together as in the fused cache."""
 
-    def _unit(self, state: RoleState) -> int:
+    @property
+    def together(self) -> int:  # type: ignore[override]
         return math.lcm(*(self.scheme.codec(role).block_tokens for role in ROLES))
 
 

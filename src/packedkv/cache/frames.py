@@ -20,7 +20,7 @@ from torch import Tensor
 
 from packedkv.cache.fused import FusedLayerCache
 from packedkv.cache.layer import LayerCache
-from packedkv.checks import check_tensors
+from packedkv.checks import check_shapes, check_tensors
 from packedkv.errors import ShapeError, UnsupportedError
 from packedkv.layout import PAGE_TOKENS
 from packedkv.ops.precision import without_modes
@@ -160,7 +160,7 @@ class FrameCache:
             raise ShapeError(f"replace: {n} frames, and {len(self)} are held, {self.sinks} of them sinks; pass fewer.")
         if flag is None:
             check_tensors(keys, values)  # before the older ones are gone
-        self.cache.check_shapes(keys, values)
+        check_shapes(keys, values, *self.cache.held)
         self._check_flag(flag)
         self.cache.crop(len(self.cache) - n * self.tokens)
         self._add(keys, values, flag)
@@ -194,7 +194,7 @@ class FrameCache:
                 f"turn: the scheme's sink is {self.cache.scheme.sink} tokens, so sink frames are packed, and keys are "
                 f"encoded once. Set sink={wanted} in the spec."
             )
-        self.cache.check_shapes(keys, keys)
+        check_shapes(keys, keys, *self.cache.held)
         if not (keys.is_cuda and torch.cuda.is_current_stream_capturing()):
             check_tensors(keys, keys)
         state.sink.copy_(keys)

@@ -24,7 +24,7 @@ from torch import Tensor
 from packedkv.attention import BEFORE_IT, Seen, check_queries
 from packedkv.cache.device import BROKEN_ORDER, DeviceLengths, StepPositions, keep_addresses
 from packedkv.cache.layer import LayerCache, State
-from packedkv.checks import check_tensors
+from packedkv.checks import check_shapes, check_tensors
 from packedkv.codec import ROLES, Params, Role
 from packedkv.errors import ShapeError, UnsupportedError
 from packedkv.kernels.choose import Kernels, refusal
@@ -36,7 +36,8 @@ from packedkv.scheme import KVScheme
 from packedkv.shared import SHARED
 from packedkv.store.pages import PageStore, stream_of
 from packedkv.store.positions import NOT_CONSECUTIVE, SlotPositions
-from packedkv.store.site import LayerSite, Removed, RoleSite
+from packedkv.store.role import RoleSite, empty_roles
+from packedkv.store.site import LayerSite, Removed
 
 ONE_RUN = (
     "fused attention reads one run of packed tokens; evict(keep > 0) leaves two, unless it keeps the scheme's sink. "
@@ -136,7 +137,7 @@ class FusedLayerCache(LayerCache):
             return
         self.lengths.zero()
         for role, state in self.roles.items():
-            if state.codec.needs and role not in self.fitted:
+            if state.codec.needs and role not in self.site.fitted:
                 state.params, self.engine.ready = None, False  # fitted again on the next prefill
         if self.site.mean is not None and self.site.mean.given is None:
             self.mean, self.engine.ready = None, False
@@ -236,7 +237,7 @@ class FusedLayerCache(LayerCache):
         empty = lengths is not None and (self.emptied or lengths.fresh or not self.is_fitted)
         if self.emptied:
             self._fill_again(keys)
-        self.check_shapes(keys, values)
+        check_shapes(keys, values, *self.held)
         if self.store is not None:
             return self._begin(keys, values, positions, flag, empty, first=False)
         try:
@@ -250,7 +251,7 @@ class FusedLayerCache(LayerCache):
         """Begin anew after a reset; other shapes or another dtype than before need another allocation."""
         self.emptied = keys.shape[2] == 0
         b, h, _, d = self.roles["key"].sink.shape
-        if (keys.shape[0], keys.shape[1], keys.shape[3], keys.dtype) != (b, h, d, self._dtype):
+        if (keys.shape[0], keys.shape[1], keys.shape[3], keys.dtype) != (b, h, d, self.dtype):
             self._forget_all()
         elif self.lengths is not None:
             self.lengths.fresh = keys.shape[2] > 1
@@ -397,7 +398,7 @@ class FusedLayerCache(LayerCache):
         self.engine = ready.engine
         # pages of a growing cache come with the tokens that leave, which may have to wait
         store = PageStore(chosen.layout, keys.shape[0], heads, keys.device, self.reserve)
-        self._hold(keys, ready.roles, store)
+        self._hold(keys, empty_roles(ready.roles, keys), store)
         if self.static:
             self._start_static(store, ready.engine)
 
@@ -525,7 +526,7 @@ class FusedLayerCache(LayerCache):
         if n < sink + wanted + (padding := self._most_padding(sink)):
             beside = sink + padding
             raise UnsupportedError(
-                f"layer {self.layer}: {self.scheme} fits its constants on the first {wanted} tokens"
+                f"layer {self.site.layer}: {self.scheme} fits its constants on the first {wanted} tokens"
                 f"{f' behind {beside}' if beside else ''}, and the first call brings {n}: a static cache does not wait "
                 f"for more. Pass params= from `packedkv fit`, or leave max_len (capacity) out."
             )
@@ -561,14 +562,14 @@ class FusedLayerCache(LayerCache):
         missing = [self.roles[role] for role in ROLES if self.roles[role].params is None and engine.fits(role)]
         if tokens <= 1:  # all that came
             if whole is None:
-                whole = {s.role: torch.cat([s.sink, self._pending(s, behind[s.role])], 2) for s in missing}
+                whole = {s.role: torch.cat([s.sink, s.pending(behind[s.role])], 2) for s in missing}
             return {s.role: FirstTokens(whole[s.role]) for s in missing if s.role == "value" or mean is None}
         if slots is None or self.start or slots.freed or sink != self.scheme.sink:
             return {}  # slot 0 is not the first token behind the sink
         padded, samples = self._most_padding(sink), dict[Role, FirstTokens]()
         padding = slots.padding if padded else None
         for state in missing:
-            pending = self._pending(state, behind[state.role])
+            pending = state.pending(behind[state.role])
             angles = back = energy = None
             interleaved = False
             if state.role == "key" and mean is not None:
@@ -812,13 +813,13 @@ class FusedLayerCache(LayerCache):
         if flag == 2:
             assert self.store is not None
             raise ShapeError(
-                f"layer {self.layer}: the static cache of {self.store.capacity} tokens per sequence is full; later "
-                f"tokens were dropped. Make it larger (max_len)."
+                f"layer {self.site.layer}: the static cache of {self.store.capacity} tokens per sequence is full; "
+                f"later tokens were dropped. Make it larger (max_len)."
             )
         if flag:
             raise ValueError(
-                f"layer {self.layer}: a key or value appended in a decode step is not finite or above 65504; it was "
-                f"stored as a zero row. Check the model's dtype (fp16 overflow?)."
+                f"layer {self.site.layer}: a key or value appended in a decode step is not finite or above 65504; it "
+                f"was stored as a zero row. Check the model's dtype (fp16 overflow?)."
             )
 
     # -- host operations -----------------------------------------------------------------------------------------------
@@ -843,9 +844,12 @@ class FusedLayerCache(LayerCache):
                 self.lengths.bad.masked_fill_(self.lengths.bad == 2, 0)
             self.lengths.write(self.roles, self.batch)
 
-    def _range(self, first: int, last: int | None) -> tuple[int, int]:
+    def decode_role(
+        self, role: Role, first: int = 0, last: int | None = None, dtype: torch.dtype | None = None
+    ) -> Tensor:
+        """Dequantize as ``LayerCache``, once the host knows the lengths; also raises what ``check`` raises."""
         self.synchronize()
-        return super()._range(first, last)
+        return super().decode_role(role, first, last, dtype)
 
     def _select(self, index: Tensor) -> None:
         self._read_lengths()
@@ -914,14 +918,6 @@ class FusedLayerCache(LayerCache):
         super()._free_dead_pages()
         if self.slots is not None and runs:
             self.slots = self.slots.moved(before - self.roles["key"].runs[0][0])
-
-    def state(self) -> State:
-        """What an append replaces, for ``go_back``; of a growing cache."""
-        return super().state()._replace(unchecked=self.unchecked, slots=self.slots)
-
-    def _restore(self, state: State) -> None:
-        super()._restore(state)
-        self.unchecked, self.slots = state.unchecked, state.slots
 
     def go_back(self, state: State) -> None:
         """Undo the appends since ``state``; their pages are freed."""

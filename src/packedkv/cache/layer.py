@@ -10,39 +10,35 @@ bytes. A crop drops tokens and moves none back into the window.
 
 import bisect
 import copy
-from collections.abc import Iterator, Mapping
-from functools import lru_cache
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import groupby
 from typing import Any, NamedTuple, Self
 
 import torch
 from torch import Tensor
 
 from packedkv.attention import Partial, Seen, attend_parts, check_queries, merge, rounded_queries, with_sinks
-from packedkv.checks import check_tensors
+from packedkv.checks import check_shapes, check_tensors
 from packedkv.codec import ROLES, Params, Role, Sample, saturated
 from packedkv.errors import ShapeError, SpecError, UnsupportedError
 from packedkv.kernels.cpu.layer import CpuAttention
 from packedkv.kernels.tokens import Rules
 from packedkv.ops.precision import without_modes
 from packedkv.ops.rope import NOT_TURNED
-from packedkv.scheme import KVScheme, page_layout
+from packedkv.scheme import KVScheme
 from packedkv.store.pages import PageStore
-from packedkv.store.positions import Positions, SlotPositions
-from packedkv.store.role import RoleState
-from packedkv.store.site import WITHOUT_MODEL, LayerSite, MeanRemoval, Removed, RoleSite
+from packedkv.store.positions import Positions
+from packedkv.store.role import RoleState, no_tokens
+from packedkv.store.site import WITHOUT_MODEL, LayerSite, MeanRemoval, Removed
 
 
 class State(NamedTuple):
-    """What an append replaces. Nothing is copied: sink and window are new tensors after an append."""
+    """What an append replaces. No tensor is copied: sink and window are new tensors after an append."""
 
-    roles: list[tuple[Role, Tensor, Tensor, list[tuple[int, int]], Params | None]]
-    mean: Tensor | None
-    start: int
-    length: int
+    cache: dict[str, Any]
+    roles: dict[Role, dict[str, Any]]
     positions: list[tuple[int, Tensor]]
     recent: int
-    unchecked: bool = False
-    slots: SlotPositions | None = None
 
 
 class LayerCache:
@@ -84,6 +80,12 @@ class LayerCache:
     """Whether lengths lie on the device, where a captured step changes them."""
     recent: "LayerCache | None" = None
     """With age tiers, the newest tokens, behind the pages."""
+    together: int | None = None
+    """Tokens of both roles that leave the window together, where kernels wrote the tokens of a loaded cache."""
+    rolls = False
+    """Whether pages without a live token are reused instead of freed."""
+    dtype: torch.dtype
+    """Dtype of the appended tensors; unset before the first append."""
 
     def __init__(
         self,
@@ -103,10 +105,6 @@ class LayerCache:
             raise ShapeError(f"capacity={capacity}, page_tokens={page_tokens}: expected at least 0 and 1.")
         self.site = LayerSite(scheme, layer, seed, params, first_head) if isinstance(scheme, KVScheme) else scheme
         self.page_tokens, self.reserve, self.remember = page_tokens, capacity, remember
-        self.together: int | None = None
-        """Tokens of both roles that leave the window together, where kernels wrote what was loaded."""
-        self.rolls = False
-        """Whether pages without a live token are written anew instead of freed."""
         self.reset()
 
     @without_modes
@@ -149,21 +147,6 @@ class LayerCache:
         """Scheme of this layer."""
         return self.site.scheme
 
-    @property
-    def layer(self) -> int:
-        """Layer index."""
-        return self.site.layer
-
-    @property
-    def seed(self) -> int:
-        """Seed of the random constants."""
-        return self.site.seed
-
-    @property
-    def fitted(self) -> Mapping[Role, Params]:
-        """Constants that were given, by role."""
-        return self.site.fitted
-
     def __len__(self) -> int:
         """Live tokens per sequence."""
         return self.length
@@ -174,28 +157,11 @@ class LayerCache:
         return self.store.table.shape[0] if self.store else 0
 
     @property
-    def dtype(self) -> torch.dtype:
-        """Dtype of the tensors that were appended."""
-        return self._dtype
+    def held(self) -> tuple[Sequence[Tensor], torch.dtype | None]:
+        """Sinks of both roles, and the dtype of the appended tensors, which new tokens must fit: ``check_shapes``."""
+        return [state.sink for state in self.roles.values()], self.dtype if self.roles else None
 
     # -- writing ---------------------------------------------------------------------------------------------------
-
-    def _allocate(self, keys: Tensor, values: Tensor) -> None:
-        dims = keys.shape[3], values.shape[3]
-        sites = self.site.roles(keys.shape[1], dims, keys.dtype, keys.device)
-        page = page_layout(sites["key"].codec, sites["value"].codec, *dims, self.page_tokens)
-        self._hold(keys, sites, PageStore(page, keys.shape[0], keys.shape[1], keys.device, self.reserve))
-
-    def _hold(self, keys: Tensor, sites: Mapping[Role, RoleSite], store: PageStore) -> None:
-        """Start an empty cache for tokens like ``keys``, with these constants and pages."""
-        batch, heads = keys.shape[:2]
-        for of in sites.values():
-            of.check_batch(batch)
-        self._dtype, self.store = keys.dtype, store
-        self.mean = None if self.mean is None else self.mean.to(keys.device)
-        for role, of in sites.items():
-            empty = _no_tokens(batch, heads, of.site.head_dim, of.codec.held_dtype(keys.dtype), keys.device)
-            self.roles[role] = RoleState(of, empty, empty)
 
     @without_modes
     def append(self, keys: Tensor, values: Tensor, positions: Tensor | None = None) -> None:
@@ -217,10 +183,9 @@ class LayerCache:
             Shapes that do not fit each other or the cached tokens.
         """
         check_tensors(keys, values)
-        self.check_shapes(keys, values)
-        first = self.store is None
-        if first:
-            self._allocate(keys, values)
+        check_shapes(keys, values, *self.held)
+        if first := self.store is None:
+            self._hold(keys, *self.site.start(keys, values, self.page_tokens, self.reserve))
         assert self.store is not None
         n, before = keys.shape[2], self.state()
         try:
@@ -245,17 +210,22 @@ class LayerCache:
             raise
         self.length += n
 
+    def _hold(self, keys: Tensor, roles: dict[Role, RoleState], store: PageStore) -> None:
+        """Start an empty cache for tokens like ``keys``."""
+        self.roles, self.store, self.dtype = roles, store, keys.dtype
+        self.mean = None if self.mean is None else self.mean.to(keys.device)
+
     def state(self) -> State:
         """What an append replaces."""
-        roles = [(role, s.sink, s.window, list(s.runs), s.params) for role, s in self.roles.items()]
-        return State(roles, self.mean, self.start, self.length, list(self.positions.runs), self._recent_tokens)
+        roles = {role: {**vars(of), "runs": [*of.runs]} for role, of in self.roles.items()}
+        return State({**vars(self)}, roles, [*self.positions.runs], self._recent_tokens)
 
     def _restore(self, state: State) -> None:
         """Undo the appends since ``state``, but for the pages that they allocated."""
-        self.mean, self.start, self.length, self.positions.runs = state[1:5]
-        for role, sink, window, runs, params in state.roles:
-            of = self.roles[role]
-            of.sink, of.window, of.runs, of.params = sink, window, runs, params
+        vars(self).update(state.cache)
+        self.positions.runs = state.positions
+        for role, of in state.roles.items():
+            vars(self.roles[role]).update(of)
         if self.recent is not None:
             self.recent.crop(state.recent)
 
@@ -304,7 +274,7 @@ class LayerCache:
         for role in ROLES:
             state = self.roles[role]
             if state.params is None or (role == "key" and self.site.mean is not None and self.mean is None):
-                pending = self._pending(state, behind[role])
+                pending = state.pending(behind[role])
                 self._fit_role(state, pending, None if whole is None else whole[role])
 
     def _fit_role(self, state: RoleState, pending: Tensor, whole: Tensor | None) -> None:
@@ -348,27 +318,32 @@ class LayerCache:
 
         Missing constants are fitted in between, unless it ``waits``: then all tokens stay dense, too few to fit on.
         """
-        key = self.roles["key"]
-        dense = key.dense_tokens
-        behind = {role: self._pass_sink(self.roles[role], x) for role, x in new.items()}
+        dense, sink = self.roles["key"].dense_tokens, self.scheme.sink
+        room = sink - self.start - self.length if sink else 0  # a static cache reads its length from the device
+        behind = {role: self.roles[role].to_sink(x, room) for role, x in new.items()}
         if not waits and not self.is_fitted and dense + new["key"].shape[2]:
             self._fit(behind, None if dense else new)
         if self.recent is not None and not waits:
             return self._pass_recent(self.recent, behind)
-        return {role: self._pass_window(self.roles[role], x, waits) for role, x in behind.items()}
+        leaving: dict[Role, Tensor] = {}
+        for role, x in behind.items():
+            of, unit = self.roles[role], self.together or self.scheme.unit(role)
+            count = 0 if waits else max(0, of.window.shape[2] + x.shape[2] - self.scheme.window) // unit * unit
+            leaving[role] = of.to_window(x, count)
+        return leaving
 
     def _pass_recent(self, recent: "LayerCache", behind: Mapping[Role, Tensor]) -> dict[Role, Tensor]:
         """Put new tokens into the newest tier; return tokens that leave it, decoded, in whole blocks of both roles."""
-        new = {role: self._pending(self.roles[role], x) for role, x in behind.items()}  # those that waited for a fit
+        new = {role: self.roles[role].pending(x) for role, x in behind.items()}  # those that waited for a fit
         n = new["key"].shape[2]
         for role, x in new.items():
-            self.roles[role].window = _no_tokens(x.shape[0], x.shape[1], x.shape[3], x.dtype, x.device)
+            self.roles[role].window = no_tokens(x.shape[0], x.shape[1], x.shape[3], x.dtype, x.device)
         recent.mean = None if recent.site.mean is None else self.mean
         at, total = 0, len(self.positions)
         runs = self.positions.within(total - n, total) if recent.places_tokens else [(n, None)]
         for count, start in runs:  # tokens that waited may have lost others between them
             positions = None if start is None else start[:, None] + torch.arange(count, device=start.device)
-            key, value = (new[role].narrow(2, at, count).to(self._dtype) for role in ROLES)
+            key, value = (new[role].narrow(2, at, count).to(self.dtype) for role in ROLES)
             recent.append(key, value, positions)
             at += count
         unit = self.scheme.unit("key")
@@ -382,37 +357,6 @@ class LayerCache:
         """Tokens of the newest tier."""
         return 0 if self.recent is None else len(self.recent)
 
-    def _pass_sink(self, state: RoleState, x: Tensor) -> Tensor:
-        """Put new tokens into the sink while there is room; return the others."""
-        sink = self.scheme.sink
-        if not sink or not (to_sink := min(max(sink - self.start - self.length, 0), x.shape[2])):
-            return x
-        first = x.narrow(2, 0, to_sink)
-        state.sink = torch.cat([state.sink, first], 2) if state.sink.shape[2] else first.clone()
-        return x.narrow(2, to_sink, x.shape[2] - to_sink)
-
-    def _pending(self, state: RoleState, x: Tensor) -> Tensor:
-        """Tokens of the window, then ``x``."""
-        return torch.cat([state.window, x], 2) if state.window.shape[2] else x
-
-    def _pass_window(self, state: RoleState, x: Tensor, waits: bool) -> Tensor:
-        """Put tokens behind the sink into the window; return tokens that leave it, in whole blocks."""
-        old, width = state.window, state.window.shape[2]
-        total, unit = width + x.shape[2], self._unit(state)
-        count = 0 if waits else unit * max(0, (total - self.scheme.window) // unit)
-        if count == total:
-            if not width:
-                return x
-            state.window = _no_tokens(x.shape[0], x.shape[1], x.shape[3], x.dtype, x.device)
-            return torch.cat([old, x], 2)
-        if width and count <= width:  # each copied once: most steps
-            state.window = torch.cat([old.narrow(2, count, width - count), x], 2)
-            return old.narrow(2, 0, count)
-        pending = self._pending(state, x)
-        # a clone: a view would keep the prefill's 16-bit tensor alive
-        state.window = pending.narrow(2, count, total - count).clone()
-        return pending.narrow(2, 0, count)
-
     def removed_from_newest(self, n: int) -> Removed | None:
         """Return what is subtracted from the newest n keys; None: they keep their mean, or it is not known yet."""
         if self.site.mean is None or self.mean is None:
@@ -425,30 +369,6 @@ class LayerCache:
         if self.site.mean is None or role == "value":
             return None
         return self.site.mean.at(self.mean, self.positions.of(first, last))
-
-    def _unit(self, state: RoleState) -> int:
-        """Tokens that leave the window together."""
-        return self.together or self.scheme.unit(state.role)
-
-    def check_shapes(self, keys: Tensor, values: Tensor) -> None:
-        """Raise ShapeError unless the shapes of new tokens fit each other and the cached tokens."""
-        if keys.shape[:3] != values.shape[:3]:
-            raise ShapeError(
-                f"keys {tuple(keys.shape)} and values {tuple(values.shape)} differ in batch, heads or tokens; "
-                f"pass both as [batch, kv_heads, tokens, head_dim]."
-            )
-        if keys.dtype != values.dtype or (self.store is not None and keys.dtype != self._dtype):
-            held_dtype = "" if self.store is None else f"; the cache was filled with {self._dtype}"
-            raise ShapeError(f"keys are {keys.dtype}, values {values.dtype}{held_dtype}; use one dtype throughout.")
-        if self.store is None:
-            return
-        for role, x in zip(ROLES, (keys, values), strict=True):
-            batch, heads, _, head_dim = self.roles[role].sink.shape
-            if (x.shape[0], x.shape[1], x.shape[3]) != (batch, heads, head_dim):
-                raise ShapeError(
-                    f"{role}s {tuple(x.shape)} do not fit the cache, which holds batch={batch}, "
-                    f"kv_heads={heads}, head_dim={head_dim}; use another cache or reset() this one."
-                )
 
     # -- reading ---------------------------------------------------------------------------------------------------
 
@@ -468,24 +388,19 @@ class LayerCache:
         -------
         (Tensor, Tensor) ``[B, H, last - first, D]`` each, model basis.
         """
-        first, last = self._range(first, last)
-        return self._decode_role("key", first, last, dtype), self._decode_role("value", first, last, dtype)
+        return self.decode_role("key", first, last, dtype), self.decode_role("value", first, last, dtype)
 
     @without_modes
-    def decode_role(self, role: Role, first: int = 0, last: int | None = None) -> Tensor:
-        """As ``decode``, of the keys or the values alone."""
-        return self._decode_role(role, *self._range(first, last))
-
-    def _range(self, first: int, last: int | None) -> tuple[int, int]:
+    def decode_role(
+        self, role: Role, first: int = 0, last: int | None = None, dtype: torch.dtype | None = None
+    ) -> Tensor:
+        """``decode`` of the keys or the values alone."""
         if self.store is None:
             raise UnsupportedError("the cache is empty: append keys and values before decoding.")
         last = self.length if last is None else last
         if not 0 <= first <= last <= self.length:
             raise ShapeError(f"decode({first}, {last}): the cache holds tokens 0..{self.length}; pass a range of them.")
-        return first, last
-
-    def _decode_role(self, role: Role, first: int, last: int, dtype: torch.dtype | None = None) -> Tensor:
-        state, dtype = self.roles[role], dtype or self._dtype
+        state, dtype = self.roles[role], dtype or self.dtype
         sink, window = state.sink, state.window
         parts = [sink[:, :, first:last].to(dtype)] if first < sink.shape[2] else []
         at = sink.shape[2]
@@ -495,7 +410,7 @@ class LayerCache:
         if self.recent is not None:
             lo, hi = max(first - at, 0), min(last - at, len(self.recent))
             if lo < hi:
-                parts.append(self.recent._decode_role(role, lo, hi, dtype))
+                parts.append(self.recent.decode_role(role, lo, hi, dtype))
             at += len(self.recent)
         if last > at:
             parts.append(window[:, :, max(first - at, 0) : last - at].to(dtype))
@@ -638,8 +553,9 @@ class LayerCache:
         if not dead:
             return
         if self.rolls:
-            for first, last in reversed(_stretches(dead)):
-                self.store.put_last(first, last)
+            stretches = [[*run] for _, run in groupby(range(len(dead)), key=lambda i: dead[i] - i)]
+            for stretch in reversed(stretches):
+                self.store.put_last(dead[stretch[0]], dead[stretch[-1]] + 1)
         else:
             self.store.keep(sorted(set(range(self.store.table.shape[1])).difference(dead)))
         for state in states:
@@ -738,26 +654,6 @@ class LayerCache:
         """Elements of K and V of the live tokens."""
         dims = sum(s.site.head_dim for s in self.roles.values())
         return self.batch * (self.store.heads if self.store else 0) * self.length * dims
-
-
-def _stretches(numbers: list[int]) -> list[tuple[int, int]]:
-    """Ranges of consecutive numbers, in order.
-
-    >>> _stretches([2, 3, 7])
-    [(2, 4), (7, 8)]
-    """
-    ranges: list[tuple[int, int]] = []
-    for number in numbers:
-        joins = ranges and ranges[-1][1] == number
-        ranges[-1:] = [(ranges[-1][0], number + 1)] if joins else [*ranges[-1:], (number, number + 1)]
-    return ranges
-
-
-@lru_cache(maxsize=64)
-def _no_tokens(batch: int, heads: int, head_dim: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """An empty sink or window, shared by the layers of a model."""
-    with torch.inference_mode(False):
-        return torch.empty(batch, heads, 0, head_dim, dtype=dtype, device=device)
 
 
 def _storage_bytes(x: Tensor) -> int:

@@ -22,8 +22,8 @@ from packedkv.files.container import BROKEN_JSON, Kind, check_target, load_param
 from packedkv.layout import PageLayout
 from packedkv.registry import from_json
 from packedkv.store.pages import PageStore
-from packedkv.store.role import RoleState
-from packedkv.store.site import MEAN, LayerSite, MeanRemoval, RoleSite, check_role, codec_params, mean_constant
+from packedkv.store.role import RoleSite, RoleState
+from packedkv.store.site import MEAN, LayerSite, MeanRemoval, check_role, codec_params, mean_constant
 
 KIND = Kind("packedkv-cache", 1, "cache", "save", "save the cache again")
 ENERGY = "energy"
@@ -82,15 +82,15 @@ def _layer_state(name: str, layer: LayerCache, tensors: dict[str, Tensor], schem
         schemes.append(scheme)
     state: dict[str, Any] = {
         "scheme": schemes.index(scheme),
-        "layer": layer.layer,
-        "seed": layer.seed,
+        "layer": layer.site.layer,
+        "seed": layer.site.seed,
         "page_tokens": layer.page_tokens,
         "capacity": layer.reserve,
         "first_head": layer.site.first_head,
         "most": layer.site.most,
         **({} if layer.together is None else {"together": layer.together}),
         **({} if layer.site.energy is None else {"energy": store_params({ENERGY: layer.site.energy}, tensors)}),
-        "fitted": {role: store_params(params, tensors) for role, params in layer.fitted.items()},
+        "fitted": {role: store_params(params, tensors) for role, params in layer.site.fitted.items()},
     }
     if layer.store is None:
         return state
@@ -119,7 +119,7 @@ def _layer_state(name: str, layer: LayerCache, tensors: dict[str, Tensor], schem
             "layout_version": (page.key if role == "key" else page.value).version,
             "runs": [list(run) for run in held.runs],
         }
-        if held.params is not None and (held.codec.needs or codec_params(layer.fitted, role) is not None):
+        if held.params is not None and (held.codec.needs or codec_params(layer.site.fitted, role) is not None):
             entry["params"] = store_params(held.params, tensors)
         elif held.params is not None:
             entry["fingerprint"] = _fingerprint(held.params)
@@ -245,7 +245,7 @@ def _rebuild(name: str, state: Mapping[str, Any], saved: _Saved, aged: LayerCach
     store = PageStore(page, batch, heads, saved.device, layer.reserve)
     store.ensure(columns * page.page_tokens, exact=True)
     store.pages[store.table[:, :columns].flatten().long()] = pages.to(saved.device)
-    layer.store, layer.start, layer.length, layer._dtype = store, _count(held, "start"), length, dtype
+    layer.store, layer.start, layer.length, layer.dtype = store, _count(held, "start"), length, dtype
     key = layer.roles["key"]
     if layer.recent is not None:
         layer.recent = _rebuild(f"{name}.recent", state["recent"], saved, layer)
@@ -274,7 +274,8 @@ def _rebuild_role(
     name: str, role: Role, held: Mapping[str, Any], layer: LayerCache, saved: _Saved, dtype: torch.dtype, slots: int
 ) -> RoleState:
     entry, batch = held["roles"][role], held["batch"]
-    site = Site(layer.layer, role, held["heads"], entry["head_dim"], layer.seed, saved.device, layer.site.first_head)
+    where = layer.site
+    site = Site(where.layer, role, held["heads"], entry["head_dim"], where.seed, saved.device, where.first_head)
     of = RoleSite(role, layer.scheme.codec(role).for_dtype(dtype), site)
     shape = batch, site.num_heads, site.head_dim
     dense = [saved.dense(f"{name}.{part}", shape, of.codec.held_dtype(dtype)) for part in ("sink", "window")]
@@ -293,7 +294,7 @@ def _rebuild_role(
         state.params = state.codec.fit(site)
         if not _same_draw(_fingerprint(state.params), entry["fingerprint"]):
             raise FormatError(
-                f"the constants that {type(state.codec).__name__} draws from seed {layer.seed} are not those the file "
+                f"the constants that {type(state.codec).__name__} draws from seed {site.seed} are not those the file "
                 f"was written with; load it with the packedkv and torch that wrote it."
             )
     elif state.runs:

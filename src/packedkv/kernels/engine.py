@@ -15,7 +15,7 @@ from packedkv.kernels.mean import Turned
 from packedkv.kernels.tokens import ChunkTokens, GroupTokens, Rules, StepTokens
 from packedkv.ops.rope import Rotary
 from packedkv.store.pages import PageStore
-from packedkv.store.site import RoleSite
+from packedkv.store.role import RoleSite
 
 
 class FirstTokens(NamedTuple):

@@ -1,13 +1,68 @@
-"""State of one role's tokens: dense in the sink, in slots of the pages, dense in the window.
+"""Keys or values of one layer: codec, constants, dense sink, slots of the pages, dense window.
 
 A *slot* is a token's index in the pages. Slots are assigned in order and never rewritten while their token is cached.
 Cropping or evicting inside a block of a token-grouped codec leaves dead slots: nothing is re-encoded. ``runs`` lists
 the live slot ranges.
 """
 
+from collections.abc import Mapping
+from functools import lru_cache
+
+import torch
 from torch import Tensor
 
-from packedkv.store.site import RoleSite
+from packedkv.codec import Codec, Params, Payload, Role, Site, saturated
+from packedkv.errors import FitError
+from packedkv.store.pages import PageStore
+
+
+class RoleSite:
+    """Codec and constants of the keys, or of the values, of one layer.
+
+    Parameters
+    ----------
+    role : {"key", "value"}
+    codec : Codec
+        The codec for the model's dtype (``for_dtype``).
+    site : Site
+    params : Params, optional
+        None: they are fitted on the first prefill.
+    drawn : bool
+        Whether constants that need no sample follow from codec and site alone; False for constants of a file.
+    """
+
+    def __init__(self, role: Role, codec: Codec, site: Site, params: Params | None = None, drawn: bool = False) -> None:
+        self.role, self.codec, self.site, self.params, self.drawn = role, codec, site, params, drawn
+
+    def check_batch(self, batch: int) -> None:
+        """Validate the number of sequences of the constants.
+
+        Raises
+        ------
+        FitError
+        """
+        sizes = {len(x) for x in (self.params or {}).values() if x.ndim} - {1, batch}
+        if sizes:
+            raise FitError(
+                f"the {self.role} constants of layer {self.site.layer} are of {sizes.pop()} sequences, the cache has "
+                f"{batch}; pass constants of one, or of the batch."
+            )
+
+    def encode(self, x: Tensor) -> Payload:
+        """Encode whole blocks of tokens ``[B, H, n, D]``, model basis."""
+        assert self.params is not None
+        return self.codec.encode(self.codec.to_code(x.float(), self.params), self.params)
+
+    def read(self, store: PageStore, first: int, last: int, dtype: torch.dtype, mean: Tensor | None = None) -> Tensor:
+        """Dequantize the slots ``[first, last)`` of every sequence: ``[B, H, last - first, D]`` of ``dtype``.
+
+        ``mean`` broadcasts to that shape and is added; it was subtracted before encoding.
+        """
+        skip = first % self.codec.block_tokens
+        assert self.params is not None
+        x = self.codec.decode(store.read(self.role, first, last), self.params)
+        x = self.codec.from_code(x, self.params)[:, :, skip : skip + last - first]
+        return saturated(x if mean is None else x + mean, dtype)
 
 
 class RoleState(RoleSite):
@@ -61,3 +116,58 @@ class RoleState(RoleSite):
     def dense_tokens(self) -> int:
         """Number of dense tokens."""
         return self.sink.shape[2] + self.window.shape[2]
+
+    # -- dense tokens ----------------------------------------------------------------------------------------------
+
+    def to_sink(self, x: Tensor, room: int) -> Tensor:
+        """Put the first ``room`` of new tokens into the sink; return the others."""
+        if (count := min(max(room, 0), x.shape[2])) == 0:
+            return x
+        first = x.narrow(2, 0, count)
+        self.sink = torch.cat([self.sink, first], 2) if self.sink.shape[2] else first.clone()
+        return x.narrow(2, count, x.shape[2] - count)
+
+    def pending(self, x: Tensor) -> Tensor:
+        """Tokens of the window, then ``x``."""
+        return torch.cat([self.window, x], 2) if self.window.shape[2] else x
+
+    def to_window(self, x: Tensor, count: int) -> Tensor:
+        """Put new tokens into the window; return the oldest ``count`` tokens, which leave it."""
+        old, width = self.window, self.window.shape[2]
+        total = width + x.shape[2]
+        if count == total:
+            if not width:
+                return x
+            self.window = no_tokens(x.shape[0], x.shape[1], x.shape[3], x.dtype, x.device)
+            return torch.cat([old, x], 2)
+        if width and count <= width:  # each copied once: most steps
+            self.window = torch.cat([old.narrow(2, count, width - count), x], 2)
+            return old.narrow(2, 0, count)
+        pending = self.pending(x)
+        # a clone: a view would keep the prefill's 16-bit tensor alive
+        self.window = pending.narrow(2, count, total - count).clone()
+        return pending.narrow(2, 0, count)
+
+
+def empty_roles(sites: Mapping[Role, RoleSite], like: Tensor) -> dict[Role, RoleState]:
+    """Return the state of an empty layer for tokens ``[B, H, n, D]`` of this batch, dtype and device.
+
+    Raises
+    ------
+    FitError
+        The constants are of another number of sequences.
+    """
+    batch, heads = like.shape[:2]
+    roles = {}
+    for role, of in sites.items():
+        of.check_batch(batch)
+        empty = no_tokens(batch, heads, of.site.head_dim, of.codec.held_dtype(like.dtype), like.device)
+        roles[role] = RoleState(of, empty, empty)
+    return roles
+
+
+@lru_cache(maxsize=64)
+def no_tokens(batch: int, heads: int, head_dim: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """An empty sink or window, shared by the layers of a model."""
+    with torch.inference_mode(False):
+        return torch.empty(batch, heads, 0, head_dim, dtype=dtype, device=device)

@@ -12,13 +12,14 @@ import torch
 from torch import Tensor
 
 from packedkv.checks import check_constant, check_constants, params_by_role
-from packedkv.codec import LIMIT, ROLES, Codec, Constant, Dense, Params, Payload, Role, Site, saturated
+from packedkv.codec import LIMIT, ROLES, Codec, Constant, Dense, Params, Role, Site
 from packedkv.errors import FitError, UnsupportedError
 from packedkv.ops.rope import NOT_TURNED, Rotary
 from packedkv.ops.sums import sum_by_halves
-from packedkv.scheme import KVScheme
+from packedkv.scheme import KVScheme, page_layout
 from packedkv.shared import drawn
 from packedkv.store.pages import PageStore
+from packedkv.store.role import RoleSite, RoleState, empty_roles
 
 MEAN = "mean"
 """Name of the keys' mean among fitted constants: float32 ``[1, H, D]``, beside those of the codec."""
@@ -115,61 +116,6 @@ class Removed(NamedTuple):
         return keys.float() - self.turning.turned(self.mean[:, :, None], *self.angles)
 
 
-class RoleSite:
-    """Codec and constants of the keys, or of the values, of one layer.
-
-    Parameters
-    ----------
-    role : {"key", "value"}
-    codec : Codec
-        The codec for the model's dtype (``for_dtype``).
-    site : Site
-    params : Params, optional
-        None: they are fitted on the first prefill.
-    drawn : bool
-        Whether constants that need no sample follow from codec and site alone; False for constants of a file.
-    """
-
-    def __init__(self, role: Role, codec: Codec, site: Site, params: Params | None = None, drawn: bool = False) -> None:
-        self.role, self.codec, self.site, self.params, self.drawn = role, codec, site, params, drawn
-
-    def check_batch(self, batch: int) -> None:
-        """Validate the number of sequences of the constants.
-
-        Raises
-        ------
-        FitError
-        """
-        sizes = {len(x) for x in (self.params or {}).values() if x.ndim} - {1, batch}
-        if sizes:
-            raise FitError(
-                f"the {self.role} constants of layer {self.site.layer} are of {sizes.pop()} sequences, the cache has "
-                f"{batch}; pass constants of one, or of the batch."
-            )
-
-    def encode(self, x: Tensor) -> Payload:
-        """Encode whole blocks of tokens ``[B, H, n, D]``, model basis."""
-        assert self.params is not None
-        return self.codec.encode(self.codec.to_code(x.float(), self.params), self.params)
-
-    def decode(self, payload: Payload, dtype: torch.dtype) -> Tensor:
-        """Decode blocks to ``[B, H, n, D]`` of ``dtype``, model basis."""
-        return saturated(self._decoded(payload), dtype)
-
-    def _decoded(self, payload: Payload) -> Tensor:
-        assert self.params is not None
-        return self.codec.from_code(self.codec.decode(payload, self.params), self.params)
-
-    def read(self, store: PageStore, first: int, last: int, dtype: torch.dtype, mean: Tensor | None = None) -> Tensor:
-        """Dequantize the slots ``[first, last)`` of every sequence: ``[B, H, last - first, D]`` of ``dtype``.
-
-        ``mean`` broadcasts to that shape and is added; it was subtracted before encoding.
-        """
-        skip = first % self.codec.block_tokens
-        x = self._decoded(store.read(self.role, first, last))[:, :, skip : skip + last - first]
-        return saturated(x if mean is None else x + mean, dtype)
-
-
 class LayerSite:
     """Scheme of one layer, its index and its constants.
 
@@ -249,6 +195,15 @@ class LayerSite:
                 params = drawn(codec, site)
             made[role] = RoleSite(role, codec, site, params, given is None)
         return made
+
+    def start(
+        self, keys: Tensor, values: Tensor, page_tokens: int | None, capacity: int
+    ) -> tuple[dict[Role, RoleState], PageStore]:
+        """Return the constants, no tokens and the pages of a cache for tokens like these; errors as in ``roles``."""
+        dims = keys.shape[3], values.shape[3]
+        sites = self.roles(keys.shape[1], dims, keys.dtype, keys.device)
+        page = page_layout(sites["key"].codec, sites["value"].codec, *dims, page_tokens)
+        return empty_roles(sites, keys), PageStore(page, keys.shape[0], keys.shape[1], keys.device, capacity)
 
     def check_energy(self, site: Site) -> None:
         """Validate the shape of the query energies.

@@ -333,7 +333,7 @@ def load_cache(path: str | Path, model_or_config: Any, *, attention: Attention |
         saved_attention = options.pop("attention")
         way = attention or ("streamed" if saved_attention == "fused" else saved_attention)
         # the constants come from the file, layer by layer
-        fitted = {layer.layer: layer.fitted for layer in held}
+        fitted = {layer.site.layer: layer.site.fitted for layer in held}
         cache = cache_for(model_or_config, scheme, attention=way, params=fitted, probe="warn", **options)
     except (*BROKEN_JSON, FitError) as error:
         raise FormatError(f"{path}: its description of the cache is damaged ({error}); save it again.") from error
