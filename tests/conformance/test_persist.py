@@ -94,7 +94,7 @@ def test_given_constants_are_saved_once_and_survive_reset(spec, tmp_path):
     for old, new in zip(layers, back, strict=True):
         assert_equal_caches(old, new)
         for role in ("key", "value"):
-            assert all(same_bits(new.fitted[role][n], t) for n, t in given[role].items())
+            assert all(same_bits(new.site.fitted[role][n], t) for n, t in given[role].items())
 
 
 # -- files that are not right: one codec is enough, the file is the same for all ---------------------------------------
