@@ -7,130 +7,126 @@ everything in the folder are written from them.
 
 import argparse
 import contextlib
-from collections.abc import Callable, Sequence
-from importlib import import_module
+from collections.abc import Sequence
+from dataclasses import dataclass, field, fields
+from itertools import chain
 from pathlib import Path
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NoReturn
 
-from packedkv.cli.arguments import add_codec_file, positive, seconds, specs, tokens
+from packedkv.cli import arguments
+from packedkv.cli.arguments import add_codec_file, positive, seconds
 from packedkv.cli.result import Result
 from packedkv.errors import SpecError, UnsupportedError
 
 DEVICE_LOST, FAILED = 3, 1
 """Exit statuses: a kernel broke the CUDA context, and the same command continues; a server failed requests."""
-
-
-class Option(NamedTuple):
-    """An option of some benches."""
-
-    name: str
-    default: Any
-    help: str
-    form: dict[str, Any]
-
-
-def _number(name: str, default: int, text: str, kind: Callable[[str], float] = positive) -> Option:
-    return Option(f"--{name}", default, f"{text} ({default})", {"type": kind, "metavar": "N"})
-
-
-def _text(name: str, metavar: str, text: str, default: str | None = None, **form: Any) -> Option:
-    return Option(f"--{name}", default, text, {"metavar": metavar, **form})
-
-
-def _flag(name: str, text: str) -> Option:
-    return Option(f"--{name}", False, text, {"action": "store_true"})
-
-
-SPECS = _text("specs", "A,B", "presets (a list of the bench's own)", type=specs)
-DEVICE = (
-    Option("--device", "cpu", "torch device (cpu)", {}),
-    Option("--seed", 0, "of everything drawn at random (0)", {"type": int, "metavar": "N"}),
-    _flag("no-libraries", "compare with torch alone, with no other library"),
-)
-SIZES = (
-    _number("batch", 1, "sequences"),
-    _number("kv-heads", 8, "KV heads"),
-    _number("query-heads", 32, "query heads"),
-    Option("--head-dim", 128, "channels of a head (128)", {"type": positive, "metavar": "D"}),
-    _number("tokens", 4096, "tokens of a sequence"),
-    _number("repeats", 5, "repetitions of each measurement"),
-    Option("--dtype", "float32", "of keys and values (float32)", {"choices": ("float32", "float16", "bfloat16")}),
-)
-OUT = (
-    _text("out", "DIR", "folder for rows and page; a run continues from the rows there"),
-    _text("commit", "ID", "stamped on the rows (what git says)"),
-    _flag("rows-only", "write rows and no page"),
-)
-GPU = (
-    Option("--deadline", None, "begin nothing later than this", {"type": float, "metavar": "SECONDS"}),
-    # as the programs would be where shared memory is short, to bound their times: docs/kernels.md
-    Option("--shared-memory", None, argparse.SUPPRESS, {"type": int, "metavar": "KB"}),
-)
-ENGINE = _text("engine", "cuda", "the kernels to time; there is one engine, cuda")
-SESSIONS = (
-    _number("sessions", 32, "concurrent sessions"),
-    _number("rounds", 6, "rounds of a session"),
-    _number("shared", 1024, "tokens that all sessions share", tokens),
-    _number("context", 16384, "tokens of a session's own context", tokens),
-    _number("turn", 2048, "tokens of a tool's output", tokens),
-    _number("answer", 256, "tokens of an answer"),
-    _number("pause", 0, "seconds between an answer and the next round", seconds),
-)
-SERVER = (
-    _text("label", "NAME", "name of the server in the rows (server)", "server"),
-    _text("model", "NAME", "model to ask for (the first that the server lists)"),
-    _number("vocabulary", 30_000, "prompts' ids are below it"),
-    Option("--timeout", 1800.0, "of one request (1800)", {"type": seconds, "metavar": "SECONDS"}),
-    Option("--header", [], "sent with every request", {"metavar": "'NAME: VALUE'", "action": "append"}),
-    Option("--seed", 0, "of the prompts (0)", {"type": int, "metavar": "N"}),
-)
 DECODE_SHAPES = "spine,corners,octopus,saw,per-head,sweep"
-SHAPES = {
-    "decode": f"with --device cuda: names or groups of shapes ({DECODE_SHAPES})",
-    "encode": "names of shapes, e.g. llm64k,append_b8; append for all batches of one token (all)",
-    "prefill": "all, hqmq, or e.g. prefill_b1_t2048_q16 (all)",
-    "generate": "e.g. qwen3_8b_b1_32k (1 and 8 sequences)",
-}
-ALSO = Option("--also", [], "with --device cuda: also these specs at these shapes; may be repeated; without --shapes "
-              "nothing else", {"metavar": "A,B@X,Y", "action": "append"})  # fmt: skip
 MOVED = ("--start", "--load", "--concurrency", "--rate", "--input-len", "--output-len", "--requests", "--warmups",
          "--together", "--start-timeout", "--gpu")  # fmt: skip
 """Options of a load generator that vLLM brings."""
 
 
-def _shapes(bench: str) -> Option:
-    return _text("shapes", "A,B", SHAPES[bench])
+def _option(default: Any, text: str, **form: Any) -> Any:
+    """Return a field of ``Job`` that is an option; ``form`` is for ``add_argument``."""
+    return field(default=default, metadata={"help": text, **form})
 
 
-BENCHES: dict[str, tuple[str, tuple[Option, ...]]] = {
-    "cache": ("append, decode and attend beside SDPA; without a name it is this one", (SPECS, *DEVICE, *SIZES)),
-    "codec": ("encode and decode of K and V, beside int-4, hqq and quanto", (SPECS, *DEVICE, *SIZES)),
+def _number(default: int, text: str, kind: Any = positive) -> Any:
+    return _option(default, f"{text} ({default})", type=kind, metavar="N")
+
+
+def _text(metavar: str, text: str, default: str | None = None, **form: Any) -> Any:
+    return _option(default, text, metavar=metavar, **form)
+
+
+def _flag(text: str) -> Any:
+    return _option(False, text, action="store_true")
+
+
+@dataclass(frozen=True)
+class Job:
+    """A bench, and its options with their help; a bench reads those that ``BENCHES`` lists."""
+
+    what: str
+    url: str = ""
+    specs: Sequence[str] | None = _text("A,B", "presets (a list of the bench's own)", type=arguments.specs)
+    device: str = _option("cpu", "torch device (cpu)")
+    seed: int = _option(0, "of everything drawn at random (0)", type=int, metavar="N")
+    no_libraries: bool = _flag("compare with torch alone, with no other library")
+    batch: int = _number(1, "sequences")
+    kv_heads: int = _number(8, "KV heads")
+    query_heads: int = _number(32, "query heads")
+    head_dim: int = _option(128, "channels of a head (128)", type=positive, metavar="D")
+    tokens: int = _number(4096, "tokens of a sequence")
+    repeats: int = _number(5, "repetitions of each measurement")
+    dtype: str = _option("float32", "of keys and values (float32)", choices=("float32", "float16", "bfloat16"))
+    out: str | None = _text("DIR", "folder for rows and page; a run continues from the rows there")
+    commit: str | None = _text("ID", "stamped on the rows (what git says)")
+    rows_only: bool = _flag("write rows and no page")
+    add: str | None = _text("DIR", "first add the rows of this folder, e.g. of another machine")
+    deadline: float | None = _option(None, "begin nothing later than this", type=float, metavar="SECONDS")
+    # as the programs would be where shared memory is short, to bound their times: docs/kernels.md
+    shared_memory: int | None = _option(None, argparse.SUPPRESS, type=int, metavar="KB")
+    engine: str = _text("engine", "the kernels to time; there is one engine, cuda", "cuda")
+    shapes: str | None = _text("A,B", "names of shapes, and of groups of them")
+    also: Sequence[str] | None = _option(None, "with --device cuda: also these specs at these shapes; may be repeated; "
+                                     "without --shapes nothing else", metavar="A,B@X,Y", action="append")  # fmt: skip
+    ways: str | None = _text("A,B", "generate, graph, compiled (all)")
+    turns: str | None = _text("FILE", "a lock file for processes that compile at once and are timed one by one")
+    no_dense: bool = _flag("do not time the uncompressed model")
+    sessions: int = _number(32, "concurrent sessions")
+    rounds: int = _number(6, "rounds of a session")
+    shared: int = _number(1024, "tokens that all sessions share", arguments.tokens)
+    context: int = _number(16384, "tokens of a session's own context", arguments.tokens)
+    turn: int = _number(2048, "tokens of a tool's output", arguments.tokens)
+    answer: int = _number(256, "tokens of an answer", arguments.tokens)
+    pause: float = _number(0, "seconds between an answer and the next round", seconds)
+    label: str = _text("NAME", "name of the server in the rows (server)", "server")
+    model: str | None = _text("NAME", "model to ask for (the first that the server lists)")
+    vocabulary: int = _number(30_000, "prompts' ids are below it")
+    timeout: float = _option(1800.0, "of one request (1800)", type=seconds, metavar="SECONDS")
+    header: Sequence[str] | None = _option(None, "sent with every request", metavar="'NAME: VALUE'", action="append")
+
+    @property
+    def on_gpu(self) -> bool:
+        """Whether it times the kernels of a GPU."""
+        return self.what in ("encode", "prefill", "generate", "first") or (
+            self.what == "decode" and self.device != "cpu"
+        )
+
+
+DEVICE = ("specs", "device", "seed", "no_libraries")
+SIZES = ("batch", "kv_heads", "query_heads", "head_dim", "tokens", "repeats", "dtype")
+OUT = ("out", "commit", "rows_only")
+GPU = (*DEVICE, *OUT, "deadline", "shared_memory")
+SESSIONS = ("sessions", "rounds", "shared", "context", "turn", "answer", "pause")
+BENCHES: dict[str, tuple[str, tuple[str, ...]]] = {
+    "cache": ("append, decode and attend beside SDPA; without a name it is this one", (*DEVICE, *SIZES)),
+    "codec": ("encode and decode of K and V, beside int-4, hqq and quanto", (*DEVICE, *SIZES)),
     "decode": (
         "decode attention: on a GPU beside 16-bit attention, on a CPU beside PyTorch, llama.cpp and QuantizedCache",
-        (SPECS, *DEVICE, *SIZES, *OUT, *GPU, ENGINE, _shapes("decode"), ALSO),
+        (*GPU, *SIZES, "engine", "shapes", "also"),
     ),
-    "encode": ("encoding into pages on a GPU", (SPECS, *DEVICE, *OUT, *GPU, ENGINE, _shapes("encode"))),
-    "prefill": ("new tokens over packed history on a GPU", (SPECS, *DEVICE, *OUT, *GPU, _shapes("prefill"))),
-    "generate": (
-        "decode steps of a whole model on a GPU",
-        (
-            SPECS, *DEVICE, *OUT, *GPU, _shapes("generate"),
-            _text("ways", "A,B", "generate, graph, compiled (all)"),
-            _text("turns", "FILE", "a lock file for processes that compile at once and are timed one by one"),
-            _flag("no-dense", "do not time the uncompressed model"),
-        ),
+    "encode": ("encoding into pages on a GPU", (*GPU, "engine", "shapes")),
+    "prefill": ("new tokens over packed history on a GPU", (*GPU, "shapes")),
+    "generate": ("decode steps of a whole model on a GPU", (*GPU, "shapes", "ways", "turns", "no_dense")),
+    "first": ("time to the first token on a GPU", GPU),
+    "serve": (
+        "sessions of several rounds against a running server",
+        (*SESSIONS, "label", "model", "vocabulary", "timeout", "header", "seed", *OUT),
     ),
-    "first": ("time to the first token on a GPU", (SPECS, *DEVICE, *OUT, *GPU)),
-    "serve": ("sessions of several rounds against a running server", (*SESSIONS, *SERVER, *OUT)),
-    "page": (
-        "the page of a run's folder",
-        (
-            _text("out", "DIR", "folder of the rows", required=True),
-            _text("add", "DIR", "first add the rows of this folder, e.g. of another machine"),
-        ),
-    ),
-}  # fmt: skip
+    "page": ("the page of a run's folder", ("out", "add")),
+}
 """Help and options of each bench."""
+TOLD = {
+    "decode": {"shapes": f"with --device cuda: names or groups of shapes ({DECODE_SHAPES})"},
+    "encode": {"shapes": "names of shapes, e.g. llm64k,append_b8; append for all batches of one token (all)"},
+    "prefill": {"shapes": "all, hqmq, or e.g. prefill_b1_t2048_q16 (all)"},
+    "generate": {"shapes": "e.g. qwen3_8b_b1_32k (1 and 8 sequences)"},
+    "serve": {"seed": "of the prompts (0)"},
+    "page": {"out": "folder of the rows"},
+}
+"""Help of an option that differs from the others' by bench."""
 
 
 class _Moved(argparse.Action):
@@ -143,157 +139,171 @@ class _Moved(argparse.Action):
 
 def add_arguments(p: argparse.ArgumentParser) -> None:
     """Add a command for each bench; options before its name are those of ``cache``."""
-    p.set_defaults(what="cache")
-    for option in BENCHES["cache"][1]:
-        p.add_argument(option.name, default=option.default, help=option.help, **option.form)
+    options = {f.name: f for f in fields(Job)}
+
+    def add(parser: argparse.ArgumentParser, name: str, **changed: Any) -> None:
+        parser.add_argument(f"--{name.replace('_', '-')}", **{**options[name].metadata, **changed})
+
+    # a default of a bench's own parser would replace what stands before the bench's name
+    p.set_defaults(what="cache", **{name: f.default for name, f in options.items() if name != "what"})
+    for name in BENCHES["cache"][1]:
+        add(p, name, default=options[name].default)
     benches = p.add_subparsers(title="benches", metavar="BENCH")
-    for name, (summary, options) in BENCHES.items():
-        bench = benches.add_parser(name, help=summary, description=f"Time {summary}.")
+    for what, (summary, names) in BENCHES.items():
+        bench = benches.add_parser(what, help=summary, description=f"Time {summary}.")
         bench.add_argument("--json", metavar="FILE", default=argparse.SUPPRESS, help="as before the bench's name")
         add_codec_file(bench, argparse.SUPPRESS)
-        bench.set_defaults(what=name)
-        if name == "serve":
+        bench.set_defaults(what=what)
+        if what == "serve":
             bench.add_argument("url", metavar="URL", help="e.g. http://localhost:8000")
             for moved in MOVED:
                 bench.add_argument(moved, action=_Moved, nargs="?", help=argparse.SUPPRESS)
-        for option in options:
-            # a default here would replace what stands before the bench's name
-            p.set_defaults(**{option.name[2:].replace("-", "_"): option.default})
-            bench.add_argument(option.name, default=argparse.SUPPRESS, help=option.help, **option.form)
+        for name in names:
+            told = {"help": TOLD[what][name]} if name in TOLD.get(what, {}) else {}
+            required = {"required": True} if (what, name) == ("page", "out") else {}
+            add(bench, name, default=argparse.SUPPRESS, **told, **required)
 
 
 def run(args: argparse.Namespace) -> Result | int:
     """Run the bench that ``args.what`` names."""
-    import torch
+    job = Job(**{f.name: getattr(args, f.name) for f in fields(Job)})
+    return _page(job) if job.what == "page" else Run(job).measure()
 
-    from packedkv.cli.measure.rows import check_writable
-    from packedkv.cli.stamp import stamp
+
+def _page(job: Job) -> Result:
+    """Write the page of a folder."""
     from packedkv.progress import Progress
-    from packedkv.registry import get
-    from packedkv_lab.bench.record import Deadline, DeviceLostError, Recorder, require_gpu, usable_device
     from packedkv_lab.report.bench import write_page
 
-    say, what = Progress().say, args.what
-    if what == "page":
-        rows = write_page(Path(args.out), say, None if args.add is None else Path(args.add))
-        return Result(rows, _table(rows))
-    for spec in args.specs or ():
-        get(spec)
-    on_gpu = what in ("encode", "prefill", "generate", "first") or (what == "decode" and args.device != "cpu")
-    if what == "serve":
+    rows = write_page(Path(job.out or ""), Progress().say, None if job.add is None else Path(job.add))
+    return Result(rows, _table(rows))
+
+
+class Run:
+    """A job that is run: its device, its folder and its recorder. Specs, device and folder are checked first."""
+
+    def __init__(self, job: Job) -> None:
+        import torch
+
+        from packedkv.cli.measure.rows import check_writable
+        from packedkv.cli.stamp import stamp
+        from packedkv.progress import Progress
+        from packedkv.registry import get
+        from packedkv_lab.bench.record import Deadline, Recorder, require_gpu, usable_device
+
+        self.job, self.say = job, Progress().say
+        for spec in job.specs or ():
+            get(spec)
         device = torch.device("cpu")
-    else:
-        device = require_gpu(what, args.device) if on_gpu else usable_device(f"bench {what}", args.device)
-    out = None if args.out is None else check_writable(args.out)
-    common = stamp(device, args.seed, args.commit)
-    if not on_gpu and what != "serve":
-        common["device"] = common.pop("gpu")
-    limit: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
-    if args.shared_memory:
+        if job.what != "serve":
+            device = require_gpu(job.what, job.device) if job.on_gpu else usable_device(f"bench {job.what}", job.device)
+        self.out = None if job.out is None else check_writable(job.out)
+        common = stamp(device, job.seed, job.commit)
+        if not job.on_gpu and job.what != "serve":
+            common["device"] = common.pop("gpu")
+        if job.shared_memory:
+            common["shared_memory_kb"] = job.shared_memory
+        self.recorder = Recorder(
+            None if self.out is None else self.out / f"{job.what}.jsonl",
+            common,
+            self.say,
+            device=device,
+            seed=job.seed,
+            deadline=Deadline(job.deadline),
+            libraries=not job.no_libraries,
+        )
+
+    def measure(self) -> Result | int:
+        """Measure, write what was asked for, and return the rows of this run."""
         from packedkv.kernels.cuda.launch import limited
+        from packedkv_lab.bench.record import DeviceLostError
+        from packedkv_lab.report.bench import write_page
 
-        common, limit = common | {"shared_memory_kb": args.shared_memory}, limited(args.shared_memory)
-    recorder = Recorder(
-        None if out is None else out / f"{what}.jsonl",
-        common,
-        say,
-        device=device,
-        seed=args.seed,
-        deadline=Deadline(args.deadline),
-        libraries=not args.no_libraries,
-    )
-    partial = {}
-    try:
-        with limit:
-            (_on_gpu if on_gpu else _here)(args, recorder)
-    except KeyboardInterrupt:
-        if not recorder.new:
-            raise
-        say("interrupted: the rows hold what was finished")
-        partial = {"partial": True}
-    except DeviceLostError as error:
-        say(str(error))
-        return DEVICE_LOST
-    finally:
-        if out is not None and not args.rows_only and recorder.rows:
-            write_page(out, say)
-    rows = [row | partial for row in recorder.new]
-    return Result(rows, _table(rows), FAILED if any(row.get("errors") for row in rows) else 0)
+        job, recorder, partial = self.job, self.recorder, {}
+        bench = self._on_server if job.what == "serve" else self._on_gpu if job.on_gpu else self._on_cpu
+        try:
+            with limited(job.shared_memory) if job.shared_memory else contextlib.nullcontext():
+                bench()
+        except KeyboardInterrupt:
+            if not recorder.new:
+                raise
+            self.say("interrupted: the rows hold what was finished")
+            partial = {"partial": True}
+        except DeviceLostError as error:
+            self.say(str(error))
+            return DEVICE_LOST
+        finally:
+            if self.out is not None and not job.rows_only and recorder.rows:
+                write_page(self.out, self.say)
+        rows = [row | partial for row in recorder.new]
+        return Result(rows, _table(rows), FAILED if any(row.get("errors") for row in rows) else 0)
 
-
-def _here(args: argparse.Namespace, recorder: Any) -> None:
-    """Run a bench that needs no GPU."""
-    from packedkv.registry import presets
-    from packedkv_lab.bench.shapes import Shape
-
-    if args.what == "serve":
+    def _on_server(self) -> None:
+        """Send sessions to a server."""
         from packedkv_lab.bench.sessions import Server, Sessions, session_rows
 
-        headers = dict(line.split(": ", 1) for line in args.header if ": " in line)
-        server = Server(args.url, args.model, headers, args.timeout)
-        load = Sessions(**{option.name[2:]: getattr(args, option.name[2:]) for option in SESSIONS})
-        session_rows(server, load, recorder, label=args.label, vocabulary=args.vocabulary)
-        return
-    if args.shapes or args.also:
-        raise SpecError(
-            "bench decode on a CPU: --shapes and --also are for --device cuda; sizes are --batch, --kv-heads, "
-            "--query-heads, --head-dim and --tokens."
-        )
-    sizes, codec = (args.batch, args.query_heads, args.kv_heads, args.head_dim, args.tokens), args.what == "codec"
-    b, hq, h, d, t = sizes
-    if codec:
-        from packedkv_lab.bench.codec import codec_rows
+        job = self.job
+        headers = dict(line.split(": ", 1) for line in job.header or () if ": " in line)
+        load = Sessions(**{name: getattr(job, name) for name in SESSIONS})
+        server = Server(job.url, job.model, headers, job.timeout)
+        session_rows(server, load, self.recorder, label=job.label, vocabulary=job.vocabulary)
 
-        shape = Shape(f"b1_h{h}_d{d}_t{t}", 1, h, h, d, t)
-        codec_rows(args.specs or presets(), shape, recorder, repeats=args.repeats)
-        return
-    shape = Shape(f"b{b}_hq{hq}_h{h}_d{d}_t{t}", *sizes)
-    if args.what == "cache":
-        from packedkv_lab.bench.cache import cache_rows
+    def _on_cpu(self) -> None:
+        """Run a bench that needs no GPU."""
+        from packedkv.registry import presets
+        from packedkv_lab.bench import cache, codec, cpu_decode
+        from packedkv_lab.bench.shapes import Shape
 
-        chosen = args.specs or ["dense", "saw-int4"]
-        cache_rows(chosen, shape, recorder, dtype=args.dtype, repeats=args.repeats)
-    else:
-        from packedkv_lab.bench.cpu_decode import PRESETS, cpu_decode_rows
+        job = self.job
+        if job.shapes or job.also:
+            raise SpecError(
+                "bench decode on a CPU: --shapes and --also are for --device cuda; sizes are --batch, --kv-heads, "
+                "--query-heads, --head-dim and --tokens."
+            )
+        b, hq, h, d, t = job.batch, job.query_heads, job.kv_heads, job.head_dim, job.tokens
+        if job.what == "codec":
+            shape = Shape(f"b1_h{h}_d{d}_t{t}", 1, h, h, d, t)
+            codec.codec_rows(job.specs or presets(), shape, self.recorder, repeats=job.repeats)
+            return
+        shape = Shape(f"b{b}_hq{hq}_h{h}_d{d}_t{t}", b, hq, h, d, t)
+        if job.what == "cache":
+            chosen = job.specs or ["dense", "saw-int4"]
+            cache.cache_rows(chosen, shape, self.recorder, dtype=job.dtype, repeats=job.repeats)
+        else:
+            cpu_decode.cpu_decode_rows(job.specs or cpu_decode.PRESETS, shape, self.recorder, repeats=job.repeats)
 
-        cpu_decode_rows(args.specs or PRESETS, shape, recorder, repeats=args.repeats)
+    def _on_gpu(self) -> None:
+        """Run a bench of the GPU's kernels."""
+        from packedkv.registry import get, split_specs
+        from packedkv_lab.bench import decode, encode, first, generate, prefill
+        from packedkv_lab.bench.shapes import KMEANS, PRESETS, shapes_named
 
-
-def _on_gpu(args: argparse.Namespace, recorder: Any) -> None:
-    """Run a bench of the GPU's kernels."""
-    from packedkv.registry import get, split_specs
-    from packedkv_lab.bench.shapes import KMEANS, PRESETS, shapes_named
-
-    if args.engine not in (None, "cuda"):
-        raise UnsupportedError(f"--engine {args.engine}: there are no such kernels; use cuda, or leave it out.")
-    what, chosen = args.what, args.specs or list(PRESETS)
-    bench = import_module(f"packedkv_lab.bench.{what}")
-    if what == "decode":
-        jobs = []
-        if args.shapes or not args.also:
-            jobs.append((args.specs or [*PRESETS, KMEANS], shapes_named(args.shapes or DECODE_SHAPES)))
-        for text in args.also:
-            names, _, shapes = text.partition("@")
-            for spec in split_specs(names):
+        job, recorder, chosen = self.job, self.recorder, self.job.specs or PRESETS
+        if job.engine != "cuda":
+            raise UnsupportedError(f"--engine {job.engine}: there are no such kernels; use cuda, or leave it out.")
+        if job.what == "decode":
+            also = [(split_specs(names), at) for names, _, at in (text.partition("@") for text in job.also or ())]
+            for spec in chain.from_iterable(some for some, _ in also):
                 get(spec)
-            jobs.append((split_specs(names), shapes_named(shapes)))
-        for some, where in jobs:
-            bench.decode_rows(some, where, recorder)
-    elif what == "encode":
-        bench.encode_rows(chosen, recorder, *(bench.encode_shapes(args.shapes) if args.shapes else ()))
-    elif what == "prefill":
-        bench.prefill_rows(chosen, bench.prefill_shapes(args.shapes or "all"), recorder)
-    elif what == "first":
-        bench.first_rows(args.specs or bench.served(), recorder)
-    else:
-        bench.generate_rows(
-            chosen,
-            recorder,
-            batches=bench.batches_of(args.shapes) if args.shapes else bench.BATCHES,
-            ways=args.ways.split(",") if args.ways else bench.WAYS,
-            lock=bench.GpuLock(Path(args.turns) if args.turns else None),
-            dense=not args.no_dense,
-        )
+            whole = [(job.specs or [*PRESETS, KMEANS], job.shapes or DECODE_SHAPES)]
+            cases = (whole if job.shapes or not job.also else []) + also
+            for some, shapes in [(some, shapes_named(at)) for some, at in cases]:
+                decode.decode_rows(some, shapes, recorder)
+        elif job.what == "encode":
+            encode.encode_rows(chosen, recorder, *(encode.encode_shapes(job.shapes) if job.shapes else ()))
+        elif job.what == "prefill":
+            prefill.prefill_rows(chosen, prefill.prefill_shapes(job.shapes or "all"), recorder)
+        elif job.what == "first":
+            first.first_rows(job.specs or first.served(), recorder)
+        else:
+            generate.generate_rows(
+                chosen,
+                recorder,
+                batches=generate.batches_of(job.shapes) if job.shapes else generate.BATCHES,
+                ways=job.ways.split(",") if job.ways else generate.WAYS,
+                lock=generate.GpuLock(Path(job.turns) if job.turns else None),
+                dense=not job.no_dense,
+            )
 
 
 def _table(rows: Sequence[dict[str, Any]]) -> str:

@@ -106,12 +106,12 @@ def read_json(path: Path, otherwise: str) -> Any:
 
 def read_json_lines(path: Path, data: bytes) -> list[Any]:
     """JSON of each line; a truncated last line, left by a killed process, is ignored."""
-    found = []
-    for at, raw in enumerate(data.splitlines(keepends=True), 1):
-        try:
-            found.append(json.loads(raw))
-        except ValueError as error:
-            if not raw.endswith(b"\n"):
-                break
-            raise FormatError(f"{path}, line {at} is damaged ({error}); remove that line.") from error
-    return found
+    whole = data[: data.rfind(b"\n") + 1]
+    return [_json(path, at, raw) for at, raw in enumerate(whole.splitlines(), 1)]
+
+
+def _json(path: Path, at: int, raw: bytes) -> Any:
+    try:
+        return json.loads(raw)
+    except ValueError as error:
+        raise FormatError(f"{path}, line {at} is damaged ({error}); remove that line.") from error
