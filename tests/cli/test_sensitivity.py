@@ -182,7 +182,7 @@ def test_stress_shows_in_the_diagnosis_at_the_channels_it_scaled(windows):
 
 def test_figures_are_drawn(model, windows):
     rows = sensitivity(model, windows[:1], {"key": ["int-2"], "value": ["int-2"]})
-    assert svg.draw_strips(figures.sensitivity(rows, "tiny"), "label").count("<title>") == len(rows)
+    assert svg.draw(figures.sensitivity(rows, "tiny")).count("<title>") == len(rows)
     keys = {"tiny": key_outliers(model.model, windows[0])}
     assert svg.draw(figures.outliers(keys)).count("<title>") == len(keys["tiny"])
     assert json.dumps(rows)

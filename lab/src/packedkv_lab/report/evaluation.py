@@ -1,6 +1,7 @@
 """The page of ``packedkv eval``: tables and drawings, all numbers from the folder's results.json."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 from packedkv.cli.page import figures, html
@@ -276,19 +277,18 @@ def _layers(found: Layers, model: str) -> str:
     """KL with one role of one layer compressed, and K_max / K_median of the keys, from ``packedkv advise``."""
     other = f" <b>Measured on {escape(found.model)}.</b>" if found.model and found.model != model else ""
     told = "From packedkv advise: the KL of compressing the keys, or the values, of one layer alone."
-    parts = [f"<p>{escape(told)}{other}</p>"]
-    strips = figures.sensitivity(found.sensitivity, "KL with one layer compressed (dark: little; light: much)")
-    if strips.lines:
-        worst, name, layer = max((v, name, layer) for name, held in strips.lines.items() for layer, v in held.items())
-        parts.append(html.strips(strips, f"Most sensitive: {name} of layer {layer} with {small_text(worst)} nats."))
-        layers = sorted({layer for held in strips.lines.values() for layer in held})
-        lines = [[str(at), *(small_text(held[at]) if at in held else DASH for held in strips.lines.values())]
-                 for at in layers]  # fmt: skip
-        table = html.table(["layer", *strips.lines], lines, name="KL by layer")
-        parts.append(f"<details><summary>KL by layer as a table</summary>{table}</details>")
+    plots, table = [], ""
+    if (plot := figures.sensitivity(found.sensitivity, "One layer compressed")).curves:
+        worst, name, layer = max((kl, curve.name, at) for curve in plot.curves for at, kl in curve.points)
+        plots.append(replace(plot, note=f"Most sensitive: {name} of layer {layer:g} with {small_text(worst)} nats."))
+        held = {curve.name: dict(curve.points) for curve in plot.curves}
+        layers = sorted({at for points in held.values() for at in points})
+        lines = [[f"{at:g}", *(small_text(p[at]) if at in p else DASH for p in held.values())] for at in layers]
+        table = html.table(["layer", *held], lines, name="KL by layer")
+        table = f"<details><summary>KL by layer as a table</summary>{table}</details>"
     if found.keys:
-        parts.append(html.drawings([figures.outliers({found.model or model: found.keys})]))
-    return "".join(parts)
+        plots.append(figures.outliers({found.model or model: found.keys}))
+    return f"<p>{escape(told)}{other}</p>{html.drawings(plots)}{table}"
 
 
 def _how(results: Results) -> str:

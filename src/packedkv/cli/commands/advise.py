@@ -105,9 +105,9 @@ def figures(result: Mapping[str, Any], out: Path) -> list[Path]:
     """Plot sensitivity and K_max / K_median; return the files."""
     from packedkv.cli.page import figures, svg
 
-    strips = figures.sensitivity(result["sensitivity"], f"{result['model']}: one layer compressed")
+    lost = figures.sensitivity(result["sensitivity"], f"{result['model']}: one layer compressed")
     outliers = figures.outliers({result["model"]: result["keys"]})
-    drawn = {"sensitivity.svg": svg.draw_strips(strips, strips.title), "keys.svg": svg.draw(outliers)}
+    drawn = {"sensitivity.svg": svg.draw(lost), "keys.svg": svg.draw(outliers)}
     for name, text in drawn.items():
         (out / name).write_text(svg.standalone(text), encoding="utf-8")
     return [out / name for name in drawn]

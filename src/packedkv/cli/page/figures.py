@@ -1,4 +1,4 @@
-"""Figures as data: points, curves, levels and strips, and the colour and marker of each method. ``svg`` draws them."""
+"""Figures as data: points, curves and levels, and the colour and marker of each method. ``svg`` draws them."""
 
 import zlib
 from collections.abc import Callable, Mapping, Sequence
@@ -77,17 +77,6 @@ class Plot:
     levels: Sequence[Level] = ()
     better: Literal["lower", "higher"] = "lower"
     note: str = ""
-
-
-@dataclass(frozen=True)
-class Strips:
-    """A strip per line, a cell per layer; colour is the logarithm of the value, dark for small."""
-
-    title: str
-    lines: Mapping[str, Mapping[int, float]]
-    x_title: str
-    value_title: str
-    text: Callable[[float], str] = small_text
 
 
 def frontier(points: Sequence[tuple[float, float]], better: str) -> list[int]:
@@ -225,14 +214,15 @@ def speed(points: Sequence[Any]) -> list[Plot]:
     return plots
 
 
-def sensitivity(rows: Sequence[Row], title: str) -> Strips:
-    """KL with one role of one layer compressed: a strip per role and spec; a row whose KL is not finite has no cell."""
-    lines: dict[str, dict[int, float]] = {}
+def sensitivity(rows: Sequence[Row], title: str) -> Plot:
+    """KL with one role of one layer compressed, a curve per role and spec; a KL that is not finite has no point."""
+    lines: dict[str, list[tuple[float, float]]] = {}
     for row in rows:
-        strip = lines.setdefault(f"{row.get('role')}s {row.get('spec')}", {})
         if (value := number(row.get("kl"))) is not None:
-            strip[int(row["layer"])] = value
-    return Strips(title, lines, "layer that is compressed, everything else dense", "KL (nats per token)")
+            lines.setdefault(f"{row.get('role')}s {row.get('spec')}", []).append((row["layer"], value))
+    curves = [Curve(name, sorted(points), _by_place(i)) for i, (name, points) in enumerate(lines.items())]
+    x = Axis("layer that is compressed, everything else dense")
+    return Plot(title, x, Axis("KL (nats per token)", "log", text=small_text), (), curves)
 
 
 def outliers(models: Mapping[str, Sequence[Row]]) -> Plot:

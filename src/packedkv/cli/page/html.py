@@ -11,7 +11,7 @@ from importlib import resources
 from typing import Any
 
 from packedkv.cli.page import svg
-from packedkv.cli.page.figures import Plot, Strips, style_of
+from packedkv.cli.page.figures import Plot, style_of
 from packedkv.cli.page.rows import UNCOMPRESSED
 
 BITS_ARE_BYTES = "Bits are bytes: every figure of size is measured from the tensors held."
@@ -173,11 +173,3 @@ def drawings(plots: Sequence[Plot]) -> str:
     """Plots side by side, each with its note; empty without any."""
     drawn = "".join(f"<div>{svg.draw(plot)}{paragraph(plot.note, 'soft') if plot.note else ''}</div>" for plot in plots)
     return f'<figure class="drawings light">{drawn}</figure>' if drawn else ""
-
-
-def strips(drawn: Strips, label: str) -> str:
-    """Strips over layers; ``label`` says in words what they show."""
-    return (
-        f'<figure class="plot strips"><h3>{escape(drawn.title)}</h3>{svg.draw_strips(drawn, label)}'
-        f"<figcaption>{escape(label)}</figcaption></figure>"
-    )

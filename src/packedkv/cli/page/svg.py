@@ -1,4 +1,4 @@
-"""Figures as SVG: plots with axes, intervals, curves and a column of names; strips of cells over layers.
+"""Figures as SVG: plots with axes, intervals, curves and a column of names.
 
 Colours of text and lines come from ``drawing.css``.
 """
@@ -9,7 +9,7 @@ from html import escape
 from importlib import resources
 from typing import NamedTuple
 
-from packedkv.cli.page.figures import Axis, Curve, Plot, Point, Strips, Style, frontier, style_of
+from packedkv.cli.page.figures import Axis, Curve, Plot, Point, Style, frontier, style_of
 
 
 class Box(NamedTuple):
@@ -209,53 +209,3 @@ def standalone(drawn: str) -> str:
     begin, inside = drawn.split(">", 1)
     head = begin.replace("<svg ", '<svg xmlns="http://www.w3.org/2000/svg" class="light" ', 1)
     return f'{head}><style>{style_sheet()}</style><rect width="100%" height="100%" fill="#fff"/>{inside}\n'
-
-
-# -- strips ------------------------------------------------------------------------------------------------------------
-
-STRIP, STRIP_NAME, STRIPS_WIDTH = 16, 15, 360
-STOPS = ((68, 1, 84), (59, 82, 139), (33, 145, 140), (94, 201, 98), (253, 231, 37))
-
-
-def draw_strips(strips: Strips, label: str) -> str:
-    """Draw strips; ``label`` describes them in words."""
-    width = STRIPS_WIDTH
-    layers = sorted({layer for values in strips.lines.values() for layer in values})
-    positive = [v for values in strips.lines.values() for v in values.values() if v > 0]
-    low, high = min(positive, default=1.0), max(positive, default=1.0)
-    cell = (width - 2) / len(layers)
-    height = len(strips.lines) * (STRIP + STRIP_NAME + 4) + 30
-    parts = [f'<svg viewBox="0 0 {width} {height}" role="img" aria-label="{escape(label)}">']
-    top = 0
-    for name, values in strips.lines.items():
-        parts.append(f'<text x="1" y="{top + 11}">{escape(name)}</text>')
-        for i, layer in enumerate(layers):
-            if layer not in values:
-                continue
-            share = 0.5
-            if high > low:
-                share = (math.log(max(values[layer], low)) - math.log(low)) / (math.log(high) - math.log(low))
-            told = f"{name}, layer {layer}: {strips.text(values[layer])}"
-            parts.append(
-                f'<rect x="{1 + i * cell:.2f}" y="{top + STRIP_NAME}" width="{cell - 0.6:.2f}" height="{STRIP}" '
-                f'fill="{color(share)}"><title>{escape(told)}</title></rect>'
-            )
-        top += STRIP + STRIP_NAME + 4
-    for i in range(0, len(layers), max(1, -(-len(layers) // 8))):
-        parts.append(f'<text x="{1 + (i + 0.5) * cell:.1f}" y="{top + 8}" text-anchor="middle">{layers[i]}</text>')
-    parts.append(
-        f'<text class="soft" x="{width / 2}" y="{top + 24}" text-anchor="middle">{escape(strips.x_title)}</text>'
-    )
-    return "".join([*parts, "</svg>"])
-
-
-def color(share: float) -> str:
-    """A colour of viridis for 0..1.
-
-    >>> color(0), color(1)
-    ('#440154', '#fde725')
-    """
-    place = min(max(share, 0.0), 1.0) * (len(STOPS) - 1)
-    i = min(int(place), len(STOPS) - 2)
-    mixed = (round(a + (b - a) * (place - i)) for a, b in zip(STOPS[i], STOPS[i + 1], strict=True))
-    return "#" + "".join(f"{c:02x}" for c in mixed)
