@@ -28,20 +28,9 @@ def choose(
 ) -> Engine:
     """Return the engine for a layer's scheme; nothing is compiled.
 
-    Parameters
-    ----------
-    scheme : KVScheme
-        Of one layer (``scheme.for_layer``), with its codecs for the dtype (``for_dtype``).
-    head_dim : int
-    device : torch.device
-    page_tokens : int, optional
-    static : bool
-        Whether steps must not synchronise: both roles then need an encode kernel.
-
-    Raises
-    ------
-    UnsupportedError
-        No engine supports the scheme; the text says why.
+    ``scheme`` is the scheme of one layer (``scheme.for_layer``), with its codecs for the dtype (``for_dtype``).
+    ``static``: steps must not synchronise, so that both roles need an encode kernel. Raises UnsupportedError with the
+    reason if no engine supports the scheme.
     """
     if scheme.recent is not None:
         raise UnsupportedError(
@@ -80,31 +69,15 @@ def refusal(
 
 
 class Chosen(NamedTuple):
-    """The kernels of a scheme's layers of one head_dim and dtype on one device.
+    """The kernels of a scheme's layers of one head_dim and dtype on one device."""
 
-    Parameters
-    ----------
-    engine : Engine
-        Without constants: a layer takes ``fresh``.
-    layout : PageLayout
-    name : Hashable
-        Key of all this, for objects that layers share.
-    """
-
-    engine: Engine
+    engine: Engine  # without constants: a layer takes ``fresh``
     layout: PageLayout
-    name: Hashable
+    name: Hashable  # key of all this, for objects that layers share
 
 
 class Kernels:
-    """The engines of a model's layers: chosen once for all layers of the same scheme and sizes.
-
-    Parameters
-    ----------
-    page_tokens : int, optional
-    static : bool
-        As in ``choose``.
-    """
+    """The engines of a model's layers: chosen once for all layers of the same scheme and sizes, with these options."""
 
     def __init__(self, page_tokens: int | None = None, *, static: bool = False) -> None:
         self.page_tokens, self.static = page_tokens, static
@@ -112,13 +85,7 @@ class Kernels:
         self._served: dict[tuple[int, int, torch.dtype, torch.device], tuple[KVScheme, Chosen]] = {}
 
     def serve(self, scheme: KVScheme, head_dim: int, dtype: torch.dtype, device: torch.device) -> Chosen:
-        """Return the kernels for keys and values of this head_dim and dtype.
-
-        Raises
-        ------
-        UnsupportedError
-            No kernels support them; the text says why.
-        """
+        """Return the kernels for such keys and values; raises UnsupportedError with the reason if there are none."""
         same = id(scheme), head_dim, dtype, device  # codecs are slower to hash
         if (served := self._served.get(same)) is not None and served[0] is scheme:
             return served[1]

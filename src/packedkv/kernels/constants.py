@@ -59,35 +59,34 @@ class Side:
 
 
 class Constants(NamedTuple):
-    """Constants of one role of a layer for the kernels, on its device.
+    """Constants of one role of a layer for the kernels, on its device."""
 
-    Parameters
-    ----------
-    tables : Tensor uint8 ``[H or 1, bytes]`` or None
-        ``[B or 1, H, bytes]`` where the kernels take tables by sequence.
-    factor : Tensor float32 ``[B or 1, H, D]`` or None
-        ``[B or 1, H]`` where an encoder has an ``own`` constant; float64 reciprocals where it divides.
-    order : int
-    matrix : Tensor or None
-        What mixes the channels of a head, ``[n, H, ...]`` in the form of the kernels.
-    """
-
-    tables: Tensor | None
+    tables: Tensor | None  # uint8 [H or 1, bytes]; [B or 1, H, bytes] where the kernels take tables by sequence
+    # float32 [B or 1, H, D]; [B or 1, H] where an encoder has an ``own`` constant; float64 reciprocals where it divides
     factor: Tensor | None
-    order: int
-    matrix: Tensor | None = None
+    order: int  # of the Hadamard
+    matrix: Tensor | None = None  # [n, H, ...] in the form of the kernels: what mixes the channels of a head
 
 
 NO_CONSTANTS = Constants(None, None, 1)
 
 
+def tensors_of(key: Constants, value: Constants) -> list[Tensor | None]:
+    """Tensors of both roles, for an operator, which takes no other structure."""
+    return [x for side in (key, value) for x in (side.tables, side.factor, side.matrix)]
+
+
+def constants_of(tensors: Sequence[Tensor | None], orders: tuple[int, int]) -> tuple[Constants, Constants]:
+    """Return both roles' constants from ``tensors_of`` them and their orders."""
+    (a, b, c, d, e, f), (key, value) = tensors, orders
+    return Constants(a, b, key, c), Constants(d, e, value, f)
+
+
 def constants_for(kernel: Side, params: Params, heads: int, head_dim: int) -> Constants:
     """Build the tensors of one role from the site's constants.
 
-    Raises
-    ------
-    UnsupportedError
-        There is no constant of the name that ``kernel`` has, or they do not have the shape that the kernels take.
+    Raises UnsupportedError if there is no constant of the name that ``kernel`` has, or not of the shape that kernels
+    take.
     """
     tables = None if kernel.tables is None else _tables(kernel, params, heads)
     factor = _factor(kernel, params, heads, head_dim) if kernel.multiplies else None
@@ -103,20 +102,10 @@ def constants(
     *,
     drawn: bool,
 ) -> Constants:
-    """As ``constants_for``, shared where that is possible.
+    """As ``constants_for`` the params of a site, shared where that is possible.
 
-    Parameters
-    ----------
-    kernel : Side
-    codec : Codec
-    site : Site
-    params : Params
-        The site's.
-    old : Constants, optional
-        What the cache had before. Its own constants are copied into these tensors where shapes allow, because captured
-        graphs hold their addresses.
-    drawn : bool
-        Whether constants that need no sample follow from codec and site.
+    ``old`` is what the cache had before: its own constants are copied into these tensors where shapes allow, because
+    captured graphs hold their addresses. ``drawn``: whether constants that need no sample follow from codec and site.
     """
 
     tables = factor = matrix = None

@@ -19,36 +19,17 @@ from packedkv.store.role import RoleSite
 
 
 class FirstTokens(NamedTuple):
-    """First tokens of keys or values on which kernels fit a role's constants, and their rotation angles.
+    """First tokens of keys or values on which kernels fit a role's constants, and their rotation angles."""
 
-    Parameters
-    ----------
-    x : Tensor ``[B, H, n, D]``
-        Model basis; the last axis contiguous.
-    tokens : int
-        Number of tokens in the sample; 0: all.
-    every : int
-        Step between tokens of the sample: 1 takes every token, 2 every second one.
-    padding : Tensor int32 ``[B]``, optional
-        Padding tokens of each sequence before its first token.
-    angles : (Tensor float32 ``[1 or B, n, R / 2]``, Tensor), optional
-        ``Rotary.angles`` of ``x``: the mean of the keys before RoPE is fitted as well.
-    back : (Tensor, Tensor), optional
-        Angles of the inverse rotation; None: the same angles, mirrored.
-    interleaved : bool
-        As in ``Rotary``.
-    energy : Tensor ``[1, H, D]``, optional
-        As in ``packedkv.codec.Sample``.
-    """
-
-    x: Tensor
-    tokens: int = 0
-    every: int = 1
-    padding: Tensor | None = None
+    x: Tensor  # [B, H, n, D], model basis; the last axis contiguous
+    tokens: int = 0  # number of tokens in the sample; 0: all
+    every: int = 1  # step between tokens of the sample: 1 takes every token, 2 every second one
+    padding: Tensor | None = None  # int32 [B]: padding tokens of each sequence before its first token
+    # Rotary.angles of x, float32 [1 or B, n, R / 2] each: the mean of the keys before RoPE is fitted as well
     angles: tuple[Tensor, Tensor] | None = None
-    back: tuple[Tensor, Tensor] | None = None
-    interleaved: bool = False
-    energy: Tensor | None = None
+    back: tuple[Tensor, Tensor] | None = None  # angles of the inverse rotation; None: the same angles, mirrored
+    interleaved: bool = False  # as in Rotary
+    energy: Tensor | None = None  # [1, H, D], as in packedkv.codec.Sample
 
 
 class Fitted(NamedTuple):
@@ -61,13 +42,7 @@ class Fitted(NamedTuple):
 
 
 class Engine(ABC):
-    """Reads and writes the pages of one layer with kernels for its two codecs.
-
-    Parameters
-    ----------
-    key, value : Codec
-    head_dim, page_tokens : int
-    """
+    """Reads and writes the pages of one layer with kernels for its two codecs."""
 
     name: str
     """Name of the kernels in reports."""
@@ -145,15 +120,10 @@ class Engine(ABC):
 
     @abstractmethod
     def hold_without(self, mean: Tensor, rotary: Rotary, *, look: bool = True) -> None:
-        """Subtract this mean from keys; called before any key is written, or after the batch is rearranged.
+        """Subtract ``mean``, float32 ``[1 or B, H, D]``, from keys; ``rotary`` rotates it by position.
 
-        Parameters
-        ----------
-        mean : Tensor float32 ``[1 or B, H, D]``
-        rotary : Rotary
-            Rotation of the mean by position.
-        look : bool
-            Whether to look for pairs of channels without a mean, which synchronises.
+        Called before any key is written, or after the batch is rearranged. ``look``: whether to look for pairs of
+        channels without a mean, which synchronises.
         """
 
     @property

@@ -31,23 +31,13 @@ _cudnn = torch.ops.aten._scaled_dot_product_cudnn_attention.default
 
 
 class Ragged(NamedTuple):
-    """Sequences of lengths of their own that lie end to end: those of queries, and of the keys that they see.
+    """Sequences of different lengths that lie end to end: queries, and the keys that they see."""
 
-    Parameters
-    ----------
-    queries, keys : Tensor int32 ``[B + 1]``
-        Where each begins; the last number is the total.
-    most_queries, most_keys : int
-        Of the longest.
-    window : int
-        Keys that a query sees, its own included; 0: all before it.
-    """
-
-    queries: Tensor
-    keys: Tensor
-    most_queries: int
+    queries: Tensor  # int32 [B + 1]: where each begins; the last number is the total
+    keys: Tensor  # likewise
+    most_queries: int  # of the longest
     most_keys: int
-    window: int = 0
+    window: int = 0  # keys that a query sees, its own included; 0: all before it
 
 
 Flash = Callable[[Tensor, Tensor, Tensor, Ragged, float, float, Tensor], Tensor]

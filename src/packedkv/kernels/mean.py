@@ -26,21 +26,11 @@ BLOCK = 16
 
 
 class KeyMean(NamedTuple):
-    """The mean of a layer's keys as kernels read it, on their device.
+    """The mean of a layer's keys as kernels read it, on their device."""
 
-    Parameters
-    ----------
-    mean : Tensor float32 ``[1 or B, H, D]``
-        Before RoPE; the channels that turn times the scaling of cosines and sines.
-    table : Tensor uint8 ``[1 or H, bytes]``
-        Of the pairs that have a mean.
-    pairs : int
-        How many, rounded up to ``BLOCK``; programs are compiled for it (``decode_spec``).
-    """
-
-    mean: Tensor
-    table: Tensor
-    pairs: int
+    mean: Tensor  # float32 [1 or B, H, D], before RoPE; the channels that turn times the scaling of cosines and sines
+    table: Tensor  # uint8 [1 or H, bytes], of the pairs that have a mean
+    pairs: int  # number of these, rounded up to BLOCK; programs are compiled for it (decode_spec)
 
 
 class Turned(NamedTuple):
@@ -48,44 +38,25 @@ class Turned(NamedTuple):
 
     The reference's operations are repeated one by one in float32, so bytes are the reference's if cosines and sines
     are.
-
-    Parameters
-    ----------
-    mean : Tensor float32 ``[1 or B, H, D]``
-    cosines, sines : Tensor float32 ``[1 or B, N, R / 2]``
-        Of the angle of each new token and pair of channels, as the model's rotary embedding gives them, its scaling
-        included; the first R channels turn.
-    interleaved : bool
-        Whether the pairs are channels 2 p, 2 p + 1 instead of p, p + R / 2.
     """
 
-    mean: Tensor
+    mean: Tensor  # float32 [1 or B, H, D]
+    # float32 [1 or B, N, R / 2], of the angle of each new token and pair of channels, as the model's rotary embedding
+    # gives them, its scaling included; the first R channels turn
     cosines: Tensor
     sines: Tensor
-    interleaved: bool = False
+    interleaved: bool = False  # whether the pairs are channels 2 p, 2 p + 1 instead of p, p + R / 2
 
 
 def key_mean(
     mean: Tensor, frequencies: Sequence[float], *, scaling: float = 1.0, interleaved: bool = False, look: bool = True
 ) -> KeyMean:
-    """Make the constants of a layer.
+    """Make the constants of a layer from what is subtracted from its keys, ``mean [1 or B, H, D]``, before RoPE.
 
-    Parameters
-    ----------
-    mean : Tensor ``[1 or B, H, D]``
-        What was subtracted from the keys, before RoPE; float32 numbers are not copied where ``scaling`` is 1.
-    frequencies : sequence of float
-        R / 2 of RoPE, radians a token; the first R channels turn. The same for all positions.
-    scaling : float
-        What the model multiplies cosines and sines by (YaRN).
-    interleaved : bool
-        Whether the pairs are channels 2 p, 2 p + 1 instead of p, p + R / 2.
-    look : bool
-        Leave pairs out whose mean is zero, which takes a look at the numbers, so it synchronises.
-
-    Raises
-    ------
-    ShapeError
+    ``frequencies`` are the R / 2 of RoPE, radians a token; the first R channels turn. They are the same for all
+    positions. ``scaling`` is what the model multiplies cosines and sines by (YaRN); where it is 1, a float32 mean is
+    not copied. ``interleaved``: whether the pairs are channels 2 p, 2 p + 1 instead of p, p + R / 2. ``look``: leave
+    pairs out whose mean is zero, which synchronises. Raises ShapeError.
     """
     if mean.ndim != 3 or mean.shape[2] % 16 or 2 * len(frequencies) > mean.shape[2]:
         raise ShapeError(
@@ -114,13 +85,8 @@ def most_pairs(head_dim: int) -> int:
 def chosen_pairs(mean: Tensor, channels: Sequence[tuple[int, int]]) -> list[tuple[int, ...]]:
     """Numbers of the pairs that have a mean, for each KV head or, if they are the same, for all.
 
-    Each pair once. All heads have as many, a multiple of ``BLOCK`` (made up by others) or all.
-
-    Parameters
-    ----------
-    mean : Tensor ``[1 or B, H, D]``
-    channels : sequence of (int, int)
-        Of each pair.
+    ``mean`` is ``[1 or B, H, D]``; ``channels`` are the two of each pair. Each pair is there once. All heads have as
+    many, a multiple of ``BLOCK`` (made up by others) or all.
     """
     there = (mean != 0).any(0)[:, torch.tensor(channels, device=mean.device)].any(-1).cpu()  # [H, pairs]
     count = max(BLOCK, align(int(there.sum(-1).max()), BLOCK))
@@ -180,12 +146,7 @@ def team_bytes(pairs: int, tile: int, heads: int, warps: int, overlap: int = 0) 
 
 
 def checked(name: str, pairs: int, mean: KeyMean | None, placed: Tensor | None, batch: int, heads: int) -> None:
-    """Validate the mean and positions passed to a kernel that was compiled for ``pairs``.
-
-    Raises
-    ------
-    UnsupportedError, ShapeError
-    """
+    """Raise UnsupportedError or ShapeError unless mean and positions fit a kernel that was compiled for ``pairs``."""
     if (mean is None) != (pairs == 0) or (mean is not None and mean.pairs != pairs):
         raise UnsupportedError(
             f"{name}: the spec is of {pairs} pairs of channels with a mean, and the mean given has "

@@ -232,25 +232,16 @@ def align(n: int, to: int = 16) -> int:
 
 
 class DecodeSpec(NamedTuple):
-    """What a decode program is compiled for.
-
-    Parameters
-    ----------
-    key, value : Reader
-    head_dim, page_tokens : int
-    key_planes, value_planes : tuple of (bytes, tokens)
-        In the order of the page: what one token has in a plane of rows of tokens, and a whole block in another one.
-    pairs : int
-        Of channels that have a mean before RoPE which keys are held without, ``mean.KeyMean.pairs``; 0: keys are held
-        with their mean.
-    """
+    """What a decode program is compiled for."""
 
     key: Reader
     value: Reader
     head_dim: int
     page_tokens: int
+    # (bytes, tokens) in the order of the page: one token in a plane of rows of tokens, a whole block in another one
     key_planes: tuple[tuple[int, int], ...]
     value_planes: tuple[tuple[int, int], ...]
+    # pairs of channels with a mean before RoPE that keys are held without, mean.KeyMean.pairs; 0: with their mean
     pairs: int = 0
 
     @property
@@ -330,26 +321,16 @@ def decode_spec(key: Codec, value: Codec, head_dim: int, page_tokens: int, pairs
 
 
 class EncodeSpec(NamedTuple):
-    """Where both roles are written, and how; a role that no kernel encodes is None.
-
-    Parameters
-    ----------
-    key, value : Encoder or None
-    head_dim, page_tokens, page_bytes : int
-    key_plane, value_plane : int
-        Byte of a page at which the role's first plane begins.
-    mean : bool
-        Whether a mean is subtracted from keys before they are encoded.
-    """
+    """Where both roles are written, and how; a role that no kernel encodes is None."""
 
     key: Encoder | None
     value: Encoder | None
     head_dim: int
     page_tokens: int
     page_bytes: int
-    key_plane: int
+    key_plane: int  # byte of a page at which the role's first plane begins
     value_plane: int
-    mean: bool = False
+    mean: bool = False  # whether a mean is subtracted from keys before they are encoded
 
     def encoder(self, role: Role) -> Encoder | None:
         """Return what writes a role."""

@@ -16,95 +16,50 @@ Dense = tuple[Tensor, Tensor]
 
 
 class Rules(NamedTuple):
-    """How scores are computed, and which tokens a query sees.
+    """How scores are computed, and which tokens a query sees."""
 
-    Parameters
-    ----------
-    scale : float
-        Multiplies the scores, usually D ** -0.5.
-    seen : Seen
-        Mask, window and soft cap; default: all tokens up to the query's own.
-    sinks : Tensor ``[HQ]``, optional
-        One learned logit per query head that only joins the softmax's denominator.
-    """
-
-    scale: float
-    seen: Seen = BEFORE_IT
-    sinks: Tensor | None = None
+    scale: float  # multiplies the scores, usually D ** -0.5
+    seen: Seen = BEFORE_IT  # mask, window and soft cap; default: all tokens up to the query's own
+    sinks: Tensor | None = None  # [HQ]: one learned logit per query head that only joins the softmax's denominator
 
 
 class StepTokens(NamedTuple):
     """Tokens of a decode step: lengths are on the device, so a CUDA graph can capture the step.
 
     With ``starts`` a sequence b has the query tokens ``[starts[b], starts[b + 1])``: its newest tokens, which are
-    encoded already. Each sees the tokens up to itself, and their pages are read once.
-
-    Parameters
-    ----------
-    pages, table : Tensor
-    seq_lens : Tensor int32 ``[B]``
-        Encoded tokens of each sequence.
-    start : Tensor int32 ``[B]``, optional
-        First live encoded token: tokens before it were evicted or are padding.
-    placed : Tensor int32 ``[B]``, optional
-        Position of slot 0 of each sequence, where keys are stored without their mean. Slot t has position
-        ``placed + t``, below ``mean.MOST_POSITIONS``; slots before ``start`` may have negative ones.
-    dense_k, dense_v : Tensor ``[B, H, W, D]``, optional
-        Dense tokens; fp32 is rounded to fp16.
-    dense_lens, dense_start : Tensor int32 ``[B]``, optional
-        Live dense tokens are ``[dense_start, dense_lens)``; default: all W.
-    dense_at : Tensor int32 ``[B]``, optional
-        Row of ``dense_k, dense_v [N, H, W, D]`` of each sequence; default: row b of sequence b.
-    workspace : Tensor float32, optional
-        Memory for partial results, ``Engine.workspace_bytes``; allocated per call if absent.
-    starts : Tensor int32 ``[B + 1]``, optional
-        First query token of each sequence; q is then ``[tokens, HQ, 1, D]``, without dense tokens or ``start``.
-    queries : int
-        Most query tokens of a sequence.
-    longest : int
-        Tokens beyond it are not read, whatever ``seq_lens`` says; 0: as many as the table has room for.
+    encoded already. Each sees the tokens up to itself, and their pages are read once. Dense tokens in fp32 are rounded
+    to fp16.
     """
 
     pages: Tensor
     table: Tensor
-    seq_lens: Tensor
-    start: Tensor | None = None
+    seq_lens: Tensor  # int32 [B]: encoded tokens of each sequence
+    start: Tensor | None = None  # int32 [B]: first live encoded token; tokens before it were evicted or are padding
+    # int32 [B]: position of slot 0, where keys are stored without their mean. Slot t has position placed + t, below
+    # mean.MOST_POSITIONS; slots before ``start`` may have negative ones
     placed: Tensor | None = None
-    dense_k: Tensor | None = None
+    dense_k: Tensor | None = None  # [B, H, W, D]
     dense_v: Tensor | None = None
-    dense_lens: Tensor | None = None
+    dense_lens: Tensor | None = None  # int32 [B]: dense tokens [dense_start, dense_lens) are live; default: all W
     dense_start: Tensor | None = None
-    dense_at: Tensor | None = None
-    workspace: Tensor | None = None
-    starts: Tensor | None = None
-    queries: int = 1
-    longest: int = 0
+    dense_at: Tensor | None = None  # int32 [B]: row of dense_k, dense_v [N, H, W, D] of sequence b; default: row b
+    workspace: Tensor | None = None  # float32, Engine.workspace_bytes, for partial results; default: allocated per call
+    starts: Tensor | None = None  # int32 [B + 1]; q is [tokens, HQ, 1, D], without dense tokens or ``start``
+    queries: int = 1  # most query tokens of a sequence
+    longest: int = 0  # tokens beyond it are not read, whatever seq_lens says; 0: the room of the table
 
 
 class ChunkTokens(NamedTuple):
-    """All tokens of a cache, oldest first, with lengths that the host knows: dense, in slots, dense.
-
-    Parameters
-    ----------
-    pages, table : Tensor
-    first, last : int
-        Slots ``[first, last)`` of the packed tokens.
-    sink, window : Dense, optional
-        Dense tokens before and behind the packed ones.
-    placed : Tensor int32 ``[B]``, optional
-        As ``StepTokens``.
-    recurring : bool
-        Whether histories of this length will be attended again and again.
-    """
+    """All tokens of a cache, oldest first, with lengths that the host knows: dense, in slots, dense."""
 
     pages: Tensor
     table: Tensor
-    first: int
+    first: int  # slots [first, last) of the packed tokens
     last: int
-    sink: Dense | None = None
-    window: Dense | None = None
-    placed: Tensor | None = None
-    recurring: bool = False
+    sink: Dense | None = None  # dense tokens before the packed ones
+    window: Dense | None = None  # and behind them
+    placed: Tensor | None = None  # as of StepTokens
+    recurring: bool = False  # whether histories of this length will be attended again and again
 
     @property
     def sink_tokens(self) -> int:
@@ -121,19 +76,11 @@ class ChunkTokens(NamedTuple):
 class GroupTokens(NamedTuple):
     """Tokens of one sequence whose codec packs groups: a query reads its own group in 16 bit, groups before it packed.
 
-    Parameters
-    ----------
-    pages, table : Tensor
-        Whole groups of the ``length`` tokens are there already.
-    length : int
-    group : int
-        Tokens of a group; blocks of both codecs and tiles of 32 divide it.
-    own : Dense
-        ``[1, H, t, D]``: the tokens from the beginning of the first query's group on.
+    Whole groups of the ``length`` tokens are in the pages already.
     """
 
     pages: Tensor
     table: Tensor
     length: int
-    group: int
-    own: Dense
+    group: int  # tokens of a group; blocks of both codecs and tiles of 32 divide it
+    own: Dense  # [1, H, t, D]: the tokens from the beginning of the first query's group on

@@ -321,29 +321,14 @@ def _numbers_of_fit(device: torch.device) -> Tensor:
 
 @dataclass(eq=False)
 class _Layers:
-    """Layers of a shape, and the launch that fits those of them that wait.
-
-    Parameters
-    ----------
-    kernel : Kernel
-    grid : int, int
-        Heads and sequences.
-    threads : int
-        Of a block.
-    args : FitGhostLayers
-        Filled but for the samples.
-    parts : mapping of role to names and addresses
-        Where the first layer's part of what the kernel writes begins.
-    scratch : Tensor
-        To which ``args`` point: of as many layers as ``most``.
-    """
+    """Layers of a shape, and the launch that fits those of them that wait."""
 
     kernel: Kernel
-    grid: tuple[int, int]
-    threads: int
-    args: FitGhostLayers
-    parts: Mapping[Role, Sequence[tuple[str, int]]]
-    scratch: Tensor
+    grid: tuple[int, int]  # heads and sequences
+    threads: int  # of a block
+    args: FitGhostLayers  # filled but for the samples
+    parts: Mapping[Role, Sequence[tuple[str, int]]]  # names and addresses of the first layer's part of the outputs
+    scratch: Tensor  # of ``most`` layers; ``args`` point to it
     most: int
     first: int = 0  # first layer of the next launch
     kept: list[object] = field(default_factory=list)  # inputs and outputs of the added layers

@@ -141,12 +141,9 @@ def shared_bytes(codec: Hqmq, role: Role) -> tuple[int, ...]:
 
 
 def read_tables(params: Params, crossed: bool) -> Tensor:
-    """Rows of each head's codebook, times 2^15, of which the others follow.
+    """Rows of each head's codebook, times 2^15, of which the others follow: uint8 ``[H, 96 S]`` or ``[H, 48 S]``.
 
-    Returns
-    -------
-    Tensor uint8 ``[H, 8 * 12 S]`` or ``[H, 8 * 6 S]``
-        Every second row, as odd ones are their negatives; or every fourth, channels 1, 3, 0, 2 (``crossed``).
+    Every second row, as odd ones are their negatives; or every fourth, channels 1, 3, 0, 2 (``crossed``).
     """
     codebook = params["codebook"][0]
     table = codebook.float()
@@ -157,17 +154,7 @@ def read_tables(params: Params, crossed: bool) -> Tensor:
 
 
 def cell_tables(secondary: Tensor) -> Tensor:
-    """Tables of the encoder for all heads.
-
-    Parameters
-    ----------
-    secondary : Tensor ``[H, S, 4]``
-        From ``random_units``.
-
-    Returns
-    -------
-    Tensor uint8 ``[H, bytes]`` on its device
-    """
+    """Tables of the encoder for all heads, uint8 ``[H, bytes]``, from ``random_units``, ``secondary [H, S, 4]``."""
     return torch.cat([_tables(heads.double()) for heads in secondary.split(HEADS)])
 
 
@@ -208,24 +195,12 @@ def _turns(device: torch.device) -> Tensor:
 
 
 class _Cells(NamedTuple):
-    """Boxes of (y_1, y_2, y_3) / y_0 that the octahedron touches, and boxes thrice as wide around them.
+    """Boxes of (y_1, y_2, y_3) / y_0 that the octahedron touches, and boxes thrice as wide around them."""
 
-    Parameters
-    ----------
-    place : Tensor int64 ``[n]``
-        ``(i * side + j) * side + k``.
-    corners : Tensor float64 ``[n, 8, 4]``
-        (1, r) of each corner.
-    wide : Tensor float64 ``[k, 8, 4]``
-        Corners of the wide boxes.
-    inside : Tensor int64 ``[n]``
-        Which of these a box lies in.
-    """
-
-    place: Tensor
-    corners: Tensor
-    wide: Tensor
-    inside: Tensor
+    place: Tensor  # int64 [n]: (i * side + j) * side + k
+    corners: Tensor  # float64 [n, 8, 4]: (1, r) of each corner
+    wide: Tensor  # float64 [k, 8, 4]: corners of the wide boxes
+    inside: Tensor  # int64 [n]: the wide box in which a box lies
 
 
 @lru_cache(maxsize=8)
@@ -246,14 +221,10 @@ def _cells(side: int, device: torch.device) -> _Cells:
 
 
 def cell_rivals(table: Tensor, side: int = SIDE) -> tuple[Tensor, Tensor, Tensor]:
-    """Which products can be the best in which cell.
+    """Which products of ``table``, float64 ``[H, m, 4]``, can be the best in which cell.
 
-    Parameters
-    ----------
-    table : Tensor float64 ``[H, m, 4]``
-    side : int
-        Cells along an axis, an odd multiple of 3. They reach a little beyond [-1, 1], so that the corners of the
-        octahedron lie inside.
+    ``side``: cells along an axis, an odd multiple of 3. They reach a little beyond [-1, 1], so that the corners of the
+    octahedron lie inside.
 
     Returns
     -------
@@ -298,16 +269,9 @@ def _packed(bits: Tensor) -> _Packed:
 
 
 def _rivals(scores: Tensor) -> Tensor:
-    """Products that are not beaten at all corners by the one which is best in the middle.
+    """Products that are not beaten at all corners by the one which is best in the middle: bool ``[H, n, m]``.
 
-    Parameters
-    ----------
-    scores : Tensor float64 ``[H, n, 8, m]``
-        Of the corners of n boxes.
-
-    Returns
-    -------
-    Tensor bool ``[H, n, m]``
+    ``scores``, float64 ``[H, n, 8, m]``, are of the corners of n boxes.
     """
     best = scores.sum(2, keepdim=True).max(3, keepdim=True).indices.expand(-1, -1, 8, -1)
     return (scores >= scores.gather(3, best) - MARGIN).any(2)

@@ -171,10 +171,9 @@ def shared_bytes(codec: Octopus) -> tuple[int, ...]:
 
 
 def read_tables(codec: Octopus) -> Callable[[Params], Tensor]:
-    """Return the function that tabulates triplets, times sqrt(D) as norms are root mean squares.
+    """Return the function that tabulates triplets, times sqrt(D) as norms are root mean squares: uint8 ``[1, bytes]``.
 
-    Its result is uint8 ``[1, bytes]``: rows of (x, y, z, 0) of all codes; for longer codes rows of all directions,
-    then ``2^b_nrm`` lengths.
+    Rows of (x, y, z, 0) of all codes; for longer codes rows of all directions, then ``2^b_nrm`` lengths.
     """
 
     def build(params: Params) -> Tensor:

@@ -98,14 +98,7 @@ def passes_of(codec: Med, head_dim: int, tables: int) -> tuple[int, int]:
     """Return in how many passes outliers are multiplied, and the bytes of shared memory that each warp needs for it.
 
     Two passes, over half of the channels each, cost more instructions; used where eight warps would not fit otherwise.
-
-    Parameters
-    ----------
-    codec : Med
-        Around a codec that ``reader`` knows.
-    head_dim : int
-    tables : int
-        Bytes of the inner reader's look-up tables; keys and values have some each.
+    ``tables``: bytes of the inner reader's look-up tables; keys and values have some each.
     """
     inner = codec.inner
     # short integers of 96 channels are unpacked as if they were 128, those of 192 as if they were 256

@@ -45,7 +45,7 @@ def cpu_sketched(stage: CpuSide, codec: Codec, dim: int) -> CpuSide:
     _check(codec, dim)
     assert stage.tables is not None
     signs = [field.name for field in codec.layout(dim).fields].index("signs")
-    reads: bool = isinstance(stage, CpuReader)
+    reads: bool = not isinstance(stage, CpuEncoder)
     options = (*stage.options, *(0,) * (7 - reads - len(stage.options)), signs)
     tables = _behind_sketch(stage.tables, (pi / 2) ** 0.5 / dim if reads else None)
     return replace(stage, name=f"{stage.name} sketch", options=options, tables=tables, layer_invariant=False)

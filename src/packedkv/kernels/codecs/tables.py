@@ -21,24 +21,12 @@ _CODES_OF_AN_INDEX = {1: 8, 2: 4, 3: 2, 4: 2}
 
 
 def level_table(levels: Tensor, bits: int) -> Tensor:
-    """Levels of all the codes that are looked up at once.
+    """Levels of all the codes that are looked up at once: uint8 ``[entries * bytes of an entry]``.
 
     An entry holds the fp16 levels of an index's codes, lowest bits first: a byte of codes of 1, 2 or 4 bits, a pair of
-    3-bit codes; of more bits one code, whose level is there twice.
+    3-bit codes; of more bits one code, whose level is there twice. ``levels [2**bits]`` are at most 65504 in size, and
+    ``bits`` 1 to 6.
 
-    Parameters
-    ----------
-    levels : Tensor ``[2**bits]``
-        At most 65504 in size; rounded to fp16 here.
-    bits : int
-        1 to 6.
-
-    Returns
-    -------
-    Tensor uint8 ``[entries * bytes of an entry]``
-
-    Examples
-    --------
     >>> [level_table(torch.zeros(2**b), b).numel() for b in (1, 2, 3, 4, 5, 6)]
     [4096, 2048, 256, 1024, 128, 256]
     """
@@ -81,9 +69,7 @@ def half_rows(table: Tensor) -> Tensor:
 def group_levels(unit: float, levels: Tensor) -> Tensor:
     """Table of ``unpack_group_levels`` and ``unpack_levels``: a factor of all norms, then the levels ``[n]``.
 
-    Returns
-    -------
-    Tensor uint8 ``[1, 4 + 4 n]``, float32 numbers
+    Float32 numbers, uint8 ``[1, 4 + 4 n]``.
     """
     levels = levels.float()
     return torch.cat([levels.new_tensor([unit]), levels]).view(torch.uint8)[None]
@@ -95,9 +81,7 @@ def group_levels(unit: float, levels: Tensor) -> Tensor:
 def walls_of(levels: Tensor) -> Tensor:
     """Table of ``Nearest`` in cpu/encode_linear.h: the walls between ascending ``levels [2**bits]``, then infinity.
 
-    Returns
-    -------
-    Tensor uint8 ``[1, 8 * 2**bits]``, float64 numbers
+    Float64 numbers, uint8 ``[1, 8 * 2**bits]``.
     """
     return filled_walls(midpoints(levels.double()), len(levels).bit_length() - 1).view(torch.uint8)[None]
 
@@ -118,19 +102,10 @@ def nearest_level(bits: int) -> Callable[[Params], Tensor]:
 
 
 def wall_table(walls: Tensor, bits: int, error: float | None = None) -> Tensor:
-    """Table of ``Levels<bits>`` in csrc/encode_sums.cuh.
+    """Table of ``Levels<bits>`` in csrc/encode_sums.cuh: uint8 ``[16 + 64 * 2**bits + 8 * 2**bits]``, on the CPU.
 
-    Parameters
-    ----------
-    walls : Tensor float64 ``[n]``
-        Ascending, at most ``2**bits - 1``; what is counted is how many lie below a number.
-    bits : int
-    error : float, optional
-        Bound on the error of the numbers compared, doubled at least; default: ``SLACK`` of the largest wall.
-
-    Returns
-    -------
-    Tensor uint8 ``[16 + 64 * 2**bits + 8 * 2**bits]``, on the CPU
+    ``walls``, float64, are at most ``2**bits - 1``, ascending; what is counted is how many lie below a number.
+    ``error`` bounds the error of the numbers compared, doubled at least; default: ``SLACK`` of the largest wall.
     """
     walls = walls.cpu()
     cells = 8 << bits

@@ -55,8 +55,6 @@ def cpu_reader(codec: TurboQuant, head_dim: int, role: Role) -> CpuReader:
 def encoder(codec: TurboQuant, head_dim: int, role: Role) -> Encoder:
     """The nearest level of each channel; for TurboQuant-QJL then the signs of the residual's sketch.
 
-    Examples
-    --------
     >>> encoder(TurboQuant(4), 128, "key").type
     'kv::TurboQuantRow<128, 4, false>'
     """

@@ -18,21 +18,12 @@ from packedkv.kernels.tokens import Rules
 
 
 class Piece(NamedTuple):
-    """A run of tokens.
-
-    Parameters
-    ----------
-    tokens : int
-    key, value : int
-        Where its keys and values lie: from slot x >= 0 on, or from dense token ~x on.
-    position : int
-        Of the first token; read where keys are held without their mean.
-    """
+    """A run of tokens; its keys and values begin at slot x >= 0, or at dense token ~x."""
 
     tokens: int
     key: int
     value: int
-    position: int = 0
+    position: int = 0  # of the first token; read where keys are held without their mean
 
 
 def attend(
@@ -60,15 +51,13 @@ def attend(
     pieces : sequence of sequence of Piece
         The tokens of each sequence, oldest first; as many pieces for each (some may be empty).
     rules : Rules
-        Of ``seen`` the soft cap, and a mask of all these tokens.
-    spec : CpuSpec
-    key, value : Constants
+        The soft cap of ``seen``, and a mask of all these tokens.
     dense : (Tensor ``[B, H, W, D]`` or None, Tensor or None)
         Dense keys and values, model basis; fp16, bf16 or float32.
     seen : (Tensor int32 ``[B, n]``, Tensor int32 ``[B, n]``), optional
         Tokens that a query sees, ``[low, high)`` of its sequence's; default: all.
     mean : CpuMean, optional
-        Of the keys, which their packed ones are held without.
+        The mean that packed keys are held without.
 
     Returns
     -------

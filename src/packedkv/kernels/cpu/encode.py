@@ -63,12 +63,10 @@ def encode(
         behind the pages, which are dropped.
     common : EncodeArgsStruct
         ``prepared``.
-    constants : mapping of role to Constants
-        Of the encoders.
     rounded : collection of Role
-        Whose float32 numbers are rounded to fp16 first, as caches hold them; what is flagged is checked before.
+        Roles whose float32 numbers are rounded to fp16 first, as caches hold them; what is flagged is checked before.
     less : Turned, optional
-        What is subtracted from the keys.
+        Subtracted from the keys.
     """
     args = EncodeArgsStruct.from_buffer_copy(common)
     args.pages, args.table, args.first, args.bad = (x.data_ptr() for x in (pages, table, first, bad))

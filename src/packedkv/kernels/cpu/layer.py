@@ -24,18 +24,7 @@ Runs = Sequence[tuple[int, Tensor]]
 
 
 class CpuAttention:
-    """Attention of one layer, with its kernels and constants.
-
-    Parameters
-    ----------
-    roles : mapping of Role to RoleState
-    store : PageStore
-
-    Raises
-    ------
-    UnsupportedError
-        The CPU kernels cannot read them; the text says why.
-    """
+    """Attention of one layer, with its kernels and constants; raises UnsupportedError if the kernels cannot read it."""
 
     def __init__(self, roles: Mapping[Role, RoleState], store: PageStore) -> None:
         key, value = roles["key"], roles["value"]
@@ -62,29 +51,18 @@ class CpuAttention:
         runs: Runs | None = None,
         part: tuple[int, int] | None = None,
     ) -> Partial:
-        """Attention of the newest queries.
+        """Attention of the newest queries ``q [B, HQ, n, D]``, model basis; ``out`` has q's shape and dtype.
 
         Parameters
         ----------
-        q : Tensor ``[B, HQ, n, D]``
-            Model basis.
         roles : mapping of Role to RoleState
             As many tokens of both, but not necessarily the same dense ones.
-        store : PageStore
-        rules : Rules
         mean : Tensor float32 ``[1 or B, H, D]``, optional
-            Of the keys, subtracted before they were packed.
-        rotary : Rotary
-            How the mean turns with the positions.
+            Of the keys, subtracted before they were packed; ``rotary`` turns it with the positions.
         runs : Runs, optional
             The positions of all tokens, with a mean.
         part : (int, int), optional
             The roles have the tokens from this one on, of so many in all, to which ``rules`` refer; default: all.
-
-        Returns
-        -------
-        Partial
-            ``out [B, HQ, n, D]`` of q's dtype.
         """
         spec, seen, pieces = cpu_spec(*self.arguments), rules.seen, _pieces(roles["key"], roles["value"])
         key, value = (self._constants_of(roles[role], spec) for role in ROLES)

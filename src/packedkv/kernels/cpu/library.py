@@ -81,13 +81,7 @@ def _variant(capability: str) -> str:
 
 
 def library() -> ctypes.CDLL:
-    """Return the kernels of this machine's instruction set.
-
-    Raises
-    ------
-    UnsupportedError
-        They are not compiled, or of another version.
-    """
+    """Return the kernels of this machine's instruction set; raises UnsupportedError if they are missing or stale."""
     return load(chosen())
 
 
@@ -113,13 +107,7 @@ def load(path: Path) -> ctypes.CDLL:
 
 @cache
 def number_of(path: Path, kind: Literal["reader", "encoder"], name: str) -> int:
-    """Number by which compiled kernels know a reader or an encoder.
-
-    Raises
-    ------
-    UnsupportedError
-        They have none of that name.
-    """
+    """Number by which compiled kernels know a reader or an encoder; raises UnsupportedError if there is none."""
     kernels = load(path)
     found = kernels.kv_reader if kind == "reader" else kernels.kv_encoder
     if (number := int(found(name.encode()))) < 0:

@@ -22,36 +22,18 @@ SLOW, POWERS = 0.4, 8
 
 
 class CpuMean(NamedTuple):
-    """The mean of a layer's keys as the CPU kernels read it.
+    """The mean of a layer's keys as the CPU kernels read it."""
 
-    Parameters
-    ----------
-    turning : Tensor float32 ``[1 or B, H, 2, P]`` or None
-        First and second channels of the table's pairs, times the scaling of cosines and sines; P is a multiple of
-        ``BLOCK``. None: no channel that turns has a mean.
-    still : Tensor float32 ``[1 or B, H, D]`` or None
-        Of the channels that do not turn, zero elsewhere. None: all of them turn.
-    table : Tensor uint8 ``[1 or H, bytes]`` or None
-        Of the pairs that have a mean, by falling frequency.
-    fast : int
-        How many of them at the beginning are not ``SLOW``.
-    """
-
+    # float32 [1 or B, H, 2, P]: first and second channels of the table's pairs, times the scaling of cosines and sines;
+    # P is a multiple of BLOCK. None: no channel that turns has a mean
     turning: Tensor | None
-    still: Tensor | None
-    table: Tensor | None
-    fast: int = 0
+    still: Tensor | None  # float32 [1 or B, H, D]: channels that do not turn, zero elsewhere. None: all of them turn
+    table: Tensor | None  # uint8 [1 or H, bytes], of the pairs that have a mean, by falling frequency
+    fast: int = 0  # number of them, at the beginning, that are not SLOW
 
 
 def cpu_mean(mean: Tensor, rotary: Rotary) -> CpuMean:
-    """Make the constants of a layer.
-
-    Parameters
-    ----------
-    mean : Tensor float32 ``[1 or B, H, D]``
-        What was subtracted from the keys, before ``rotary`` turns it.
-    rotary : Rotary
-    """
+    """Make the constants of a layer from the mean that its keys lost before ``rotary``: float32 ``[1 or B, H, D]``."""
     dim, turns = mean.shape[2], 2 * len(rotary.frequencies)
     still = None
     if turns < dim:

@@ -8,7 +8,7 @@
 
 from dataclasses import dataclass, field
 from functools import lru_cache
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 from packedkv.codec import ROLES, Codec, Role
 from packedkv.errors import UnsupportedError
@@ -39,34 +39,21 @@ class CpuReader(Side):
     name: str
     options: tuple[int, ...] = ()
     type: str = field(init=False)
+    kind: ClassVar = "cpu"
 
     def __post_init__(self) -> None:
-        """Name what reads the tables, apart from CUDA kernels."""
-        object.__setattr__(self, "type", f"cpu {self.name}")
+        """Name what reads the tables, apart from CUDA kernels and from the other kind."""
+        object.__setattr__(self, "type", f"{self.kind} {self.name}")
 
 
 @dataclass(frozen=True)
-class CpuEncoder(Side):
-    """How the CPU kernels write one role.
+class CpuEncoder(CpuReader):
+    """How the CPU kernels write one role, by a function listed in ``encoders.h``; fields are as of ``CpuReader``.
 
-    Parameters
-    ----------
-    name : str
-        Of a function listed in ``encoders.h``.
-    options : tuple of int
-        As ``CpuReader``.
-    matrix : callable, optional
-        Of ``Side``: float32 ``[1, H, D, D]``, integers, 2^15 times what new tokens are multiplied with
-        (``ops/exact.py``) before the factor.
+    ``matrix`` returns integers, 2^15 times what new tokens are multiplied with (``ops/exact.py``) before the factor.
     """
 
-    name: str
-    options: tuple[int, ...] = ()
-    type: str = field(init=False)
-
-    def __post_init__(self) -> None:
-        """Name what reads the tables, apart from readers and CUDA kernels."""
-        object.__setattr__(self, "type", f"cpu encoder {self.name}")
+    kind: ClassVar = "cpu encoder"
 
 
 def cpu_encoder(codec: Codec, head_dim: int, role: Role) -> CpuEncoder:
@@ -85,20 +72,12 @@ def cpu_reader(codec: Codec, head_dim: int, role: Role) -> CpuReader:
 
 
 class CpuSpec(NamedTuple):
-    """How the pages of two codecs are read and written.
-
-    Parameters
-    ----------
-    key, value : CpuReader
-    page : PageLayout
-    write_key, write_value : CpuEncoder or None
-        None: PyTorch encodes the role.
-    """
+    """How the pages of two codecs are read and written."""
 
     key: CpuReader
     value: CpuReader
     page: PageLayout
-    write_key: CpuEncoder | None = None
+    write_key: CpuEncoder | None = None  # None: PyTorch encodes the role
     write_value: CpuEncoder | None = None
 
     @property
@@ -117,13 +96,7 @@ class CpuSpec(NamedTuple):
 
 @lru_cache(maxsize=256)  # called for every layer of every cache
 def cpu_spec(key: Codec, value: Codec, head_dim: int, page_tokens: int) -> CpuSpec:
-    """Return how the pages of two codecs are read and written.
-
-    Raises
-    ------
-    UnsupportedError
-        The kernels do not read them; the text says why.
-    """
+    """Return how the pages of two codecs are read and written; raises UnsupportedError if no kernels read them."""
     k, v = (cpu_reader(codec, head_dim, role) for codec, role in zip((key, value), ROLES, strict=True))
     page = PageLayout(key.layout(head_dim), value.layout(head_dim), page_tokens)
     return CpuSpec(

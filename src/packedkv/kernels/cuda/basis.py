@@ -23,17 +23,12 @@ MOST_BLOCKS = 2048
 
 
 class Joined(NamedTuple):
-    """Outputs over other tokens, and sinks, that outputs ``x`` over some tokens are merged with.
+    """Outputs over other tokens, and sinks, with which outputs ``x`` over some tokens are merged."""
 
-    ``lse``: log-sum-exps of ``x``, float32 ``[H, t]``; either infinity: over no token. ``other``: outputs over other
-    tokens, of x's shape, dtype and strides, and ``other_lse``, strided as ``lse``. ``sinks``: float32 ``[H]``, learned
-    logits that only join the softmax's denominator.
-    """
-
-    lse: Tensor
-    other: Tensor | None = None
-    other_lse: Tensor | None = None
-    sinks: Tensor | None = None
+    lse: Tensor  # float32 [H, t]: log-sum-exps of x; either infinity: over no token
+    other: Tensor | None = None  # outputs over other tokens, of x's shape, dtype and strides
+    other_lse: Tensor | None = None  # float32 [H, t], strided as lse
+    sinks: Tensor | None = None  # float32 [H]: learned logits that only join the softmax's denominator
 
 
 class Part(NamedTuple):

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from packedkv.attention import Seen
 from packedkv.errors import ShapeError, UnsupportedError
-from packedkv.kernels.constants import Constants
+from packedkv.kernels.constants import Constants, constants_of, tensors_of
 from packedkv.kernels.cuda.arguments import DecodeArgs
 from packedkv.kernels.cuda.build import Kernel, Program, load
 from packedkv.kernels.cuda.launch import Config, asked_bytes, config_for, machine, shared_bytes, shares_tables
@@ -230,34 +230,15 @@ def _op(
     q: Tensor, tokens: Sequence[Tensor | None], workspace: Tensor | None, constants: Sequence[Tensor | None],
     text: str, scale: float, softcap: float, numbers: Sequence[int],
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    pages, table, seq_lens, start, placed, dense_k, dense_v, dense_lens, dense_start, dense_at, sinks, starts = tokens
-    assert pages is not None
-    assert table is not None
-    assert seq_lens is not None
-    key_tables, key_factor, key_matrix, value_tables, value_factor, value_matrix, mean, mean_table = constants
+    *places, sinks, starts = tokens
     queries, longest, key_order, value_order, pairs, *config = numbers
+    *sides, mean, mean_table = constants
     return _attend(
         q,
-        StepTokens(
-            pages,
-            table,
-            seq_lens,
-            start,
-            placed,
-            dense_k,
-            dense_v,
-            dense_lens,
-            dense_start,
-            dense_at,
-            workspace,
-            starts,
-            queries,
-            longest,
-        ),
+        StepTokens._make([*places, workspace, starts, queries, longest]),
         Rules(scale, Seen(softcap=softcap), sinks),
         text,
-        Constants(key_tables, key_factor, key_order, key_matrix),
-        Constants(value_tables, value_factor, value_order, value_matrix),
+        *constants_of(sides, (key_order, value_order)),
         None if mean is None or mean_table is None else KeyMean(mean, mean_table, pairs),
         config,
     )
@@ -316,7 +297,7 @@ def decode_attention(
         q,
         [*tokens[:10], rules.sinks, tokens.starts],
         tokens.workspace,
-        [x for side in (key, value) for x in (side.tables, side.factor, side.matrix)] + [*(mean or (None, None))[:2]],
+        [*tensors_of(key, value), *(mean or (None, None))[:2]],
         spec,
         float(rules.scale),
         float(rules.seen.softcap),

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from packedkv.codec import ROLES, Role
 from packedkv.errors import ShapeError, UnsupportedError
-from packedkv.kernels.constants import Constants
+from packedkv.kernels.constants import Constants, constants_of, tensors_of
 from packedkv.kernels.cuda.arguments import EncodeArgs
 from packedkv.kernels.cuda.build import Kernel, Program, load
 from packedkv.kernels.cuda.decode import MOST_SEQUENCES
@@ -252,7 +252,7 @@ def _op(
     keys: Tensor | None, values: Tensor | None, pages: Tensor, table: Tensor, first: Tensor, bad: Tensor | None,
     text: str, constants: Sequence[Tensor | None], less: Sequence[Tensor], interleaved: bool, kept: int,
 ) -> None:  # fmt: skip
-    key, value = (Constants(tables, factor, 1, matrix) for tables, factor, matrix in (constants[:3], constants[3:]))
+    key, value = constants_of(constants, (1, 1))
     turned = Turned(less[0], less[1], less[2], interleaved) if less else None
     _encode(keys, values, pages, table, first, bad, text, key, value, turned, kept)
 
@@ -309,9 +309,8 @@ def encode_to_pages(
     if not torch.compiler.is_compiling():
         _encode(keys, values, pages, table, first, bad, spec, key, value, less, kept)
         return
-    constants = [x for side in (key, value) for x in (side.tables, side.factor, side.matrix)]
     turned, interleaved = ([], False) if less is None else ([*less[:3]], less.interleaved)
-    _op(keys, values, pages, table, first, bad, spec, constants, turned, interleaved, kept)
+    _op(keys, values, pages, table, first, bad, spec, tensors_of(key, value), turned, interleaved, kept)
 
 
 def _check(

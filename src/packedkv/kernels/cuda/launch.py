@@ -16,36 +16,18 @@ from packedkv.kernels.spec import DecodeSpec, align
 
 
 class Config(NamedTuple):
-    """Launch constants.
+    """Launch constants."""
 
-    Parameters
-    ----------
-    tile : int
-        Tokens that a warp fetches at a time; divides the page, a multiple of 16 (32 with blocks).
-    warps : int
-        Warps of a CTA, or of a team.
-    stages : int
-        Tiles of a warp's ring buffer.
-    resident : int
-        CTAs that share a multiprocessor: bounds the registers.
-    splits : int
-        CTAs, or teams, that share the tokens of a sequence.
-    teams : int
-        Teams of a CTA: above 1 they share its look-up tables, and each takes one sequence and head after another.
-    table_shrink : int
-        How often the room of look-up tables is halved, on GPUs with less shared memory: they have fewer copies.
-    overlap_prologue : int
-        1: what only the start of a piece needs lies where the ring's later stages will be.
-    """
-
-    tile: int
-    warps: int
-    stages: int
-    resident: int
-    splits: int
-    teams: int = 1
-    table_shrink: int = 0
-    overlap_prologue: int = 0
+    tile: int  # tokens that a warp fetches at a time; divides the page, a multiple of 16 (32 with blocks)
+    warps: int  # of a CTA, or of a team
+    stages: int  # tiles of a warp's ring buffer
+    resident: int  # CTAs that share a multiprocessor: bounds the registers
+    splits: int  # CTAs, or teams, that share the tokens of a sequence
+    teams: int = (
+        1  # of a CTA: above 1 they share its look-up tables, and each takes one sequence and head after another
+    )
+    table_shrink: int = 0  # how often the room of look-up tables is halved: fewer copies, for less shared memory
+    overlap_prologue: int = 0  # 1: what only the start of a piece needs lies where the ring's later stages will be
 
     @property
     def resident_warps(self) -> int:

@@ -411,32 +411,15 @@ class Workspace:
 
 
 class Chunks(NamedTuple):
-    """Newest tokens of several requests, and the tokens that each reads.
+    """Newest tokens of several requests, and the tokens that each reads."""
 
-    Parameters
-    ----------
-    first, last : int
-        Queries of the step.
-    table : Tensor int32 ``[B, M]``
-        Block ids of the tokens that are read.
-    kept_at : Tensor int32 ``[B, ...]``
-        First of them the block with the request's first tokens; below 0: they are not read.
-    placed : Tensor int32 ``[B]``
-        The position of slot 0 of each.
-    ragged : Ragged
-        Queries counted from ``first``; keys are the tokens that are read.
-    tokens : int
-        Of all requests.
-    room : Workspace
-    """
-
-    first: int
+    first: int  # queries [first, last) of the step
     last: int
-    table: Tensor
-    kept_at: Tensor
-    placed: Tensor
-    ragged: Ragged
-    tokens: int
+    table: Tensor  # int32 [B, M]: block ids of the tokens that are read
+    kept_at: Tensor  # int32 [B, ...], first of them the block with the request's first tokens; < 0: they are not read
+    placed: Tensor  # int32 [B]: the position of slot 0 of each
+    ragged: Ragged  # queries counted from ``first``; keys are the tokens that are read
+    tokens: int  # of all requests
     room: Workspace
 
     @classmethod

@@ -54,57 +54,26 @@ from packedkv.kernels.tokens import Dense, GroupTokens, Rules
 class GroupChunks(NamedTuple):
     """Newest tokens of several requests, whose own tokens are those from the beginning of their first group on.
 
-    Own tokens lie group by group, those of all requests behind each other; ``straight``: they are the new ones as they
-    came.
-
-    Parameters
-    ----------
-    first, last : int
-        Queries of the step.
-    table : Tensor int32 ``[B, M]``
-        Block ids.
-    straight : bool
-    slots : Tensor int64 ``[own]``
-        Of the pages, for each own token; below 0: its group is not complete.
-    beside : Tensor int32 ``[own]``
-        Row of each own token beside its group before; below 0: there is no such token.
-    placed : Tensor int32 ``[n]``
-        Own token of each new one.
-    old, old_to : Tensor int32
-        Pending tokens of the first groups, row of the slots and own token.
-    kept, kept_to : Tensor int32
-        Own tokens of unfinished groups, and their rows of the slots.
-    distant : Ragged
-        Queries, and their requests' tokens that are at least a group before the newest one, as far as they are read.
-    local : Ragged
-        Queries, and the tokens of their group and the one before.
-    near : Tensor int32 ``[B, 3]``
-        ``kv::UnpackArgs::near``.
-    most : int
-        Packed tokens of the longest request.
-    keys, beside_keys : int
-        Rows of ``distant`` and ``local``.
-    unit : int
-    room : Workspace
+    Own tokens lie group by group, those of all requests behind each other.
     """
 
-    first: int
+    first: int  # queries [first, last) of the step
     last: int
-    table: Tensor
-    straight: bool
-    slots: Tensor
-    beside: Tensor
-    placed: Tensor
-    old: Tensor
-    old_to: Tensor
-    kept: Tensor
-    kept_to: Tensor
-    distant: Ragged
-    local: Ragged
-    near: Tensor
-    most: int
-    keys: int
-    beside_keys: int
+    table: Tensor  # int32 [B, M]: block ids
+    straight: bool  # whether own tokens are the new ones as they came
+    slots: Tensor  # int64 [own]: slot of the pages of each own token; < 0: its group is not complete
+    beside: Tensor  # int32 [own]: row of each own token beside its group before; < 0: there is no such token
+    placed: Tensor  # int32 [n]: own token of each new one
+    old: Tensor  # int32: pending tokens of the first groups, row of the slots
+    old_to: Tensor  # and own token
+    kept: Tensor  # int32: own tokens of unfinished groups
+    kept_to: Tensor  # and their rows of the slots
+    distant: Ragged  # queries, and tokens at least a group before their request's newest one, as far as they are read
+    local: Ragged  # queries, and the tokens of their group and the one before
+    near: Tensor  # int32 [B, 3], kv::UnpackArgs::near
+    most: int  # packed tokens of the longest request
+    keys: int  # rows of ``distant``
+    beside_keys: int  # rows of ``local``
     unit: int
     room: Workspace
 

@@ -26,30 +26,14 @@ from packedkv.scheme import KVScheme
 
 
 class Steps(NamedTuple):
-    """Decode steps, as far as their programs depend on them; by default any.
+    """Decode steps, as far as their programs depend on them; by default any."""
 
-    Parameters
-    ----------
-    groups : tuple of int
-        Query heads that share a KV head.
-    dense : tuple of (torch.dtype or None)
-        Dtypes of the dense tokens; None: there are none.
-    softcap : bool
-        Whether scores have a soft cap.
-    heads : tuple of int
-        KV heads of all sequences together; empty: any number.
-    capacity : int
-        Tokens of a sequence for which its page table has room; 0: any number.
-    queries : int
-        Most query tokens of a sequence; with several there are no dense tokens.
-    """
-
-    groups: tuple[int, ...] = (4, 8)
-    dense: tuple[torch.dtype | None, ...] = (None, torch.bfloat16)
-    softcap: bool = False
-    heads: tuple[int, ...] = ()
-    capacity: int = 0
-    queries: int = 1
+    groups: tuple[int, ...] = (4, 8)  # query heads that share a KV head
+    dense: tuple[torch.dtype | None, ...] = (None, torch.bfloat16)  # dtypes of dense tokens; None: there are none
+    softcap: bool = False  # whether scores have a soft cap
+    heads: tuple[int, ...] = ()  # KV heads of all sequences together; empty: any number
+    capacity: int = 0  # tokens of a sequence for which its page table has room; 0: any number
+    queries: int = 1  # most query tokens of a sequence; with several there are no dense tokens
 
 
 class LabelledProgram(NamedTuple):
