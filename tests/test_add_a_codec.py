@@ -163,6 +163,17 @@ def test_a_file_named_on_the_command_line(codec_file):
         check_row(row)
 
 
+def test_a_file_that_imports_what_is_not_there(codec_file):
+    reader = codec_file.with_name("spin_cuda.py")
+    reader.write_text(code_block(1))
+    codec_file.unlink()
+    done = run("-m", "packedkv.cli.main", "list", "--codec-file", str(reader), fails=True, stderr=True)
+    assert done.strip() == (
+        f"packedkv: error: codec file {reader} imports spin, which is not found; "
+        "install it or put its folder on PYTHONPATH."
+    )
+
+
 def test_a_file_dropped_into_the_library_is_listed_and_described(copy):
     source = copy / "src"
     rows = only_preset(run("-m", "packedkv.cli.main", "list", "--json", "-", source=source))

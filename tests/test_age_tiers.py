@@ -114,6 +114,40 @@ def test_what_has_no_tiers_says_so() -> None:
     assert 'pages that requests share must not change; give "window": 0' in refusal(own, 64)
 
 
+def test_refused_tokens_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    cache, (k, v) = filled(SPECS[0], 140), tokens()
+    before = cache.decode()
+
+    def full(*_: object) -> None:
+        raise MemoryError
+
+    with monkeypatch.context() as patch:
+        patch.setattr(cache, "_encode", full)  # the newer tier has the tokens by then
+        with pytest.raises(MemoryError):
+            cache.append(k[:, :, 140:], v[:, :, 140:])
+    with pytest.raises(ValueError, match="keys"):
+        cache.append(torch.full_like(k, torch.nan), v)
+    assert all(torch.equal(x, y) for x, y in zip(before, cache.decode(), strict=True))
+    cache.append(k[:, :, 140:], v[:, :, 140:])
+    assert equal(cache, filled(SPECS[0]))
+
+
+def test_kernels_read_both_tiers() -> None:
+    cache, plain = filled(SPECS[1]), LayerCache(scheme("kivi-2"))
+    plain.append(*tokens())
+    assert cache.unfused() == plain.unfused()  # empty where the kernels are compiled
+
+
+def test_fused_attention_is_refused_and_never_taken_for_it(tiny: Any) -> None:
+    model, spec = tiny("llama-gqa"), "saw-int4:window=8,recent=int-8"
+    model.set_attn_implementation("packedkv")
+    with pytest.raises(UnsupportedError, match=r"age tiers.* Use attention='decoded' or 'streamed'"):
+        cache_for(model, spec, attention="fused")
+    left_open = cache_for(model, spec)
+    assert left_open.options["attention"] == "decoded"
+    assert "age tiers" in left_open.report()["unfused"]
+
+
 def test_spec_scheme_and_description() -> None:
     own = packedkv.get("saw-int4:recent=int-8,sink=4,window=256")
     assert str(own) == "saw-int4:sink=4,window=256,recent=int-8"

@@ -69,6 +69,16 @@ def test_help_is_printed_without_torch():
     assert all(part.strip() for part in done.stdout.split("=====")[: len(LINES)])
 
 
+def test_list_starts_without_transformers_or_matplotlib():
+    code = (
+        "import sys; from packedkv.cli.main import main; main(['list', '--json', '-']); "
+        "print([m for m in ('transformers', 'triton', 'matplotlib') if m in sys.modules], file=sys.stderr)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    json.loads(done.stdout)
+    assert done.stderr.splitlines()[-1] == "[]"
+
+
 def test_help_lists_every_command_and_each_has_its_file(capsys):
     with pytest.raises(SystemExit):
         cli.main(["--help"])
@@ -176,6 +186,16 @@ def test_compare_prints_nothing_but_json_on_standard_output(capsys, model, text)
     assert "measuring" in err
 
 
+def test_compare_prints_a_table_and_writes_the_file(capsys, model, text, tmp_path):
+    target = tmp_path / "new" / "rows.json"
+    _, out, _ = run(capsys, "compare", model, "--specs", "dense,int-4", "--text", text, *SIZES, "--json", str(target))
+    lines = out.splitlines()
+    assert lines[0].split()[0] == "spec"
+    assert [line.split()[0] for line in lines[2:5]] == ["(uncompressed)", "dense", "int-4"]
+    assert "2 windows of 96 tokens of text.txt, prefill=decoded" in out
+    assert [row["spec"] for row in json.loads(target.read_text())] == ["dense", "int-4"]
+
+
 @pytest.mark.parametrize("prefill", ["decoded", "exact"])
 def test_eval_measures_one_spec_and_states_the_prefill(capsys, model, text, prefill):
     arguments = ["eval", model, "--spec", "int-4", "--text", text, "--windows", "1", "--window-tokens", "300"]
@@ -235,6 +255,14 @@ def test_fit_writes_a_file_that_compare_and_eval_take(capsys, model, text, tmp_p
     arguments = ["eval", model, "--spec", INNERQ, "--text", text, *SIZES, "--params", str(out_file)]
     _, out, _ = run(capsys, *arguments)
     assert "fitted" in out
+
+
+def test_fit_without_a_text_takes_what_the_model_writes(capsys, model, tmp_path):
+    small = ["--windows", "2", "--window-tokens", "24", "-o", str(tmp_path / "p")]
+    status, out, err = run(capsys, "fit", model, INNERQ, *small)
+    assert status == 0
+    assert "text: the model's own samples (seed 0), 2 x 24 tokens" in out
+    assert "drawing tokens" in err
 
 
 @pytest.mark.usefixtures("no_model")
@@ -436,6 +464,9 @@ def test_the_fewest_bits_within_five_percent_are_recommended():
     rows = [result("dense", 16.0, 20.0, 0.0), result("fp8", 8.1, 20.1, 0.01), result("a", 4.5, 20.9, 0.04)]
     rows += [result("b", 4.5, 20.8, 0.03), result("c", 2.3, 21.1, 0.08), result("nan", 2.0, float("nan"), 0.0)]
     text = recommend(rows)
+    assert recommend(rows[:1]).startswith("No preset can be recommended")
+    far = [rows[0], result("a", 4.5, 30.0, 0.4), result("b", 2.5, 60.0, 0.9)]
+    assert recommend(far).startswith("Take a with care: no preset is within 5%")
     assert text.startswith("Take b: ")
     assert "4.50 bits" in text
     assert "3.6x" in text

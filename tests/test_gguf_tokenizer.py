@@ -2,14 +2,17 @@
 
 import io
 import re
+from pathlib import Path
 
 import gguf
 import numpy as np
 import pytest
 import sentencepiece
 from tokenizers.normalizers import Replace
+from transformers import AutoTokenizer
 
 from packedkv.errors import ModelError
+from packedkv.models import gguf_tokenizer
 from packedkv.models.gguf_tokenizer import check_tokenizer
 from packedkv.models.loading import load, load_text
 
@@ -116,6 +119,15 @@ def test_gemma_of_a_gguf_is_refused_because_its_words_are_split(write):
     assert len(pieces) > 1
     assert text.startswith("gemma3.gguf: the tokenizer that transformers ")
     assert "Load the model with its own tokenizer: a hub id, or a folder" in text
+
+
+def test_few_words_say_nothing(write, monkeypatch):
+    path = Path(write("gemma3"))
+    tokenizer = AutoTokenizer.from_pretrained(str(path.parent), gguf_file=path.name)
+    with pytest.raises(ModelError, match="one piece of its vocabulary"):
+        check_tokenizer(tokenizer, str(path))
+    monkeypatch.setattr(gguf_tokenizer, "FEWEST", 10_000)
+    check_tokenizer(tokenizer, str(path))
 
 
 def test_a_tokenizer_that_loses_characters_is_refused(write):

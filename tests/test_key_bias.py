@@ -1,10 +1,12 @@
 """Key biases in the weights: what breaks on them is refused in every place, and nothing else is."""
 
+import json
 import re
 import warnings
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, get_args
 
 import pytest
 import torch
@@ -12,6 +14,8 @@ import transformers
 from torch import nn
 
 import packedkv
+from packedkv.cli import arguments
+from packedkv.cli import main as cli
 from packedkv.cli.advise.run import advise
 from packedkv.cli.advise.steps import Request
 from packedkv.cli.demo import SPECS, run_demo, show
@@ -20,7 +24,9 @@ from packedkv.errors import BrokenPresetError, PackedKVWarning, UnsupportedError
 from packedkv.integrations.transformers.argument import passing
 from packedkv.integrations.transformers.biases import biases_of
 from packedkv.integrations.transformers.plan import plan_for
-from packedkv.key_bias import GAIN
+from packedkv.integrations.vllm.options import read_options
+from packedkv.integrations.vllm.weights import Rotaries, check_biases, find_biases
+from packedkv.key_bias import GAIN, Probe
 from packedkv.models.loading import LoadedModel, SampleText
 from packedkv.progress import Progress
 from packedkv.scheme import mix_of
@@ -139,6 +145,9 @@ def test_presets_that_break_on_the_key_biases_are_refused(changed: dict[str, Any
             biases.check(packedkv.get(spec))
     for spec in HOLDING:
         biases.check(packedkv.get(spec))
+    worst = biases.worst(packedkv.get(RAW))
+    assert worst.broken
+    assert not replace(worst, plain=0.6 * worst.error).broken, "refused for what it loses without biases"
 
 
 def test_outer_layers_held_dense_are_no_reason_to_refuse() -> None:
@@ -288,6 +297,17 @@ def test_auto_is_the_better_of_both_for_every_preset(size: float) -> None:
     assert {"kivi-4", "kivi-2", "dense"} <= kinds["none"]
     if size == LARGE:
         assert {"saw-int4", "int-8", "fp8", "turboquant-4", "q4_0"} <= kinds["pre"]
+
+
+def test_a_log_line_says_what_was_found(model: Any, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level("INFO", "packedkv"):
+        packedkv.cache_for(model, "int-8")
+        packedkv.cache_for(model, "kivi-4")
+        packedkv.cache_for(tiny_model("llama-gqa"), "int-8")
+    first, second = caplog.messages
+    found = r"Qwen2ForCausalLM adds large biases to the keys of 2 of 2 layers \(up to 400, \d+ times .*\): mean="
+    assert re.search(found + r"pre; int-8 moves attention scores by 0\.0\d+ nats, with mean=none by \d", first)
+    assert re.search(found + r"none; kivi-4 moves attention scores by 0\.\d+ nats$", second)
 
 
 # -- advice ------------------------------------------------------------------------------------------------------------
@@ -468,3 +488,85 @@ def test_demo_leaves_out_what_breaks_and_says_so(
     rows, meta, _ = run_demo("biased", ["dense", RAW], out=tmp_path, settings=told, **given)
     assert [row["spec"] for row in rows] == ["dense", RAW]
     assert "left_out" not in meta
+
+
+def test_the_commands_take_the_option(loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
+    monkeypatch.setattr("packedkv.models.loading.load", lambda *_, **__: loaded)
+    (text := tmp_path / "text").write_text(TEXT)
+    common = ["--text", str(text), "--windows", "1", "--window-tokens", "96", "--json", str(tmp_path / "rows")]
+    for command in (["compare", "m", "--specs", RAW], ["eval", "m", "--spec", RAW]):
+        assert cli.main([*command, *common, "--new-tokens", "0"]) == 2
+        assert cli.main([*command, *common, "--new-tokens", "0", "--probe", "warn"]) == 0
+        assert "key biases" in json.loads((tmp_path / "rows").read_text())[0]["notes"][0]
+    assert get_args(Probe) == arguments.PROBE
+    for command, probe in (["advise", "m", "--context", "9", "--probe", "off"], "off"), (["demo"], "refuse"):
+        assert cli.parse(command).probe == probe
+
+
+# -- a server, without vLLM --------------------------------------------------------------------------------------------
+
+
+class Linear(nn.Linear):
+    """A linear layer as vLLM's: it returns a pair."""
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return super().forward(x), None
+
+
+def served(model: Any) -> dict[int, Any]:
+    """Implementations and modules as vLLM builds them, with the weights of a Qwen2 in one projection."""
+    impls = {}
+    for i, layer in enumerate(model.model.layers):
+        own, attention, block = layer.self_attn, nn.Module(), nn.Module()
+        attention.qkv_proj = Linear(128, 256)
+        with torch.no_grad():
+            for name in ("weight", "bias"):
+                parts = [getattr(m, name) for m in (own.q_proj, own.k_proj, own.v_proj)]
+                getattr(attention.qkv_proj, name).copy_(torch.cat(parts))
+        block.self_attn, block.input_layernorm = attention, layer.input_layernorm
+        impls[i] = SimpleNamespace(modules=[attention, block], num_heads=2, head_size=64, scale=64**-0.5)
+    return impls
+
+
+def asked(preset: str, **more: Any) -> Any:
+    return read_options({"packedkv": {"preset": preset, **more}})
+
+
+def test_a_server_judges_as_the_library_does(model: Any, caplog: pytest.LogCaptureFixture) -> None:
+    library = biases_of(model, plan_for(model, "decoded"))
+    biases = find_biases(library.name, model.config, [0, 1], served(model))
+    for spec in BROKEN[:2]:
+        with pytest.raises(BrokenPresetError) as given:
+            library.check(packedkv.get(spec))
+        with pytest.raises(BrokenPresetError) as error:
+            check_biases(asked(spec), biases)
+        assert str(error.value).startswith(f"packedkv: {str(given.value).split(' Use ')[0]}")
+        assert str(error.value).endswith('or give "probe": "warn" to serve it.')
+    assert not caplog.messages
+    check_biases(asked(RAW, probe="warn"), biases)
+    assert "saw-int4:mean=none breaks" in caplog.messages[0]
+    check_biases(asked(RAW, probe="off"), biases)
+    check_biases(asked("kivi-4", window=0), biases)
+    check_biases(asked("saw-int4"), biases)
+    check_biases(asked(RAW), find_biases("Qwen2", model.config, [0, 1], served(biased(0.0))))
+
+
+def test_a_server_says_what_it_cannot_read() -> None:
+    alone = SimpleNamespace(modules=[], num_heads=2, head_size=64, scale=64**-0.5)
+    with pytest.raises(UnsupportedError, match="the module around the attention of layer 0 was not seen"):
+        find_biases("Qwen2", tiny_config("qwen2"), [0, 1], {0: alone})
+
+    class Odd(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.qkv_proj, self.attn = nn.Linear(128, 384), nn.Module()
+
+        def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+            return self.qkv_proj(tokens)
+
+    attention = Odd()
+    attention.attn.impl = impl = SimpleNamespace(modules=[attention], num_heads=2, head_size=64, scale=64**-0.5)
+    rotaries = Rotaries({0: impl}, 128, torch.float32, 512, False)
+    with pytest.raises(UnsupportedError, match="Odd takes tokens, not hidden_states or x"):
+        rotaries.mean_after(0)
+    assert rotaries.removable([0]) == "none"

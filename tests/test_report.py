@@ -36,6 +36,7 @@ def test_writes_a_picture_and_a_page_with_every_row_and_the_recommendation(tmp_p
         assert f"{r['spec']}</p>" in text.replace("</span>", "")
         assert re.search(rf"</svg>{r['spec']}</th>", text)
     assert "Take saw-int4." in text
+    assert '<span class="same">the same words, then </span>int-4' in text  # grey up to the first difference
     assert "torch 2.13" in text
     assert "prefers-color-scheme: dark" in text
 
@@ -82,6 +83,16 @@ def test_interrupted_rows_are_shown_as_such(tmp_path: Path) -> None:
 def test_no_rows_and_only_dense_still_give_a_page(tmp_path: Path) -> None:
     for rows in ([], ROWS[:1]):
         assert all(p.stat().st_size > 500 for p in write_report(rows, tmp_path, META))
+
+
+def test_points_are_kl_with_two_standard_errors_to_either_side() -> None:
+    metric, points = points_of(ROWS)
+    assert metric == "kl"
+    assert [(p.spec, p.x, p.y, p.high - p.y) for p in points] == [
+        ("int-4", 4.5, 0.09, pytest.approx(0.018)),
+        ("saw-int4", 4.4, 0.03, pytest.approx(0.006)),
+        ("octopus-2", 3.1, 0.2, pytest.approx(0.04)),
+    ]
 
 
 def test_without_kl_the_points_are_the_perplexity_gap_to_the_uncompressed_model() -> None:

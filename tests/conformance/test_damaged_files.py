@@ -205,7 +205,7 @@ def flipped(path, read, choose: random.Random, times: int) -> None:
 
 
 def cut(path, read) -> None:
-    """Cut at every boundary of a tensor, and beside it."""
+    """Cut at every boundary of a tensor, and beside it; and with a byte more."""
     raw = path.read_bytes()
     length = int.from_bytes(raw[:8], "little")
     entries = json.loads(raw[8 : 8 + length])
@@ -215,6 +215,9 @@ def cut(path, read) -> None:
             path.write_bytes(raw[:end])
             with pytest.raises(packedkv.FormatError):
                 read(path)
+    path.write_bytes(raw + b"\0")
+    with pytest.raises(packedkv.FormatError):
+        read(path)
 
 
 @pytest.mark.parametrize("times", [10, pytest.param(2000, marks=pytest.mark.nightly)])

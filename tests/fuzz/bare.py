@@ -384,6 +384,8 @@ class Machine:
 
     def _reset(self, of: Held, n: int, _: int, __: int) -> None:
         of.cache.reset()
+        if not of.cache.static and (of.cache.nbytes() or list(of.cache.tensors())):
+            raise Mismatch("bytes are held after a reset")
         of.tokens.reset()
         of.kept = 0
         of.place = self._first_places(1 + n % 3)

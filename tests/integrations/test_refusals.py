@@ -131,6 +131,7 @@ def test_state_layers_keep_their_state_and_attention_is_packed() -> None:
             {"attention": "stream"},
             "attention='stream': expected one of decoded, streamed, fused. Did you mean 'streamed'",
         ),
+        ({"probe": "wran"}, r"probe='wran': expected one of refuse, warn, off\. Did you mean 'warn'"),
         ({"max_len": 0}, "max_len=0: expected a whole number of tokens, at least 1, or None"),
         ({"max_len": "33k"}, "max_len='33k': expected a whole number of tokens"),
     ],

@@ -107,7 +107,7 @@ def test_options_are_read_from_additional_config_and_dtype() -> None:
     assert read_options({"other": 1}, "fp8") is None
     found = read_options({"packedkv": {"preset": "octopus-3", "window": 0, "seed": 5}})
     assert found is not None
-    assert (found.scheme.window, found.seed) == (0, 5)
+    assert (found.scheme.window, found.seed, found.probe) == (0, 5, "refuse")
     named = read_options({}, "packedkv:saw-int4")
     assert named is not None
     assert str(named.scheme) == "saw-int4"
@@ -116,6 +116,7 @@ def test_options_are_read_from_additional_config_and_dtype() -> None:
         ({"preset": "fp8", "seed": True}, "auto", "seed=True"),
         ({"preset": "octopus-3", "window": 3}, "auto", "only 0 is supported"),
         ({"preset": 4}, "auto", "preset=4"),
+        ({"preset": "fp8", "probe": "yes"}, "auto", "packedkv: probe='yes': expected one of refuse, warn, off"),
         ([], "auto", r"expected an object"),
         ({"preset": "fp8", "sinks": 0}, "auto", "Did you mean 'sink'"),
         ({}, "packedkv", "preset=''"),

@@ -129,6 +129,15 @@ def test_nearest_level_is_bucketize(levels, dtype):
     assert nearest_level(centroids)(x[:6].reshape(2, 3)).shape == (2, 3)
 
 
+def test_nonsense_is_refused():
+    for levels, low, high in ((0, 0.0, 1.0), (4, 1.0, 1.0), (4, 1.0, 0.0)):
+        with pytest.raises(ValueError, match="expected levels >= 1 and low < high"):
+            lloyd_max(torch.ones_like, levels, low, high)
+    for dim, block in ((4, 3), (8, 0)):
+        with pytest.raises(ValueError, match="expected block >= 1"):
+            block_norm_density(dim, block)
+
+
 def test_no_fixed_point_says_so():
     with pytest.raises(ArithmeticError, match="give an interval on which the density is positive"):
         lloyd_max(lambda x: (x > 2.0).double(), 4, 0.0, 1.0)

@@ -52,7 +52,10 @@ def waits(lock, how):
 
 @pytest.mark.parametrize(
     ("theirs", "ours", "waiting"),
-    [("shared", "shared", False), ("shared", "exclusive", True), ("exclusive", "shared", True)],
+    [
+        *[("shared", "shared", False), ("shared", "exclusive", True)],
+        *[("exclusive", "shared", True), ("exclusive", "exclusive", True)],
+    ],
 )
 def test_who_times_is_alone_and_who_compiles_is_not(tmp_path, theirs, ours, waiting):
     """A process that dies gives its turn back."""

@@ -9,6 +9,7 @@ from tests.cli.tiny import tiny_loaded
 import packedkv
 from packedkv.cli.main import main
 from packedkv.errors import KVError, SpecError
+from packedkv_lab import reproduce
 from packedkv_lab.reproduce import report
 from packedkv_lab.reproduce.claims import Claim
 from packedkv_lab.reproduce.rate_distortion import SOURCES, STUDY, capture, measure, rate_distortion_rows
@@ -104,6 +105,16 @@ def test_command_line(capsys, tmp_path):
     assert "figures hold" in capsys.readouterr().out
     assert main(["reproduce", "innerq", "--model", "smollm2-135m"]) == 2
     assert STUDY in capsys.readouterr().err
+
+
+def test_an_interrupt_keeps_what_was_recomputed(capsys, monkeypatch, rows):
+    def interrupted(papers, *, quick, progress):
+        yield rows[0]
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(reproduce, "reproduce_rows", interrupted)
+    assert main(["reproduce", "innerq", "--json", "-"]) == 130
+    assert json.loads(capsys.readouterr().out) == [json.loads(json.dumps(rows[0])) | {"partial": True}]
 
 
 def test_keys_and_values_of_a_model():
