@@ -18,6 +18,15 @@ def normal_fp16(*shape: int, seed: int = 0) -> Tensor:
     return normal(*shape, seed=seed).half().float()
 
 
+def uneven(heads: int, tokens: int, dim: int, *, batch: int = 1, seed: int = 0) -> Tensor:
+    """Rows whose RoPE pairs differ in size by a factor of 100, each head in another order; exact in fp16."""
+    generator = torch.Generator().manual_seed(seed)
+    sizes = torch.logspace(1, -1, dim // 2)[torch.randperm(dim // 2, generator=generator)]
+    rows = torch.stack([sizes.roll(head) for head in range(heads)])
+    x = torch.randn(batch, heads, tokens, dim, generator=generator) * torch.cat([rows, rows], -1)[:, None]
+    return x.half().float()
+
+
 def unit_keys(n: int, dim: int = 128, heads: int = 1, seed: int = 0) -> Tensor:
     """``[1, heads, n, dim]`` with |k|^2 = dim, so that MSE per coordinate is free of the spread of the norms."""
     x = normal(1, heads, n, dim, seed=seed)
@@ -43,19 +52,8 @@ def score_errors(codec: Codec, heads: int) -> tuple[float, float]:
     return float(error.abs().mean()), float((error * true).sum() / true.square().sum())
 
 
-def score_mse(codec: Codec, params: Params, keys: Tensor, queries: Tensor) -> float:
-    """Mean square of q.k^ - q.k."""
-    return float((queries @ (roundtrip(codec, keys, params) - keys).mT).square().mean())
-
-
 def loud_channel_cost(codec: Codec, x: Tensor) -> float:
     """Relative MSE of ``x`` with channel 17 thirty times as large, over that of ``x``."""
     params, loud = fitted(codec), x.clone()
     loud[..., 17] *= 30
     return relative_mse(loud, roundtrip(codec, loud, params)) / relative_mse(x, roundtrip(codec, x, params))
-
-
-def turned_pairs(x: Tensor, angle: Tensor) -> Tensor:
-    """Rotate channels (i, i + D / 2) of ``x [..., D]`` by ``angle [D / 2]``, as RoPE does."""
-    a, b = x.chunk(2, -1)
-    return torch.cat([a * angle.cos() - b * angle.sin(), b * angle.cos() + a * angle.sin()], -1)

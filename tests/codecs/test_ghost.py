@@ -26,27 +26,12 @@ from packedkv.codecs.ghost import (
     short_kind,
     usual,
 )
-from packedkv.codecs.turboquant import TurboQuant
-from packedkv.fitting.fit import fit_model
-from packedkv.integrations.transformers.argument import passing
-from packedkv.integrations.transformers.cache import cache_for
-from packedkv.models.windows import split_windows, tokenize
 from packedkv.ops.lloyd_max import distortion, lloyd_max
-from tests.cli.tiny import TEXT, tiny_loaded, tiny_tokenizer
-from tests.codecs.draws import normal, score_mse, turned_pairs
+from tests.codecs.draws import normal, uneven
 
 from .definitions import by_definition, smallest
 
 ALL_BITS = (2, 2.5, 3, 3.5, 4, 4.5, 5)
-
-
-def uneven(heads, tokens, dim, *, batch=1, seed=0):
-    """Rows whose RoPE pairs differ in size by a factor of 100, each head in another order; exact in fp16."""
-    generator = torch.Generator().manual_seed(seed)
-    sizes = torch.logspace(1, -1, dim // 2)[torch.randperm(dim // 2, generator=generator)]
-    rows = torch.stack([sizes.roll(head) for head in range(heads)])
-    x = torch.randn(batch, heads, tokens, dim, generator=generator) * torch.cat([rows, rows], -1)[:, None]
-    return x.half().float()
 
 
 def site(role="key", heads=2, dim=64):
@@ -215,16 +200,6 @@ def test_energies_of_the_queries_replace_those_that_keys_suggest():
     assert not torch.equal(told["order"], Ghost(3).fit(site(), Sample(keys))["order"])
 
 
-def test_turning_pairs_as_later_positions_do_changes_no_constant_of_keys():
-    keys, queries = uneven(2, 200, 64, seed=1).double(), uneven(6, 200, 64, seed=2).double()
-    angle = normal(32, seed=3).double()
-
-    early = Ghost(3).fit(site(), Sample(keys, queries))
-    late = Ghost(3).fit(site(), Sample(turned_pairs(keys, angle), turned_pairs(queries, angle)))
-    assert torch.equal(early["widths"], late["widths"])
-    torch.testing.assert_close(early["factor"], late["factor"])
-
-
 @pytest.mark.parametrize("paired", [True, False])
 def test_tokens_unlike_all_others_do_not_count(paired):
     x = normal(1, 2, 250, 64, seed=1)
@@ -236,18 +211,6 @@ def test_tokens_unlike_all_others_do_not_count(paired):
         wanted = usual(own, paired=paired)
         torch.testing.assert_close(mean[:, head : head + 1], wanted[0])
         torch.testing.assert_close(variance[:, head : head + 1], wanted[1])
-
-
-@pytest.mark.parametrize("tokens", [1, 3])
-def test_what_a_short_sample_does_not_show_may_be_loud_later(tokens):
-    sample = torch.zeros(1, 1, tokens, 64)
-    sample[..., 5] = 4.0
-    params = Ghost(3).fit(site(heads=1), Sample(sample))
-    least = 16.0 / 64 / tokens
-    torch.testing.assert_close(params["factor"].double().max() ** -2, torch.tensor(least).double())
-    silent = Ghost(3).fit(site(heads=1), Sample(torch.zeros(1, 1, 4, 64)))
-    assert torch.equal(silent["factor"], torch.ones(1, 1, 64))
-    assert silent["widths"].sum() == 3 * 64 - 4
 
 
 # -- bytes -------------------------------------------------------------------------------------------------------------
@@ -331,21 +294,6 @@ def test_a_decoded_channel_is_scale_times_level_times_size_and_values_get_their_
             y = float(scales()[number] * table(int(params["widths"][0, 1, j]))[codes[j]])
             y += float(params["centre"][0, 1, j]) if role == "value" else 0.0
             assert float(back[0, 1, 2, c]) == pytest.approx(y / float(params["factor"][0, 1, j]), rel=1e-5, abs=1e-6)
-
-
-def test_heads_of_different_widths_and_sequences_of_different_constants_keep_their_own():
-    codec, x = Ghost(3), uneven(2, 30, 64, batch=3, seed=9)
-    x[1] *= torch.logspace(1, -1, 64)
-    x[2, 1] = x[2, 1].flip(-1)
-    for role in ("key", "value"):
-        params = codec.fit(site(role), Sample(x))
-        whole = codec.encode(codec.to_code(x, params), params)
-        back = codec.decode(whole, params)
-        for b, h in itertools.product(range(3), range(2)):
-            own = {n: t[b : b + 1, h : h + 1] for n, t in params.items()}
-            one = codec.encode(codec.to_code(x[b : b + 1, h : h + 1], own), own)
-            assert torch.equal(one["codes"], whole["codes"][b : b + 1, h : h + 1])
-            assert torch.equal(codec.decode(one, own), back[b : b + 1, h : h + 1])
 
 
 def test_a_token_of_zeros_is_the_mean_itself_and_a_tie_takes_the_lower_level():
@@ -468,19 +416,6 @@ def test_a_basis_suits_the_tokens_on_which_the_loss_depends():
 # -- what it is good for -----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("bits", [2, 3, 4])
-def test_scores_lose_a_quarter_of_what_more_bits_lose_on_uneven_pairs(bits):
-    keys, queries = uneven(2, 400, 128, seed=1), uneven(2, 100, 128, seed=1)
-    codec, plain = Ghost(bits), TurboQuant(bits)
-
-    fitted = score_mse(codec, codec.fit(site(dim=128), Sample(keys, queries)), keys, queries)
-    assert fitted < score_mse(plain, plain.fit(site(dim=128)), keys, queries) / 4
-    # queries that are loud where keys are not: their fit asks for other bits than the keys alone
-    queries = queries.roll(32, -1)
-    by_queries, by_keys = codec.fit(site(dim=128), Sample(keys, queries)), codec.fit(site(dim=128), Sample(keys))
-    assert score_mse(codec, by_queries, keys, queries) < 0.8 * score_mse(codec, by_keys, keys, queries)
-
-
 def test_the_searched_scale_saves_what_one_loud_channel_would_cost():
     keys = normal(1, 1, 400, 64, seed=1)
     params = Ghost(3).fit(site(heads=1), Sample(keys))
@@ -491,20 +426,3 @@ def test_the_searched_scale_saves_what_one_loud_channel_would_cost():
     fixed = (roundtrip(Ghost(3), loud / scale, params) * scale - loud).square().mean()
     assert float(error) < 3 * float(fixed)
     assert float(error) < 0.5 * float((loud - loud.clamp(-2.2, 2.2)).square().mean())
-
-
-def test_a_fit_on_a_model_is_saved_with_the_mean_and_used(tmp_path):
-    model = tiny_loaded()
-    fitted = fit_model(model, "ghost-3", TEXT, windows=2, window_tokens=96)
-    assert all(set(roles) == {"key", "value"} for roles in fitted.values())
-    path = tmp_path / "p.safetensors"
-    fitted.save(path)
-    cache = cache_for(model.model, "ghost-3", params=path)
-    window = split_windows(tokenize(tiny_tokenizer(), TEXT, 96), 1, 96)[0]
-    with torch.no_grad():
-        model.model(window[None], **passing(model.model, cache))
-    for layer, held in zip(fitted, cache.layers, strict=True):
-        assert held.cache.scheme.mean == "pre"
-        for role in ("key", "value"):
-            params = held.cache.roles[role].params
-            assert all(torch.equal(x, fitted[layer][role][name]) for name, x in params.items())

@@ -3,7 +3,6 @@
 import pytest
 import torch
 
-import packedkv
 from packedkv.codec import Sample, Site, roundtrip
 from packedkv.codecs.hessian import HessianRotated, hessian_rotation, second_moment
 from packedkv.codecs.innerq import InnerQ
@@ -11,9 +10,6 @@ from packedkv.codecs.kmeans_residual import KMeansResidual
 from packedkv.codecs.saw_int4 import SawInt4
 from packedkv.ops.hadamard import block_hadamard
 from tests.codecs.draws import normal
-from tests.codecs.filled import check_filled_and_saved
-
-HEAD_DIMS = (64, 80, 96, 128, 192, 256)
 
 
 def anisotropic(*shape: int, seed: int = 0) -> torch.Tensor:
@@ -21,12 +17,6 @@ def anisotropic(*shape: int, seed: int = 0) -> torch.Tensor:
     dim = shape[-1]
     basis = torch.linalg.qr(normal(dim, dim, seed=seed + 1)).Q
     return (normal(*shape, seed=seed) * torch.logspace(1, -2, dim)) @ basis.T
-
-
-def fitted(codec: HessianRotated, dim: int, heads: int = 2, seed: int = 0):
-    return codec.fit(
-        Site(0, "key", heads, dim), Sample(normal(1, heads, 8, dim), anisotropic(2, 2 * heads, 300, dim, seed=seed))
-    )
 
 
 def test_the_rotation_diagonalises_the_mean_outer_product_of_all_query_heads():
@@ -55,21 +45,6 @@ def test_damping_moves_eigenvalues_and_not_the_rotation():
     plain = torch.linalg.eigh(moment).eigenvectors.flip(-1)
     overlap = (plain * hessian_rotation(moment)).sum(0).abs()
     torch.testing.assert_close(overlap, torch.ones_like(overlap), rtol=0, atol=1e-9)
-
-
-@pytest.mark.parametrize("dim", HEAD_DIMS)
-@pytest.mark.parametrize("inner", [SawInt4(1), SawInt4(), SawInt4(16)], ids=["alone", "bdr", "bdr16"])
-def test_scores_stay_and_vectors_come_back(inner, dim):
-    codec = HessianRotated(inner)
-    params = fitted(codec, dim)
-    k, q = normal(2, 2, 40, dim, seed=5), normal(2, 2, 5, dim, seed=6)
-    code = codec.to_code(k, params)
-    assert float((codec.from_code(code, params) - k).abs().max()) < 1e-5
-    scores = codec.query_to_code(q, params) @ code.mT
-    torch.testing.assert_close(scores, q @ k.mT, rtol=1e-4, atol=1e-4)
-    # outputs of values: probabilities mix in the code basis, R is undone once
-    weights = normal(2, 2, 3, 40, seed=7).softmax(-1)
-    torch.testing.assert_close(codec.from_code(weights @ code, params), weights @ k, rtol=1e-5, atol=1e-5)
 
 
 def test_the_code_basis_is_hadamard_first_then_the_rotation_of_unrotated_queries():
@@ -123,29 +98,3 @@ def test_the_score_error_falls_against_plain_int4(block):
     codec = HessianRotated(SawInt4(block))
     params = codec.fit(Site(0, "key", 2, 128), Sample(k, queries))
     assert loss(codec, params) < 0.5 * loss(SawInt4(1), {})
-
-
-SPECS = ("saw-int4:hessian=true", "saw-int4:rotate=kv,hessian=true", "saw-int4:rotate=none,hessian=true")
-
-
-def params_of(scheme):
-    k, v, q = normal(1, 2, 80, 64, seed=20), normal(1, 2, 80, 64, seed=21), anisotropic(1, 4, 80, 64)
-    return {r: scheme.codec(r).fit(Site(0, r, 2, 64), Sample(x, q)) for r, x in (("key", k), ("value", v))}
-
-
-@pytest.mark.parametrize("spec", SPECS)
-def test_a_cache_filled_token_by_token_is_the_prefilled_one_and_can_be_saved(spec, tmp_path):
-    scheme = packedkv.get(spec)
-    k, v = normal(2, 2, 70, 64, seed=1).half(), normal(2, 2, 70, 64, seed=2).half()
-    check_filled_and_saved(scheme, params_of(scheme), k, v, tmp_path)
-
-
-@pytest.mark.parametrize("spec", SPECS)
-def test_attention_over_the_packed_cache_is_that_of_the_decoded_one(spec):
-    scheme = packedkv.get(spec)
-    cache = packedkv.LayerCache(scheme, params=params_of(scheme))
-    cache.append(normal(2, 2, 70, 64, seed=1), normal(2, 2, 70, 64, seed=2))
-    q = normal(2, 4, 1, 64, seed=3)
-    k, v = (x.repeat_interleave(2, 1) for x in cache.decode())
-    expected = torch.nn.functional.scaled_dot_product_attention(q, k, v)
-    torch.testing.assert_close(cache.attend(q), expected, rtol=1e-3, atol=1e-3)

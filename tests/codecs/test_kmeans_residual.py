@@ -7,16 +7,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import packedkv
 from packedkv.codec import Sample, Site, roundtrip
 from packedkv.codecs.group_int import GroupInt
-from packedkv.codecs.hessian import HessianRotated
 from packedkv.codecs.kmeans_residual import KMeansResidual, fit_centroids, nearest_centroid
 from packedkv.codecs.saw_int4 import SawInt4
 from packedkv.errors import FitError
-from packedkv.files.caches import load_layers, save_layers
 from tests.codecs.draws import normal, relative_mse
-from tests.codecs.filled import check_filled_and_saved
 
 SITE = Site(0, "key", 2, 64)
 
@@ -118,39 +114,16 @@ def test_slots_that_were_never_written_decode_to_something():
     assert torch.equal(codec.decode(fields, params), params["centroids"][:, :, 4:].float().expand(1, 2, 3, 64))
 
 
-def inners():
-    yield pytest.param(SawInt4(), id="saw")
-    yield pytest.param(SawInt4(1, "float", "halves"), id="saw-float-halves")
-    yield pytest.param(HessianRotated(SawInt4()), id="hessian-saw")
-    yield pytest.param(GroupInt(2, group=32, along="tokens"), id="groups-along-tokens")
-
-
-@pytest.mark.parametrize("clusters", [1, 7, 300])
-@pytest.mark.parametrize("inner", inners())
-def test_blocks_one_by_one_equal_all_at_once(inner, clusters):
-    codec = KMeansResidual(inner, clusters)
-    params = codec.fit(SITE, Sample(clustered(2, 2, 200, 64), normal(1, 4, 200, 64)))
-    g = codec.block_tokens
-    x = clustered(2, 2, 5 * g, 64, seed=2)
-    x[0, :, 1] = 0
-    x[1, :, 2, 5] = 6e4
-    code = codec.to_code(x, params)
-    whole = codec.encode(code, params)
-    layout = codec.layout(64)
-    assert {n: tuple(t.shape[2:]) for n, t in whole.items()} == {f.name: (5, *f.shape) for f in layout.fields}
-    decoded = codec.decode(whole, params)
-    assert bool(decoded.isfinite().all())
-    for m in range(5):
-        part = codec.to_code(x[:, :, m * g : (m + 1) * g], params)
-        alone = codec.encode(part, params)
-        for name, t in whole.items():
-            assert torch.equal(alone[name].view(torch.uint8), t[:, :, m : m + 1].contiguous().view(torch.uint8)), name
-        assert torch.equal(codec.decode(alone, params), decoded[:, :, m * g : (m + 1) * g])
-    second = codec.encode(code[1:], params)
-    for name, t in whole.items():
-        assert torch.equal(second[name].view(torch.uint8), t[1:].contiguous().view(torch.uint8)), name
-    empty = codec.encode(code[:, :, :0], params)
-    assert codec.decode(empty, params).shape == (2, 2, 0, 64)
+def test_ids_of_a_block_are_those_of_its_tokens_one_by_one():
+    codec = KMeansResidual(GroupInt(2, group=32, along="tokens"), 300)
+    params, x = codec.fit(SITE, Sample(clustered(1, 2, 400, 64))), clustered(2, 2, 96, 64, seed=2)
+    payload = codec.encode(x, params)
+    assert payload["ids"].shape == (2, 2, 3, 64)
+    ids = payload["ids"].unflatten(-1, (32, 2)).flatten(2, 3).long()
+    assert torch.equal(ids[..., 0] + 256 * ids[..., 1], nearest_centroid(x, params["centroids"]))
+    last = codec.encode(x[:, :, 64:], params)
+    assert all(torch.equal(last[name], field[:, :, 2:]) for name, field in payload.items())
+    assert torch.equal(codec.decode(last, params), codec.decode(payload, params)[:, :, 64:])
 
 
 def test_a_prefill_fits_each_sequence_and_a_text_fits_all_together():
@@ -191,40 +164,6 @@ def test_points_too_close_to_tell_apart_fit_without_a_warning():
     found = fit_centroids(points, 30, torch.Generator().manual_seed(0))
     assert found.shape == (30, 64)
     assert float((found.abs() - 6e4).abs().max()) < 1
-
-
-SPECS = ("saw-int4:kmeans=1", "saw-int4:rotate=kv,kmeans=9", "saw-int4:kmeans=300,hessian=true")
-
-
-@pytest.mark.parametrize("spec", SPECS)
-def test_a_cache_filled_token_by_token_is_the_prefilled_one_and_can_be_saved(spec, tmp_path):
-    scheme = packedkv.get(spec)
-    sample, q = clustered(1, 2, 400, 64), normal(1, 4, 90, 64)
-    params = {r: scheme.codec(r).fit(Site(0, r, 2, 64), Sample(sample, q)) for r in ("key", "value")}
-    k, v = clustered(2, 2, 70, 64, seed=1).half(), normal(2, 2, 70, 64).half()
-    one = check_filled_and_saved(scheme, params, k, v, tmp_path)
-    query = normal(2, 4, 1, 64, seed=3)
-    dense_k, dense_v = (x.float().repeat_interleave(2, 1) for x in one.decode())
-    expected = torch.nn.functional.scaled_dot_product_attention(query, dense_k, dense_v)
-    torch.testing.assert_close(one.attend(query.half()).float(), expected, rtol=2e-2, atol=5e-3)
-
-
-def test_a_cache_fits_on_its_prefill_and_keeps_sequences_apart(tmp_path):
-    scheme = packedkv.get("saw-int4:kmeans=5")
-    k, v = clustered(2, 2, 40, 64).half(), normal(2, 2, 40, 64).half()
-    cache = packedkv.LayerCache(scheme)
-    cache.append(k, v)
-    cache.append(k[:, :, :3], v[:, :, :3])
-    save_layers(tmp_path / "c.safetensors", [cache], {})
-    (loaded,), _ = load_layers(tmp_path / "c.safetensors")
-    alone = packedkv.LayerCache(scheme)
-    alone.append(k[1:], v[1:])
-    alone.append(k[1:, :, :3], v[1:, :, :3])
-    both = cache.decode()
-    cache.select(torch.tensor([1]))
-    for a, b, c, d in zip(cache.decode(), alone.decode(), both, loaded.decode(), strict=True):
-        assert torch.equal(a, b)
-        assert torch.equal(d, c)
 
 
 def test_a_missing_library_is_named_and_the_mean_needs_none(monkeypatch):

@@ -1,6 +1,5 @@
 """Facts of OSCAR's basis for keys: whose eigenvectors, and in which order."""
 
-import pytest
 import torch
 
 import packedkv
@@ -8,10 +7,7 @@ from packedkv.codec import Sample, Site
 from packedkv.codecs.hessian import HessianRotated, hessian_rotation, second_moment
 from packedkv.codecs.oscar import OscarRotated
 from packedkv.codecs.saw_int4 import SawInt4
-from packedkv.files.caches import load_layers, save_layers
-from packedkv.fitting.fit import fit_model
 from packedkv.ops.hadamard import block_hadamard
-from tests.cli.tiny import TEXT, tiny_loaded
 
 from .draws import normal
 from .test_hessian import anisotropic
@@ -52,36 +48,6 @@ def test_behind_it_every_channel_weighs_the_same_in_the_scores():
         code = codec.query_to_code(queries.unflatten(1, (2, 2)).flatten(2, 3), fitted(codec))
         weight = code.double().square().mean(2)
         assert bool((weight.amax(-1) < 1.0001 * weight.amin(-1)).all()) == even
-
-
-@pytest.mark.parametrize("dim", [64, 80, 128])
-def test_scores_stay_and_a_token_alone_gives_the_bits_of_a_prefill(dim):
-    codec = OscarRotated(SawInt4())
-    params = fitted(codec, dim)
-    k, q = normal(2, 2, 40, dim, seed=5).half().float(), normal(2, 2, 5, dim, seed=6)
-    k[0, 0, 3] *= 1e3
-    code = codec.to_code(k, params)
-    torch.testing.assert_close(codec.from_code(code, params), k, rtol=1e-5, atol=1e-3)
-    torch.testing.assert_close(codec.query_to_code(q, params) @ code.mT, q @ k.mT, rtol=1e-4, atol=2e-2)
-    whole = codec.encode(code, params)
-    for n in (0, 3, 39):
-        one = codec.encode(codec.to_code(k[:, :, n : n + 1], params), params)
-        assert all(torch.equal(x, whole[name][:, :, n : n + 1]) for name, x in one.items())
-
-
-def test_a_fit_on_a_model_serves_a_cache_that_is_saved(tmp_path):
-    spec = "saw-int4:oscar=true"
-    params = fit_model(tiny_loaded(), spec, TEXT, windows=2, window_tokens=96)[0]
-    assert list(params) == ["key"]
-    heads, dim = params["key"]["rotation"].shape[1:3]
-    one = packedkv.LayerCache(packedkv.get(spec), params=params)
-    k, v = normal(1, heads, 20, dim, seed=1).half(), normal(1, heads, 20, dim, seed=2).half()
-    one.append(k, v)
-    save_layers(tmp_path / "c.safetensors", [one], {})
-    (loaded,), _ = load_layers(tmp_path / "c.safetensors")
-    assert loaded.scheme == one.scheme
-    for a, b in zip(one.decode(), loaded.decode(), strict=True):
-        assert torch.equal(a, b)
 
 
 def test_the_option():

@@ -196,41 +196,12 @@ def test_a_sample_of_zeros_has_no_outliers(inner):
     assert not roundtrip(codec, torch.zeros(1, 1, 8, 64), params).any()
 
 
-# -- streaming -------------------------------------------------------------------------------------------------------
-
-
 def lumpy(*shape):
     """Normal values, every third token with one long chunk, every fifth with four."""
     x = normal_fp16(*shape)
     x[..., ::3, 8:12] *= 40
     x[..., ::5, 16:32] *= 20
     return x.half().float()
-
-
-def test_a_cache_without_constants_fits_on_its_first_call():
-    k, v = lumpy(2, 2, 2, 40, 64).half()
-    cache = packedkv.LayerCache(packedkv.get("hqmq-s24_r4:outliers=3,slots=5"))
-    cache.append(k[:, :, :30], v[:, :, :30])
-    frozen = cache.roles["key"].params["threshold"].clone()
-    for at in range(30, 40):
-        cache.append(k[:, :, at : at + 1], v[:, :, at : at + 1])
-    assert torch.equal(cache.roles["key"].params["threshold"], frozen)
-    assert relative_mse(k.float(), cache.decode()[0].float()) < 0.01
-    swapped = cache.decode()[0].flip(0)
-    cache.select(torch.tensor([1, 0]))
-    assert torch.equal(cache.decode()[0], swapped)
-
-
-def test_constants_of_each_sequence_move_with_it():
-    codec = Med(InnerQ(3, norm=True))
-    k, v = lumpy(2, 2, 2, 64, 64).half()
-    k[1] *= 10
-    cache = packedkv.LayerCache(packedkv.KVScheme(key=codec, value=Med(GroupInt(4, 32))))
-    cache.append(k, v)
-    assert {n: p.shape[0] for n, p in cache.roles["key"].params.items()} == {"inner.norm": 2, "threshold": 2}
-    swapped = cache.decode()[0].flip(0)
-    cache.select(torch.tensor([1, 0]))
-    assert torch.equal(cache.decode()[0], swapped)
 
 
 # -- around any codec ------------------------------------------------------------------------------------------------

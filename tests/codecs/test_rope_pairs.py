@@ -7,31 +7,14 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-import packedkv
 from packedkv.codec import FP16_MAX, Sample, Site
 from packedkv.codecs.rope_pairs import ERRORS, STEP, RopePairs, normal_levels
-from packedkv.codecs.turboquant import TurboQuant
-from packedkv.fitting.fit import capture, fit_model
-from packedkv.integrations.transformers.argument import passing
-from packedkv.integrations.transformers.cache import cache_for
-from packedkv.models.windows import split_windows, tokenize
 from packedkv.ops.lloyd_max import distortion
 from packedkv.ops.widths import allot
-from tests.cli.tiny import TEXT, tiny_loaded, tiny_tokenizer
-from tests.codecs.draws import normal, score_mse, turned_pairs
+from tests.codecs.draws import normal, uneven
 from tests.ops.test_widths import one_at_a_time
 
 from .definitions import by_definition, nearest
-
-
-def uneven(heads, tokens, dim, *, batch=1, seed=0):
-    """Keys whose pairs differ in size by a factor of 100, each head in another order; exact in fp16."""
-    generator = torch.Generator().manual_seed(seed)
-    sizes = torch.stack([torch.logspace(1, -1, dim // 2)[torch.randperm(dim // 2, generator=generator)]] * heads)
-    for head in range(heads):
-        sizes[head] = sizes[head].roll(head)
-    x = torch.randn(batch, heads, tokens, dim, generator=generator) * torch.cat([sizes, sizes], -1)[:, None]
-    return x.half().float()
 
 
 def site(heads=2, dim=64):
@@ -123,32 +106,6 @@ def test_constants_of_a_prefill_are_each_sequences_own_by_its_keys_alone():
             torch.testing.assert_close(params["scale"][b, head], torch.tensor(sizes))
 
 
-def test_turning_pairs_as_later_positions_do_changes_no_constant():
-    """A sample of positions 0..n fits keys of later ones: RoPE moves energy within a pair, never between pairs."""
-    keys, queries = uneven(2, 200, 64, seed=1).double(), uneven(6, 200, 64, seed=2).double()
-    keys[..., 32:] = 0  # as a pair of low frequency at the first positions
-    angle = normal(32, seed=3).double()
-
-    early = RopePairs(3).fit(site(), Sample(keys, queries))
-    late = RopePairs(3).fit(site(), Sample(turned_pairs(keys, angle), turned_pairs(queries, angle)))
-    assert torch.equal(early["order"], late["order"])
-    assert torch.equal(early["widths"], late["widths"])
-    torch.testing.assert_close(early["scale"], late["scale"])
-
-
-@pytest.mark.parametrize("tokens", [1, 3])
-def test_what_a_short_sample_does_not_show_may_be_loud_later(tokens):
-    sample = torch.zeros(1, 1, tokens, 64)
-    sample[..., 5] = 4.0
-    params = RopePairs(3).fit(site(1), Sample(sample))
-    energy = params["scale"].double() ** 2
-    least = 16.0 / 2 / 32 / tokens  # a pair of 8, 32 pairs
-    torch.testing.assert_close(energy.min(), torch.tensor(least).double())
-    silent = RopePairs(3).fit(site(1), Sample(torch.zeros(1, 1, 4, 64)))
-    assert torch.equal(silent["scale"], torch.ones(1, 1, 64))
-    assert silent["widths"].tolist() == [[[3] * 8]]
-
-
 # -- bytes -------------------------------------------------------------------------------------------------------------
 
 
@@ -204,34 +161,6 @@ def test_a_decoded_channel_is_norm_times_level_times_size():
         assert width or value == 0
 
 
-def test_heads_of_different_widths_and_sequences_of_different_constants_keep_their_own():
-    codec, x = RopePairs(3), uneven(2, 30, 64, batch=3, seed=9)
-    x[1] *= torch.logspace(1, -1, 64)
-    x[2, 1] = x[2, 1].flip(-1)
-    params = codec.fit(site(), Sample(x))
-    assert len({tuple(w) for w in params["widths"].flatten(0, 1).tolist()}) > 1
-    whole = codec.encode(codec.to_code(x, params), params)
-    back = codec.decode(whole, params)
-    for b, h in itertools.product(range(3), range(2)):
-        own = {n: t if n == "levels" else t[b : b + 1, h : h + 1] for n, t in params.items()}
-        one = codec.encode(codec.to_code(x[b : b + 1, h : h + 1], own), own)
-        assert all(torch.equal(one[n], t[b : b + 1, h : h + 1]) for n, t in whole.items())
-        assert torch.equal(codec.decode(one, own), back[b : b + 1, h : h + 1])
-
-
-def test_sequences_of_a_cache_keep_the_constants_of_their_prefill():
-    keys, values = uneven(2, 40, 64, batch=2, seed=3), normal(2, 2, 40, 64)
-    keys[1] = keys[1].flip(-1)
-    both, second = packedkv.LayerCache(packedkv.get("rope-pairs-3")), packedkv.LayerCache(packedkv.get("rope-pairs-3"))
-    both.append(keys, values)
-    second.append(keys[1:], values[1:])
-    both.select(torch.tensor([1]))
-    both.append(keys[1:, :, :5], values[1:, :, :5])
-    second.append(keys[1:, :, :5], values[1:, :, :5])
-    for a, b in zip(both.decode(), second.decode(), strict=True):
-        assert torch.equal(a, b)
-
-
 def test_zeros_come_back_as_zeros_and_a_tie_takes_the_lower_level():
     codec, x = RopePairs(4), torch.zeros(1, 1, 2, 64)
     params = codec.fit(site(1), Sample(uneven(1, 40, 64)))
@@ -245,40 +174,3 @@ def test_zeros_come_back_as_zeros_and_a_tie_takes_the_lower_level():
     coded = params["widths"][0, 0].repeat_interleave(STEP)[1:] > 0
     assert bool((others[coded] < 0).all())
     assert not others[~coded].any()
-
-
-# -- what it is good for -----------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("bits", [2, 3, 4])
-def test_scores_lose_a_quarter_of_what_equal_bits_lose_on_uneven_pairs(bits):
-    keys, queries = uneven(2, 400, 128, seed=1), uneven(2, 100, 128, seed=1)
-    codec, plain = RopePairs(bits), TurboQuant(bits)
-
-    fitted = score_mse(codec, codec.fit(site(2, 128), Sample(keys, queries)), keys, queries)
-    assert fitted < score_mse(plain, plain.fit(site(2, 128)), keys, queries) / 4
-    # queries that are loud where keys are not: their fit asks for other bits than the keys alone
-    queries = queries.roll(32, -1)
-    by_queries, by_keys = codec.fit(site(2, 128), Sample(keys, queries)), codec.fit(site(2, 128), Sample(keys))
-    assert score_mse(codec, by_queries, keys, queries) < 0.8 * score_mse(codec, by_keys, keys, queries)
-
-
-def test_a_fit_on_a_model_is_saved_and_used(tmp_path):
-    model = tiny_loaded()
-    fitted = fit_model(model, "rope-pairs-3", TEXT, windows=2, window_tokens=96)
-    assert all(set(roles) == {"key"} for roles in fitted.values())
-    parts = split_windows(tokenize(tiny_tokenizer(), TEXT, 192), 2, 96)
-    codec = RopePairs(3)
-    samples = capture(model.model, parts, [(layer, "key", codec) for layer in fitted])
-    for layer, sample in samples.items():
-        keys, queries = torch.cat(sample.key, 2), torch.cat(sample.queries, 2)
-        again = codec.fit(Site(layer, "key", keys.shape[1], keys.shape[3]), Sample(keys, queries))
-        assert all(torch.equal(again[name], x) for name, x in fitted[layer]["key"].items())
-    path = tmp_path / "p.safetensors"
-    fitted.save(path)
-    cache = cache_for(model.model, "rope-pairs-3", params=path)
-    with torch.no_grad():
-        model.model(parts[0][None], **passing(model.model, cache))
-    for layer, held in zip(fitted, cache.layers, strict=True):
-        site = held.cache.roles["key"]
-        assert all(torch.equal(site.params[name], x) for name, x in fitted[layer]["key"].items())

@@ -42,6 +42,20 @@ VARIANTS = (
 
 SPECS = (*packedkv.presets(), *VARIANTS)
 
+CALIBRATED = (
+    "ghost-3:transform=klt",
+    "saw-int4:rotate=kv,hessian=true",
+    "saw-int4:oscar=true",
+    "saw-int4:kmeans=1",
+    "saw-int4:kmeans=9,hessian=true",
+)
+"""Specs whose constants `packedkv fit` makes, of queries too."""
+
+
+def beside_presets(*more: str) -> pytest.MarkDecorator:
+    """Parametrize by every spec and some more."""
+    return pytest.mark.parametrize("spec", [*SPECS, *more], indirect=True, scope="session")
+
 
 def in_turn(name: str, values: Sequence[Any], ids: Callable[[Any], str] = str) -> pytest.MarkDecorator:
     """Parametrize by every spec beside one of ``values`` in turn; the other pairs are for wide runs."""

@@ -52,17 +52,18 @@ def dim_of(scheme: KVScheme) -> int:
 
 
 def fit(codec: Codec, site: Site) -> Params:
-    """Constants of a site; codecs that need data see a fixed Gaussian sample."""
-    sample = gaussian(1, site.num_heads, 256, site.head_dim, seed=99).float() if "tensor" in codec.needs else None
-    return codec.fit(site, Sample(sample))
+    """Constants of a site; codecs that need data see a fixed Gaussian sample, of uneven queries too if need be."""
+    sample = gaussian(1, site.num_heads, 256, site.head_dim, seed=99).float() if codec.needs else None
+    if "queries" not in codec.needs:
+        return codec.fit(site, Sample(sample))
+    queries = gaussian(1, 2 * site.num_heads, 256, site.head_dim, seed=98) * torch.logspace(1, -1, site.head_dim)
+    return codec.fit(site, Sample(sample, queries @ torch.linalg.qr(gaussian(*[site.head_dim] * 2, seed=97).float()).Q))
 
 
 def given_params(scheme: KVScheme, *, layer: int = 0, heads: int = 2, dim: int = 64, seed: int = 0):
     """``params=`` for compress and LayerCache: only for roles that cannot fit without data."""
     return {
-        role: fit(scheme.codec(role), Site(layer, role, heads, dim, seed))
-        for role in ROLES
-        if "tensor" in scheme.codec(role).needs
+        role: fit(scheme.codec(role), Site(layer, role, heads, dim, seed)) for role in ROLES if scheme.codec(role).needs
     }
 
 

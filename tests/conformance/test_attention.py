@@ -8,7 +8,7 @@ from packedkv.attention import check_queries, rounded_queries
 from packedkv.cache.layer import attend
 from packedkv.codec import Site
 
-from .conftest import in_turn
+from .conftest import CALIBRATED, beside_presets, in_turn
 from .support import block_of, cache_of, dim_of, gaussian, kv
 
 CLOSE = {"rtol": 1e-5, "atol": 1e-5}
@@ -84,6 +84,7 @@ def test_outputs_saturate_in_fp16(spec):
             assert bool(out.isfinite().all())
 
 
+@beside_presets(*CALIBRATED)
 def test_masks_scale_and_learned_sinks(spec, filled):
     scheme = packedkv.get(spec)
     tokens = scheme.sink + scheme.window + block_of(scheme) + 9

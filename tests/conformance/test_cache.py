@@ -12,12 +12,13 @@ import packedkv
 from packedkv.cache.fused import FusedLayerCache
 from packedkv.cache.layer import LayerCache
 from packedkv.errors import UnsupportedError
+from packedkv.files.caches import load_layers, save_layers
 from packedkv.integrations.transformers.argument import passing
 from packedkv.kernels.choose import Kernels
 from packedkv.store.site import LayerSite
 from tests.fuzz.oracle import AGED, DENSE, SINK, LayerTokens
 
-from .conftest import in_turn
+from .conftest import CALIBRATED, beside_presets, in_turn
 from .support import (
     DTYPES,
     HEAD_DIMS,
@@ -67,6 +68,7 @@ def total(scheme):
     return scheme.sink + scheme.window + 2 * block_of(scheme) + 3
 
 
+@beside_presets(*CALIBRATED)
 def test_token_by_token_is_one_prefill(scheme, total):
     k, v = kv(total, batch=1, heads=1, dim=dim_of(scheme))
     assert_same(filled(scheme, k, v, *range(1, total)), filled(scheme, k, v))
@@ -113,6 +115,25 @@ def test_every_head_dim_equals_the_oracle(scheme, total, dim):
     model.append(k, v)
     for a, b in zip(cache.decode(), model.decode(), strict=True):
         assert same_bits(a.contiguous(), b)
+
+
+@pytest.mark.parametrize("spec", ["rope-pairs-3", "innerq-base", "hqmq-s24_r4:outliers=3,slots=5", "saw-int4:kmeans=5"])
+def test_constants_of_a_prefill_are_each_sequences_own(spec, tmp_path):
+    """A sequence is what it is alone: beside another one, after a selection, and loaded from a file."""
+    scheme = packedkv.get(spec)
+    k, v = kv(scheme.sink + scheme.window + 80, dim=64)
+    k[0] *= torch.logspace(0, 1, 64).half()
+    both, alone = packedkv.LayerCache(scheme), packedkv.LayerCache(scheme)
+    for part in (slice(0, -5), slice(-5, None)):
+        both.append(k[:, :, part], v[:, :, part])
+        alone.append(k[1:, :, part], v[1:, :, part])
+    assert any(len(x) == 2 for x in both.roles["key"].params.values())
+    save_layers(tmp_path / "c", [both], {})
+    loaded = load_layers(tmp_path / "c")[0][0]
+    for cache in (both, loaded):
+        assert all(torch.equal(a[1:], b) for a, b in zip(cache.decode(), alone.decode(), strict=True))
+        cache.select(torch.tensor([1]))
+        assert_same(cache, alone)
 
 
 def test_page_size_and_reserve_change_nothing(scheme, total):

@@ -9,10 +9,9 @@ from packedkv.checks import check_constants
 from packedkv.codec import Codec, Params, Sample, Site
 from packedkv.errors import FitError
 
+from .conftest import CALIBRATED
 from .support import HEAD_DIMS, dim_of, gaussian, kv, sides, site_of, supported_dims
 
-FITTED = ("ghost-3:transform=klt", "saw-int4:hessian=true", "saw-int4:oscar=true", "saw-int4:kmeans=1")
-"""Specs whose constants are fitted by `packedkv fit`."""
 SIZES = (1.0, 0.0, 1e-30, 6e4)
 
 
@@ -30,7 +29,7 @@ def test_what_is_fitted_is_what_is_declared(spec):
                 check_constants(codec, site_of(role, dim=dim), fitted(codec, site_of(role, dim=dim), size), 3)
 
 
-@pytest.mark.parametrize("of_queries", FITTED)
+@pytest.mark.parametrize("of_queries", CALIBRATED)
 def test_what_is_calibrated_is_what_is_declared(of_queries):
     for role, codec in sides(packedkv.get(of_queries)):
         for size in SIZES:
@@ -67,7 +66,7 @@ def lies(name: str, x: torch.Tensor, codec: Codec, site: Site) -> dict[str, torc
     return found
 
 
-@pytest.mark.parametrize("spec", ["ghost-3", "rope-pairs-3", "innerq-base", "turboquant-3", "octopus-3", *FITTED])
+@pytest.mark.parametrize("spec", ["ghost-3", "rope-pairs-3", "innerq-base", "turboquant-3", "octopus-3", *CALIBRATED])
 def test_anything_else_is_refused_and_the_text_names_the_constant(spec):
     for role, codec in sides(packedkv.get(spec)):
         site = site_of(role)

@@ -11,7 +11,7 @@ import packedkv
 from packedkv.files import container
 from packedkv.files.caches import KIND, load_layers, save_layers
 
-from .conftest import in_turn
+from .conftest import CALIBRATED, beside_presets, in_turn
 from .support import DTYPES, block_of, cache_of, dim_of, fit, gaussian, given_params, kv, same_bits, site_of
 
 
@@ -80,6 +80,7 @@ def test_free_pages_are_not_written_and_forgotten_tokens_are_wiped(spec, tmp_pat
         assert torch.equal(load_file(tmp_path / "short")["0.pages"], load_file(tmp_path / "fresh")["0.pages"])
 
 
+@beside_presets(*CALIBRATED)
 def test_given_constants_are_saved_once_and_survive_reset(spec, tmp_path):
     scheme = packedkv.get(spec)
     dim = dim_of(scheme)
