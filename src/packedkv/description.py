@@ -110,8 +110,8 @@ def _kernels_for(scheme: KVScheme, head_dim: int) -> dict[str, str]:
         decode_spec(scheme.key, scheme.value, head_dim, step)
     except UnsupportedError:
         return {"encode": "none", "decode": "none"}
-    found = encode_spec(scheme.key, scheme.value, head_dim, step)
-    written = {role: "none" if found.encoder(role) is None else "cuda" for role in ROLES}
+    found = encode_spec(scheme.key, scheme.value, head_dim, step).encoders
+    written = {role: "cuda" if role in found else "none" for role in ROLES}
     same = written["key"] == written["value"]
     encode = written["key"] if same else ", ".join(f"{role} {by}" for role, by in written.items())
     return {"encode": encode, "decode": "cuda"}

@@ -337,6 +337,11 @@ class EncodeSpec(NamedTuple):
         return self.key if role == "key" else self.value
 
     @property
+    def encoders(self) -> dict[Role, Encoder]:
+        """Return what writes each role that a kernel writes."""
+        return {role: found for role in ROLES if (found := self.encoder(role)) is not None}
+
+    @property
     def small_batch(self) -> "EncodeSpec":
         """The same for few rows, where a role has structs for them."""
         key, value = ((one and one.small_batch) or one for one in (self.key, self.value))
@@ -345,7 +350,7 @@ class EncodeSpec(NamedTuple):
     @property
     def name(self) -> str:
         """Short text for messages."""
-        return "encoding with " + " and ".join(dict.fromkeys(s.type for s in (self.key, self.value) if s is not None))
+        return "encoding with " + " and ".join(dict.fromkeys(one.type for one in self.encoders.values()))
 
 
 @lru_cache(maxsize=256)  # called for every layer of every cache

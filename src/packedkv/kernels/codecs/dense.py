@@ -10,24 +10,20 @@ KINDS = ("float16", "bfloat16", "float32")
 
 
 def reader(codec: Dense, head_dim: int, role: Role) -> Reader:
-    """16-bit numbers."""
     if codec.dtype == "float32":
         raise UnsupportedError(f"the kernels read 16-bit numbers, not {codec}")
     return Reader(f"kv::ReadDense<{head_dim}, {flag(codec.dtype == 'bfloat16')}>", "read_dense.cuh", uneven=True)
 
 
 def cpu_reader(codec: Dense, head_dim: int, role: Role) -> CpuReader:
-    """Numbers of 16 or 32 bit."""
     return CpuReader("dense", (KINDS.index(codec.dtype or "float16"),))
 
 
 def encoder(codec: Dense, head_dim: int, role: Role) -> Encoder:
-    """16-bit numbers."""
     if codec.dtype == "float32":
         raise UnsupportedError(f"the kernels write 16-bit numbers, not {codec}")
     return Encoder(f"kv::EncodeDense<{head_dim}, {flag(codec.dtype == 'bfloat16')}>", "encode_dense.cuh", uneven=True)
 
 
 def cpu_encoder(codec: Dense, head_dim: int, role: Role) -> CpuEncoder:
-    """Numbers of 16 or 32 bit."""
     return CpuEncoder("dense", (KINDS.index(codec.dtype or "float16"),))

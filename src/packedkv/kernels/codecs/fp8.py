@@ -7,20 +7,16 @@ from packedkv.kernels.spec import Encoder, Reader, flag
 
 
 def reader(codec: Fp8, head_dim: int, role: Role) -> Reader:
-    """E4M3, scaled by token or not."""
     return Reader(f"kv::ReadFp8<{head_dim}, {flag(codec.scaled)}>", "read_fp8.cuh", uneven=True)
 
 
 def cpu_reader(codec: Fp8, head_dim: int, role: Role) -> CpuReader:
-    """E4M3, scaled by token or not."""
     return CpuReader("fp8", (int(codec.scaled),))
 
 
 def encoder(codec: Fp8, head_dim: int, role: Role) -> Encoder:
-    """E4M3, scaled by token or not."""
     return Encoder(f"kv::EncodeFp8<{head_dim}, {flag(codec.scaled)}>", "encode_fp8.cuh", uneven=True)
 
 
 def cpu_encoder(codec: Fp8, head_dim: int, role: Role) -> CpuEncoder:
-    """E4M3, scaled by token or not."""
     return CpuEncoder("fp8", (int(codec.scaled),))

@@ -203,7 +203,6 @@ def out_of_places(params: Params) -> Tensor:
 
 
 def cpu_encoder(codec: Ghost, head_dim: int, role: Role) -> CpuEncoder:
-    """Rows by the widths of channels."""
     _check_cpu(codec, head_dim, "write")
     options = codec.total, int(role == "value")
     if codec.transform == "klt":

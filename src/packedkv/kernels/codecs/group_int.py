@@ -15,7 +15,6 @@ MOST_TOKENS = 256
 
 
 def reader(codec: GroupInt, head_dim: int, role: Role) -> Reader:
-    """Return the reader of whole tokens, of groups along channels (keys: of 32), or of keys in groups along tokens."""
     if codec.along == "channels" and codec.group == 0:
         name = f"kv::ReadInt<{head_dim}, {codec.bits}, {flag(codec.symmetric)}>"
         return Reader(name, "read_int.cuh", uneven=head_dim * codec.bits % 32 == 0)  # whole words
@@ -36,7 +35,6 @@ def reader(codec: GroupInt, head_dim: int, role: Role) -> Reader:
 
 
 def cpu_reader(codec: GroupInt, head_dim: int, role: Role) -> CpuReader:
-    """Along tokens any group; along channels groups of whole vectors of 16."""
     kind = " symmetric" if codec.symmetric else ""
     if codec.along == "tokens":
         return CpuReader(f"tokens{codec.bits}{kind}", (codec.group,))
@@ -46,7 +44,6 @@ def cpu_reader(codec: GroupInt, head_dim: int, role: Role) -> CpuReader:
 
 
 def encoder(codec: GroupInt, head_dim: int, role: Role) -> Encoder:
-    """Rows along channels, blocks of tokens along tokens."""
     if codec.group not in (0, *GROUPS):
         raise UnsupportedError(f"the kernels write groups of {SIZES} or of all channels, not {codec}")
     numbers = f"<{head_dim}, {codec.bits}, {codec.group}, {flag(codec.symmetric)}>"
@@ -56,7 +53,6 @@ def encoder(codec: GroupInt, head_dim: int, role: Role) -> Encoder:
 
 
 def cpu_encoder(codec: GroupInt, head_dim: int, role: Role) -> CpuEncoder:
-    """Rows along channels, blocks of tokens along tokens."""
     kind = " symmetric" if codec.symmetric else ""
     if codec.along == "tokens":
         if codec.group > MOST_TOKENS:

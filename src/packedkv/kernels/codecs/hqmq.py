@@ -85,7 +85,6 @@ def cpu_tables(params: Params) -> Tensor:
 
 
 def encoder(codec: Hqmq, head_dim: int, role: Role) -> Encoder:
-    """The nearest product, searched in cells."""
     if codec.packing != "ceil":
         raise UnsupportedError(f"no CUDA kernel encodes {codec}")
     name = f"kv::HqmqRow<{head_dim}, {codec.s}, {codec.r}>"

@@ -24,7 +24,6 @@ FIT_THREADS = 1024
 
 
 def reader(codec: InnerQ, head_dim: int, role: Role) -> Reader:
-    """Keys in groups along channels, values in groups along tokens."""
     factor = "norm" if codec.norm else ""
     if codec.along == "channels":
         if role == "value":
@@ -37,7 +36,6 @@ def reader(codec: InnerQ, head_dim: int, role: Role) -> Reader:
 
 
 def cpu_reader(codec: InnerQ, head_dim: int, role: Role) -> CpuReader:
-    """Symmetric integers along either axis; hybrid groups along tokens alone."""
     factor = "norm" if codec.norm else ""
     if codec.along == "channels":
         if codec.hybrid:
@@ -48,7 +46,6 @@ def cpu_reader(codec: InnerQ, head_dim: int, role: Role) -> CpuReader:
 
 
 def encoder(codec: InnerQ, head_dim: int, role: Role) -> Encoder:
-    """A row where groups run along channels, a block of tokens where along tokens; both divided by the norms."""
     factor, reading = "norm" if codec.norm else "", f"kv::{codec.symmetric.upper()}"
     if codec.along == "channels":
         name = f"kv::EncodeInnerq<{head_dim}, {codec.bits}, {reading}>"
@@ -60,7 +57,6 @@ def encoder(codec: InnerQ, head_dim: int, role: Role) -> Encoder:
 
 
 def cpu_encoder(codec: InnerQ, head_dim: int, role: Role) -> CpuEncoder:
-    """Symmetric integers of ``width`` bits, divided by the norms first."""
     if codec.hybrid or codec.symmetric == "full":
         raise UnsupportedError(f"the CPU kernels write symmetric=literal and signed, and no hybrid, not {codec}")
     factor = "norm" if codec.norm else ""

@@ -119,7 +119,6 @@ def cpu_places(n: int, bits: int, low: int, first: int, end: int, by: int) -> Te
 
 
 def encoder(codec: Octopus, head_dim: int, role: Role) -> Encoder:
-    """Directions are searched as the codec's rounding says."""
     return Encoder(
         f"kv::OctopusRow<{row_arguments(codec, head_dim)}>",
         "encode_octopus.cuh",
@@ -132,7 +131,6 @@ def encoder(codec: Octopus, head_dim: int, role: Role) -> Encoder:
 
 
 def cpu_encoder(codec: Octopus, head_dim: int, role: Role) -> CpuEncoder:
-    """Directions are searched as the codec's rounding says."""
     return CpuEncoder(
         "octopus",
         (*cpu_options(codec, head_dim), list(ROUNDINGS).index(codec.rounding)),

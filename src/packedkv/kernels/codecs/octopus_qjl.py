@@ -9,17 +9,14 @@ from packedkv.ops.hadamard import power_of_two_divisor
 
 
 def reader(codec: OctopusQJL, head_dim: int, role: Role) -> Reader:
-    """OCTOPUS' reader, and the sketch of the residual."""
     return sketch.sketched(octopus.reader(codec, head_dim, role), codec, head_dim)
 
 
 def cpu_reader(codec: OctopusQJL, head_dim: int, role: Role) -> CpuReader:
-    """OCTOPUS' reader with triplets in their own order, and the sketch of the residual."""
     return sketch.cpu_sketched(octopus.cpu_reader(codec, head_dim, role, straight=True), codec, head_dim)
 
 
 def encoder(codec: OctopusQJL, head_dim: int, role: Role) -> Encoder:
-    """A row of triplets, then the signs of its residual's sketch."""
     return Encoder(
         f"kv::OctopusQjlRow<{octopus.row_arguments(codec, head_dim)}>",
         "encode_qjl.cuh",
@@ -31,5 +28,4 @@ def encoder(codec: OctopusQJL, head_dim: int, role: Role) -> Encoder:
 
 
 def cpu_encoder(codec: OctopusQJL, head_dim: int, role: Role) -> CpuEncoder:
-    """OCTOPUS' encoder, and the sketch of the residual."""
     return sketch.cpu_sketched(octopus.cpu_encoder(codec, head_dim, role), codec, head_dim)

@@ -8,7 +8,6 @@ from packedkv.kernels.spec import Encoder, Reader, flag
 
 
 def reader(codec: SawInt4, head_dim: int, role: Role) -> Reader:
-    """Neighbours in a byte, and a rounded zero point."""
     if (codec.zero, codec.pack) != ("rounded", "neighbours"):
         raise UnsupportedError(f"the kernels read zero=rounded and pack=neighbours, not {codec}")
     return Reader(
@@ -17,14 +16,12 @@ def reader(codec: SawInt4, head_dim: int, role: Role) -> Reader:
 
 
 def cpu_reader(codec: SawInt4, head_dim: int, role: Role) -> CpuReader:
-    """Neighbours in a byte, and any zero point."""
     if codec.pack != "neighbours":
         raise UnsupportedError(f"the CPU kernels read pack=neighbours, not {codec}")
     return CpuReader("saw", order=codec.order_for(head_dim))
 
 
 def encoder(codec: SawInt4, head_dim: int, role: Role) -> Encoder:
-    """Neighbours in a byte; the zero point as the codec keeps it."""
     if codec.pack != "neighbours":
         raise UnsupportedError(f"the kernels write pack=neighbours, not {codec}")
     name = f"kv::EncodeSaw<{head_dim}, {flag(codec.zero == 'float')}>"
@@ -32,7 +29,6 @@ def encoder(codec: SawInt4, head_dim: int, role: Role) -> Encoder:
 
 
 def cpu_encoder(codec: SawInt4, head_dim: int, role: Role) -> CpuEncoder:
-    """Neighbours in a byte; the zero point as the codec keeps it."""
     if codec.pack != "neighbours":
         raise UnsupportedError(f"the CPU kernels write pack=neighbours, not {codec}")
     return CpuEncoder("saw", (int(codec.zero == "float"),), order=codec.order_for(head_dim))

@@ -16,7 +16,6 @@ from packedkv.ops.hadamard import power_of_two_divisor
 
 
 def reader(codec: TurboQuant, head_dim: int, role: Role) -> Reader:
-    """Levels of each channel; for TurboQuant-QJL its first stage's, and the sketch of the residual."""
     if isinstance(codec, TurboQuantQJL):
         if role == "value" or codec.variant != "correct":
             raise UnsupportedError(f"the kernels read keys of variant=correct, not {codec} as {role}s")
@@ -37,7 +36,6 @@ def reader(codec: TurboQuant, head_dim: int, role: Role) -> Reader:
 
 
 def cpu_reader(codec: TurboQuant, head_dim: int, role: Role) -> CpuReader:
-    """Levels of each channel; for TurboQuant-QJL its first stage's, and the sketch of the residual."""
     if isinstance(codec, TurboQuantQJL):
         if codec.variant != "correct":
             raise UnsupportedError(f"the kernels read variant=correct, not {codec}")
@@ -74,7 +72,6 @@ def encoder(codec: TurboQuant, head_dim: int, role: Role) -> Encoder:
 
 
 def cpu_encoder(codec: TurboQuant, head_dim: int, role: Role) -> CpuEncoder:
-    """The nearest level of each channel by walls; for TurboQuant-QJL then the signs of the residual's sketch."""
     if isinstance(codec, TurboQuantQJL):
         if codec.variant != "correct":
             raise UnsupportedError(f"the kernels write variant=correct, not {codec}")

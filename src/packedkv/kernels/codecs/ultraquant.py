@@ -17,7 +17,6 @@ _CODES = torch.arange(16)
 
 
 def reader(codec: UltraQuant, head_dim: int, role: Role) -> Reader:
-    """Return the reader of E2M1 with a scale per group; values share the keys' levels. Queries must be exact."""
     if codec.queries != "exact":
         raise UnsupportedError(f"the kernels do not round queries, as {codec} does")
     real = codec.scale == "real"
@@ -34,7 +33,6 @@ def reader(codec: UltraQuant, head_dim: int, role: Role) -> Reader:
 
 
 def cpu_reader(codec: UltraQuant, head_dim: int, role: Role) -> CpuReader:
-    """The levels of E2M1 in groups, their unit that of the rotation. Queries must be exact."""
     if codec.queries != "exact":
         raise UnsupportedError(f"the kernels do not round queries, as {codec} does")
     order, real = power_of_two_divisor(head_dim) if codec.rotate else 1, codec.scale == "real"

@@ -44,7 +44,6 @@ class CpuEngine(Engine):
         return {name: x for name, x in super().__getstate__().items() if name not in ("spec", "common")}
 
     def hold_without(self, mean: Tensor, rotary: Rotary, *, look: bool = True) -> None:
-        """As ``Engine.hold_without``; checking is free on the CPU."""
         self.mean = cpu_mean(mean, rotary)
 
     def encode(
@@ -56,7 +55,6 @@ class CpuEngine(Engine):
         less: Turned | None = None,
         kept: int = 0,
     ) -> None:
-        """As ``Engine.encode``; float32 tokens are rounded to fp16 first where caches hold them so."""
         if not new:
             return
         if self.common is None:
@@ -77,7 +75,6 @@ class CpuEngine(Engine):
             write_sink_rows(store.layout, store.pages, role, x, slots.masked_fill(at >= store.capacity, -1), kept)
 
     def attend_step(self, q: Tensor, tokens: StepTokens, rules: Rules) -> Tensor:
-        """The kernels have memory of their own: ``workspace`` is not used."""
         batch = q.shape[0]
         at = _as_list(tokens.placed, batch, 0)
         first, last = _as_list(tokens.start, batch, 0), tokens.seq_lens.tolist()
@@ -90,6 +87,7 @@ class CpuEngine(Engine):
             [Piece(max(0, last[b] - first[b]), first[b], first[b], at[b] + first[b]), Piece(max(0, z - a), ~a, ~a)]
             for b, (a, z) in enumerate(zip(dense_first, dense_last, strict=True))
         ]
+        # ``tokens.workspace`` is not used: the kernels have memory of their own
         return self._attend(q, tokens, pieces, (dense_k, dense_v), rules, self.mean)
 
     def attend_chunk(self, q: Tensor, tokens: ChunkTokens, rules: Rules) -> Tensor:

@@ -50,12 +50,11 @@ def _threads(spec: EncodeSpec, encoder: Encoder) -> int:
 
 def _program(spec: EncodeSpec, roles: tuple[Role, ...], kept: bool, slots: bool) -> Program:
     """Return the source of ``kv_encode`` for one role, or for both at once."""
-    encoders = [encoder for role in roles if (encoder := spec.encoder(role)) is not None]
+    encoders = [spec.encoders[role] for role in roles]
     first = encoders[0]
     types = [
         f"kv::Role<{x.type}, {x.order}, {_factor(x)}{', true' if spec.mean and role == 'key' else ''}>"
-        for role in roles
-        if (x := spec.encoder(role)) is not None
+        for role, x in zip(roles, encoders, strict=True)
     ]
     each = f"a.{roles[0]}" if len(encoders) == 1 else "kv::block_z() ? a.value : a.key"
     threads, tell = "kv::ENCODE_THREADS", ""
@@ -67,10 +66,8 @@ def _program(spec: EncodeSpec, roles: tuple[Role, ...], kept: bool, slots: bool)
         call = f"encode_blocks<{first.type}, {_factor(first)}>(a, {each})"
         threads = f"{first.type}::THREADS"
     else:
-        if len(set(types)) == 2:
-            call = f"encode_tables<{', '.join(types)}>(a)"
-        else:
-            call = f"encode_with_table<{types[0]}>(a, {each})"
+        both = len(set(types)) == 2
+        call = f"encode_tables<{', '.join(types)}>(a)" if both else f"encode_with_table<{types[0]}>(a, {each})"
         threads = "kv::TABLE_THREADS"
         tell = f"*a.bad = kv::table_bytes<{first.type}>();"
     return Program.of(
@@ -97,39 +94,45 @@ def programs(
 
     ``kept``: whether pages keep first tokens in 16 bit. ``slots``: those of a ``SlotWriter``.
     """
-    there = tuple(role for role in roles if spec.encoder(role) is not None)
-    encoders = [encoder for role in there if (encoder := spec.encoder(role)) is not None]
-    groups = tuple((role,) for role in there)
-    if len(encoders) == 2:
-        key, value = encoders
+    there = tuple(role for role in roles if role in spec.encoders)
+    groups: list[tuple[Role, ...]] = [(role,) for role in there]
+    if len(there) == 2:
+        key, value = spec.encoders.values()
         alike = (key.type, key.order, key.factor, key.divide) == (value.type, value.order, value.factor, value.divide)
         if key.form == value.form == "rows" or (key.form == value.form == "table" and alike):
-            return {there: _program(spec, there, kept, slots)}
+            groups = [there]
     return {group: _program(spec, group, kept, slots) for group in groups}
 
 
 class Launch(NamedTuple):
-    """A loaded program and the bytes of dynamic shared memory that it takes."""
+    """A loaded program that encodes one role or both."""
 
+    roles: tuple[Role, ...]
+    encoders: tuple[Encoder, ...]
     kernel: Kernel
-    shared: int
+    threads: int
+    shared: int  # bytes of dynamic shared memory
+
+    def run(self, args: EncodeArgs, batch: int, heads: int, tokens: Sequence[int]) -> None:
+        """Encode so many tokens of each sequence and role."""
+        blocks = max([_blocks(encoder, heads, n) for encoder, n in zip(self.encoders, tokens, strict=True)])
+        self.kernel.launch((blocks, batch, len(self.roles)), self.threads, self.shared, args)
 
 
 @lru_cache(maxsize=256)
 def _launches(
     text: str, roles: tuple[Role, ...], kept: bool, device: torch.device, slots: bool = False
-) -> dict[tuple[Role, ...], Launch]:
-    spec, found = spec_of(text, EncodeSpec), {}
+) -> list[Launch]:
+    spec, found = spec_of(text, EncodeSpec), []
     for group, program in programs(spec, roles, kept, slots).items():
-        encoder = spec.encoder(group[0])
-        assert encoder is not None
-        if encoder.form != "table":
-            found[group] = Launch(load(program, ("kv_encode",), device, spec.name)[0], 0)
-            continue
-        kernel, tell = load(program, ("kv_encode", "kv_shared"), device, spec.name)
-        size = torch.zeros(1, dtype=torch.int32, device=device)
-        tell.launch((1, 1, 1), 32, 0, EncodeArgs(bad=size.data_ptr()))
-        found[group] = Launch(kernel, int(size))  # synchronises, once per program
+        encoders, shared = tuple(spec.encoders[role] for role in group), 0
+        names = ("kv_encode", "kv_shared") if encoders[0].form == "table" else ("kv_encode",)
+        kernel, *tell = load(program, names, device, spec.name)
+        if tell:
+            size = torch.zeros(1, dtype=torch.int32, device=device)
+            tell[0].launch((1, 1, 1), 32, 0, EncodeArgs(bad=size.data_ptr()))
+            shared = int(size)  # synchronises, once per program
+        found.append(Launch(group, encoders, kernel, _threads(spec, encoders[0]), shared))
     return found
 
 
@@ -169,11 +172,8 @@ def _encode(
             args.mean.fill(less)
     if "value" in x:
         args.value.fill(x["value"], value, first, spec.value_plane)
-    for group, (kernel, shared) in _launches(text, tuple(x), kept > 0, some.device).items():
-        encoder = spec.encoder(group[0])
-        assert encoder is not None
-        blocks = max(_blocks(spec, role, *x[role].shape[1:3]) for role in group)
-        kernel.launch((blocks, some.shape[0], len(group)), _threads(spec, encoder), shared, args)
+    for launch in _launches(text, tuple(x), kept > 0, some.device):
+        launch.run(args, some.shape[0], some.shape[1], [x[role].shape[2] for role in launch.roles])
 
 
 class SlotWriter:
@@ -189,14 +189,8 @@ class SlotWriter:
         self.args, self.key, self.value, self.mean = args, args.key, args.value, args.mean
         self.key.constants(key, known.key_plane)
         self.value.constants(value, known.value_plane)
-        there = tuple(role for role in ROLES if known.encoder(role) is not None)
         self.many, self.few = (
-            [
-                (one, group, _threads(one, encoder), kernel, shared)
-                for group, (kernel, shared) in _launches(text_of(one), there, kept > 0, pages.device, True).items()
-                if (encoder := one.encoder(group[0])) is not None
-            ]
-            for one in (known, known.small_batch)
+            _launches(text_of(one), ROLES, kept > 0, pages.device, True) for one in (known, known.small_batch)
         )
         # while all blocks of both roles run at once
         self.few_tokens = 2 * MULTIPROCESSORS // (len(ROLES) * args.heads) * TABLE_WARPS
@@ -227,23 +221,19 @@ class SlotWriter:
         args.slots, args.kind = slots.data_ptr(), KINDS[keys.dtype]
         if less is not None:
             self.mean.fill(less)
-        for spec, group, threads, kernel, shared in self.few if keys.shape[0] <= self.few_tokens else self.many:
-            blocks = max([_blocks(spec, role, keys.shape[1], keys.shape[0]) for role in group])
-            kernel.launch((blocks, 1, len(group)), threads, shared, args)
+        for launch in self.few if keys.shape[0] <= self.few_tokens else self.many:
+            launch.run(args, 1, keys.shape[1], [keys.shape[0]] * len(launch.roles))
 
 
-def _blocks(spec: EncodeSpec, role: Role, heads: int, tokens: int) -> int:
+def _blocks(encoder: Encoder, heads: int, tokens: int) -> int:
     """Blocks of threads along the rows of a sequence: one step each, unless rows are very many."""
-    encoder = spec.encoder(role)
-    assert encoder is not None
     if encoder.form == "blocks":
         return max(1, min(heads * (tokens // encoder.block), MOST_BLOCKS))
     if encoder.form == "table":  # a block serves one head and loads its tables first, which a few steps amortise
         rows = TABLE_WARPS * (32 // encoder.team) * (2 if encoder.team == 8 else 1)
         most = encoder.resident * MULTIPROCESSORS or MOST_BLOCKS
         return heads * max(1, min(-(-tokens // rows), most // heads))
-    rows = ROWS_PER_WARP * _threads(spec, encoder) // 32
-    return max(1, min(-(-heads * tokens // rows), MOST_BLOCKS))
+    return max(1, min(-(-heads * tokens // (ROWS_PER_WARP * ROW_THREADS // 32)), MOST_BLOCKS))
 
 
 # compiled graphs trace the operator, which takes tensors, numbers and texts only; eager calls skip the dispatcher
@@ -336,8 +326,7 @@ def _check(
     for role, x in zip(ROLES, (keys, values), strict=True):
         if x is None:
             continue
-        encoder = known.encoder(role)
-        if encoder is None:
+        if (encoder := known.encoder(role)) is None:
             raise UnsupportedError(f"{name}: no kernel encodes these {role}s; encode them with the codec.")
         want = [table.shape[0], pages.shape[1], known.head_dim]
         if x.dim() != 4 or [x.shape[0], x.shape[1], x.shape[3]] != want or x.dtype not in KINDS:

@@ -69,13 +69,11 @@ class CudaEngine(Engine):
         self.buffers = FitBuffers()
 
     def fresh(self) -> Self:
-        """The same kernels without constants; the layers share the memory of ``buffers``."""
         other = super().fresh()
-        other.own = {}
+        other.own = {}  # ``buffers`` stay shared by the layers
         return other
 
     def expect_layer(self) -> None:
-        """Count one more layer: ``buffers`` allocates memory for the fits of all layers at once."""
         self.buffers.layers += 1
 
     def fits(self, role: Role) -> bool:
@@ -92,7 +90,6 @@ class CudaEngine(Engine):
         return found
 
     def launch_fits(self) -> None:
-        """Launch the fits that wait in ``buffers``."""
         self.buffers.launch()
 
     def take_fitted(self, role: Role, params: Params | None) -> bool:
@@ -129,7 +126,6 @@ class CudaEngine(Engine):
         less: Turned | None = None,
         kept: int = 0,
     ) -> None:
-        """By ``encode.encode_to_pages``; a cache checks its tensors itself."""
         encode_to_pages(
             new.get("key"), new.get("value"), store.pages, store.table, first, spec=self.encode_spec,
             key=self.writing["key"], value=self.writing["value"], bad=bad, less=less, kept=kept, checked=True,
@@ -146,7 +142,6 @@ class CudaEngine(Engine):
 
     @property
     def alike(self) -> Hashable:
-        """Equal where the programs are the same."""
         return self.encode_spec, self.decode_spec
 
     def roundtrip(self, keys: Tensor, engines: Sequence[Engine], store: PageStore) -> Tensor | None:
@@ -174,7 +169,6 @@ class CudaEngine(Engine):
         return out_of_codes(found, read["key"])
 
     def attend_step(self, q: Tensor, tokens: StepTokens, rules: Rules) -> Tensor:
-        """By ``decode.decode_attention``."""
         key, value = self.reading["key"], self.reading["value"]
         return decode_attention(q, tokens, rules, spec=self.decode_spec, key=key, value=value, mean=self.mean)[0]
 
@@ -194,7 +188,6 @@ class CudaEngine(Engine):
         return attend_groups(q, self.packed(tokens.pages, tokens.table), tokens, rules)
 
     def chunk_workspace_bytes(self, q: Tensor, heads: int, packed: int, dense: int, flash: bool) -> int:
-        """What ``attend_chunk`` allocates."""
         return workspace_bytes(q, heads, packed, dense, flash)
 
     def packed(self, pages: Tensor, table: Tensor, placed: Tensor | None = None) -> Packed:
