@@ -7,11 +7,12 @@ import pytest
 import torch
 
 import packedkv
+from packedkv.attention import Seen
 from packedkv.cache.layer import LayerCache
 from packedkv.codec import ROLES, Role, roundtrip
 from packedkv.integrations.vllm.groups import GroupedLayer
-from packedkv.integrations.vllm.layer import Rules
 from packedkv.integrations.vllm.pending import PendingGroups
+from packedkv.kernels.tokens import Rules
 
 CPU = torch.device("cpu")
 HEADS, DIM, UNIT, BLOCK = 2, 64, 32, 64
@@ -100,14 +101,14 @@ def plain(layer: GroupedLayer, rules: Rules) -> torch.Tensor:
         decoded.append(roundtrip(state.codec, whole, state.params)[0].transpose(0, 1).half())
     out = []
     for t in range(TOTAL):
-        begin, first = t // unit * unit, max(0, t - rules.window + 1) if rules.window else 0
+        begin, first = t // unit * unit, max(0, t - rules.seen.window + 1) if rules.seen.window else 0
         kt, vt = (
             torch.cat([d[:begin], x[begin : t + 1]])[first:].double() for d, x in zip(decoded, (k, v), strict=True)
         )
         kt, vt = (x.repeat_interleave(2, 1) for x in (kt, vt))
         scores = torch.einsum("hd,jhd->hj", q[t].double(), kt) * rules.scale
-        if rules.softcap:
-            scores = rules.softcap * (scores / rules.softcap).tanh()
+        if rules.seen.softcap:
+            scores = rules.seen.softcap * (scores / rules.seen.softcap).tanh()
         if rules.sinks is not None:
             scores = torch.cat([scores, rules.sinks.double()[:, None]], 1)
         out.append(torch.einsum("hj,jhd->hd", scores.softmax(-1)[:, : kt.shape[0]], vt))
@@ -122,8 +123,8 @@ CUTS = {
 }
 RULES = {
     "plain": Rules(0.125),
-    "all": Rules(0.3, window=50, softcap=3.0, sinks=SINKS),
-    "narrow": Rules(0.3, window=9, sinks=SINKS),
+    "all": Rules(0.3, Seen(window=50, softcap=3.0), sinks=SINKS),
+    "narrow": Rules(0.3, Seen(window=9), sinks=SINKS),
 }
 
 

@@ -7,12 +7,14 @@ import pytest
 import torch
 
 import packedkv
+from packedkv.attention import Seen
 from packedkv.cache.layer import LayerCache
 from packedkv.codec import ROLES
 from packedkv.errors import SpecError, UnsupportedError
-from packedkv.integrations.vllm.layer import EngineLayer, Rules
+from packedkv.integrations.vllm.layer import EngineLayer
 from packedkv.integrations.vllm.options import read_options
 from packedkv.integrations.vllm.servable import PAGE_STEP, group_tokens, page_step
+from packedkv.kernels.tokens import Rules
 from packedkv.ops.rope import Rotary
 from packedkv.scheme import mix_of
 from packedkv.store.sink_rows import sink_rows
@@ -171,10 +173,10 @@ def test_first_tokens_are_dense_as_the_librarys(length: int, dtype: torch.dtype)
     bare.write(k[:length], v[:length], coded, slots(0, length))
     assert (bare.attend(q, coded, ROW, length, Rules(0.2)) - found).abs().max() > 0.05
     if length == TOKENS:
-        exact = [x[0].transpose(0, 1) for x in library.decode()]
-        windowed = layer.attend(q[:1], cache, ROW, length, Rules(0.2, window=length - 2))
+        dense_k, dense_v = (x[0].transpose(0, 1) for x in library.decode())
+        windowed = layer.attend(q[:1], cache, ROW, length, Rules(0.2, Seen(window=length - 2)))
         torch.testing.assert_close(
-            windowed, plain(q[:1], *exact, Rules(0.2, window=length - 2)).to(dtype), atol=2e-2, rtol=0
+            windowed, plain(q[:1], dense_k, dense_v, Rules(0.2, Seen(window=length - 2))).to(dtype), atol=2e-2, rtol=0
         )
 
 
@@ -196,10 +198,10 @@ def plain(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, rules: Rules) -> to
     groups = q.shape[1] // k.shape[1]
     q, k, v = (x.double() for x in (q, k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1)))
     scores = torch.einsum("ihd,jhd->hij", q, k) * rules.scale
-    if rules.softcap:
-        scores = rules.softcap * (scores / rules.softcap).tanh()
+    if rules.seen.softcap:
+        scores = rules.seen.softcap * (scores / rules.seen.softcap).tanh()
     at, seen = torch.arange(tokens - n, tokens)[:, None], torch.arange(tokens)[None]
-    hidden = (seen > at) | ((seen <= at - rules.window) if rules.window else torch.zeros(1, dtype=torch.bool))
+    hidden = (seen > at) | ((seen <= at - rules.seen.window) if rules.seen.window else torch.zeros(1, dtype=torch.bool))
     scores = scores.masked_fill(hidden, -torch.inf)
     if rules.sinks is not None:
         scores = torch.cat([scores, rules.sinks.double().view(-1, 1, 1).expand(-1, n, 1)], 2)
@@ -208,9 +210,9 @@ def plain(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, rules: Rules) -> to
 
 RULES = {
     "plain": Rules(0.125),
-    "window": Rules(0.125, window=9),
-    "capped": Rules(0.5, softcap=2.0),
-    "all": Rules(0.5, window=20, softcap=3.0, sinks=torch.tensor([0.5, -1.0, 2.0, 0.0])),
+    "window": Rules(0.125, Seen(window=9)),
+    "capped": Rules(0.5, Seen(softcap=2.0)),
+    "all": Rules(0.5, Seen(window=20, softcap=3.0), sinks=torch.tensor([0.5, -1.0, 2.0, 0.0])),
 }
 
 
@@ -221,7 +223,7 @@ def test_windows_caps_and_sinks(rules: str, n: int) -> None:
     cache, (k, v) = pool(layer), rows()
     layer.write(k, v, cache, slots(0, TOKENS))
     row = ROW.clone()
-    if n == 1 and RULES[rules].window:
+    if n == 1 and RULES[rules].seen.window:
         row[:2] = 0  # the engine has freed what no query sees
     q = torch.randn(n, 2 * HEADS, DIM, generator=torch.Generator().manual_seed(3)).half()
     found = layer.attend(q, cache, row, TOKENS, RULES[rules])

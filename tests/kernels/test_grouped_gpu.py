@@ -5,9 +5,10 @@ from typing import Any
 import pytest
 import torch
 
-from packedkv.integrations.vllm.layer import Rules
+from packedkv.attention import Seen
 from packedkv.kernels.cuda.prefill import Workspace
 from packedkv.kernels.cuda.prefill_groups import GroupChunks
+from packedkv.kernels.tokens import Rules, StepTokens
 from tests.integrations.test_groups import HEADS, RULES, SINKS, SPECS, UNIT, block_of, made, pending_of, pool, tokens
 from tests.kernels.conftest import unsynchronised
 
@@ -66,9 +67,9 @@ class Served:
             to[: len(newest)] = torch.stack([self.data[r][part][t] for r, t in newest])
 
     def step(self, space: torch.Tensor) -> torch.Tensor:
-        given = (self.cache, self.table, self.lengths, self.pending, self.rules, space)
+        own = StepTokens(self.cache, self.table, self.lengths, workspace=space)
         dense = self.layer.store_steps(self.k, self.v, self.cache, self.pending)
-        return self.layer.attend_steps(self.q, dense, *given)
+        return self.layer.attend_steps(self.q, dense, own, self.pending, self.rules)
 
 
 def run(spec: str, rules: Rules, device: torch.device, graph: bool) -> None:
@@ -141,7 +142,7 @@ def test_chunks_of_many_requests_at_once(spec: str, dtype: torch.dtype, window: 
         where = torch.zeros(sum(new), dtype=torch.int64, device=device)
         pending.put(there, torch.tensor(lengths, dtype=torch.int32, device=device), starts.to(device), where)
         q, k, v = (torch.cat([data[r][i][before[r] : lengths[r]] for r in range(3)]) for i in range(3))
-        rules = Rules(0.125, window, sinks=(None, SINKS)[number])
+        rules = Rules(0.125, Seen(window=window), sinks=(None, SINKS)[number])
         found, given = torch.full_like(q, torch.nan, device=device), [x.to(device) for x in (q, k, v)]
         own_rules = rules if rules.sinks is None else rules._replace(sinks=rules.sinks.to(device))
         layer.pool(cache)  # compiles

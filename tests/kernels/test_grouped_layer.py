@@ -5,11 +5,12 @@ from typing import Any
 import pytest
 import torch
 
+from packedkv.attention import Seen
 from packedkv.integrations.vllm.groups import GroupedLayer
-from packedkv.integrations.vllm.layer import Rules
 from packedkv.kernels.cuda import prefill_groups
 from packedkv.kernels.cuda.prefill import Workspace
 from packedkv.kernels.cuda.prefill_groups import GroupChunks
+from packedkv.kernels.tokens import Rules, StepTokens
 from tests.integrations.test_groups import (
     CUTS,
     DIM,
@@ -99,9 +100,9 @@ class Batch:
         last = [(r, self.lengths[r] - 1) for r in which]
         newest = [torch.stack([self.data[r][part][t] for r, t in last]) for part in range(3)]
         q, k, v = (torch.cat([x, x[:1].expand(padding, -1, -1)]) for x in newest)
-        given = (self.caches[0], table, lengths, self.pending, self.rules, self.space)
+        step = StepTokens(self.caches[0], table, lengths, workspace=self.space)
         dense = self.layer.store_steps(k, v, self.caches[0], self.pending)
-        found = self.layer.attend_steps(q, dense, *given)
+        found = self.layer.attend_steps(q, dense, step, self.pending, self.rules)
         for i, (r, t) in enumerate(last):
             row, slot = torch.tensor(self.rows[r], dtype=torch.int32), torch.tensor([r])
             own = self.own.take_chunk(k[i : i + 1], v[i : i + 1], self.caches[1], row, t + 1, slot)
@@ -120,11 +121,11 @@ STEPS = {
 WINDOWS = {
     "plain": Rules(0.125),
     "sinks": Rules(0.125, sinks=SINKS),
-    "narrow": Rules(0.125, window=9),
-    "a group": Rules(0.125, window=32, sinks=SINKS),
-    "some": Rules(0.3, window=50, softcap=3.0, sinks=SINKS),
-    "long": Rules(0.125, window=140),
-    "soft cap": Rules(0.125, softcap=3.0),
+    "narrow": Rules(0.125, Seen(window=9)),
+    "a group": Rules(0.125, Seen(window=32), sinks=SINKS),
+    "some": Rules(0.3, Seen(window=50, softcap=3.0), sinks=SINKS),
+    "long": Rules(0.125, Seen(window=140)),
+    "soft cap": Rules(0.125, Seen(softcap=3.0)),
 }
 
 
@@ -157,13 +158,13 @@ def test_chunks_of_many_requests_at_once(
         lengths = [n + more for n, more in zip(lengths, new, strict=True)]
         starts, freed = torch.tensor([0, *(new[r] for r in rows)]).cumsum(0).int(), table.clone()
         for r in range(3):
-            freed[r, : max(0, before[r] - rule.window + 1) // block if rule.window else 0] = 0
+            freed[r, : max(0, before[r] - rule.seen.window + 1) // block if rule.seen.window else 0] = 0
         requests = [(i, 5 + int(starts[i]), 5 + int(starts[i + 1]), lengths[r]) for i, r in enumerate(rows)]
         held = torch.tensor([lengths[r] for r in rows], dtype=torch.int32)
         pending.put(freed[rows], held, starts, torch.zeros(sum(new), dtype=torch.int64), queries=0)
         q, k, v = (torch.cat([data[r][i][before[r] : lengths[r]] for r in rows]) for i in range(3))
         chunks = GroupChunks.of(
-            requests, freed[rows], pending.slot, layer.unit, block, Workspace(), halves, rule.window
+            requests, freed[rows], pending.slot, layer.unit, block, Workspace(), halves, rule.seen.window
         )
         found = torch.full((len(q), 3, 2 * HEADS, DIM), torch.nan, dtype=dtype)[:, 1]
         launched, calls = {name: len(kernel.launches) for name, kernel in machine.items()}, len(flash.calls)
@@ -205,6 +206,7 @@ def test_a_captured_batch_without_requests_writes_nothing() -> None:
     q, k, v = (x[:3] for x in batch.data[0])
     table, lengths = torch.zeros(3, 5, dtype=torch.int32), torch.full((3,), 320, dtype=torch.int32)
     dense = layer.store_steps(k, v, cache, batch.pending)
-    layer.attend_steps(q, dense, cache, table, lengths, batch.pending, batch.rules, batch.space)
+    own = StepTokens(cache, table, lengths, workspace=batch.space)
+    layer.attend_steps(q, dense, own, batch.pending, batch.rules)
     after = [cache, *(layer.slot_rows[r][: layer.slots] for r in ("key", "value"))]
     assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))

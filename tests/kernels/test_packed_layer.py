@@ -8,16 +8,18 @@ import torch
 from torch import Tensor
 
 import packedkv
+from packedkv.attention import Seen
 from packedkv.cache.layer import LayerCache, attend
 from packedkv.codec import ROLES, Dense, Params, Role, Sample, Site
 from packedkv.errors import ShapeError
 from packedkv.integrations.vllm import layer as served
-from packedkv.integrations.vllm.layer import EngineLayer, Live, Rules, Several
+from packedkv.integrations.vllm.layer import EngineLayer, visible
 from packedkv.integrations.vllm.servable import group_tokens
 from packedkv.kernels.cpu.engine import CpuEngine
 from packedkv.kernels.cuda.engine import CudaEngine
 from packedkv.kernels.cuda.prefill import Chunks, Sight, Workspace, gathered
 from packedkv.kernels.flash import Ragged, ragged_attention
+from packedkv.kernels.tokens import Rules, StepTokens
 from packedkv.ops.rope import Rotary
 from packedkv.scheme import KVScheme
 from packedkv.store.site import LayerSite, MeanRemoval
@@ -117,14 +119,15 @@ def test_attention_is_the_references(spec: str, rules: str, served_by: str) -> N
     cache, lengths, near = filled(layer), [TOKENS, 0, 17], 4e-3 if served_by == "cuda" else 2e-3
     table = torch.zeros(3, 6, dtype=torch.int32)  # as wide as the longest request may get
     table[0, :5], table[2, :5] = ROW, ROW
-    if rule.window and rule.window < TOKENS - 2 * BLOCK:
+    if rule.seen.window and rule.seen.window < TOKENS - 2 * BLOCK:
         table[0, :2] = 0
     q = torch.randn(3, 2 * HEADS, DIM, generator=torch.Generator().manual_seed(3)).half()
     seq_lens, space = torch.tensor(lengths, dtype=torch.int32), None
     if served_by == "cuda":
         size = layer.workspace_bytes(4, 2 * HEADS, cache, 6, rule)
         space = torch.full((-(-size // 4),), torch.nan)
-    found = layer.decode(q, cache, table, seq_lens, rule, Live.of(seq_lens, layer.sink, rule.window), space)
+    fields = visible(seq_lens, layer.sink, rule.seen.window)
+    found = layer.decode(q, StepTokens(cache, table, seq_lens, workspace=space, **fields), rule)
     for i, length in enumerate(lengths):
         if length:
             want = layer.attend(q[i : i + 1], cache, table[i], length, rule)
@@ -152,8 +155,8 @@ def test_several_queries_of_a_request(spec: str, group: int, emulated: dict[str,
     assert layer.takes_several(rules)
     size = layer.workspace_bytes(5, 4 * group * HEADS, cache, 6, rules)
     space = torch.full((-(-size // 4),), torch.nan)
-    several = Several(starts, 4, longest=68)
-    found = layer.decode(q, cache, table, seq_lens, rules, Live(), space, several)
+    several = StepTokens(cache, table, seq_lens, workspace=space, starts=starts, queries=4, longest=68)
+    found = layer.decode(q, several, rules)
     for row, (count, length) in enumerate(zip(counts, lengths, strict=True)):
         for i in range(count):
             at = slice(int(starts[row]) + i, int(starts[row]) + i + 1)
@@ -188,9 +191,9 @@ def test_keys_without_their_mean(spec: str, kind: Literal["pre", "post"], served
     store = LayerCache(LayerSite(layer.scheme, 3, mean=mean))
     store.append(k.transpose(0, 1)[None], v.transpose(0, 1)[None])
     for window in (0, 9):
-        rule = Rules(0.125, window)
+        rule = Rules(0.125, Seen(window=window))
         q = torch.randn(3, 2 * HEADS, DIM, generator=torch.Generator().manual_seed(3)).half()
-        found = layer.decode(q, cache, table, seq_lens, rule, Live.of(seq_lens, 0, window))
+        found = layer.decode(q, StepTokens(cache, table, seq_lens, **visible(seq_lens, 0, window)), rule)
         for i in (0, 2):
             right = layer.attend(q[i : i + 1], cache, ROW, int(seq_lens[i]), rule)
             torch.testing.assert_close(found[i : i + 1], right, rtol=0, atol=6e-3)
@@ -223,11 +226,11 @@ REQUESTS = [(TOKENS, TOKENS)], [(1, TOKENS)], [(7, 41), (16, 16), (1, TOKENS), (
 
 LOGITS = torch.tensor([0.5, -1.0, 2.0, 0.0])
 WINDOWS = {
-    "one": Rules(0.125, window=1),
-    "short": Rules(0.125, window=9, softcap=2.0),
-    "pages": Rules(0.125, window=32),
-    "long": Rules(0.125, window=45, sinks=LOGITS),
-    "soft cap": Rules(0.125, softcap=2.0),
+    "one": Rules(0.125, Seen(window=1)),
+    "short": Rules(0.125, Seen(window=9, softcap=2.0)),
+    "pages": Rules(0.125, Seen(window=32)),
+    "long": Rules(0.125, Seen(window=45), sinks=LOGITS),
+    "soft cap": Rules(0.125, Seen(softcap=2.0)),
 }
 
 
@@ -266,11 +269,11 @@ def test_chunks_of_many_requests_at_once(spec: str, dtype: torch.dtype, rules: s
         for row, (new, length) in enumerate(given, 1):
             requests.append((row, begin, begin + new, length))
             begin += new
-            freed[row, : max(0, length - new - rule.window + 1) // cache.shape[2] if rule.window else 0] = 0
+            freed[row, : max(0, length - new - rule.seen.window + 1) // cache.shape[2] if rule.seen.window else 0] = 0
         q = torch.randn(begin - 5, 2 * HEADS, DIM, generator=torch.Generator().manual_seed(3)).to(dtype)
         found = torch.full((len(q), 3, 2 * HEADS, DIM), torch.nan, dtype=dtype)[:, 1]
         before = {name: len(kernel.launches) for name, kernel in emulated.items()}
-        chunks = Chunks.of(requests, freed, Workspace(), Sight(rule.window, cache.shape[2]))
+        chunks = Chunks.of(requests, freed, Workspace(), Sight(rule.seen.window, cache.shape[2]))
         layer.attend_chunks(q, cache, chunks, rule, found)
         launched = {name: len(kernel.launches) - before.get(name, 0) for name, kernel in emulated.items()}
         assert (launched["kv_unpack"], len(flash.calls) - calls) == (1, 1)
@@ -329,7 +332,7 @@ def test_ghost_in_an_engines_pages(
     table[0, :5], table[2, :5] = ROW, ROW
     lengths, rule = torch.tensor([TOKENS, 0, 17], dtype=torch.int32), Rules(0.125)
     q = torch.randn(24, 2 * HEADS, DIM, generator=torch.Generator().manual_seed(3)).half()
-    found = layer.decode(q[:3], cache, table, lengths, rule, Live.of(lengths, layer.sink, 0))
+    found = layer.decode(q[:3], StepTokens(cache, table, lengths, **visible(lengths, layer.sink, 0)), rule)
     assert bool((found[1] == 0).all())
     for i in (0, 2):
         right = layer.attend(q[i : i + 1], cache, ROW, int(lengths[i]), rule)
@@ -371,7 +374,7 @@ def test_few_tokens_are_the_same_bytes(bits: float, dim: int, emulated: dict[str
     layer.write(k.half(), v.half(), want, where, torch.arange(TOKENS))
     for few in (0, 1 << 20):
         cache = pool(layer)
-        writer = layer.pool(cache).writer
+        writer, _ = layer.pool(cache)
         writer.few_tokens = few
         layer.encode(k.half(), v.half(), cache, where, torch.arange(TOKENS)[None])
         assert torch.equal(cache, want)

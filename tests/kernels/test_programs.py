@@ -19,6 +19,7 @@ from packedkv.kernels.cuda.build import Program
 from packedkv.kernels.cuda.engine import CudaEngine
 from packedkv.kernels.cuda.programs import Steps, of_scheme
 from packedkv.kernels.spec import decode_spec
+from packedkv.kernels.tokens import Rules
 
 DIM = 64
 
@@ -163,7 +164,7 @@ def test_the_vllm_plugin_compiles_what_it_serves_and_says_so(
         engine=lambda _: CudaEngine(scheme.key, scheme.value, 64, 64), heads=2, dtype=torch.bfloat16, sink=0,
         holds_dense=False,
     )  # fmt: skip
-    impl = SimpleNamespace(packed=packed, head_size=64, num_heads=8, rules=SimpleNamespace(softcap=0.0))
+    impl = SimpleNamespace(packed=packed, head_size=64, num_heads=8, rules=Rules(0.125))
     config = SimpleNamespace(
         model_config=SimpleNamespace(max_model_len=8000), scheduler_config=SimpleNamespace(max_num_seqs=64)
     )

@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from packedkv.integrations.vllm.flash import flash_for
-from packedkv.integrations.vllm.layer import Live, Rules, Several
 from packedkv.kernels.cuda.prefill import Chunks, Sight, Workspace
+from packedkv.kernels.tokens import Rules, StepTokens
 from tests.integrations.test_serving import DIM, HEADS, ROW, TOKENS, made, pool, rows, slots
 from tests.kernels.conftest import unsynchronised
 from tests.kernels.test_packed_layer import WINDOWS
@@ -59,7 +59,7 @@ def test_windows_and_soft_caps(spec: str, rules: str) -> None:
     """Blocks before a window belong to nobody, or to others: they are not read. Soft caps by vLLM's flash attention."""
     device, rule = torch.device("cuda"), WINDOWS[rules]
     layer, plain = made(spec, device=device), made(spec)
-    if rule.softcap:
+    if rule.seen.softcap:
         layer.flash = flash_for(DIM, True)
         if layer.flash is None:
             pytest.skip("vLLM, whose flash attention has a soft cap, is not installed")
@@ -70,12 +70,12 @@ def test_windows_and_soft_caps(spec: str, rules: str) -> None:
     for row, (new, length) in enumerate(REQUESTS):
         requests.append((row, begin, begin + new, length))
         begin += new
-        if rule.window:
-            freed[row, : max(0, length - new - rule.window + 1) // cache.shape[2]] = 0
+        if rule.seen.window:
+            freed[row, : max(0, length - new - rule.seen.window + 1) // cache.shape[2]] = 0
     layer.engine(cache.shape[2])
     assert layer.takes_chunks(rule)
     q = torch.randn(begin, 2 * HEADS, DIM, generator=torch.Generator().manual_seed(3)).half()
-    given, table, sight = q.to(device), freed.to(device), Sight(rule.window, cache.shape[2])
+    given, table, sight = q.to(device), freed.to(device), Sight(rule.seen.window, cache.shape[2])
     on_device = rule if rule.sinks is None else rule._replace(sinks=rule.sinks.to(device))
     found = torch.full_like(given, torch.nan)
     layer.attend_chunks(given, cache, Chunks.of(requests, table, Workspace(), sight), on_device, found)  # compiles
@@ -102,11 +102,12 @@ def test_several_queries_of_a_request_in_a_graph(spec: str, group: int) -> None:
     given, held, seen = q.to(device), table.to(device), totals.to(device)
     layer.engine(cache.shape[2])
     size = layer.workspace_bytes(4, 4 * heads, cache, 6, rules)
-    space, several = torch.full((-(-size // 4),), torch.nan, device=device), Several(starts, 4, 2 * TOKENS)
-    layer.decode(given, cache, held, seen, rules, Live(), space, several)  # compiles
+    space = torch.full((-(-size // 4),), torch.nan, device=device)
+    several = StepTokens(cache, held, seen, workspace=space, starts=starts, queries=4, longest=2 * TOKENS)
+    layer.decode(given, several, rules)  # compiles
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        found = layer.decode(given, cache, held, seen, rules, Live(), space, several)
+        found = layer.decode(given, several, rules)
     starts.copy_(torch.tensor([0, *counts]).cumsum(0).int())
     seen.copy_(torch.tensor(lengths, dtype=torch.int32))
     graph.replay()

@@ -26,6 +26,7 @@ from vllm.platforms import current_platform
 from vllm.v1.attention.backend import AttentionBackend, AttentionImpl, AttentionType, MultipleOf
 from vllm.v1.kv_cache_interface import AttentionSpec, KVCacheLayout
 
+from packedkv.attention import Seen
 from packedkv.errors import UnsupportedError
 from packedkv.integrations.vllm.bind import bind, caching_layers, check_weights, skipping
 from packedkv.integrations.vllm.engine_args import check_engine, leaves_bytes_to_us
@@ -33,7 +34,7 @@ from packedkv.integrations.vllm.fitting import fitted_file
 from packedkv.integrations.vllm.flash import flash_for
 from packedkv.integrations.vllm.groups import GroupedLayer
 from packedkv.integrations.vllm.identity import digest_of
-from packedkv.integrations.vllm.layer import EngineLayer, Live, Rules
+from packedkv.integrations.vllm.layer import EngineLayer
 from packedkv.integrations.vllm.options import EXAMPLE, Options, read_options
 from packedkv.integrations.vllm.pending import PendingGroups
 from packedkv.integrations.vllm.servable import (
@@ -48,13 +49,14 @@ from packedkv.integrations.vllm.servable import (
 from packedkv.integrations.vllm.step import (
     PackedBuilder,
     PackedMetadata,
+    Prompts,
     SharedStep,
     bound_layer,
     longest_sequence,
     metadata_of,
 )
 from packedkv.kernels.cuda.build import LEAST
-from packedkv.kernels.cuda.prefill import Chunk
+from packedkv.kernels.tokens import Rules, StepTokens
 from packedkv.scheme import Mean
 from packedkv.store.positions import part_of
 from packedkv.store.sink_rows import rows_bytes
@@ -169,25 +171,6 @@ def _step() -> int:
     return PAGE_STEP if options is None else page_step(options.scheme)
 
 
-def backend_for(name: str, token_bytes: int, sink_bytes: int, unit: int, cache_config: Any) -> type[PackedBackend]:
-    """Return the backend of layers that encode ``unit`` tokens at a time; the other numbers as in ``PackedBackend``.
-
-    Its name has the tokens of a block, which ``cache_config`` knows before vLLM asks for the name.
-    """
-    members = {
-        "token_bytes": token_bytes,
-        "sink_bytes": sink_bytes,
-        "forward_includes_kv_cache_update": unit > 1,
-        "get_name": staticmethod(lambda: f"{name}-{cache_config.block_size}"),
-        "get_supported_kernel_block_sizes": staticmethod(lambda kv_cache_spec=None: [MultipleOf(lcm(PAGE_STEP, unit))]),
-        "__doc__": PackedBackend.__doc__,
-        "__module__": __name__,
-    }
-    # vLLM distinguishes backends by class name
-    label = f"PackedBackend{token_bytes}x{unit}" + f"and{sink_bytes}" * (sink_bytes > 0)
-    return type(label, (PackedBackend,), members)
-
-
 class PackedImpl(AttentionImpl[PackedMetadata]):  # type: ignore[misc]
     """Attention of one layer; arguments as vLLM passes them."""
 
@@ -234,7 +217,7 @@ class PackedImpl(AttentionImpl[PackedMetadata]):  # type: ignore[misc]
         self.num_kv_heads = num_kv_heads or num_heads
         self.kv_cache_dtype = kv_cache_dtype
         self.kv_sharing_target_layer_name = kv_sharing_target_layer_name
-        self.rules = Rules(self.scale, sliding_window or 0, float(logits_soft_cap or 0.0), sinks)
+        self.rules = Rules(self.scale, Seen(window=sliding_window or 0, softcap=float(logits_soft_cap or 0.0)), sinks)
         self.modules: list[nn.Module] = []
         """The modules around the layer, once ``weights.find_modules`` has found them."""
         self.packed: EngineLayer | None = None
@@ -321,7 +304,7 @@ class PackedImpl(AttentionImpl[PackedMetadata]):  # type: ignore[misc]
         if cache_config.user_specified_block_size:
             check_page(packed.scheme, cache_config.block_size)
         if packed.device.type != "cpu":
-            packed.flash = flash_for(self.head_size, self.rules.softcap > 0)
+            packed.flash = flash_for(self.head_size, self.rules.seen.softcap > 0)
             packed.find_kernels(preferred_page(packed.scheme))  # raises before memory is allocated
         return packed
 
@@ -341,11 +324,24 @@ class PackedImpl(AttentionImpl[PackedMetadata]):  # type: ignore[misc]
 
     def _backend(self, packed: EngineLayer) -> type[PackedBackend]:
         """Return the backend of layers whose tokens take as many bytes as this one's; the first layer caches them."""
-        codes = packed.layout(packed.step).page_bytes // packed.step
-        sizes = codes, rows_bytes(packed.sink, self.head_size), group_tokens(packed.scheme)
-        backends = next(iter(self._impls().values())).backends  # an engine's own, as two may differ in block size
-        if (key := (self.digest, *sizes)) not in backends:
-            backends[key] = backend_for(f"{self.named}-{self.digest}", *sizes, self.config.cache_config)
+        sink_bytes, unit = rows_bytes(packed.sink, self.head_size), group_tokens(packed.scheme)
+        token_bytes = packed.layout(packed.step).page_bytes // packed.step
+        # an engine's own, as two may differ in block size, which cache_config knows before vLLM asks for the name
+        backends, cache_config = next(iter(self._impls().values())).backends, self.config.cache_config
+        if (key := (self.digest, token_bytes, sink_bytes, unit)) not in backends:
+            name, sizes = f"{self.named}-{self.digest}", [MultipleOf(lcm(PAGE_STEP, unit))]
+            members = {
+                "token_bytes": token_bytes,
+                "sink_bytes": sink_bytes,
+                "forward_includes_kv_cache_update": unit > 1,
+                "get_name": staticmethod(lambda: f"{name}-{cache_config.block_size}"),
+                "get_supported_kernel_block_sizes": staticmethod(lambda kv_cache_spec=None: sizes),
+                "__doc__": PackedBackend.__doc__,
+                "__module__": __name__,
+            }
+            # vLLM distinguishes backends by class name
+            label = f"PackedBackend{token_bytes}x{unit}" + f"and{sink_bytes}" * (sink_bytes > 0)
+            backends[key] = type(label, (PackedBackend,), members)
         return backends[key]
 
     def _check_weights(self, again: bool) -> None:
@@ -387,7 +383,7 @@ class PackedImpl(AttentionImpl[PackedMetadata]):  # type: ignore[misc]
         key, value = key[:count], value[:count]
         assert shared is not None
         if self.leads:
-            shared.forget()
+            shared.begin_step()
         positions = shared.positions(count, m) if packed.mean is not None else None
         if packed.unserved:
             packed.write(key, value, kv_cache, slot_mapping, None if positions is None else positions[0])
@@ -424,8 +420,8 @@ class PackedImpl(AttentionImpl[PackedMetadata]):  # type: ignore[misc]
                 size = packed.prefill_bytes(query.shape[0], most, self.num_heads, self.rules)
                 torch.empty(size, dtype=torch.uint8, device=query.device)
             return output.fill_(0)
-        packed, m, out = bound_layer(self), attn_metadata, output.view(-1, self.num_heads, self.head_size)
-        query = query.view(-1, self.num_heads, self.head_size)
+        packed, m = bound_layer(self), attn_metadata
+        query, out = (x.view(-1, self.num_heads, self.head_size) for x in (query, output))
         if isinstance(packed, GroupedLayer):
             self._forward_groups(packed, query, key, value, kv_cache, m, out)
             return output
@@ -440,17 +436,17 @@ class PackedImpl(AttentionImpl[PackedMetadata]):  # type: ignore[misc]
             out[first:last] = attend(query[first:last], kv_cache, m.block_table[row], seq_len, self.rules)
         return output
 
-    def _chunks(self, packed: EngineLayer, m: PackedMetadata) -> tuple[list[Any], list[Chunk]]:
+    def _chunks(self, packed: EngineLayer, m: PackedMetadata) -> Prompts:
         """Return the prompt chunks that are attended together, and those that are request by request."""
         if m.chunks and packed.takes_chunks(self.rules):
-            return m.prompts[self.rules.window]
+            return m.prompts[self.rules.seen.window]
         return [], m.chunks
 
     def _forward_groups(
         self, packed: GroupedLayer, q: Tensor, k: Tensor, v: Tensor, cache: Tensor, m: PackedMetadata, out: Tensor
     ) -> None:
         """Store new tokens and attend, into ``out``: a query also reads the pending tokens of its group."""
-        pending, n, kernels = self.pending, m.decodes, not packed.unserved
+        pending, n, rules, kernels = self.pending, m.decodes, self.rules, not packed.unserved
         assert pending is not None
         assert pending.page_tokens == cache.shape[2]
         together, alone = self._chunks(packed, m)
@@ -458,32 +454,35 @@ class PackedImpl(AttentionImpl[PackedMetadata]):  # type: ignore[misc]
         # all tokens are stored before any query attends: a prompt may find blocks that another one fills in this step
         dense = packed.store_steps(k[:n], v[:n], cache, pending) if n else {}
         stored = [packed.store_chunks(k[x], v[x], cache, one) for one, x in zip(together, parts, strict=True)]
-        recent = [
-            packed.take_chunk(
-                *(k[first:last], v[first:last], cache, m.block_table[row], seq_len, pending.slot[row : row + 1]),
-                kernels=kernels,
+        recent = []
+        for row, first, last, seq_len in alone:
+            blocks, slot = m.block_table[row], pending.slot[row : row + 1]
+            recent.append(
+                packed.take_chunk(k[first:last], v[first:last], cache, blocks, seq_len, slot, kernels=kernels)
             )
-            for row, first, last, seq_len in alone
-        ]
         if n:
             space = self._workspace(packed, q, cache, m)
-            given = (cache, m.query_table[:n], m.seq_lens[:n], pending, self.rules, space)
-            out[:n] = packed.attend_steps(q[:n], dense, *given)
+            tokens = StepTokens(cache, m.query_table[:n], m.seq_lens[:n], workspace=space)
+            out[:n] = packed.attend_steps(q[:n], dense, tokens, pending, rules)
         for one, x, own in zip(together, parts, stored, strict=True):
-            packed.attend_chunk_groups(q[x], own, cache, one, self.rules, out[x])
+            packed.attend_chunk_groups(q[x], own, cache, one, rules, out[x])
         attend = packed.prefill_own if kernels else packed.attend_own
         for (row, first, last, seq_len), rows in zip(alone, recent, strict=True):
-            out[first:last] = attend(q[first:last], cache, m.block_table[row], seq_len, self.rules, rows)
+            out[first:last] = attend(q[first:last], cache, m.block_table[row], seq_len, rules, rows)
 
     def _decode(self, packed: EngineLayer, q: Tensor, kv_cache: Tensor, m: PackedMetadata) -> Tensor:
         shared, n = self.shared, m.decodes
         assert shared is not None
         space = self._workspace(packed, q, kv_cache, m)
-        if m.several is not None and m.totals is not None:
-            table = m.block_table[: m.totals.shape[0]]
-            return packed.decode(q, kv_cache, table, m.totals, self.rules, Live(), space, m.several)
-        live = shared.live(m.seq_lens[:n], packed.sink, self.rules.window)
-        return packed.decode(q, kv_cache, m.query_table[:n], m.seq_lens[:n], self.rules, live, space)
+        if m.starts is not None and m.totals is not None:
+            own = StepTokens(kv_cache, m.block_table[: m.totals.shape[0]], m.totals, workspace=space, starts=m.starts)
+            own = own._replace(queries=shared.queries, longest=self.config.model_config.max_model_len)
+            return packed.decode(q, own, self.rules)
+        seq_lens = m.seq_lens[:n]
+        fields = shared.visible(seq_lens, packed.sink, self.rules.seen.window)
+        return packed.decode(
+            q, StepTokens(kv_cache, m.query_table[:n], seq_lens, workspace=space, **fields), self.rules
+        )
 
     def _workspace(self, packed: EngineLayer, q: Tensor, kv_cache: Tensor, m: PackedMetadata) -> Tensor | None:
         """Memory for decode steps that a graph captures; a CPU's kernels have their own."""

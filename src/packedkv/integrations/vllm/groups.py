@@ -28,11 +28,11 @@ import torch
 from torch import Tensor
 
 from packedkv.codec import ROLES, Role, storage_dtype
-from packedkv.integrations.vllm.layer import CHUNK_TOKENS, EngineLayer, Rules
+from packedkv.integrations.vllm.layer import CHUNK_TOKENS, EngineLayer
 from packedkv.integrations.vllm.pending import PendingGroups
 from packedkv.integrations.vllm.servable import group_tokens
 from packedkv.kernels.cuda.prefill_groups import GroupChunkReader, GroupChunks
-from packedkv.kernels.tokens import GroupTokens, StepTokens
+from packedkv.kernels.tokens import GroupTokens, Rules, StepTokens
 from packedkv.scheme import KVScheme
 
 
@@ -105,16 +105,16 @@ class GroupedLayer(EngineLayer):
         self, q: Tensor, cache: Tensor, blocks: Tensor, seq_len: int, rules: Rules, recent: dict[Role, Tensor]
     ) -> Tensor:
         """Attention of one request's newest queries by the reference."""
-        n, unit = q.shape[0], self.unit
+        n, unit, window = q.shape[0], self.unit, rules.seen.window
         begin, packed = seq_len - recent["key"].shape[2], (seq_len - 1) // unit * unit
-        first = min(max(0, seq_len - n - rules.window + 1), packed) if rules.window else 0
+        first = min(max(0, seq_len - n - window + 1), packed) if window else 0
         # keys: dequantized tokens [first, packed), then dense ones [begin, seq_len), which overlap; the mask chooses
         at = torch.arange(seq_len - n, seq_len, device=q.device)[:, None]
         decoded, dense = (torch.arange(a, b, device=q.device)[None] for a, b in ((first, packed), (begin, seq_len)))
         group = at // unit * unit
         mask = torch.cat([decoded < group, (dense >= group) & (dense <= at)], 1)
-        if rules.window:
-            mask &= torch.cat([decoded, dense], 1) > at - rules.window
+        if window:
+            mask &= torch.cat([decoded, dense], 1) > at - window
         pieces = (x.to(self.dtype).split(CHUNK_TOKENS, 2) for x in (recent["key"], recent["value"]))
         parts = chain(self._decoded(cache, blocks, first, packed), zip(*pieces, strict=True))
         return self._attend_parts(q, parts, mask.shape[1], rules, mask)
@@ -124,10 +124,10 @@ class GroupedLayer(EngineLayer):
     ) -> Tensor:
         """As ``attend_own``, by kernels; on a GPU soft caps and sliding windows use the reference."""
         engine, pages = self.engine(cache.shape[2]), self.pages(cache)[1]
-        if self.batched and (rules.window or rules.softcap):
+        if self.batched and (rules.seen.window or rules.seen.softcap):
             return self.attend_own(q, cache, blocks, seq_len, rules, recent)
         tokens = GroupTokens(pages, blocks[None], seq_len, self.unit, (recent["key"], recent["value"]))
-        return engine.attend_groups(q.transpose(0, 1)[None], tokens, rules.kernels)[0].transpose(0, 1)
+        return engine.attend_groups(q.transpose(0, 1)[None], tokens, rules)[0].transpose(0, 1)
 
     # -- prompts of several requests, by a GPU's kernels, one launch per stage -----------------------------------------
 
@@ -139,9 +139,9 @@ class GroupedLayer(EngineLayer):
 
     def store_chunks(self, keys: Tensor, values: Tensor, cache: Tensor, chunks: GroupChunks) -> tuple[Tensor, Tensor]:
         """Store prompt chunks; returns keys and values ``[own, H, D]`` for ``attend_chunk_groups``."""
-        pool = self.pool(cache)
-        assert isinstance(pool.reader, GroupChunkReader)
-        return pool.reader.take(keys, values, chunks, self.flat_rows, pool.writer)
+        writer, reader = self.pool(cache)
+        assert isinstance(reader, GroupChunkReader)
+        return reader.take(keys, values, chunks, self.flat_rows, writer)
 
     def attend_chunk_groups(
         self, q: Tensor, own: tuple[Tensor, Tensor], cache: Tensor, chunks: GroupChunks, rules: Rules, out: Tensor
@@ -150,9 +150,9 @@ class GroupedLayer(EngineLayer):
 
         ``chunks`` are of this layer's window, and ``takes_chunks`` is true.
         """
-        reader = self.pool(cache).reader
+        _, reader = self.pool(cache)
         assert isinstance(reader, GroupChunkReader)
-        reader.attend_groups(q, own, chunks, self.flat_rows, rules.kernels, out)
+        reader.attend_groups(q, own, chunks, self.flat_rows, rules, out)
 
     # -- decode steps, by kernels: one token of each request, or its newest token and its drafts -----------------------
 
@@ -174,32 +174,24 @@ class GroupedLayer(EngineLayer):
         return dense
 
     def attend_steps(
-        self,
-        q: Tensor,
-        dense: dict[Role, Tensor],
-        cache: Tensor,
-        block_table: Tensor,
-        seq_lens: Tensor,
-        pending: PendingGroups,
-        rules: Rules,
-        workspace: Tensor | None = None,
+        self, q: Tensor, dense: dict[Role, Tensor], tokens: StepTokens, pending: PendingGroups, rules: Rules
     ) -> Tensor:
         """Attend with each of these tokens as a sequence of its own; nothing synchronises.
 
-        ``dense``: of ``store_steps``. ``seq_lens``: up to each token. ``workspace``: float32, of ``workspace_bytes``.
+        ``dense``: of ``store_steps``. ``tokens``: as in ``decode``, its ``seq_lens`` up to each token.
         """
-        n = q.shape[0]
-        packed = pending.packed[:n]
-        start = dense_start = None
-        if rules.window:
-            oldest = (seq_lens - rules.window).clamp_(min=0)
+        n, cache = q.shape[0], tokens.pages
+        packed, start, dense_start = pending.packed[:n], None, None
+        if rules.seen.window:
+            oldest = (tokens.seq_lens - rules.seen.window).clamp_(min=0)
             start, dense_start = torch.minimum(oldest, packed), (oldest - packed).clamp_(min=0)
-        tokens = StepTokens(
-            *(self.pages(cache)[1], block_table, packed, start),
+        tokens = tokens._replace(
+            pages=self.pages(cache)[1],
+            seq_lens=packed,
+            start=start,
             dense_k=dense["key"],
             dense_v=dense["value"],
             dense_lens=pending.dense_len[:n],
             dense_start=dense_start,
-            workspace=workspace,
         )
-        return self.engine(cache.shape[2]).attend_step(q[:, :, None], tokens, rules.kernels)[:, :, 0]
+        return self.engine(cache.shape[2]).attend_step(q[:, :, None], tokens, rules)[:, :, 0]

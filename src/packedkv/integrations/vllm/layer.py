@@ -27,12 +27,12 @@ page (``store.sink_rows``), and every page reserves space for them.
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from packedkv.attention import Seen, attend_parts, rounded_queries
+from packedkv.attention import attend_parts, rounded_queries
 from packedkv.codec import FP16_MAX, ROLES, Params, Role, storage_dtype
 from packedkv.errors import ShapeError, UnsupportedError
 from packedkv.integrations.vllm.servable import page_step
@@ -44,8 +44,7 @@ from packedkv.kernels.cuda.prefill import STAGING_BYTES, ChunkReader, Chunks, wo
 from packedkv.kernels.engine import Engine
 from packedkv.kernels.flash import WIDEST, Flash
 from packedkv.kernels.mean import Turned
-from packedkv.kernels.tokens import ChunkTokens, StepTokens
-from packedkv.kernels.tokens import Rules as KernelRules
+from packedkv.kernels.tokens import ChunkTokens, Rules, StepTokens
 from packedkv.layout import PageLayout
 from packedkv.scheme import KVScheme
 from packedkv.store.pages import PageStore, write_blocks
@@ -57,78 +56,16 @@ CHUNK_TOKENS = 1024
 """Tokens that the reference dequantizes at a time."""
 
 
-class Live(NamedTuple):
-    """Which tokens decode steps attend to; the fields are those of ``StepTokens``.
+def visible(seq_lens: Tensor, sink: int, window: int) -> dict[str, Any]:
+    """Return the fields of ``StepTokens`` that say which tokens of requests of ``seq_lens`` decode steps attend to.
 
-    Parameters
-    ----------
-    start : Tensor int32 ``[B]`` or None
-        First slot of each request that is read; None: 0.
-    dense_lens, dense_start : Tensor int32 ``[B]`` or None
-        Dense first tokens ``[dense_start, dense_lens)`` that are visible; None: there are none, and 0.
+    ``start``: the first packed token. ``[dense_start, dense_lens)``: dense first tokens.
     """
-
-    start: Tensor | None = None
-    dense_lens: Tensor | None = None
-    dense_start: Tensor | None = None
-
-    @classmethod
-    def of(cls, seq_lens: Tensor, sink: int, window: int) -> "Live":
-        """Return it for requests of ``seq_lens`` tokens."""
-        if not sink and not window:
-            return cls()
-        oldest = (seq_lens - window).clamp_(min=0) if window else None
-        if not sink:
-            return cls(oldest)
-        start = torch.full_like(seq_lens, sink) if oldest is None else oldest.clamp(min=sink)
-        return cls(start, seq_lens.clamp(max=sink), oldest)
-
-
-class Rules(NamedTuple):
-    """Options of a layer's attention.
-
-    Parameters
-    ----------
-    scale : float
-        Multiplies the scores.
-    window : int
-        Tokens visible to a query, itself included; 0: all before it.
-    softcap : float
-        Scores become ``softcap * tanh(score / softcap)``; 0: they stay.
-    sinks : Tensor ``[HQ]`` or None
-        Learned logits that only join the softmax's denominator.
-    """
-
-    scale: float
-    window: int = 0
-    softcap: float = 0.0
-    sinks: Tensor | None = None
-
-    @property
-    def kernels(self) -> KernelRules:
-        """The same for kernels."""
-        return KernelRules(self.scale, Seen(window=self.window, softcap=self.softcap), self.sinks)
-
-
-class Several(NamedTuple):
-    """Query tokens of decode steps, several of each request; the fields are those of ``StepTokens``.
-
-    Parameters
-    ----------
-    starts : Tensor int32 ``[B + 1]``
-    queries, longest : int
-    """
-
-    starts: Tensor
-    queries: int
-    longest: int
-
-
-class Pool(NamedTuple):
-    """Writes an engine's blocks on a GPU, and reads them for prompts."""
-
-    writer: SlotWriter
-    reader: ChunkReader
+    oldest = (seq_lens - window).clamp_(min=0) if window else None
+    if not sink:
+        return {} if oldest is None else {"start": oldest}
+    found = {"start": torch.full_like(seq_lens, sink), "dense_lens": seq_lens.clamp(max=sink)}
+    return found if oldest is None else {**found, "start": oldest.clamp(min=sink), "dense_start": oldest}
 
 
 @lru_cache(maxsize=8)
@@ -156,7 +93,7 @@ class EngineLayer:
     slots          int64 ``[n]``                          slot s is place ``s % N`` of block ``s // N``; below 0: the
                                                           token is not stored
     positions      of int ``[1, n]``                      in their requests; only if keys are stored without their mean
-    rules          ``Rules``                              of this layer's attention
+    rules          ``kernels.tokens.Rules``               of this layer's attention; of ``seen`` window and soft cap
     =============  =====================================  ===========================================================
 
     A token with NaN, Inf or a magnitude above 65504 is stored as zero bytes. Attention returns ``[n, HQ, D]`` of q's
@@ -221,7 +158,7 @@ class EngineLayer:
         self.roles = self.site.roles(heads, (head_dim, head_dim), dtype, device)
         self.engines: dict[int, Engine] = {}
         self.layouts: dict[int, PageLayout] = {}
-        self.pools: dict[tuple[int, torch.Size], Pool] = {}
+        self.pools: dict[tuple[int, torch.Size], tuple[SlotWriter, ChunkReader]] = {}
         self.bad = torch.zeros(1, dtype=torch.int32, device=device)
 
     @property
@@ -297,9 +234,9 @@ class EngineLayer:
             raise ShapeError("keys are held without their mean: the positions of new tokens are needed.")
         return positions
 
-    def _placed(self, requests: int) -> dict[str, Any]:
-        """The engine's argument for reading the pages of so many requests."""
-        return {} if self.mean is None else {"placed": self.placed[:requests]}
+    def _first_positions(self, requests: int) -> Tensor | None:
+        """Position of slot 0 of so many requests, where keys are stored without their mean."""
+        return None if self.mean is None else self.placed[:requests]
 
     # -- the reference -------------------------------------------------------------------------------------------------
 
@@ -340,12 +277,12 @@ class EngineLayer:
 
     def attend(self, q: Tensor, cache: Tensor, blocks: Tensor, seq_len: int, rules: Rules) -> Tensor:
         """Attention of one request's newest queries by the reference. Blocks before a sliding window are not read."""
-        n, first, mask = q.shape[0], 0, None
-        if rules.window:
-            first = max(0, seq_len - n - rules.window + 1)
+        n, first, mask, window = q.shape[0], 0, None, rules.seen.window
+        if window:
+            first = max(0, seq_len - n - window + 1)
             at = torch.arange(seq_len - n, seq_len, device=q.device)[:, None]
             key_at = torch.arange(first, seq_len, device=q.device)[None]
-            mask = (key_at <= at) & (key_at > at - rules.window)
+            mask = (key_at <= at) & (key_at > at - window)
         return self._attend_parts(q, self._decoded(cache, blocks, first, seq_len), seq_len - first, rules, mask)
 
     def _decoded(self, cache: Tensor, blocks: Tensor, first: int, last: int) -> Iterator[tuple[Tensor, Tensor]]:
@@ -381,7 +318,8 @@ class EngineLayer:
         q, key = q.transpose(0, 1)[None], self.roles["key"]
         if key.params is not None:
             q = rounded_queries(q, key.codec, key.params, self.heads)
-        out = attend_parts(q, parts, total, scale=rules.scale, mask=mask, sinks=rules.sinks, softcap=rules.softcap)
+        cap = rules.seen.softcap
+        out = attend_parts(q, parts, total, scale=rules.scale, mask=mask, sinks=rules.sinks, softcap=cap)
         return out[0].transpose(0, 1)
 
     # -- kernels -------------------------------------------------------------------------------------------------------
@@ -421,13 +359,13 @@ class EngineLayer:
             self.batched = isinstance(found, CudaEngine)
         return self.engines[page_tokens]
 
-    def pool(self, cache: Tensor) -> Pool:
-        """Writer and reader of these blocks on a GPU; cached, because they hold addresses."""
+    def pool(self, cache: Tensor) -> tuple[SlotWriter, ChunkReader]:
+        """What writes these blocks on a GPU, and what reads them for prompts; cached, because they hold addresses."""
         if (found := self.pools.get((cache.data_ptr(), cache.shape))) is None:
             engine, (_, pages) = self.engine(cache.shape[2]), self.pages(cache)
             assert isinstance(engine, CudaEngine)
             sink_rows = self._sink_rows(cache) if self.sink else None
-            found = Pool(engine.writer(pages, self.bad, self.sink), engine.chunk_reader(pages, sink_rows, self.flash))
+            found = engine.writer(pages, self.bad, self.sink), engine.chunk_reader(pages, sink_rows, self.flash)
             self.pools[cache.data_ptr(), cache.shape] = found
         return found
 
@@ -439,7 +377,7 @@ class EngineLayer:
         if isinstance(self.engine(cache.shape[2]), CudaEngine):
             if keys.dtype == torch.float32:
                 keys, values = self._rounded(keys, values)
-            self.pool(cache).writer.write(keys, values, slots, less)
+            self.pool(cache)[0].write(keys, values, slots, less)
             return
         # the engine gives slots, the kernels take sequences: each token is a sequence of one page
         new: dict[Role, Tensor] = {"key": keys[:, :, None], "value": values[:, :, None]}
@@ -496,37 +434,26 @@ class EngineLayer:
             positions = torch.arange(begin, seq_len, device=cache.device)[None]
         self._encode(new, cache, blocks[None], first, positions, self._turned(positions))
 
-    def decode(
-        self,
-        q: Tensor,
-        cache: Tensor,
-        block_table: Tensor,
-        seq_lens: Tensor,
-        rules: Rules,
-        live: Live,
-        workspace: Tensor | None = None,
-        several: Several | None = None,
-    ) -> Tensor:
-        """Attention of one query token per request with kernels, or of ``several``; nothing synchronises.
+    def decode(self, q: Tensor, tokens: StepTokens, rules: Rules) -> Tensor:
+        """Attention of one query token per request with kernels, or of several; nothing synchronises.
 
-        ``live``: ``Live.of`` the requests. ``workspace``: float32, of ``workspace_bytes``. ``several``: only where
-        ``takes_several``; ``q`` then has all query tokens.
+        ``tokens.pages`` are the engine's blocks; ``visible`` gives the other fields. With ``tokens.starts``, only where
+        ``takes_several``, ``q`` has all query tokens.
         """
-        more: dict[str, Any] = {} if several is None else several._asdict()
+        cache, table = tokens.pages, tokens.table
+        tokens = tokens._replace(pages=self.pages(cache)[1], placed=self._first_positions(table.shape[0]))
         if self.sink:
             keys, values = self._sink_rows(cache).unbind(2)
-            more |= {"dense_k": keys, "dense_v": values, "dense_at": block_table[:, 0]}
-        more |= live._asdict() | self._placed(block_table.shape[0])
-        tokens = StepTokens(self.pages(cache)[1], block_table, seq_lens, workspace=workspace, **more)
-        return self.engine(cache.shape[2]).attend_step(q[:, :, None], tokens, rules.kernels)[:, :, 0]
+            tokens = tokens._replace(dense_k=keys, dense_v=values, dense_at=table[:, 0])
+        return self.engine(cache.shape[2]).attend_step(q[:, :, None], tokens, rules)[:, :, 0]
 
     def takes_several(self, rules: Rules) -> bool:
         """Whether ``decode`` takes several query tokens of a request."""
-        return self.batched and not (self.holds_dense or rules.window)
+        return self.batched and not (self.holds_dense or rules.seen.window)
 
     def takes_chunks(self, rules: Rules) -> bool:
         """Whether ``attend_chunks`` supports these rules; PyTorch's flash attention has no soft cap."""
-        return self.batched and not (rules.softcap and self.flash is None)
+        return self.batched and not (rules.seen.softcap and self.flash is None)
 
     def most_tokens(self, longest: int) -> int:
         """Tokens of requests whose chunks are attended together; enough for one of ``longest`` tokens, if possible."""
@@ -535,7 +462,10 @@ class EngineLayer:
     def prefill_bytes(self, tokens: int, length: int, query_heads: int, rules: Rules) -> int:
         """Upper bound of the bytes that prompts need: ``tokens`` new ones, of requests of ``length`` together."""
         q = torch.empty(1, query_heads, tokens, self.head_dim, dtype=self.dtype, device="meta")
-        ways = {self.takes_chunks(rules) or not rules.softcap, not rules.softcap}  # too long ones are attended alone
+        ways = {
+            self.takes_chunks(rules) or not rules.seen.softcap,
+            not rules.seen.softcap,
+        }  # too long ones are attended alone
         return max(workspace_bytes(q, self.heads, length, self.sink, way and self.head_dim <= WIDEST) for way in ways)
 
     def workspace_bytes(self, requests: int, query_heads: int, cache: Tensor, columns: int, rules: Rules) -> int:
@@ -554,8 +484,9 @@ class EngineLayer:
         """As ``attend``, by kernels; on a GPU for chunks that ``attend_chunks`` does not take."""
         sink = self._sink(cache, blocks, seq_len)
         first = 0 if sink is None else sink[0].shape[2]
-        tokens = ChunkTokens(self.pages(cache)[1], blocks[None], first, seq_len, sink, **self._placed(1))
-        out = self.engine(cache.shape[2]).attend_chunk(q.transpose(0, 1)[None], tokens, rules.kernels)
+        pages, placed = self.pages(cache)[1], self._first_positions(1)
+        tokens = ChunkTokens(pages, blocks[None], first, seq_len, sink, placed=placed)
+        out = self.engine(cache.shape[2]).attend_chunk(q.transpose(0, 1)[None], tokens, rules)
         return out[0].transpose(0, 1)
 
     def attend_chunks(self, q: Tensor, cache: Tensor, chunks: Chunks, rules: Rules, out: Tensor) -> None:
@@ -563,4 +494,4 @@ class EngineLayer:
 
         ``chunks`` are of this layer's window, and ``takes_chunks`` is true.
         """
-        self.pool(cache).reader.attend(q, chunks, rules.kernels, out)
+        self.pool(cache)[1].attend(q, chunks, rules, out)

@@ -41,21 +41,11 @@ FREE = -1
 
 
 class _Rows(NamedTuple):
-    """A step's batch, a row per request: bool or int64 ``[B]``.
+    """A step's batch, a row per request: bool or int64 ``[B]``, and ``block_table [B, M]``.
 
-    Parameters
-    ----------
-    block_table : Tensor int32 ``[B, M]``
-    computed, seq_len : Tensor
-        Tokens before and after this step.
-    real : Tensor
-        Whether the row has a request.
-    resumes : Tensor
-        Whether the step begins inside a group, whose first tokens are in a slot.
-    pends : Tensor
-        Whether the request needs a slot after this step.
-    first_block, last_block : Tensor
-        Blocks of the step's first and last token.
+    ``computed, seq_len``: tokens before and after this step. ``real``: the row has a request. ``resumes``: the step
+    begins inside a group, whose first tokens are in a slot. ``pends``: the request needs a slot after this step.
+    ``first_block, last_block``: blocks of the step's first and last token.
     """
 
     block_table: Tensor
@@ -111,26 +101,22 @@ class PendingGroups:
     ) -> None:
         self.slots, self.unit, self.page_tokens, self.device = slots, unit, page_tokens, device
         self.halves, self.longest = halves, longest
-        self.slot, self.at, self.place = (torch.zeros(rows, dtype=torch.int64, device=device) for _ in range(3))
-        self.packed, self.dense_len, self.page, self.first = (
-            torch.zeros(rows, dtype=torch.int32, device=device) for _ in range(4)
-        )
         self.order = torch.arange(rows, dtype=torch.int32, device=device)
+        self.slot, self.at, self.place = torch.zeros(3, rows, dtype=torch.int64, device=device)
+        self.packed, self.dense_len, self.page, self.first = torch.zeros(4, rows, dtype=torch.int32, device=device)
         # of each slot: the blocks that its halves' groups belong to, its request's tokens, the step of its last use
         self.block = torch.full((halves, slots + 1), FREE, dtype=torch.int64, device=device)
-        self.tokens = torch.full((slots + 1,), FREE, dtype=torch.int64, device=device)
-        self.used = torch.full((slots + 1,), FREE, dtype=torch.int64, device=device)
+        self.tokens, self.used = torch.full((2, slots + 1), FREE, dtype=torch.int64, device=device)
         self.lost = torch.zeros(1, dtype=torch.bool, device=device)
         self.lost_on_host = torch.zeros(1, dtype=torch.bool, pin_memory=device.type == "cuda")
         self.step = 0
 
     def blank(self, rows: int) -> None:
         """Set the indices of a batch without requests, for graph capture; assignments do not change."""
-        for numbers, none in (
-            *((self.slot, self.slots), (self.at, self.slots * self.halves), (self.place, 0), (self.packed, 0)),
-            *((self.dense_len, 0), (self.page, 0), (self.first, self.page_tokens)),
-        ):
-            numbers[:rows] = none
+        for index in (self.place, self.packed, self.dense_len, self.page):
+            index[:rows] = 0
+        self.slot[:rows], self.at[:rows] = self.slots, self.slots * self.halves
+        self.first[:rows] = self.page_tokens
 
     def put(
         self,
@@ -147,7 +133,7 @@ class PendingGroups:
         ----------
         block_table : Tensor int32 ``[B, M]``
         seq_lens : Tensor int32 ``[B]``
-            Tokens, those of this step included; 0: a row without a request.
+            Tokens, this step's included; 0: a row without a request.
         query_start_loc : Tensor int32 ``[B + 1]``
             First query of each row.
         slot_mapping : Tensor int64 ``[T]``
@@ -174,9 +160,9 @@ class PendingGroups:
             self._set(slot, rows.real, rows.seq_len - 1, rows.last_block)
             return
         # each query is a sequence of its own, which ends with the query
-        at, ends = self.order[:queries], query_start_loc[1 : count + 1]
-        row = torch.searchsorted(ends, at, right=True).clamp_(max=count - 1)
-        position = rows.seq_len[row] - (ends[row] - at)
+        query, ends = self.order[:queries], query_start_loc[1 : count + 1]
+        row = torch.searchsorted(ends, query, right=True).clamp_(max=count - 1)
+        position = rows.seq_len[row] - (ends[row] - query)
         real = rows.real[row] & (position >= 0)
         if self.longest:
             real &= position < self.longest
@@ -259,8 +245,8 @@ class PendingGroups:
         if bool(self.lost_on_host):
             raise UnsupportedError(
                 f"packedkv: a request goes on in a group of {self.unit} tokens whose beginning is not here, because "
-                f"the engine paused or moved it; serve such requests with a preset that encodes each token alone, such "
-                f"as saw-int4."
+                "the engine paused or moved it; serve such requests with a preset that encodes each token alone, such "
+                "as saw-int4."
             )
 
     def _assign(self, rows: _Rows, slot: Tensor) -> None:
@@ -276,11 +262,8 @@ class PendingGroups:
             other = torch.where(rows.computed // self.unit < group, other, FREE)
             block.scatter_(0, ((group + 1) % 2)[None], other[None])
         block.scatter_(0, (group % self.halves)[None], rows.last_block[None])
-        for state, new in (
-            (self.tokens, rows.seq_len),
-            (self.used, torch.full_like(rows.seq_len, self.step)),
-            (self.block, block),
-        ):
+        used = torch.full_like(rows.seq_len, self.step)
+        for state, new in ((self.tokens, rows.seq_len), (self.used, used), (self.block, block)):
             state.masked_fill_(ended, FREE)
             state.index_fill_(-1, freed, FREE)  # an assignment would synchronise
             state[..., filled] = new

@@ -29,13 +29,13 @@ def precompile(impls: Sequence[Any], page_tokens: int, config: VllmConfig, devic
         assert isinstance(engine, CudaEngine)
         given = engine.codecs["key"], engine.codecs["value"], impl.head_size, page_tokens
         pairs = 0 if engine.mean is None else engine.mean.pairs
-        if (this := (given, impl.num_heads, layer.heads, impl.rules.softcap > 0, pairs, layer.sink > 0)) in asked:
+        if (this := (given, impl.num_heads, layer.heads, impl.rules.seen.softcap > 0, pairs, layer.sink > 0)) in asked:
             continue
         asked.add(this)
         # launch constants depend on batch size and capacity, so one layer may need several programs
         heads = tuple(layer.heads * n for n in range(1, config.scheduler_config.max_num_seqs + 1))
         dense = (layer.dtype if layer.holds_dense else None,)
-        steps = Steps((impl.num_heads // layer.heads,), dense, impl.rules.softcap > 0, heads, capacity)
+        steps = Steps((impl.num_heads // layer.heads,), dense, impl.rules.seen.softcap > 0, heads, capacity)
         several = queries if layer.takes_several(impl.rules) else 1
         more = {"pairs": pairs, "kept": layer.sink > 0, "queries": several}
         needed |= dict.fromkeys(of_codecs(*given, machine(device), steps, **more))

@@ -44,14 +44,12 @@ class Rule(NamedTuple):
 
     Parameters
     ----------
-    name : str
     broken : callable
         (scheme, fitted) -> whether the scheme breaks it; ``fitted``: constants come from a file.
     reason, cure : str
         Two halves of the sentence, with ``{s}`` for the scheme.
     """
 
-    name: str
     broken: Callable[[KVScheme, bool], bool]
     reason: str
     cure: str
@@ -59,26 +57,22 @@ class Rule(NamedTuple):
 
 RULES = (
     Rule(
-        "statistics",
         lambda s, fitted: not fitted and any(s.codec(role).needs for role in ROLES),
         "it takes constants from each sequence's own tokens, and sequences share pages",
         'run packedkv fit MODEL "{s}" --text TEXT -o FILE and pass that file, {{"params": FILE}}, or let the server do '
         'so at its start, {{"params": "fit"}}',
     ),
     Rule(
-        "mean of groups",
         lambda s, fitted: s.mean in ("pre", "post") and group_tokens(s) > 1,
         "it encodes groups of tokens, and the unfinished ones beside the pages keep their mean",
         "use mean=none",
     ),
     Rule(
-        "age tiers",
         lambda s, fitted: s.recent is not None,
         "it encodes tokens anew when they age (recent), and pages that requests share must not change",
         'give "window": 0 to serve it without',
     ),
     Rule(
-        "dense tokens",
         lambda s, fitted: bool(s.window or (s.sink and group_tokens(s) > 1)),
         "it keeps {dense} dense, which is not in the pages that requests share",
         "give {zeros} to serve it without",
@@ -88,9 +82,9 @@ RULES = (
 
 
 def check_scheme(scheme: KVScheme, *, fitted: bool = False) -> None:
-    """As ``check_layer``, for all layers of a scheme or mixture."""
-    for own in dict.fromkeys(scheme.layer_schemes):
-        check_layer(own, fitted=fitted)
+    """Check all layers of a scheme or mixture by ``check_layer``."""
+    for layer in dict.fromkeys(scheme.layer_schemes):
+        check_layer(layer, fitted=fitted)
 
 
 def check_layer(

@@ -5,7 +5,7 @@ vLLM makes one builder for the layers that share blocks.
 
 from collections import Counter
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -24,7 +24,7 @@ from vllm.v1.kv_cache_interface import AttentionSpec
 from packedkv.errors import UnsupportedError
 from packedkv.integrations.vllm.groups import GroupedLayer
 from packedkv.integrations.vllm.identity import claim
-from packedkv.integrations.vllm.layer import EngineLayer, Live, Several
+from packedkv.integrations.vllm.layer import EngineLayer, visible
 from packedkv.integrations.vllm.pending import PendingGroups
 from packedkv.integrations.vllm.precompile import precompile
 from packedkv.integrations.vllm.servable import check_page
@@ -35,19 +35,8 @@ from packedkv.store.positions import shared
 logger = init_logger("vllm.packedkv")
 
 
-class Prompts(NamedTuple):
-    """Chunks of a step's prompts on a GPU.
-
-    Parameters
-    ----------
-    together : list of Chunks or of GroupChunks
-        Each has the chunks of many requests.
-    alone : list of Chunk
-        Chunks of requests that are too long for it.
-    """
-
-    together: list[Any]
-    alone: list[Chunk]
+Prompts = tuple[list[Any], list[Chunk]]
+"""Prompt chunks on a GPU: ``Chunks`` or ``GroupChunks`` of many requests each, and chunks too long to join others."""
 
 
 @dataclass
@@ -69,10 +58,8 @@ class PackedMetadata(AttentionMetadata):  # type: ignore[misc]
         Blocks of each decode query's request.
     prompts : dict of int to Prompts
         On a GPU: the chunks as layers with each sliding window read them.
-    several : Several, optional
-        The decode queries by request, if kernels read a request's pages once for all of its queries.
-    totals : Tensor int32 ``[B]``, optional
-        With ``several``: tokens of each request.
+    starts, totals : Tensor int32 ``[B + 1]``, ``[B]``, optional
+        First decode query and tokens of each request, if kernels read a request's pages once for all of its queries.
     """
 
     decodes: int
@@ -81,7 +68,7 @@ class PackedMetadata(AttentionMetadata):  # type: ignore[misc]
     seq_lens: Tensor
     query_table: Tensor
     prompts: dict[int, Prompts] = field(default_factory=dict)
-    several: Several | None = None
+    starts: Tensor | None = None
     totals: Tensor | None = None
 
 
@@ -118,7 +105,7 @@ class SharedStep:
         Upper bounds for a step.
     queries, most : int
         Upper bounds of the decode queries of a request, and of a step.
-    visible : set of (int, int)
+    layers : set of (int, int)
         Sink and window of the layers.
     device : torch.device
     """
@@ -129,21 +116,19 @@ class SharedStep:
         requests: int,
         queries: int,
         most: int,
-        visible: set[tuple[int, int]],
+        layers: set[tuple[int, int]],
         device: torch.device,
     ) -> None:
         self.requests, self.queries, self.most = requests, queries, most
-        self._live = {
-            own: Live(*(torch.zeros(requests, dtype=torch.int32, device=device) for _ in Live._fields))
-            for own in visible
-        }
+        zeros = torch.zeros(requests, dtype=torch.int32, device=device)
+        self._visible = {own: {name: zeros.clone() for name in visible(zeros, *own)} for own in layers}
         self._computed: set[tuple[int, int]] = set()
         self._newest = torch.zeros(tokens, dtype=torch.int32, device=device)
         self._positions: Tensor | None = None
         self.workspace: Tensor | None = None
 
-    def forget(self) -> None:
-        """Begin a step: the results of the step before are void."""
+    def begin_step(self) -> None:
+        """Discard the results of the step before."""
         self._positions = None
         self._computed.clear()
 
@@ -154,32 +139,27 @@ class SharedStep:
             if m is not None:
                 known = min(steps, m.seq_lens.shape[0])
                 self._newest[:known] = m.seq_lens[:known] - 1
-            found = self._newest[:steps].clamp(min=0)
+            positions = self._newest[:steps].clamp(min=0)
             if m is not None and m.chunks:
-                parts, at = [found], steps
+                parts, at = [positions], steps
                 for _, _, last, length in m.chunks:  # a draft behind the longest request is in no chunk
-                    parts.append(torch.arange(length - (last - at), length, device=found.device))
+                    parts.append(torch.arange(length - (last - at), length, device=positions.device))
                     at = last
-                parts.append(found.new_zeros(count - at))
-                found = torch.cat(parts)
-            self._positions = shared(found[None])
+                positions = torch.cat([*parts, positions.new_zeros(count - at)])
+            self._positions = shared(positions[None])
         return self._positions
 
-    def live(self, seq_lens: Tensor, sink: int, window: int) -> Live:
-        """``Live.of`` these requests."""
-        count, own = seq_lens.shape[0], self._live[sink, window]
-        needed = Live(
-            *(x if used else None for x, used in zip(own, (sink or window, sink, sink and window), strict=True))
-        )
+    def visible(self, seq_lens: Tensor, sink: int, window: int) -> dict[str, Any]:
+        """``layer.visible`` of these requests."""
+        count, fields = seq_lens.shape[0], self._visible[sink, window]
         if (sink, window) not in self._computed:
             self._computed.add((sink, window))
-            for to, found in zip(needed, Live.of(seq_lens, sink, window), strict=True):
-                if to is not None and found is not None:
-                    to[:count] = found
-        return Live(*(None if x is None else x[:count] for x in needed))
+            for name, x in visible(seq_lens, sink, window).items():
+                fields[name][:count] = x
+        return {name: x[:count] for name, x in fields.items()}
 
 
-class Expanded:
+class DraftQueries:
     """The queries of a step with drafts as sequences of their own: query i of q sees ``seq_len - (q - 1 - i)`` tokens.
 
     Computed on the device, which alone knows the accepted drafts. The tensors keep their addresses. ``queries``: upper
@@ -189,16 +169,16 @@ class Expanded:
     def __init__(self, queries: int, columns: int, device: torch.device) -> None:
         self.seq_lens = torch.zeros(queries, dtype=torch.int32, device=device)
         self.block_table = torch.zeros(queries, columns, dtype=torch.int32, device=device)
-        self.at = torch.arange(queries, dtype=torch.int32, device=device)
+        self.order = torch.arange(queries, dtype=torch.int32, device=device)
 
     def put(self, c: CommonAttentionMetadata, rows: int, queries: int, longest: int) -> None:
-        """Set the first ``queries`` queries, those of the first ``rows`` rows; ``longest``: tokens of a request."""
+        """Set the first ``queries`` queries, which the first ``rows`` rows have; ``longest``: tokens of a request."""
         self.seq_lens.zero_()  # a graph may have more queries than the step
         if queries:
-            at, ends = self.at[:queries], c.query_start_loc[1 : rows + 1]
-            row = torch.searchsorted(ends, at, right=True).clamp_(max=rows - 1)
-            visible = c.seq_lens[:rows][row] - (ends[row] - 1 - at)
-            self.seq_lens[:queries] = visible.clamp_(min=0, max=longest)
+            order, ends = self.order[:queries], c.query_start_loc[1 : rows + 1]
+            row = torch.searchsorted(ends, order, right=True).clamp_(max=rows - 1)
+            seq_lens = c.seq_lens[:rows][row] - (ends[row] - 1 - order)
+            self.seq_lens[:queries] = seq_lens.clamp_(min=0, max=longest)
             self.block_table[:queries] = c.block_table_tensor[:rows][row]
 
 
@@ -228,7 +208,7 @@ class PackedBuilder(AttentionMetadataBuilder[PackedMetadata]):  # type: ignore[m
         self.leader, self.first = impls[0], layers[0]
         self.page_tokens = kv_cache_spec.block_size
         self.longest = vllm_config.model_config.max_model_len
-        self.windows = {impl.rules.window for impl in impls}
+        self.windows = {impl.rules.seen.window for impl in impls}
         # kernels serve the decode steps of all requests at once; the reference attends request by request
         self.fused = not any(layer.unserved for layer in layers)
         if self.fused:
@@ -263,10 +243,10 @@ class PackedBuilder(AttentionMetadataBuilder[PackedMetadata]):  # type: ignore[m
             max(scheduler.max_num_seqs, tokens if self.fused else 1),
             self.most_queries,
             scheduler.max_num_seqs * self.most_queries,
-            {(layer.sink, impl.rules.window) for layer, impl in zip(layers, impls, strict=True)},
+            {(layer.sink, impl.rules.seen.window) for layer, impl in zip(layers, impls, strict=True)},
             device,
         )
-        self.expanded: Expanded | None = None
+        self.draft_queries: DraftQueries | None = None
         self.pending = self._pending_of(layers)
         for impl in impls:
             impl.shared, impl.leads, impl.pending = self.shared, impl is self.leader, self.pending
@@ -289,7 +269,7 @@ class PackedBuilder(AttentionMetadataBuilder[PackedMetadata]):  # type: ignore[m
         """Return the metadata of a batch that has no requests."""
         if self.pending is not None:
             self.pending.blank(common_attn_metadata.num_actual_tokens)
-        return self._metadata(common_attn_metadata)
+        return self._metadata(common_attn_metadata, *self._split(common_attn_metadata))
 
     def build(
         self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False
@@ -298,11 +278,13 @@ class PackedBuilder(AttentionMetadataBuilder[PackedMetadata]):  # type: ignore[m
         c = common_attn_metadata
         if self.leader.stopped:
             raise UnsupportedError(self.leader.stopped)
+        rows, decodes = self._split(c)
         if self.pending is not None:
-            queries = None if self.vllm_config.speculative_config is None else self._split(c)[1]
-            given = c.block_table_tensor, c.seq_lens, c.query_start_loc, c.slot_mapping, c.req_idx, queries
-            self.pending.put(*given)
-        return self._metadata(c)
+            queries = None if self.vllm_config.speculative_config is None else decodes
+            self.pending.put(
+                c.block_table_tensor, c.seq_lens, c.query_start_loc, c.slot_mapping, c.req_idx, queries=queries
+            )
+        return self._metadata(c, rows, decodes)
 
     def _split(self, c: CommonAttentionMetadata) -> tuple[int, int]:
         """Rows of decode steps, which come first, and their queries."""
@@ -311,23 +293,21 @@ class PackedBuilder(AttentionMetadataBuilder[PackedMetadata]):  # type: ignore[m
         rows, _, queries, _ = split_decodes_and_prefills(c, self.most_queries)
         return rows, queries
 
-    def _metadata(self, c: CommonAttentionMetadata) -> PackedMetadata:
+    def _metadata(self, c: CommonAttentionMetadata, rows: int, decodes: int) -> PackedMetadata:
         if c.causal is not True:
             raise UnsupportedError("packedkv: drafts that see each other are not served; use another kind of drafts.")
-        rows, decodes = self._split(c)
         chunks = self._chunks(c, rows) if rows < c.num_reqs else []
         prompts, table = self._prompts(chunks, c.block_table_tensor), c.block_table_tensor
         if self.vllm_config.speculative_config is None:
             return PackedMetadata(rows, chunks, table, c.seq_lens, table, prompts)
-        if self.expanded is None:
+        if (own := self.draft_queries) is None:
             # the first batch is one of a profiling run: graphs that are captured later find these addresses
-            self.expanded = Expanded(max(self.shared.most, self.widest), table.shape[1], self.device)
-        self.expanded.put(c, rows, decodes, self.longest)
-        several = None
+            own = self.draft_queries = DraftQueries(max(self.shared.most, self.widest), table.shape[1], self.device)
+        own.put(c, rows, decodes, self.longest)
+        found = PackedMetadata(decodes, chunks, table, own.seq_lens, own.block_table, prompts)
         if self.joint and rows < decodes:
-            several = Several(c.query_start_loc[: rows + 1], self.most_queries, self.longest)
-        seq_lens, query_table = self.expanded.seq_lens, self.expanded.block_table
-        return PackedMetadata(decodes, chunks, table, seq_lens, query_table, prompts, several, c.seq_lens[:rows])
+            found.starts, found.totals = c.query_start_loc[: rows + 1], c.seq_lens[:rows]
+        return found
 
     def _chunks(self, c: CommonAttentionMetadata, first: int) -> list[Chunk]:
         """Prompt chunks of the rows from ``first`` on: row, first and last query, tokens of the request."""
@@ -346,20 +326,21 @@ class PackedBuilder(AttentionMetadataBuilder[PackedMetadata]):  # type: ignore[m
         if not chunks or not self.first.batched:
             return {}
         most, pending, rooms = self.first.most_tokens(longest_sequence(self.vllm_config)), self.pending, [Workspace()]
-        prompts = {}
+        prompts: dict[int, Prompts] = {}
         for window in self.windows:
-            sight = Sight(window, self.kv_cache_spec.block_size)
-            found, alone = gathered(chunks, most, sight)
+            sight = Sight(window, self.page_tokens)
+            lists, alone = gathered(chunks, most, sight)
             if pending is None:
-                together: list[Any] = [Chunks.of(own, block_table, rooms[0], sight) for own in found]
-            else:  # own tokens of all groups of a step are stored at once
-                rooms += [Workspace() for _ in found[len(rooms) :]]
-                given = pending.slot, pending.unit, pending.page_tokens
-                together = [
-                    GroupChunks.of(own, block_table, *given, room, pending.halves, window)
-                    for own, room in zip(found, rooms, strict=False)
-                ]
-            prompts[window] = Prompts(together, alone)
+                prompts[window] = [Chunks.of(own, block_table, rooms[0], sight) for own in lists], alone
+                continue
+            # a request's new tokens are stored for all lists before any of them attends: each has memory of its own
+            rooms += [Workspace() for _ in lists[len(rooms) :]]
+            given = pending.slot, pending.unit, pending.page_tokens
+            together = [
+                GroupChunks.of(own, block_table, *given, room, pending.halves, window)
+                for own, room in zip(lists, rooms, strict=False)
+            ]
+            prompts[window] = together, alone
         return prompts
 
 

@@ -11,29 +11,24 @@ differ, or a token has several positions (M-RoPE), only a mean after RoPE is sub
 
 import gc
 import inspect
-import logging
 import math
-import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from packedkv.codec import Params
-from packedkv.errors import BrokenPresetError, UnsupportedError
-from packedkv.files.params import FittedParams
-from packedkv.integrations.vllm.options import Options
+from packedkv.errors import UnsupportedError
 from packedkv.kernels.mean import MOST_POSITIONS
 from packedkv.key_bias import KeyBiases
-from packedkv.key_layer import KeyLayer, key_layer
+from packedkv.key_layer import key_layer
 from packedkv.ops.rope import Rotary
 from packedkv.registry import with_option
 from packedkv.scheme import KVScheme, Mean
 from packedkv.store.site import MEAN, MeanRemoval
-
-logger = logging.getLogger("vllm.packedkv")
 
 ALTERNATIVES = ("kivi-tq-4", "kivi-4:window=0", "octopus-4:window=0", "int-8")
 """Presets to try where one breaks, with the options that a server needs."""
@@ -80,10 +75,7 @@ def _any_error() -> Iterator[None]:
 
 
 def find_biases(name: str, text_config: Any, order: Sequence[int], impls: Mapping[int, Any]) -> KeyBiases:
-    """Read the key biases of a model's layers.
-
-    ``order``: the layers that cache keys. ``impls``: by layer, the implementations of this process, with ``modules,
-    num_heads, head_size, scale``.
+    """Read the key biases of a model's layers; ``order``: layers that cache keys; ``impls``: this process's, by layer.
 
     Raises
     ------
@@ -92,46 +84,17 @@ def find_biases(name: str, text_config: Any, order: Sequence[int], impls: Mappin
     """
     with _any_error():
         find_modules(impls.values())
-        layers = [own for index, impl in impls.items() if (own := _layer(index, impl, text_config)) is not None]
-        found = KeyBiases(name, layers, order)
-    if found.unread:
-        why = next(iter(found.unread.values()))
+        layers = []
+        for index, impl in impls.items():
+            if not (around := impl.modules):
+                raise UnsupportedError(f"the module around the attention of layer {index} was not seen")
+            sizes = {"query_heads": impl.num_heads, "head_dim": impl.head_size, "scale": impl.scale}
+            layers.append(key_layer(around[0], around[1] if len(around) > 1 else None, index, text_config, **sizes))
+        biases = KeyBiases(name, filter(None, layers), order)
+    if biases.unread:
+        why = next(iter(biases.unread.values()))
         raise UnsupportedError(f"the projections cannot be called by themselves ({why})")
-    return found
-
-
-def _layer(index: int, impl: Any, text_config: Any) -> KeyLayer | None:
-    if not (around := impl.modules):
-        raise UnsupportedError(f"the module around the attention of layer {index} was not seen")
-    block = around[1] if len(around) > 1 else None
-    given = {"query_heads": impl.num_heads, "head_dim": impl.head_size, "scale": impl.scale}
-    return key_layer(around[0], block, index, text_config, **given)
-
-
-def check_biases(
-    options: Options,
-    biases: KeyBiases,
-    params: FittedParams | None = None,
-    starts: Callable[[str], bool] = lambda spec: True,
-) -> None:
-    """Check a preset against the key biases of a model's layers; with ``"probe": "warn"`` log a warning instead.
-
-    ``params``: only if they are for these heads. ``starts``: whether this engine can serve another spec; the message
-    names no others.
-
-    Raises
-    ------
-    BrokenPresetError
-    """
-    if options.probe == "off":
-        return
-    further = 'give "probe": "warn" to serve it'
-    try:
-        biases.check(options.scheme, params=params, alternatives=ALTERNATIVES, starts=starts, further=further)
-    except BrokenPresetError as error:
-        if options.probe == "refuse":
-            raise BrokenPresetError(f"packedkv: {error}") from None
-        logger.warning("packedkv: %s", error)
+    return biases
 
 
 # -- calling a layer's attention module --------------------------------------------------------------------------------
@@ -207,11 +170,12 @@ def _embeddings(around: Sequence[nn.Module]) -> list[nn.Module]:
 
 # -- RoPE --------------------------------------------------------------------------------------------------------------
 
-_rotaries: "weakref.WeakKeyDictionary[nn.Module, list[Rotary]]" = weakref.WeakKeyDictionary()
-
 
 class Rotaries:
     """How the layers of this process rotate keys, and their means after RoPE; both computed on demand.
+
+    ``rotary(layer)`` gives the rotary embedding. ``mean_after(layer)`` gives the mean after RoPE of keys of random
+    states at the first positions: float32 ``[1, H, D]`` on the CPU. Both raise ``UnsupportedError`` if it is not known.
 
     Parameters
     ----------
@@ -227,8 +191,7 @@ class Rotaries:
 
     def __init__(self, impls: Mapping[int, Any], hidden: int, dtype: torch.dtype, most: int, axes: bool) -> None:
         self.impls, self.hidden, self.dtype, self.most, self.axes = impls, hidden, dtype, most, axes
-        self._rotary: dict[int, Rotary] = {}
-        self._mean_after: dict[int, Tensor] = {}
+        self.rotary, self.mean_after, self._read = cache(self._rotary), cache(self._mean_after), cache(_read)
 
     def removable(self, layers: Iterable[int]) -> Mean:
         """Which mean the keys of all these layers can be encoded without."""
@@ -241,67 +204,48 @@ class Rotaries:
                 return kind
         return "none"
 
-    def rotary(self, index: int) -> Rotary:
-        """How a layer rotates its keys; layers that share a rotary embedding share the result.
-
-        Raises
-        ------
-        UnsupportedError
-            It is not known.
-        """
+    def _rotary(self, index: int) -> Rotary:
         if self.axes:
             raise UnsupportedError("a token has positions on several axes here (M-RoPE)")
         if self.most > MOST_POSITIONS:
             raise UnsupportedError(
                 f"kernels turn means to {MOST_POSITIONS} positions, and --max-model-len is {self.most}"
             )
-        if index not in self._rotary:
-            with _any_error():
-                self._rotary[index] = self._verified(self.impls[index])
-        return self._rotary[index]
+        with _any_error():
+            return self._verified(self.impls[index])
 
     def _verified(self, impl: Any) -> Rotary:
         around, last = impl.modules, self.most - 1
         name = type(around[0] if around else nn.Module()).__name__
-        found = _embeddings(around)
-        if len(found) != 1:
-            raise UnsupportedError(f"{name} has {len(found) or 'no'} rotary embeddings beside it")
-        module, device = found[0], next(around[0].parameters()).device
-        if module not in _rotaries:
-            _rotaries[module] = _read(module, device)
+        embeddings = _embeddings(around)
+        if len(embeddings) != 1:
+            raise UnsupportedError(f"{name} has {len(embeddings) or 'no'} rotary embeddings beside it")
+        module, device = embeddings[0], next(around[0].parameters()).device
         # one state at several positions: its first key, rotated, must give the others
         places = torch.tensor([*(p for p in PLACES if p < last), last], device=device)
-        state = torch.randn(1, self.hidden, generator=torch.Generator().manual_seed(0)).to(device, self.dtype)
-        keys = keys_at(impl, state.expand(len(places), -1).contiguous(), places).transpose(0, 1)[None]  # [1, H, n, D]
-        for rotary in _rotaries[module]:
+        states = self._states(1, device).expand(len(places), -1).contiguous()
+        keys = keys_at(impl, states, places).transpose(0, 1)[None]  # [1, H, n, D]
+        for rotary in self._read(module, device):
             rotated = rotary.turn(rotary.turn_back(keys[:, :, :1], places[None, :1]), places[None])
             if bool(((rotated - keys).norm(dim=-1) <= ALIKE * keys.norm(dim=-1)).all()):
                 return rotary
         raise UnsupportedError(f"{name} turns its keys in another way than {type(module).__name__}")
 
-    def mean_after(self, index: int) -> Tensor:
-        """Mean of a layer's keys after RoPE, of random states at the first positions: float32 ``[1, H, D]`` on the CPU.
+    def _mean_after(self, index: int) -> Tensor:
+        with _any_error():
+            impl, count = self.impls[index], min(self.most, MEASURED)
+            attention, *above = impl.modules
+            device = next(attention.parameters()).device
+            h = self._states(count, device)
+            states = torch.cat([h, -h])  # each with its negative: averaging over both leaves the bias
+            norm = next((m for m in above[0].children() if "norm" in type(m).__name__.lower()), None) if above else None
+            if norm is not None:
+                states = norm(states)
+            return keys_at(impl, states, torch.arange(count, device=device).repeat(2)).mean(0)[None].cpu()
 
-        Raises
-        ------
-        UnsupportedError
-            It is not known.
-        """
-        if index not in self._mean_after:
-            with _any_error():
-                self._mean_after[index] = self._averaged(self.impls[index])
-        return self._mean_after[index]
-
-    def _averaged(self, impl: Any) -> Tensor:
-        count = min(self.most, MEASURED)
-        attention, *above = impl.modules
-        device = next(attention.parameters()).device
-        h = torch.randn(count, self.hidden, generator=torch.Generator().manual_seed(0)).to(device, self.dtype)
-        states = torch.cat([h, -h])  # each with its negative: averaging over both leaves the bias
-        norm = next((m for m in above[0].children() if "norm" in type(m).__name__.lower()), None) if above else None
-        if norm is not None:
-            states = norm(states)
-        return keys_at(impl, states, torch.arange(count, device=device).repeat(2)).mean(0)[None].cpu()
+    def _states(self, count: int, device: torch.device) -> Tensor:
+        """Random states ``[count, hidden]``."""
+        return torch.randn(count, self.hidden, generator=torch.Generator().manual_seed(0)).to(device, self.dtype)
 
 
 def _read(module: Any, device: torch.device) -> list[Rotary]:
@@ -336,11 +280,11 @@ def decided(
 
     ``order``: the layers that cache keys.
     """
-    own = [scheme.for_layer(place, len(order)).mean for place in range(len(order))]
     if params is None and biases:
         return biases.means(scheme)
-    given = [MEAN in (params or {}).get(index, {}).get("key", {}) for index in order]
-    return [mean if mean != "auto" else "pre" if there else "none" for mean, there in zip(own, given, strict=True)]
+    auto: list[Mean] = ["pre" if MEAN in (params or {}).get(index, {}).get("key", {}) else "none" for index in order]
+    named = [scheme.for_layer(place, len(order)).mean for place in range(len(order))]
+    return [found if mean == "auto" else mean for mean, found in zip(named, auto, strict=True)]
 
 
 def means_of(
