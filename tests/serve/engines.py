@@ -19,7 +19,10 @@ import pytest
 import torch
 
 import packedkv
+from packedkv.cache.layer import LayerCache
+from packedkv.codec import ROLES
 from packedkv.integrations.transformers.argument import passing
+from packedkv.store.pages import PageStore
 from tests.conftest import tiny_model
 
 ENVIRONMENT = {
@@ -157,6 +160,21 @@ def watched(*indices: int) -> Iterator[list[Step]]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(PackedImpl, "forward", watch)
         yield steps
+
+
+def joined(steps: list[Step]) -> list[torch.Tensor]:
+    """Query, key, value and output of one request's steps, ``[1, heads, n, D]``."""
+    return [torch.cat(x).transpose(0, 1)[None] for x in zip(*(step[2:] for step in steps), strict=True)]
+
+
+def check_blocks(llm: Any, layer: int, table: torch.Tensor, own: LayerCache, tokens: int) -> None:
+    """Compare the engine's blocks of a request, ``table [1, M]``, with the pages of the library's cache."""
+    assert own.store is not None
+    cache = layers(llm)[f"model.layers.{layer}.self_attn.attn"].kv_cache
+    held = PageStore.over(own.store.layout, cache.flatten(2), table)
+    for role in ROLES:
+        for name, field in own.store.read(role, 0, tokens).items():
+            assert torch.equal(held.read(role, 0, tokens)[name], field), (role, name)
 
 
 def metric(llm: Any, name: str) -> float:

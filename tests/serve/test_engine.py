@@ -9,13 +9,24 @@ import pytest
 import torch
 
 import packedkv
+from packedkv.attention import Seen
 from packedkv.cache.layer import LayerCache
-from packedkv.codec import ROLES
-from packedkv.integrations.vllm.layer import Rules
 from packedkv.kernels.cpu import library as cpu_library
-from packedkv.store.pages import PageStore
+from packedkv.kernels.tokens import Rules
 from tests.serve.biased import Biased
-from tests.serve.engines import NEW, engine, generate, layers, library, metric, prompts, spec_of, watched
+from tests.serve.engines import (
+    NEW,
+    check_blocks,
+    engine,
+    generate,
+    joined,
+    layers,
+    library,
+    metric,
+    prompts,
+    spec_of,
+    watched,
+)
 
 SERVED: dict[str, dict[str, Any]] = {
     "saw-int4": {},
@@ -75,41 +86,43 @@ def test_prompts_are_put_together_for_each_window(grouped: bool) -> None:
     from packedkv.integrations.vllm.pending import PendingGroups
 
     builder = PackedBuilder.__new__(PackedBuilder)  # without an engine
-    builder.windows, builder.kv_cache_spec = {0, 40}, SimpleNamespace(block_size=32)
+    builder.windows, builder.page_tokens = {0, 40}, 32
     builder.first = SimpleNamespace(batched=True, most_tokens=lambda longest: longest)
     lengths = SimpleNamespace(max_model_len=150), SimpleNamespace(max_num_batched_tokens=64)
     builder.vllm_config = SimpleNamespace(model_config=lengths[0], scheduler_config=lengths[1])
     builder.pending = PendingGroups(4, 32, 32, 4, torch.device("cpu")) if grouped else None
     chunks = [(0, 0, 7, 140), (1, 7, 20, 90), (2, 20, 30, 10)]
     found = builder._prompts([*chunks, (3, 30, 31, 170)], torch.arange(24, dtype=torch.int32).view(4, 6))
-    parts = {window: [(one.first, one.last) for one in own.together] for window, own in found.items()}
-    assert parts == {0: [(0, 7), (7, 30)], 40: [(0, 30), (30, 31)]}
-    assert [found[window].alone for window in (0, 40)] == [[(3, 30, 31, 170)], []]
-    first, second = found[40].together
+    (every, long), (windowed, none) = found[0], found[40]
+    assert [(one.first, one.last) for one in every] == [(0, 7), (7, 30)]
+    assert [(one.first, one.last) for one in windowed] == [(0, 30), (30, 31)]
+    assert (long, none) == ([(3, 30, 31, 170)], [])
     # the block of the first token that a first query sees
-    assert [*first.table[:, 0].tolist(), *second.table[:, 0].tolist()] == [2, 7, 12, 22]
-    rooms = [[one.room for one in own.together] for own in found.values()]
-    assert rooms[0] == rooms[1]
-    assert len({*rooms[0]}) == (2 if grouped else 1)  # own tokens of all groups are held at once
+    assert torch.cat([one.table[:, 0] for one in windowed]).tolist() == [2, 7, 12, 22]
+    assert [one.room for one in every] == [one.room for one in windowed]
+    assert len({one.room for one in every}) == (2 if grouped else 1)  # own tokens of all groups are held at once
     impl = PackedImpl.__new__(PackedImpl)
     metadata = PackedMetadata(0, chunks, *[torch.empty(0)] * 3, found)
+    layer = SimpleNamespace(takes_chunks=lambda rules: not rules.seen.softcap)
     for window, softcap, want in (0, 0.0, found[0]), (40, 0.0, found[40]), (40, 2.0, ([], chunks)):
-        impl.rules = Rules(0.125, window, softcap)
-        layer = SimpleNamespace(takes_chunks=lambda rules: not rules.softcap)
+        impl.rules = Rules(0.125, Seen(window=window, softcap=softcap))
         assert impl._chunks(layer, metadata) == want
 
 
-@pytest.mark.parametrize("preset", ["saw-int4", "ghost-3"])
+@pytest.mark.parametrize("preset", ["saw-int4", "ghost-3", "kivi-2"])
 def test_preemption_loses_nothing(preset: str, llama: Any, biased: Biased, tmp_path: Path) -> None:
     """A pool for fewer tokens than the requests grow to: the engine preempts some, and computes them again."""
-    ids, given, model = prompts(30, 30, 30, 30, seed=3), {"preset": preset}, llama
+    ids, given, model, block = prompts(30, 30, 30, 30, seed=3), {"preset": preset}, llama, 16
     if preset == "ghost-3":
         given["params"], model = str(tmp_path / "fitted.safetensors"), biased
         biased.fitted(preset, tmp_path / "fitted.safetensors")
-    with engine(model.folder, given, block_size=16) as llm:
+    if preset == "kivi-2":
+        given["window"], block = 0, 32
+    with engine(model.folder, given, block_size=block) as llm:
         want = generate(llm, ids, 40)
         assert metric(llm, "num_preemptions") == 0
-    with engine(model.folder, given, block_size=16, num_gpu_blocks_override=12, max_model_len=128) as llm:
+    few = {"num_gpu_blocks_override": 192 // block, "max_model_len": 128}
+    with engine(model.folder, given, block_size=block, **few) as llm:
         assert generate(llm, ids, 40) == want
         assert metric(llm, "num_preemptions") > 0
 
@@ -122,20 +135,12 @@ def test_attention_and_bytes_are_the_librarys(preset: str, llama: Any) -> None:
         generate(llm, IDS[:1])
         for index in (0, 3):
             seen = [step for step in steps if step.layer == index]
-            q, k, v, out = (torch.cat(x).transpose(0, 1)[None] for x in zip(*(step[2:] for step in seen), strict=True))
-            tokens = k.shape[2]
-            assert tokens == 40 + NEW - 1
+            q, k, v, out = joined(seen)
+            assert k.shape[2] == 40 + NEW - 1
             own = LayerCache(packedkv.get(spec_of(given)).for_layer(index, 6), layer=index, page_tokens=32)
             own.append(k, v)
             torch.testing.assert_close(out, own.attend(q), rtol=1e-5, atol=1e-5)
-            store = own.store
-            assert store is not None
-            cache = layers(llm)[f"model.layers.{index}.self_attn.attn"].kv_cache
-            held = PageStore(store.layout, 1, 2, cache.device)
-            held.pages, held.table = cache.flatten(2), seen[-1].meta.block_table[:1, :2]
-            for role in ROLES:
-                for name, field in store.read(role, 0, tokens).items():
-                    assert torch.equal(held.read(role, 0, tokens)[name], field), (role, name)
+            check_blocks(llm, index, seen[-1].meta.block_table[:1, :2], own, k.shape[2])
 
 
 @pytest.mark.parametrize("preset", nightly(("saw-int4", "octopus-3"), ("saw-int4",)))
@@ -179,7 +184,7 @@ def test_a_hybrid_repeats_and_attends_as_the_library(name: str, saved: Any, told
     ids, options = prompts(40, 7), {"dtype": "bfloat16", "max_num_batched_tokens": 512}
     with watched(HYBRIDS[name]) as steps, engine(saved(name).folder, {"preset": "ultraquant"}, **options) as llm:
         first = generate(llm, ids[:1])
-        q, k, v, out = (torch.cat(x).transpose(0, 1)[None] for x in zip(*(step[2:] for step in steps), strict=True))
+        q, k, v, out = joined(steps)
         assert generate(llm, ids[:1]) == first
         assert generate(llm, ids)[0] == first[0]
     own = LayerCache(packedkv.get("ultraquant").for_layer(2, 6), layer=HYBRIDS[name])

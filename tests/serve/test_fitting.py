@@ -8,8 +8,7 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 from packedkv.cli.main import main
-from packedkv.errors import FitError, FormatError, UnsupportedError
-from packedkv.integrations.vllm import fitting
+from packedkv.errors import FormatError, UnsupportedError
 from tests.serve.biased import Biased
 from tests.serve.engines import engine, generate, layers, library, prompts
 from tests.serve.test_parallel import by_two
@@ -59,15 +58,6 @@ def test_two_processes_read_one_file(biased: Biased, cache: Path, tmp_path: Path
     found = by_two(biased.folder, GIVEN, tmp_path)
     (file,) = cache.glob("*.safetensors")
     assert found == [library(biased.model, "ghost-3", ids, params=file) for ids in IDS]
-
-
-def test_what_cannot_be_fitted_does_not_start(biased: Biased, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(FitError, match="--load-format dummy"), engine(biased.folder, GIVEN, load_format="dummy"):
-        pass
-    monkeypatch.setattr(fitting, "_output", lambda command: (2, ["packedkv: error: no."]))
-    with pytest.raises(FitError, match=r"error: no\. Run packedkv fit .*biased"), engine(biased.folder, GIVEN):
-        pass
-    assert not list(cache.glob("*.safetensors"))
 
 
 def test_processes_with_two_files_do_not_start(biased: Biased, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,12 +9,11 @@ import packedkv
 from packedkv.cache.layer import LayerCache
 from packedkv.codec import ROLES, roundtrip
 from packedkv.integrations.vllm.groups import GroupedLayer
-from packedkv.integrations.vllm.layer import Rules
 from packedkv.integrations.vllm.pending import PendingGroups
+from packedkv.kernels.tokens import Rules
 from packedkv.recipe import LayerChoice
 from packedkv.registry import write_recipe
-from packedkv.store.pages import PageStore
-from tests.serve.engines import Step, engine, generate, layers, metric, prompts, watched
+from tests.serve.engines import Step, check_blocks, engine, generate, joined, layers, metric, prompts, watched
 
 BARE = {"window": 0, "sink": 0}
 PRESETS = {"kivi-2": BARE, "innerq-hybrid:norm=false": BARE}
@@ -115,29 +114,11 @@ def test_blocks_hold_the_librarys_bytes(llama: Any) -> None:
     sizes = {"max_num_batched_tokens": 16, "block_size": 64}
     with watched(LAYER) as steps, engine(llama.folder, {"preset": "kivi-4", **BARE}, **sizes) as llm:
         generate(llm, IDS[:1], 30)
-        k, v = (torch.cat(x).transpose(0, 1)[None] for x in zip(*(step[3:5] for step in steps), strict=True))
-        whole = k.shape[2] // UNIT * UNIT
-        assert whole == 96
+        _, k, v, _ = (x[:, :, :96] for x in joined(steps))  # whole groups
         scheme = packedkv.get("kivi-4")
         own = LayerCache(packedkv.KVScheme(scheme.key, scheme.value), layer=LAYER, page_tokens=64)
-        own.append(k[:, :, :whole].half(), v[:, :, :whole].half())
-        store, cache = own.store, layers(llm)[f"model.layers.{LAYER}.self_attn.attn"].kv_cache
-        assert store is not None
-        held = PageStore(store.layout, 1, 2, cache.device)
-        held.pages, held.table = cache.flatten(2), steps[-1].meta.block_table[:1, :2]
-        for role in ROLES:
-            for name, field in store.read(role, 0, whole).items():
-                assert torch.equal(held.read(role, 0, whole)[name], field), (role, name)
-
-
-def test_preemption_loses_nothing(alone: Any, llama: Any) -> None:
-    """A pool for fewer tokens than the requests grow to."""
-    want, solo = alone("kivi-2")
-    few = {"num_gpu_blocks_override": 9, "max_model_len": 128, "max_num_batched_tokens": 24, "block_size": 32}
-    with watched(LAYER) as steps, engine(llama.folder, {"preset": "kivi-2", **BARE}, **few) as llm:
-        assert generate(llm, IDS, 40) == want
-        assert metric(llm, "num_preemptions") > 0
-    same(steps, solo)
+        own.append(k.half(), v.half())
+        check_blocks(llm, LAYER, steps[-1].meta.block_table[:1, :2], own, 96)
 
 
 @pytest.mark.nightly

@@ -24,18 +24,22 @@ def sources(llm: Any) -> set[str]:
     return {"none" if one.site.mean is None else f"{one.site.mean.kind} {one.site.mean.source}" for one in found}
 
 
+def generates(llm: Any, want: list[list[int]], source: str) -> None:
+    """Chunks of prompts, requests beside each other, steps and a cached prefix; keys without a mean of this source."""
+    assert sources(llm) == {source}
+    assert generate(llm, IDS) == want
+    assert generate(llm, IDS[:1]) == want[:1]
+    assert metric(llm, "prefix_cache_hits") == 32
+
+
 @pytest.mark.parametrize("preset", ["saw-int4", "turboquant-4:mean=pre"])
 def test_the_weights_give_the_mean(preset: str, biased: Biased) -> None:
-    """Chunks of prompts, requests beside each other, steps and a cached prefix."""
     want = [library(biased.model, preset, ids) for ids in IDS]
     dense = [library(biased.model, "dense", ids) for ids in IDS]
     broken = [library(biased.model, f"{preset.split(':')[0]}:mean=none", ids, probe="off") for ids in IDS]
     assert broken != dense
     with engine(biased.folder, {"preset": preset}, **CHUNKS) as llm:
-        assert sources(llm) == {"pre weights"}
-        assert generate(llm, IDS) == want
-        assert generate(llm, IDS[:1]) == want[:1]
-        assert metric(llm, "prefix_cache_hits") == 32
+        generates(llm, want, "pre weights")
 
 
 @pytest.mark.parametrize("spec", ["ghost-3", "ghost-3:transform=klt", "int-8:mean=post"])
@@ -43,10 +47,7 @@ def test_a_file_gives_the_constants(spec: str, biased: Biased, tmp_path: Path) -
     fitted = biased.fitted(spec, tmp_path / "fitted.safetensors")
     want = [library(biased.model, spec, ids, params=fitted) for ids in IDS]
     with engine(biased.folder, {"preset": spec, "params": str(tmp_path / "fitted.safetensors")}, **CHUNKS) as llm:
-        assert sources(llm) == {f"{'post' if 'post' in spec else 'pre'} params"}
-        assert generate(llm, IDS) == want
-        assert generate(llm, IDS[:1]) == want[:1]
-        assert metric(llm, "prefix_cache_hits") == 32
+        generates(llm, want, f"{'post' if 'post' in spec else 'pre'} params")
 
 
 def test_the_reference_serves_them_as_well(biased: Biased, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -55,8 +56,7 @@ def test_the_reference_serves_them_as_well(biased: Biased, monkeypatch: pytest.M
     monkeypatch.setattr("packedkv.kernels.cpu.library.refusal", lambda _: "not here")
     with engine(biased.folder, {"preset": "saw-int4"}, **CHUNKS) as llm:
         assert all(layer.impl.packed.unserved for layer in layers(llm).values())
-        assert generate(llm, IDS) == want
-        assert generate(llm, IDS[:1]) == want[:1]
+        generates(llm, want, "pre weights")
 
 
 ROPES: dict[str, tuple[dict[str, Any], str]] = {
@@ -99,24 +99,27 @@ def test_rotary_embeddings(name: str, biased: Biased, tmp_path: Path) -> None:
         assert packed.turning.scaling == pytest.approx(own.attention_scaling, abs=1e-6)
 
 
-def test_what_cannot_be_served_is_refused(biased: Biased, llama: Any) -> None:
-    broken = (
-        r"packedkv: saw-int4:mean=none breaks on the key biases of .*channel 61, 4.*'saw-int4:mean=pre'.*"
-        r"'kivi-4:window=0'.*\"probe\": \"warn\""
-    )
-    for preset, error, sentence, model in (
-        ("saw-int4:mean=none", BrokenPresetError, broken, biased),
-        (
-            "saw-int4:mean=pre",
-            UnsupportedError,
-            r'weights add no large bias to keys; run packedkv fit MODEL "saw',
-            llama,
-        ),
-        ("ghost-3", UnsupportedError, r'run packedkv fit MODEL "ghost-3" --text TEXT -o FILE', biased),
-        ("kivi-4:window=0,mean=pre", UnsupportedError, r"unfinished ones beside the pages keep their mean", biased),
-    ):
-        with pytest.raises(error, match=sentence), engine(model.folder, {"preset": preset}):
-            pass
+BROKEN = (
+    r"packedkv: saw-int4:mean=none breaks on the key biases of .*channel 61, 4.*'saw-int4:mean=pre'.*"
+    r"'kivi-4:window=0'.*\"probe\": \"warn\""
+)
+
+
+@pytest.mark.parametrize(
+    ("preset", "sentence"),
+    [
+        ("saw-int4:mean=none", BROKEN),
+        ("ghost-3", r'run packedkv fit MODEL "ghost-3" --text TEXT -o FILE'),
+        ("kivi-4:window=0,mean=pre", r"unfinished ones beside the pages keep their mean"),
+        ("saw-int4:mean=pre without biases", r'weights add no large bias to keys; run packedkv fit MODEL "saw'),
+    ],
+)
+def test_what_cannot_be_served_is_refused(preset: str, sentence: str, biased: Biased, llama: Any) -> None:
+    preset, _, without = preset.partition(" ")
+    kind = BrokenPresetError if sentence == BROKEN else UnsupportedError
+    folder = llama.folder if without else biased.folder
+    with pytest.raises(kind, match=sentence), engine(folder, {"preset": preset}):
+        pass
 
 
 @pytest.mark.parametrize(

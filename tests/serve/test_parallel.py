@@ -62,9 +62,8 @@ def by_two(folder: Path, options: dict[str, Any], tmp_path: Path, block: int = 1
     """Greedy tokens of the prompts, by two processes."""
     script = tmp_path / "run.py"
     script.write_text(SCRIPT)
-    path = os.pathsep.join(filter(None, [os.getcwd(), os.environ.get("PYTHONPATH")]))
-    environment = {**os.environ, **ENVIRONMENT, "VLLM_CPU_OMP_THREADS_BIND": "0|1", "PYTHONPATH": path}
-    environment.pop("VLLM_ENABLE_V1_MULTIPROCESSING", None)
+    environment = {**os.environ, **ENVIRONMENT, "VLLM_CPU_OMP_THREADS_BIND": "0|1"}
+    environment |= {"PYTHONPATH": os.pathsep.join(sys.path), "VLLM_ENABLE_V1_MULTIPROCESSING": "1"}
     done = subprocess.run(
         [sys.executable, str(script), json.dumps([str(folder), options, IDS, block])],
         env=environment, capture_output=True, text=True, check=False, timeout=1800,
