@@ -6,11 +6,9 @@ stands for one program. A program that fails is made shorter and printed as a sc
 
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable
 from importlib import import_module
 from typing import Any, NamedTuple
-
-import torch
 
 from tests.fuzz.oracle import Mismatch
 
@@ -63,20 +61,6 @@ def script(program: Program) -> str:
     return f"from tests.fuzz.{program.level} import run\n\nrun({{\n{setting}}}, [\n{operations}])\n"
 
 
-def check(seed: int, level: str = "") -> None:
-    """Run the program of a seed.
-
-    Raises
-    ------
-    Mismatch
-        Its text has the script.
-    """
-    program = program_of(seed, level)
-    if text := fault_of(program):
-        fault = fault_with(seed, text, program)
-        raise Mismatch(f"seed {seed}: {fault.text}\n{script(fault.program)}")
-
-
 class Fault(NamedTuple):
     """A program that failed: its seed, what was wrong, and a shorter one that fails too."""
 
@@ -84,18 +68,12 @@ class Fault(NamedTuple):
     text: str
     program: Program
 
-
-def fault_with(seed: int, text: str, program: Program) -> Fault:
-    """The fault of a program that failed with ``text``, shortened where it fails again."""
-    short = shorter(program)
-    if again := fault_of(short):
-        return Fault(seed, again, short)
-    return Fault(seed, f"{text} (passed when run again)", program)
+    def __str__(self) -> str:
+        return f"# seed {self.seed}: {self.text}\n{script(self.program)}"
 
 
-def run_seeds(seeds: Sequence[int], level: str) -> tuple[Counter[str], list[Fault]]:
+def run_seeds(seeds: Iterable[int], level: str = "") -> tuple[Counter[str], list[Fault]]:
     """Run the programs of some seeds; return how many ran, by level and operation, and those that failed."""
-    torch.set_num_threads(1)
     counts: Counter[str] = Counter()
     faults = []
     for seed in seeds:
@@ -103,5 +81,7 @@ def run_seeds(seeds: Sequence[int], level: str) -> tuple[Counter[str], list[Faul
         counts[program.level] += 1
         counts.update(f"  {operation[0]}" for operation in program.operations)
         if text := fault_of(program):
-            faults.append(fault_with(seed, text, program))
+            short = shorter(program)
+            again = fault_of(short)
+            faults.append(Fault(seed, again or f"{text} (passed when run again)", short if again else program))
     return counts, faults

@@ -9,14 +9,12 @@ from concurrent.futures import FIRST_COMPLETED, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
 from multiprocessing import get_context
 
-from tests.fuzz import Fault, run_seeds, script
+import torch
+
+from tests.fuzz import Fault, run_seeds
 
 TOGETHER = 10
 """Seeds of a task."""
-
-
-def _say(fault: Fault) -> None:
-    print(f"\n# seed {fault.seed}: {fault.text}\n{script(fault.program)}", flush=True)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -32,7 +30,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     begin, counts, faults = time.monotonic(), Counter[str](), list[Fault]()
     end = given.seed + given.sequences
     tasks = [range(at, min(at + TOGETHER, end)) for at in range(given.seed, end, TOGETHER)]
-    pool = ProcessPoolExecutor(given.workers, mp_context=get_context("spawn"))
+    pool = ProcessPoolExecutor(given.workers, get_context("spawn"), torch.set_num_threads, (1,))
     running = {}
     done = said = 0
     try:
@@ -45,8 +43,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 done += len(running.pop(task))
                 counts += own
                 faults += found
-                for fault in found:
-                    _say(fault)
+                print(*(f"\n{fault}" for fault in found), sep="\n", end="", flush=True)
             passed = time.monotonic() - begin
             if passed > said + 10 or not (tasks or running):
                 said = passed

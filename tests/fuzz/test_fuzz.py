@@ -19,16 +19,20 @@ from packedkv.store.pages import PageStore
 from packedkv.store.positions import Positions
 from packedkv.store.role import RoleState
 from tests.conftest import tiny_model
-from tests.fuzz import check, fault_of, program_of
+from tests.fuzz import fault_of, program_of, run_seeds
 
 SAMPLE, PARTS = 300, 10
 NIGHTLY, NIGHTLY_PARTS = 20_000, 40
 
 
+def check(seeds: range) -> None:
+    _, faults = run_seeds(seeds)
+    assert not faults, "\n".join(map(str, faults))
+
+
 @pytest.mark.parametrize("part", range(PARTS))
 def test_sample(part: int) -> None:
-    for seed in range(part * SAMPLE // PARTS, (part + 1) * SAMPLE // PARTS):
-        check(seed)
+    check(range(part * SAMPLE // PARTS, (part + 1) * SAMPLE // PARTS))
 
 
 @pytest.mark.nightly
@@ -38,8 +42,7 @@ def test_fresh_seeds(part: int, capsys: pytest.CaptureFixture[str]) -> None:
     first = date.today().toordinal() * NIGHTLY + part * count
     with capsys.disabled():
         print(f"seeds {first} to {first + count - 1}")
-    for seed in range(first, first + count):
-        check(seed)
+    check(range(first, first + count))
 
 
 def _wrong_scale(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -40,17 +40,18 @@ KINDS: tuple[Mean, ...] = ("none", "post", "pre")
 # -- layers ------------------------------------------------------------------------------------------------------------
 
 
-def caching_layers(config: VllmConfig, impls: Mapping[str, Any]) -> list[int]:
-    """Return the indices of the model's layers that cache keys and values, in order.
+def caching_layers(config: VllmConfig, impls: Mapping[str, Any], window: bool = False) -> list[int]:
+    """Return the indices of the model's layers that cache keys and values, in order; ``window``: of sliding ones.
 
     vLLM has built these layers, whatever else a layer has (Falcon-H1's have a recurrent state too). A pipeline stage
     builds only its own layers, so there transformers' config names the others. ``impls``: the implementations of this
     process, by their layers' names.
     """
     if config.parallel_config.pipeline_parallel_size > 1:
-        return [layer.index for layer in plan_for(config.model_config.hf_config, "decoded").kv_layers]
-    caching = [name for name, impl in impls.items() if impl.kv_sharing_target_layer_name is None and not impl.draft]
-    return sorted({extract_layer_index(name) for name in caching})
+        plan = plan_for(config.model_config.hf_config, "decoded")
+        return [layer.index for layer in plan.kv_layers if layer.window or not window]
+    own = {name: impl for name, impl in impls.items() if impl.kv_sharing_target_layer_name is None and not impl.draft}
+    return sorted({extract_layer_index(name) for name, impl in own.items() if impl.rules.seen.window or not window})
 
 
 def skipping(config: VllmConfig, options: Options, impls: Mapping[str, Any]) -> Options:
@@ -64,19 +65,15 @@ def skipping(config: VllmConfig, options: Options, impls: Mapping[str, Any]) -> 
     if not (names := config.cache_config.kv_cache_dtype_skip_layers):
         return options
     order, option = caching_layers(config, impls), "--kv-cache-dtype-skip-layers"
-    sliding = {extract_layer_index(name) for name, impl in impls.items() if impl.rules.seen.window and not impl.draft}
-    if config.parallel_config.pipeline_parallel_size > 1:  # the other stages' layers too
-        plan = plan_for(config.model_config.hf_config, "decoded")
-        sliding = {layer.index for layer in plan.kv_layers if layer.window}
+    by_name = {str(i): {i} for i in order} | {"sliding_window": set(caching_layers(config, impls, window=True))}
     skipped: set[int] = set()
     for name in names:
-        found = {i for i in order if str(i) == name or (name == "sliding_window" and i in sliding)}
-        if not found:
+        if not by_name.get(name):
             raise UnsupportedError(
                 f"packedkv: {option} {name} is no layer of this model that caches keys and values; give numbers from "
                 f"{order[0]} to {order[-1]}, or sliding_window where layers have one."
             )
-        skipped |= found
+        skipped |= by_name[name]
     if skipped >= set(order):
         raise UnsupportedError(f"packedkv: {option} leaves no layer to pack; serve the model without packedkv.")
     scheme, dense = packed_everywhere(config, options.scheme), replace(get("dense"), mean="none")

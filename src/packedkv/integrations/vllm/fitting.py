@@ -16,7 +16,6 @@ import shlex
 import subprocess
 import sys
 import time
-from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -41,8 +40,6 @@ NEEDED = ("*.safetensors", "*.json", "*.txt", "*.model", "*.jinja")
 """Files of a repository that a model and its tokenizer are made of."""
 ROOM = 2 << 30
 """GPU bytes that sampling and fitting take beside the weights, for up to 32 KV heads of 128 channels and 256k words."""
-LAST_LINES = 20
-"""Lines of the command's output that are kept for an error."""
 
 
 @dataclass(frozen=True)
@@ -91,7 +88,7 @@ def fitted_file(config: Any, options: Options) -> Path:
         file, made = fit.file(), False
         if not file.exists():
             file.parent.mkdir(parents=True, exist_ok=True)
-            with alone(file):
+            with locked(file):
                 if made := not file.exists():
                     run(fit, file)
         if not made:
@@ -112,26 +109,24 @@ def fit_of(config: Any, options: Options) -> Fit:
     FitError
         transformers would not load the weights that the engine serves.
     """
-    model = config.model_config
-    try:
-        parts = (model.hf_config, model.hf_config.get_text_config())
-        if any(getattr(part, "quantization_config", None) for part in parts):
-            raise ModelError("its checkpoint is quantized")
-        if (form := str(config.load_config.load_format)) not in FORMATS:
-            raise ModelError(f"--load-format {form} takes its weights from elsewhere")
-        if model.hf_overrides:
-            raise ModelError("--hf-overrides changes it")
+    model, form, folder, why = config.model_config, str(config.load_config.load_format), Path(), ""
+    if any(getattr(part, "quantization_config", None) for part in (model.hf_config, model.hf_config.get_text_config())):
+        why = "its checkpoint is quantized"
+    elif form not in FORMATS:
+        why = f"--load-format {form} takes its weights from elsewhere"
+    elif model.hf_overrides:
+        why = "--hf-overrides changes it"
+    else:
         try:
             folder = folder_of(config)
         except Exception as error:  # of the network and of the hub's client
             why = f"it is neither a folder nor in reach on the hub ({str(error).splitlines()[0]})"
-            raise ModelError(why) from error
-    except ModelError as error:
+    if why:
         raise FitError(
             f'packedkv: "params": "{FIT}" fits {options.to_fit} to the unquantized model as transformers loads it, and '
-            f"cannot do so for {model.model}: {error}; run packedkv fit MODEL {shlex.quote(options.to_fit)} -o FILE "
-            f'with a MODEL that has these layers in 16 bit, and give {{"params": FILE}}.'
-        ) from error
+            f"cannot do so for {model.model}: {why}; run packedkv fit MODEL {shlex.quote(options.to_fit)} -o FILE "
+            'with a MODEL that has these layers in 16 bit, and give {"params": FILE}.'
+        )
     device, dtype = str(config.device_config.device_type), str(model.dtype).removeprefix("torch.")
     return Fit(folder, model.model, options.to_fit, options.seed, device, dtype)
 
@@ -143,16 +138,15 @@ def folder_of(config: Any, local_files_only: bool = False) -> Path:
     model = config.model_config
     if (folder := Path(model.model).expanduser()).is_dir():
         return folder.resolve()
-    return Path(
-        snapshot_download(
-            model.model,
-            revision=model.revision,
-            cache_dir=config.load_config.download_dir,
-            allow_patterns=list(NEEDED),
-            ignore_patterns=["original/**", "consolidated*"],  # the same weights once more
-            local_files_only=local_files_only,
-        )
+    found: str = snapshot_download(
+        model.model,
+        revision=model.revision,
+        cache_dir=config.load_config.download_dir,
+        allow_patterns=list(NEEDED),
+        ignore_patterns=["original/**", "consolidated*"],  # the same weights once more
+        local_files_only=local_files_only,
     )
+    return Path(found)
 
 
 def _device(fit: Fit) -> str:
@@ -171,7 +165,7 @@ def _device(fit: Fit) -> str:
 
 
 @contextmanager
-def alone(file: Path) -> Iterator[None]:
+def locked(file: Path) -> Iterator[None]:
     """Wait until no other process makes the file."""
     import fcntl  # where the engine runs there is one
 
@@ -200,20 +194,19 @@ def run(fit: Fit, file: Path) -> None:
 
 
 def _output(command: Sequence[str]) -> tuple[int, list[str]]:
-    """Run a command with its output in the log; return its exit status and its last lines."""
-    last: deque[str] = deque(maxlen=LAST_LINES)
-    with subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace"
-    ) as child:
+    """Run a command with its output in the log; return its exit status and the lines that are not empty."""
+    lines: list[str] = []
+    pipe, both = subprocess.PIPE, subprocess.STDOUT
+    with subprocess.Popen(command, stdout=pipe, stderr=both, text=True, errors="replace") as child:
         try:
             assert child.stdout is not None
             for line in filter(str.strip, child.stdout):
-                last.append(line.strip())
+                lines.append(line.strip())
                 logger.info("packedkv fit: %s", line.rstrip())
         except BaseException:  # the server is stopped
             child.kill()
             raise
-    return child.returncode, list(last)
+    return child.returncode, lines
 
 
 def check_same_model(config: Any, params: FittedParams) -> None:
