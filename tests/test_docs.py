@@ -210,6 +210,13 @@ def test_links_and_files_that_texts_name_exist() -> None:
                 missing.append((text, link))
         files = re.findall(r"\b(?:benchmarks|scripts|examples|tests)/[\w/-]+\.py", content)
         missing += [(text, file) for file in files if not (ROOT / file).is_file()]
+    for script in filter(Path.is_file, (ROOT / "scripts").iterdir()):  # ``{a,b}`` in the names of tests is expanded
+        content = script.read_text(encoding="utf-8")
+        named = r"((?:lab/)?tests/[\w/]+\.py)(?:::(\w*)(?:\{([\w,]+)\})?(\w*))?"
+        for file, before, several, after in re.findall(named, content):
+            tests = [f"def {before}{middle}{after}" for middle in several.split(",")] if before else []
+            text = (ROOT / file).read_text(encoding="utf-8") if (ROOT / file).is_file() else ""
+            missing += [(script, file, test) for test in tests or [""] if not re.search(rf"{test}\b", text)]
     assert missing == []
     assert len(README.splitlines()) <= 150
 

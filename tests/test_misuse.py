@@ -171,6 +171,9 @@ def test_operations_beyond_what_the_cache_holds():
         cache.evict(6, keep=3)
     with pytest.raises(packedkv.ShapeError, match=r"q \(1, 3, 1, 64\) does not fit .*multiple of the KV heads"):
         cache.attend(torch.zeros(1, 3, 1, 64))
+    for bounds in ((-5, 5), (5, 9), (5, 2)):
+        with pytest.raises(packedkv.ShapeError, match=r"holds tokens 0\.\.8"):
+            cache.decode(*bounds)
     assert len(cache) == 8
 
 

