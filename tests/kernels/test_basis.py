@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from packedkv.kernels.constants import Constants
+from packedkv.kernels.cuda import basis
 from packedkv.kernels.cuda.basis import (
     COPY,
     DIVIDE,
@@ -69,6 +70,13 @@ def test_several_tensors_in_one_launch(dim: int, order: int, machine: dict[str, 
         torch.testing.assert_close(whole[:, :, 1:-2].double(), found, rtol=1e-3, atol=2e-3)
         assert (whole[:, :, 0] == 9).all()
         assert (whole[:, :, -2:] == 9).all()
+
+
+def test_more_rows_than_blocks(machine: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(basis, "MOST_BLOCKS", 2)
+    x, side = drawn(1, 1, 2 * WARPS * rows_of_warp(64) + 5, 64, dtype=torch.float16), Constants(None, None, 64)
+    torch.testing.assert_close(into_codes(x, side).double(), wanted(x, side, MULTIPLY), rtol=1e-3, atol=2e-3)
+    assert machine["kv_basis"].launches[0][0][0] == 2
 
 
 def test_nothing_is_launched_where_nothing_changes(machine: dict[str, Any]) -> None:

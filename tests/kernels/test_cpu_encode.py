@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
+import packedkv
 from packedkv.cache.fused import FusedLayerCache
 from packedkv.cache.layer import LayerCache
 from packedkv.codec import FP16_MAX, ROLES, Codec, Dense, DenseDtype, Role, Sample, Site
@@ -25,6 +26,7 @@ from packedkv.kernels.constants import Constants, constants_for
 from packedkv.kernels.cpu import library
 from packedkv.kernels.cpu.compile import HERE
 from packedkv.kernels.cpu.encode import encode, prepared
+from packedkv.kernels.cpu.engine import CpuEngine
 from packedkv.kernels.cpu.spec import cpu_spec
 from packedkv.kernels.mean import Turned
 from packedkv.ops.lloyd_max import midpoints
@@ -145,6 +147,8 @@ def test_bytes_are_the_references(codec: Codec) -> None:
             continue
         for batch, count in ((1, 1), (2, 37), (1, 131)):
             x = _tokens(batch, -(-count // unit) * unit, dim, DTYPES[(i + count) % 3])
+            if batch == 2:  # as models give them: token by token
+                x = x.transpose(1, 2).contiguous().transpose(1, 2)
             want, found, flags = _written(codec, x, ROLES[i % 2], 3 * unit)
             assert flags == {0}
             _agree(want, found, (dim, batch, count, x.dtype))
@@ -177,6 +181,18 @@ def test_keys_lose_their_mean(codec: Codec, turn: Rotary, dim: int) -> None:
         want, found, flags = _written(codec, x.to(dtype), "key", unit, dtype == torch.float32, removed)
         assert flags == {0}
         _agree(want, found, (batch, count))
+
+
+def test_both_roles_are_encoded_by_kernels() -> None:
+    if reason := library.refusal(torch.device("cpu")):
+        pytest.skip(reason)
+    for name in (
+        "saw-int4", "int-4", "turboquant-4", "kivi-4", "kivi-tq-4", "fp8", "ultraquant", "octopus-3", "hqmq-s96_r4",
+        "ultra-tq", "innerq-base", "innerq-small", "q4_0", "dense", "octopus-qjl-3", "turboquant-qjl-3", "ghost-3",
+    ):  # fmt: skip
+        scheme = packedkv.get(name).for_layer(4, 8)
+        engine = CpuEngine(scheme.key, scheme.value, 64, 128)
+        assert {engine.written_by(role) for role in ROLES} == {engine.name}, name
 
 
 def test_every_encoder_is_tested() -> None:

@@ -305,6 +305,27 @@ def test_a_prefill_is_judged_when_its_last_layer_is_full(
         cache.update(k[:, :, :1], v[:, :, :1], 0)
 
 
+@pytest.mark.parametrize("attention", ["fused", "streamed"])
+@pytest.mark.parametrize("spec", ["int-4", "saw-int4", "kivi-2", "octopus-3", "hqmq-s24_r3:outliers=3"])
+def test_layers_measured_together_are_measured_as_alone(
+    spec: str, attention: str, machine: dict[str, Any], unjudged: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At a pass's end on a GPU; some layers are of other keys."""
+    config = tiny_config("llama-gqa", head_dim=DIM, num_hidden_layers=LAYERS, num_key_value_heads=HEADS)
+    found = []
+    for together in (False, True):
+        for module in (deferred, probe):
+            monkeypatch.setattr(module, "synchronizes", lambda x, together=together: together)
+        cache = cache_for(config, spec, attention=attention)
+        for layer in range(LAYERS):
+            cache.update(*rows(192, layer, 60.0 * (layer > 0)), layer)
+        found.append(cache.report()["keys"])
+    alone, together = found
+    assert alone.keys() == together.keys() != set()
+    for layer, own in alone.items():
+        assert together[layer] == pytest.approx(own, rel=1e-5), layer
+
+
 @pytest.mark.parametrize("value", [float("nan"), float("-inf"), 70_000.0])
 @pytest.mark.parametrize(
     ("spec", "max_len", "first", "place"),

@@ -134,6 +134,26 @@ def test_a_full_static_cache_with_a_window_says_so(machine: dict[str, Any]) -> N
         FusedLayerCache(scheme("int-8", 0, 3), capacity=64).append(k, v)
 
 
+def test_what_a_cache_cannot_do_is_refused_with_the_way_out(machine: dict[str, Any]) -> None:
+    k, v = rows(80)
+    cache = FusedLayerCache(scheme("kivi-2", 0, 2))
+    cache.append(k, v)
+    with pytest.raises(UnsupportedError, match=r"crop\(40\) cuts a block of 32 tokens.*crop to 32"):
+        cache.crop(40)
+    cache.crop(66)
+    cache.crop(32)
+    assert len(cache) == 32
+    made = packedkv.get("int-4:outliers=3")  # which no kernel encodes
+    fused, reference = FusedLayerCache(made), Reference(made)
+    for part in (slice(0, 60), slice(60, 80)):
+        for each in (fused, reference):
+            each.append(k[:, :, part], v[:, :, part])
+    same(fused, reference)
+    assert fused.kernels() == {"decode": "cuda", "encode.key": "torch", "encode.value": "torch"}
+    with pytest.raises(UnsupportedError, match="would synchronise in every step; leave max_len out"):
+        FusedLayerCache(made, capacity=64).append(k, v)
+
+
 def test_refusals_name_the_reason() -> None:
     other = torch.device("meta")
     assert refusal(scheme("kivi-2"), 128, other) == "device meta is not a CUDA GPU"

@@ -14,9 +14,9 @@ import packedkv
 from packedkv.codec import ROLES, Codec, Role
 from packedkv.codecs.group_int import GroupInt
 from packedkv.codecs.saw_int4 import SawInt4
-from packedkv.errors import ShapeError, UnsupportedError
+from packedkv.errors import ShapeError, SpecError, UnsupportedError
 from packedkv.kernels import spec as specs
-from packedkv.kernels.constants import Constants
+from packedkv.kernels.constants import Constants, constants_for
 from packedkv.kernels.cuda import arguments, build, encode, launch
 from packedkv.kernels.cuda import decode as attention
 from packedkv.kernels.cuda.build import Program
@@ -86,6 +86,10 @@ def test_a_program_is_kept_by_all_it_is_made_of(sources: Program) -> None:
     assert key == build.cache_key(sources, "sm_90")
     (folder / "c.cuh").write_text("int changed;\n")
     assert key == build.cache_key(sources, "sm_90")  # not included
+    (moved := folder / "elsewhere").mkdir()
+    for name in ("a.cuh", "b.cuh"):
+        (moved / name).write_bytes((folder / name).read_bytes())
+    assert key == build.cache_key(sources._replace(folders=(str(moved),)), "sm_90")  # a copy of the package
     others = [
         build.cache_key(sources, "sm_80"),
         build.cache_key(sources._replace(fma=False), "sm_90"),
@@ -198,6 +202,12 @@ def encode_call(**changes: Any) -> None:
         (decode_call, {"table": torch.zeros(2, 1, dtype=torch.int64)}, ShapeError, "table is torch.int64"),
         (decode_call, {"seq_lens": torch.zeros(3, dtype=torch.int32)}, ShapeError, "seq_lens 3; they must agree"),
         (decode_call, {"dense_k": torch.zeros(2, 2, 1, 64)}, ShapeError, "come together"),
+        (
+            decode_call,
+            {"dense_k": torch.zeros(2, 2, 1, 64), "dense_v": torch.zeros(2, 2, 1, 64).half()},
+            ShapeError,
+            "use one floating dtype",
+        ),
         (decode_call, {"sinks": torch.zeros(3)}, ShapeError, "one per query head, 4"),
         (decode_call, {"key": Constants(None, torch.ones(3, 2, 64), 1)}, ShapeError, "constants are of 3 sequences"),
         (encode_call, {}, UnsupportedError, "device cpu is not a CUDA GPU"),
@@ -250,6 +260,25 @@ def test_a_codec_of_another_package_adds_itself(monkeypatch: pytest.MonkeyPatch)
     made = attention.program(pair, launch.Config(64, 4, 2, 1, 1))
     assert made.folders == (str(build.CSRC), "/elsewhere")
     assert '#include "mine.cuh"' in made.source
+
+
+def test_what_a_reader_lacks_is_said() -> None:
+    """To the author of a codec in another package."""
+    with pytest.raises(SpecError, match=r"kv::X: shared=512 needs tables, .* computes=True where fill computes them"):
+        specs.Reader("kv::X", "x.cuh", shared=512)
+    specs.Reader("kv::X", "x.cuh", shared=512, computes=True)
+    norm = torch.rand(2, 3, 64).double()
+    found = constants_for(specs.Reader("kv::X", "x.cuh", factor="norm", order=4), {"norm": norm}, 3, 64)
+    assert (found.tables, found.order) == (None, 4)
+    assert torch.equal(found.factor, norm.float())
+    one = constants_for(specs.Reader("kv::X", "x.cuh", factor="norm"), {"norm": norm[:1, :1]}, 3, 64)
+    assert (one.factor.shape, one.factor.is_contiguous()) == ((1, 3, 64), True)
+    wrong = specs.Reader("kv::X", "x.cuh", tables=lambda params: torch.zeros(2, 8, dtype=torch.uint8))
+    with pytest.raises(UnsupportedError, match=r"expected uint8 \[3 or 1, bytes\]"):
+        constants_for(wrong, {}, 3, 64)
+    for held, returns in (({"norm": norm}, "'norm'"), ({}, "none")):
+        with pytest.raises(UnsupportedError, match=f"wants the constant 'signs'; its codec's fit returns {returns}"):
+            constants_for(specs.Reader("kv::Y", "y.cuh", factor="signs"), held, 3, 64)
 
 
 def test_every_header_and_layout_named_for_a_preset_is_there() -> None:

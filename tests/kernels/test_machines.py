@@ -79,6 +79,20 @@ def test_what_fits_nowhere_is_refused() -> None:
         prefill.config_for(pair, launch.Machine(1, 1024, 1024))
 
 
+def test_a_bench_can_take_a_gpu_for_a_smaller_one() -> None:
+    """As many blocks share a multiprocessor as on the smaller one."""
+    cpu = torch.device("cpu")
+    assert (launch.machine(cpu), launch.asked_bytes(40_000, cpu)) == (launch.H200, 40_000)
+    with launch.limited(100):
+        there = launch.machine(cpu)
+        assert there == launch.Machine(132, *SMALL["99 KB"][1:])
+        for shared in (1024, 40_000, 50_176, 99_840):
+            asked = launch.asked_bytes(shared, cpu)
+            assert launch.H200.shared_sm // (asked + 1024) == there.shared_sm // (shared + 1024)
+            assert asked <= launch.H200.shared_block
+    assert launch.machine(cpu) == launch.H200
+
+
 @pytest.mark.parametrize("preset", ["hqmq-s24_r3", "hqmq-s96_r4", "octopus-3"])
 def test_a_cache_on_99_kb_holds_the_same_and_attends_alike(
     preset: str, asked: list[build.Program], monkeypatch: pytest.MonkeyPatch

@@ -218,7 +218,10 @@ UNPACKED = (
 TURNS = (Means((3, 100_000)), Means((7, 900), 350.0, few=16, rotary=32, interleaved=True))
 
 
-@pytest.mark.parametrize(("spec", "dim"), each_in_turn(UNPACKED, (64, 128, 256)))
+# 80 channels are no whole runs of 32, and 40 pairs no whole products
+@pytest.mark.parametrize(
+    ("spec", "dim"), [*each_in_turn(UNPACKED, (64, 128, 256)), pytest.param("saw-int4", 80, marks=pytest.mark.wide)]
+)
 def test_unpacked_keys_have_their_mean(spec: str, dim: int, device: torch.device) -> None:
     tokens, every = 128, (*TURNS, Means((LAST - 128, 5), 20.0))
     for means, (begin, count) in itertools.product(
@@ -253,7 +256,13 @@ def turned_by(model: str, mean: Tensor, cosines: Tensor, sines: Tensor) -> Tenso
     return torch.cat([turn(x[..., :width], x[..., :width], *both)[1], x[..., width:]], -1)
 
 
-@pytest.mark.parametrize(("spec", "dim"), each_in_turn(ENCODED, (64, 128, 256)))
+@pytest.mark.parametrize(
+    ("spec", "dim"),
+    [
+        *each_in_turn(ENCODED, (64, 128, 256)),
+        *(pytest.param(spec, 80, marks=pytest.mark.wide) for spec in ("saw-int4", "int-8")),
+    ],
+)
 def test_encoded_keys_are_the_references_without_their_mean(spec: str, dim: int, device: torch.device) -> None:
     """Bytes of tokens 32 to 68 of two sequences, one at position 7 and one that ends far away."""
     last = LAST if device.type == "cuda" else 100_037

@@ -248,3 +248,26 @@ def test_refused_first_tokens_leave_no_batch_and_no_dtype_behind(
     for each in (cache, fresh):
         each.append(k, v)
     assert all(map(torch.equal, cache.decode(), fresh.decode()))
+
+
+@pytest.mark.parametrize("spec", ["saw-int4", "octopus-3:window=16", "ghost-3"])
+def test_tokens_taken_back_take_their_constants_along(spec: str, served: str) -> None:
+    """Those that made enough for a fit; the next ones make others."""
+    pair = Pair(spec, rotary(), given=False)
+    wanted = pair.fused.site.fit_tokens
+    assert wanted == (512 if spec == "ghost-3" else 128)
+    pair.append(61)
+    pair.agree()
+    assert pair.fused.holds_dense
+    before = pair.fused.state()
+    pair.fused.append(*torch.ones(2, BATCH, HEADS, wanted, DIM).half(), placed(61, 61 + wanted))
+    assert pair.fused.roles["key"].encoded
+    pair.fused.go_back(before)
+    assert not pair.fused.is_fitted
+    pair.append(wanted - 30)
+    assert pair.fused.is_fitted
+    pair.agree()
+    pair.append(1)
+    for cache in (pair.fused, pair.plain):
+        cache.select(torch.tensor([1, 0]))
+    pair.agree()  # each with its own mean

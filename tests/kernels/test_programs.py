@@ -60,6 +60,22 @@ def test_every_choice_of_launch_constants_is_foreseen(spec: str) -> None:
             assert config._replace(splits=1) in known
 
 
+def test_dense_layers_and_keys_without_their_mean_have_programs_of_their_own() -> None:
+    octopus = " ".join(one.label for one in of_scheme(packedkv.get("octopus-3"), 128, launch.H200))
+    assert "kv::ReadDense<128, true> and kv::ReadGroupInt" in octopus  # of the outer layers
+    assert "kv::ReadOctopus<128, 4, 2, false> and kv::ReadGroupInt" in octopus
+    ghost = of_scheme(packedkv.get("ghost-3"), 128, launch.H200)
+    assert sum(one.label.startswith("fitting Ghost") for one in ghost) == 1  # keys and values in one launch
+    assert any(", 64>;" in one.program.source for one in ghost)  # all 64 pairs of channels have a mean
+    plain, given = packedkv.get("saw-int4"), Steps((4,), (None,), heads=(8, 16, 2048), capacity=8192)
+    every, biased, served = (
+        {one.program for one in of_scheme(plain, 128, launch.H200, steps, means=means)}
+        for steps, means in ((None, False), (None, True), (given, False))
+    )
+    assert served < every < biased
+    assert all(any(f"{pairs}>;" in program.source for program in biased) for pairs in (16, 32, 48, 64))
+
+
 # -- compiling -------------------------------------------------------------------------------------------------------
 
 SPEC = ("saw-int4", "--head-dim", "64", "--group", "4")
