@@ -33,6 +33,11 @@ def fields(path: Path, struct: str, **named: Any) -> list[tuple[str, Any]]:
     return found
 
 
+def structure(path: Path, struct: str, **named: Any) -> Any:
+    """Return the ctypes structure of a C++ struct, of the same name; arguments as of ``fields``."""
+    return type(struct, (ctypes.Structure,), {"_fields_": fields(path, struct, **named)})
+
+
 def step_of(x: Tensor) -> int:
     """Numbers from one entry of the first axis to the next one; 0: there is one for all."""
     return 0 if x.shape[0] == 1 else x.stride(0)

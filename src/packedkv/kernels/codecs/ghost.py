@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from ctypes import sizeof
 from dataclasses import dataclass, field, replace
 from functools import lru_cache, partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -35,7 +36,7 @@ from packedkv.codecs.ghost import (
 from packedkv.errors import UnsupportedError
 from packedkv.kernels.constants import Constants
 from packedkv.kernels.cpu.spec import CpuEncoder, CpuReader
-from packedkv.kernels.cuda.arguments import FIT_LAYERS, FitGhostArgs, FitGhostLayers
+from packedkv.kernels.cuda.arguments import FIT_LAYERS, FitGhostLayers
 from packedkv.kernels.cuda.build import Kernel, Program, load
 from packedkv.kernels.cuda.fit import FitBuffers
 from packedkv.kernels.engine import FirstTokens, Fitted
@@ -325,7 +326,7 @@ class _Layers:
     kernel: Kernel
     grid: tuple[int, int]  # heads and sequences
     threads: int  # of a block
-    args: FitGhostLayers  # filled but for the samples
+    args: Any  # FitGhostLayers, filled but for the samples
     parts: Mapping[Role, Sequence[tuple[str, int]]]  # names and addresses of the first layer's part of the outputs
     scratch: Tensor  # of ``most`` layers; ``args`` point to it
     most: int
@@ -381,7 +382,7 @@ def _shared(sample: FirstTokens) -> object:
     return sample.x.dtype, sample.x.stride(), sample.every, padding, turns, sample.interleaved
 
 
-def _fill(args: FitGhostArgs, sample: FirstTokens, parts: Sequence[tuple[str, int]], behind: int) -> None:
+def _fill(args: Any, sample: FirstTokens, parts: Sequence[tuple[str, int]], behind: int) -> None:
     """Set the addresses and strides of the tokens, of their RoPE angles, and of the outputs."""
     x = sample.x
     args.kind = KINDS[x.dtype]

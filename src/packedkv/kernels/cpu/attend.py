@@ -2,7 +2,7 @@
 
 import ctypes
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -10,7 +10,7 @@ from torch import Tensor
 from packedkv.codec import Role, saturated
 from packedkv.kernels.constants import Constants
 from packedkv.kernels.cpu import library
-from packedkv.kernels.cpu.library import ArgsStruct, EncodeRoleStruct, MeanStruct, RoleStruct
+from packedkv.kernels.cpu.library import ArgsStruct, RoleStruct
 from packedkv.kernels.cpu.mean import CpuMean
 from packedkv.kernels.cpu.spec import CpuSpec
 from packedkv.kernels.structs import KINDS, step_of
@@ -130,7 +130,7 @@ def unpack(spec: CpuSpec, role: Role, page: Tensor, head: int, constants: Consta
     return out
 
 
-def fill_constants(struct: RoleStruct | EncodeRoleStruct, constants: Constants) -> None:
+def fill_constants(struct: Any, constants: Constants) -> None:
     """Set where the tables, the factor and the matrix of a role lie."""
     tables, factor, _, matrix = constants
     if tables is not None:
@@ -142,7 +142,7 @@ def fill_constants(struct: RoleStruct | EncodeRoleStruct, constants: Constants) 
         struct.matrix = matrix.data_ptr()
 
 
-def _fill_mean(struct: MeanStruct, mean: CpuMean) -> None:
+def _fill_mean(struct: Any, mean: CpuMean) -> None:
     if mean.turning is not None and mean.table is not None:
         struct.turning, struct.table = mean.turning.data_ptr(), mean.table.data_ptr()
         struct.pairs, struct.fast, struct.turning_batch = mean.turning.shape[3], mean.fast, step_of(mean.turning)
@@ -151,7 +151,7 @@ def _fill_mean(struct: MeanStruct, mean: CpuMean) -> None:
         struct.still, struct.still_batch = mean.still.data_ptr(), step_of(mean.still)
 
 
-def _fill(struct: RoleStruct, spec: CpuSpec, role: Role, constants: Constants, dense: Tensor | None) -> Tensor | None:
+def _fill(struct: Any, spec: CpuSpec, role: Role, constants: Constants, dense: Tensor | None) -> Tensor | None:
     """Set the fields of one role; returns a tensor that must outlive the call."""
     reader = spec.key if role == "key" else spec.value
     struct.reader = library.number_of(library.chosen(), "reader", reader.name)

@@ -1,6 +1,7 @@
 """Encoding into packed pages by the CPU kernels: the host side of ``encode.h``."""
 
 from collections.abc import Collection, Mapping
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -9,7 +10,7 @@ from packedkv.codec import ROLES, Role
 from packedkv.kernels.constants import Constants
 from packedkv.kernels.cpu import library
 from packedkv.kernels.cpu.attend import fill_constants
-from packedkv.kernels.cpu.library import EncodeArgsStruct, EncodeRoleStruct, LessStruct
+from packedkv.kernels.cpu.library import EncodeArgsStruct
 from packedkv.kernels.cpu.spec import CpuSpec
 from packedkv.kernels.mean import Turned
 from packedkv.kernels.structs import KINDS, step_of
@@ -18,12 +19,12 @@ ROUNDED = 3
 """Kind of float32 numbers that are rounded to fp16 first."""
 
 
-def prepared(spec: CpuSpec) -> EncodeArgsStruct:
+def prepared(spec: CpuSpec) -> Any:
     """What every call of ``encode`` for these codecs has in common."""
     args = EncodeArgsStruct()
     args.page_tokens, args.dim = spec.page.page_tokens, spec.head_dim
     for role in ROLES:
-        struct: EncodeRoleStruct = getattr(args, role)
+        struct = getattr(args, role)
         struct.block = spec.page.side(role).block_tokens
         if (encoder := spec.encoder(role)) is None:
             continue
@@ -43,7 +44,7 @@ def encode(
     first: Tensor,
     bad: Tensor,
     *,
-    common: EncodeArgsStruct,
+    common: Any,
     constants: Mapping[Role, Constants],
     rounded: Collection[Role] = (),
     less: Turned | None = None,
@@ -79,7 +80,7 @@ def encode(
     del held  # alive until here
 
 
-def _fill_less(struct: LessStruct, less: Turned) -> list[Tensor]:
+def _fill_less(struct: Any, less: Turned) -> list[Tensor]:
     """Set what is subtracted from keys; returns tensors that must outlive the call."""
     mean, cosines, sines = (x.contiguous() for x in less[:3])
     struct.mean, struct.cosines, struct.sines = mean.data_ptr(), cosines.data_ptr(), sines.data_ptr()
@@ -88,7 +89,7 @@ def _fill_less(struct: LessStruct, less: Turned) -> list[Tensor]:
     return [mean, cosines, sines]
 
 
-def _fill(struct: EncodeRoleStruct, constants: Constants, x: Tensor, rounded: bool) -> Tensor:
+def _fill(struct: Any, constants: Constants, x: Tensor, rounded: bool) -> Tensor:
     """Set the tokens and constants of one role; returns a tensor that must outlive the call."""
     if x.stride(3) != 1:
         x = x.contiguous()

@@ -12,7 +12,6 @@ from packedkv.kernels.cpu import library
 from packedkv.kernels.cpu.attend import Piece, attend, concatenated, workspace_bytes
 from packedkv.kernels.cpu.encode import encode, prepared
 from packedkv.kernels.cpu.layer import ranges
-from packedkv.kernels.cpu.library import EncodeArgsStruct
 from packedkv.kernels.cpu.mean import CpuMean, cpu_mean
 from packedkv.kernels.cpu.spec import cpu_spec
 from packedkv.kernels.engine import Engine
@@ -28,7 +27,7 @@ class CpuEngine(Engine):
 
     refuses_at_once = True
     mean: CpuMean | None = None
-    common: EncodeArgsStruct | None = None
+    common: Any = None
     """What the calls of the encode kernels have in common; made at the first."""
 
     def _find(self) -> None:

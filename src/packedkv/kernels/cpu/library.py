@@ -16,46 +16,20 @@ import torch
 from packedkv.errors import UnsupportedError
 from packedkv.kernels.cpu.compile import HERE, digest, file_name, variants
 from packedkv.kernels.cpu.spec import OPTIONS, PLANES
-from packedkv.kernels.structs import fields
+from packedkv.kernels.structs import structure
 
 KNOWN = {"AVX512": "avx512", "AVX2": "avx2"}
 """Instruction sets by PyTorch's names; everything else is the first of this machine's ``variants``."""
 
 
-class RoleStruct(ctypes.Structure):
-    """``kv::Role`` of attend.h."""
-
-    _fields_ = fields(HERE / "attend.h", "Role", PLANES=PLANES, OPTIONS=OPTIONS)
-
-
-class MeanStruct(ctypes.Structure):
-    """``kv::KeyMean`` of mean.h."""
-
-    _fields_ = fields(HERE / "mean.h", "KeyMean")
-
-
-class ArgsStruct(ctypes.Structure):
-    """``kv::Args`` of attend.h."""
-
-    _fields_ = fields(HERE / "attend.h", "Args", Role=RoleStruct, KeyMean=MeanStruct)
-
-
-class EncodeRoleStruct(ctypes.Structure):
-    """``kv::EncodeRole`` of encode.h."""
-
-    _fields_ = fields(HERE / "encode.h", "EncodeRole", PLANES=PLANES, OPTIONS=OPTIONS)
-
-
-class LessStruct(ctypes.Structure):
-    """``kv::Less`` of encode.h."""
-
-    _fields_ = fields(HERE / "encode.h", "Less")
-
-
-class EncodeArgsStruct(ctypes.Structure):
-    """``kv::EncodeArgs`` of encode.h."""
-
-    _fields_ = fields(HERE / "encode.h", "EncodeArgs", EncodeRole=EncodeRoleStruct, Less=LessStruct)
+_SIZES = {"PLANES": PLANES, "OPTIONS": OPTIONS}
+RoleStruct = structure(HERE / "attend.h", "Role", **_SIZES)
+MeanStruct = structure(HERE / "mean.h", "KeyMean")
+ArgsStruct = structure(HERE / "attend.h", "Args", Role=RoleStruct, KeyMean=MeanStruct)
+EncodeRoleStruct = structure(HERE / "encode.h", "EncodeRole", **_SIZES)
+LessStruct = structure(HERE / "encode.h", "Less")
+EncodeArgsStruct = structure(HERE / "encode.h", "EncodeArgs", EncodeRole=EncodeRoleStruct, Less=LessStruct)
+"""Arguments of the kernels, by the structs of these headers."""
 
 
 def refusal(device: torch.device) -> str:

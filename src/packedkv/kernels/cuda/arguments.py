@@ -12,7 +12,7 @@ from torch import Tensor
 from packedkv.kernels.constants import Constants
 from packedkv.kernels.mean import KeyMean, Turned
 from packedkv.kernels.spec import CSRC
-from packedkv.kernels.structs import fields, step_of
+from packedkv.kernels.structs import fields, step_of, structure
 
 
 class RoleArgs(ctypes.Structure):
@@ -47,10 +47,7 @@ class MeanArgs(ctypes.Structure):
             self.placed = placed.data_ptr()
 
 
-class DecodeArgs(ctypes.Structure):
-    """``kv::DecodeArgs``."""
-
-    _fields_ = fields(CSRC / "args.cuh", "DecodeArgs", Side=RoleArgs, KeyMean=MeanArgs)
+DecodeArgs = structure(CSRC / "args.cuh", "DecodeArgs", Side=RoleArgs, KeyMean=MeanArgs)
 
 
 class EncodeRoleArgs(ctypes.Structure):
@@ -89,47 +86,12 @@ class EncodeMeanArgs(ctypes.Structure):
         self.turning = 2 * cosines.shape[2]
 
 
-class EncodeArgs(ctypes.Structure):
-    """``kv::EncodeArgs``."""
-
-    _fields_ = fields(CSRC / "encode_args.cuh", "EncodeArgs", EncodeSide=EncodeRoleArgs, EncodeMean=EncodeMeanArgs)
-
-
-class UnpackArgs(ctypes.Structure):
-    """``kv::UnpackArgs``."""
-
-    _fields_ = fields(CSRC / "unpack.cuh", "UnpackArgs", KeyMean=MeanArgs)
-
-
-class FitNormArgs(ctypes.Structure):
-    """``kv::FitNormArgs``."""
-
-    _fields_ = fields(CSRC / "fit_innerq.cuh", "FitNormArgs")
-
-
-class FitGhostArgs(ctypes.Structure):
-    """``kv::FitGhostArgs``."""
-
-    _fields_ = fields(CSRC / "fit_ghost.cuh", "FitGhostArgs")
-
-
-class FitGhostLayers(ctypes.Structure):
-    """``kv::FitGhostLayers``: what one launch fits."""
-
-    _fields_ = fields(CSRC / "fit_ghost.cuh", "FitGhostLayers", FitGhostArgs=FitGhostArgs)
-
-
-class Rows(ctypes.Structure):
-    """``kv::Rows``: one tensor whose basis is changed."""
-
-    _fields_ = fields(CSRC / "basis.cuh", "Rows")
-
-
-class BasisArgs(ctypes.Structure):
-    """``kv::BasisArgs``."""
-
-    _fields_ = fields(CSRC / "basis.cuh", "BasisArgs", Rows=Rows)
-
-
+EncodeArgs = structure(CSRC / "encode_args.cuh", "EncodeArgs", EncodeSide=EncodeRoleArgs, EncodeMean=EncodeMeanArgs)
+UnpackArgs = structure(CSRC / "unpack.cuh", "UnpackArgs", KeyMean=MeanArgs)
+FitNormArgs = structure(CSRC / "fit_innerq.cuh", "FitNormArgs")
+FitGhostArgs = structure(CSRC / "fit_ghost.cuh", "FitGhostArgs")
+FitGhostLayers = structure(CSRC / "fit_ghost.cuh", "FitGhostLayers", FitGhostArgs=FitGhostArgs)
+Rows = structure(CSRC / "basis.cuh", "Rows")
+BasisArgs = structure(CSRC / "basis.cuh", "BasisArgs", Rows=Rows)
 FIT_LAYERS, MOST_PARTS = len(FitGhostLayers().keys), len(BasisArgs().parts)
 """Of the arrays of ``FitGhostLayers`` and ``BasisArgs``."""

@@ -6,13 +6,13 @@ launch for several tensors, since a dozen small operations in every layer take t
 
 from collections.abc import Sequence
 from functools import lru_cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from packedkv.kernels.constants import Constants
-from packedkv.kernels.cuda.arguments import MOST_PARTS, BasisArgs, Rows
+from packedkv.kernels.cuda.arguments import MOST_PARTS, BasisArgs
 from packedkv.kernels.cuda.build import Kernel, Program, load
 from packedkv.kernels.structs import KINDS, step_of
 
@@ -78,7 +78,7 @@ def rows_of_warp(head_dim: int) -> int:
     return 32 // max(4, 1 << (head_dim // max(8, head_dim // 32) - 1).bit_length())
 
 
-def _wide(rows: Rows, x: Tensor, out: Tensor) -> bool:
+def _wide(rows: Any, x: Tensor, out: Tensor) -> bool:
     """Whether all rows begin at multiples of 16 bytes, so that they are loaded and stored as vectors."""
     strides = rows.batch | rows.head | rows.token, rows.out_batch | rows.out_head | rows.out_token
     sizes = (x.itemsize * strides[0]) | (out.itemsize * strides[1])
@@ -127,7 +127,7 @@ def change_basis(parts: Sequence[Part]) -> None:
     _kernel(dim, x.device).launch((blocks, batch, len(parts)), WARPS * 32, 0, args)
 
 
-def _join(rows: Rows, joined: Joined) -> None:
+def _join(rows: Any, joined: Joined) -> None:
     rows.lse, rows.lse_head = joined.lse.data_ptr(), joined.lse.stride(0)
     if joined.other is not None and joined.other_lse is not None:
         rows.other, rows.other_lse = joined.other.data_ptr(), joined.other_lse.data_ptr()

@@ -113,7 +113,7 @@ class Launch(NamedTuple):
     threads: int
     shared: int  # bytes of dynamic shared memory
 
-    def run(self, args: EncodeArgs, batch: int, heads: int, tokens: Sequence[int]) -> None:
+    def run(self, args: Any, batch: int, heads: int, tokens: Sequence[int]) -> None:
         """Encode so many tokens of each sequence and role."""
         blocks = max([_blocks(encoder, heads, n) for encoder, n in zip(self.encoders, tokens, strict=True)])
         self.kernel.launch((blocks, batch, len(self.roles)), self.threads, self.shared, args)
@@ -143,7 +143,7 @@ def aligned_rows(x: Tensor) -> Tensor:
     return x
 
 
-def _common(spec: EncodeSpec, pages: Tensor, bad: Tensor | None, kept: int) -> EncodeArgs:
+def _common(spec: EncodeSpec, pages: Tensor, bad: Tensor | None, kept: int) -> Any:
     """Arguments that do not depend on the tokens."""
     args = EncodeArgs()
     args.pages, args.bad = pages.data_ptr(), None if bad is None else bad.data_ptr()

@@ -30,7 +30,7 @@ over dequantized keys and values.
 from collections.abc import Iterator, Sequence
 from functools import lru_cache
 from itertools import pairwise
-from typing import NamedTuple, Self
+from typing import Any, NamedTuple, Self
 
 import torch
 from torch import Tensor
@@ -191,7 +191,7 @@ def _unpack_into(packed: Packed, first: int, count: int, k: Tensor, v: Tensor, r
     plan.kernel.launch((-(-count // (plan.tile * plan.warps)), heads, batch), plan.warps * 32, plan.shared, args)
 
 
-def filled_args(packed: Packed, plan: Plan) -> UnpackArgs:
+def filled_args(packed: Packed, plan: Plan) -> Any:
     """Return the arguments that do not depend on a call; tensors of ``packed`` must outlive them."""
     args = UnpackArgs()
     args.pages, args.page_bytes, args.heads = packed.pages.data_ptr(), packed.pages.shape[2], packed.pages.shape[1]
@@ -497,7 +497,7 @@ class ChunkReader:
     def __init__(self, packed: Packed, kept: Tensor | None = None, flash: Flash | None = None) -> None:
         self.packed, self.kept, self.flash = packed, kept, flash or ragged_attention
         self.plan = plan_of(packed.spec, packed.pages.device)
-        self.args: UnpackArgs = filled_args(packed, self.plan)
+        self.args = filled_args(packed, self.plan)
         for role, side in (("k", packed.key), ("v", packed.value)):  # back to the model's basis
             if side.order != 1 or side.factor is not None:
                 setattr(self.args, f"{role}_order", side.order)
