@@ -135,7 +135,7 @@ class Rope:
         The model has no rotary embedding that all layers share and that is called with positions.
     """
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: Any) -> None:
         self.name, self.config = type(model).__name__, getattr(model, "config", None)
         decoder: nn.Module = model.get_decoder() if hasattr(model, "get_decoder") else model  # without a vision tower
         found = list[Any]()
