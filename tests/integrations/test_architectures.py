@@ -1,7 +1,7 @@
 """Every architecture of transformers equals ``DynamicCache`` within the loss of 16-bit storage, or is refused."""
 
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,6 @@ from packedkv.errors import FitError, ShapeError, UnsupportedError
 from packedkv.integrations.transformers import cache_for, load_cache
 from packedkv.integrations.transformers.argument import passing
 from packedkv.integrations.transformers.fold import fold_key_norms
-from packedkv.integrations.transformers.source_check import check_use_of_cached
 from tests.conftest import tiny_model
 from tests.integrations.architectures import NotBuilt, causal_types, seq2seq_types, small_model
 
@@ -152,6 +151,7 @@ SAMPLE = {
     "diffllama": "decoded",
     "jetmoe": "decoded",
     "doge": "decoded",
+    "gpt2": "fused",  # casts cached tensors in a branch that is an option
     "mimo_v2_flash": "decoded",
     "gpt_neox_japanese": "decoded",  # takes views of what the cache returns
     "moshi": "fused",
@@ -184,56 +184,6 @@ def test_a_model_that_works_on_cached_tensors_is_refused_by_the_expression(atten
         ):
             cache_for(model, "saw-int4", attention=attention)  # type: ignore[arg-type]
         assert "torch.chunk" in cache_for(model, "saw-int4").report()["unfused"]
-
-
-class Plain(nn.Module):
-    def forward(self, x: Tensor, cache: Any) -> Any:
-        k, v = x, x.transpose(0, 1)  # before the cache
-        if cache is not None:
-            k, v = cache.update(k, v, 0)
-        else:
-            k = k.repeat(2)
-        attend = ALL_ATTENTION_FUNCTIONS.get_interface("name", None)
-        return attend(self, x, k, v, None)
-
-
-class Renamed(nn.Module):
-    def forward(self, x: Tensor, cache: Any) -> Any:
-        k, v = cache.update(x, x, 0)
-        keys, values = k, v
-        return ALL_ATTENTION_FUNCTIONS["name"](self, x, keys.float(), values, None)
-
-
-class Layers(nn.Module):
-    def forward(self, x: Tensor, cache: Any) -> Any:
-        keys = cache.layers[0].keys
-        for _ in range(2):
-            x = x @ keys
-        return x
-
-
-class Option(nn.Module):
-    def forward(self, x: Tensor, cache: Any, upcast: bool = False) -> Any:
-        attend = ALL_ATTENTION_FUNCTIONS.get_interface("name", None)
-        k, v = cache.update(x, x, 0)
-        if upcast:
-            scores = x @ k.float()
-            out = scores @ v
-        else:
-            out = attend(self, x, k, v, None)
-        return out
-
-
-ALL_ATTENTION_FUNCTIONS: Any = {}
-
-
-@pytest.mark.parametrize(
-    ("module", "used"),
-    [(Plain, ""), (Option, ""), (Renamed, "Renamed uses `keys.float`"), (Layers, "Layers uses `x @ keys`")],
-)
-def test_uses_of_cached_tensors_are_read_from_the_source(module: type[nn.Module], used: str) -> None:
-    with pytest.raises(UnsupportedError, match=used) if used else nullcontext():
-        check_use_of_cached(module())
 
 
 # -- wrappers, and caches of another model -----------------------------------------------------------------------------

@@ -13,6 +13,7 @@ from packedkv.codec import ROLES, Role, roundtrip
 from packedkv.integrations.vllm.groups import GroupedLayer
 from packedkv.integrations.vllm.pending import PendingGroups
 from packedkv.kernels.tokens import Rules
+from tests.fuzz.oracle import attention64, causal
 
 CPU = torch.device("cpu")
 HEADS, DIM, UNIT, BLOCK = 2, 64, 32, 64
@@ -101,17 +102,13 @@ def plain(layer: GroupedLayer, rules: Rules) -> torch.Tensor:
         decoded.append(roundtrip(state.codec, whole, state.params)[0].transpose(0, 1).half())
     out = []
     for t in range(TOTAL):
-        begin, first = t // unit * unit, max(0, t - rules.seen.window + 1) if rules.seen.window else 0
-        kt, vt = (
-            torch.cat([d[:begin], x[begin : t + 1]])[first:].double() for d, x in zip(decoded, (k, v), strict=True)
+        begin, seen = t // unit * unit, causal(1, t + 1, rules.seen.window)
+        held = (
+            torch.cat([d[:begin], x[begin : t + 1]]).transpose(0, 1)[None] for d, x in zip(decoded, (k, v), strict=True)
         )
-        kt, vt = (x.repeat_interleave(2, 1) for x in (kt, vt))
-        scores = torch.einsum("hd,jhd->hj", q[t].double(), kt) * rules.scale
-        if rules.seen.softcap:
-            scores = rules.seen.softcap * (scores / rules.seen.softcap).tanh()
-        if rules.sinks is not None:
-            scores = torch.cat([scores, rules.sinks.double()[:, None]], 1)
-        out.append(torch.einsum("hj,jhd->hd", scores.softmax(-1)[:, : kt.shape[0]], vt))
+        query = q[t][None, :, None]
+        found = attention64(query, *held, seen, scale=rules.scale, sinks=rules.sinks, softcap=rules.seen.softcap)
+        out.append(found[0, :, 0])
     return torch.stack(out)
 
 

@@ -22,8 +22,6 @@ from packedkv.kernels.cpu import compile as sources
 from packedkv.kernels.cpu import library
 from packedkv.models.loading import LoadedModel
 from packedkv.scheme import mix_of
-from packedkv.shared import drawn
-from packedkv.store.positions import Positions
 from tests.cli.tiny import TEXT, tiny_tokenizer
 from tests.conftest import tiny_model
 from tests.integrations.served import refusal
@@ -46,129 +44,57 @@ def own_keys(model: Any, ids: Tensor, **more: Any) -> list[Tensor]:
     return [layer.keys for layer in cache.layers]
 
 
-def bias_at(model: Any, layer: int, positions: Tensor) -> Tensor:
-    """The key bias turned by each position in float64, from RoPE's definition: pairs are (i, i + D / 2)."""
-    attention = model.model.layers[layer].self_attn
-    dim = attention.head_dim
-    bias = attention.k_proj.bias.detach().double().view(-1, 1, dim)
-    theta = model.config.rope_parameters["rope_theta"]
-    angle = positions.double()[:, None, :, None] * theta ** (-torch.arange(0, dim, 2).double() / dim)
-    a, b = bias.chunk(2, -1)
-    return torch.cat([a * angle.cos() - b * angle.sin(), b * angle.cos() + a * angle.sin()], -1)
-
-
-def expected(model: Any, layer: int, keys: Tensor, positions: Tensor, cache: Any) -> Tensor:
-    """Keys of the definition: without the bias through the codec, and the bias added again."""
-    state, mean = cache.layer_caches[layer].roles["key"], bias_at(model, layer, positions)
-    params = drawn(state.codec, state.site)
-    rest = keys.half().double() - mean
-    return roundtrip(state.codec, rest.float(), params).double() + mean
-
-
 def run(model: Any, cache: Any, ids: Tensor, **more: Any) -> Tensor:
     with torch.no_grad():
         return model(ids, **passing(model, cache), **more).logits
 
 
-def check(model: Any, cache: Any, keys: list[Tensor], positions: Tensor) -> None:
-    """Every encoded layer decodes to the definition's keys; a code may differ where the two means round apart."""
-    for i, layer in enumerate(cache.layer_caches):
-        got, wanted = layer.decode()[0].double(), expected(model, i, keys[i], positions, cache)
-        off = (got - wanted).abs() > 1e-2
-        assert off.double().mean() < 2e-3, i
-        step = (wanted - keys[i].double()).abs().amax() * 2
-        assert (got - wanted).abs().amax() <= step + 1e-2, i
-
-
 # -- the definition, over all operations of a cache --------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("parts", [(40,), (1,) * 12, (17, 1, 22)])
-def test_decoded_keys_are_those_of_the_definition(model: Any, parts: tuple[int, ...]) -> None:
-    ids = prompt(2, sum(parts))
-    cache, at = packedkv.cache_for(model, SPEC, prefill="exact"), 0
-    for n in parts:
-        run(model, cache, ids[:, at : at + n])
-        at += n
-    exact = [layer.decode()[0] for layer in cache.layer_caches]
-    if len(parts) == 1:  # later calls attend decoded keys, so those of deeper layers differ from the model's own
-        check(model, cache, own_keys(model, ids), torch.arange(at)[None])
-    else:
-        assert torch.equal(exact[0][:, :, 0], packedkv_first(model, ids))
-    assert cache.layer_caches[0].positions.runs[0][0] == at
-    assert all("without their mean" in layer["note"] for layer in cache.report()["layers"])
+PLAIN = {"rope_type": "default", "rope_theta": 10000.0}
+YARN = {"rope_type": "yarn", "factor": 4.0, "rope_theta": 10000.0, "original_max_position_embeddings": 64}
+LINEAR = {"rope_type": "linear", "factor": 2.0, "rope_theta": 10000.0}
+LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "rope_theta": 10000.0, "low_freq_factor": 1.0}
+LLAMA3 |= {"high_freq_factor": 4.0, "original_max_position_embeddings": 64}
 
 
-def packedkv_first(model: Any, ids: Tensor) -> Tensor:
-    """The first token's decoded keys of layer 0, appended alone."""
-    cache = packedkv.cache_for(model, SPEC)
-    run(model, cache, ids[:, :1])
-    return cache.layer_caches[0].decode()[0][:, :, 0]
-
-
-def test_left_padding_has_positions_of_its_own(model: Any) -> None:
-    ids, pad = prompt(2, 30), 6
-    mask = torch.ones(2, 30, dtype=torch.long)
-    mask[0, :pad] = 0
-    positions = (mask.cumsum(-1) - 1).clamp_min(0)
-    cache = packedkv.cache_for(model, SPEC)
-    run(model, cache, ids, attention_mask=mask, position_ids=positions)
-    keys = own_keys(model, ids, attention_mask=mask, position_ids=positions)
-    for i, layer in enumerate(cache.layer_caches):
-        got = layer.decode()[0][:, :, pad:].double()
-        wanted = expected(model, i, keys[i], positions, cache)[:, :, pad:]
-        assert ((got - wanted).abs() > 1e-2).double().mean() < 2e-3
-    assert [start.tolist() for _, start in cache.layer_caches[0].positions.runs] == [[-pad, 0]]
-
-
-def test_crop_evict_select_and_repeat(model: Any) -> None:
-    ids = prompt(2, 40)
-    cache = packedkv.cache_for(model, SPEC)
-    run(model, cache, ids)
-    before = [layer.decode()[0] for layer in cache.layer_caches]
-    layer = cache.layer_caches[0]
-    cache.crop(30)
-    assert torch.equal(layer.decode()[0], before[0][:, :, :30])
-    layer.evict(7, keep=3)
-    kept = torch.cat([before[0][:, :, :3], before[0][:, :, 10:30]], 2)
-    assert torch.equal(layer.decode()[0], kept)
-    assert layer.positions.of(0, 23)[0].tolist() == [*range(3), *range(10, 30)]
-    layer.select(torch.tensor([1, 0, 1]))
-    assert torch.equal(layer.decode()[0], kept[[1, 0, 1]])
-    layer.repeat(2)
-    assert torch.equal(layer.decode()[0], kept[[1, 1, 0, 0, 1, 1]])
-    cache.reset()
-    run(model, cache, ids)
-    assert torch.equal(layer.decode()[0], before[0])
-
-
-def test_sliding_layers_and_windows(model: Any) -> None:
-    made = biased(
-        use_sliding_window=True, sliding_window=16, max_window_layers=0, layer_types=["sliding_attention"] * 2
-    )
-    ids = prompt(1, 40)
-    cache = packedkv.cache_for(made, f"{SPEC},sink=2")
+@pytest.mark.parametrize("rope", [PLAIN, YARN, LINEAR, LLAMA3], ids=lambda rope: rope["rope_type"])
+@pytest.mark.parametrize("spec", [SPEC, "saw-int4:mean=post", "rope-pairs-4:mean=pre"])
+def test_decoded_keys_are_those_of_the_definition(rope: Any, spec: str) -> None:
+    """Keys less R_t mu from the frequencies in float64, mu from what the projections give."""
+    made = biased(rope_parameters=rope)
+    embedding = made.model.rotary_emb
+    ids, n = prompt(1, 150), 150
+    cache = packedkv.cache_for(made, spec)
     run(made, cache, ids)
-    run(made, cache, ids[:, :1])
+    own = own_keys(made, ids)[0].half().double()
+    angle = torch.arange(n).double()[:, None] * embedding.inv_freq.double()
+    cos, sin = (x * embedding.attention_scaling for x in (angle.cos(), angle.sin()))
     layer = cache.layer_caches[0]
-    assert layer.positions.of(0, len(layer))[0].tolist() == list(range(41 - len(layer), 41))
-    windowed = packedkv.cache_for(model, "kivi-4:mean=pre,window=8,sink=4", prefill="decoded")
+    assert layer.mean is not None
+    a, b = layer.mean.double()[:, :, None].chunk(2, -1)
+    removed = torch.cat([a * cos - b * sin, b * cos + a * sin], -1)
+    if "post" in spec:
+        removed = own[:, :, :128].mean(2, keepdim=True)
+    state = layer.roles["key"]
+    assert state.params is not None
+    wanted = roundtrip(state.codec, (own - removed).float(), state.params).double() + removed
+    off = (layer.decode()[0].double() - wanted).abs() > 1e-2
+    assert off.double().mean() < 2e-3
+    assert embedding.attention_scaling != 1 or rope is not YARN
+    if "pre" in spec:
+        bias = made.model.layers[0].self_attn.k_proj.bias.detach().view(1, -1, 64)
+        torch.testing.assert_close(layer.mean, bias, atol=1e-3, rtol=1e-4)
+
+
+def test_dense_tokens_keep_their_mean(model: Any) -> None:
+    ids, windowed = prompt(1, 40), packedkv.cache_for(model, "kivi-4:mean=pre,window=8,sink=4", prefill="decoded")
     run(model, windowed, ids)
     got, own = windowed.layer_caches[0].decode()[0], own_keys(model, ids)[0]
-    assert torch.equal(got[:, :, :4], own[:, :, :4].half().float())  # held dense, with their mean
+    assert torch.equal(got[:, :, :4], own[:, :, :4].half().float())
     assert torch.equal(got[:, :, 36:], own[:, :, 36:].half().float())
     assert 0 < (got[:, :, 4:36] - own[:, :, 4:36]).abs().amax() < 1
-
-
-def test_a_saved_cache_gets_the_mean_from_the_model(model: Any, tmp_path: Any) -> None:
-    cache = packedkv.cache_for(model, SPEC)
-    run(model, cache, prompt(2, 33))
-    cache.save(tmp_path / "cache")
-    again = packedkv.load_cache(tmp_path / "cache", model)
-    for one, other in zip(cache.layer_caches, again.layer_caches, strict=True):
-        assert torch.equal(one.decode()[0], other.decode()[0])
-    more = prompt(2, 3)
-    assert torch.equal(run(model, cache, more), run(model, again, more))
 
 
 @pytest.mark.parametrize("family", ["Phi", "Glm", "GPTNeoX"])
@@ -395,41 +321,6 @@ def test_where_frequencies_are_not_fixed_auto_is_post(rope: Any) -> None:
     torch.testing.assert_close(cache.layer_caches[0].mean.double(), mean, atol=1e-3, rtol=1e-5)
 
 
-YARN = {"rope_type": "yarn", "factor": 4.0, "rope_theta": 10000.0, "original_max_position_embeddings": 64}
-LINEAR = {"rope_type": "linear", "factor": 2.0, "rope_theta": 10000.0}
-LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "rope_theta": 10000.0, "low_freq_factor": 1.0}
-LLAMA3 |= {"high_freq_factor": 4.0, "original_max_position_embeddings": 64}
-
-
-@pytest.mark.parametrize("rope", [YARN, LINEAR, LLAMA3], ids=["yarn", "linear", "llama3"])
-@pytest.mark.parametrize("spec", [SPEC, "saw-int4:mean=post", "rope-pairs-4:mean=pre"])
-def test_scaled_rope(rope: Any, spec: str) -> None:
-    """Keys less R_t mu from the scaled frequencies in float64, mu from what the projections give."""
-    made = biased(rope_parameters=rope)
-    embedding = made.model.rotary_emb
-    ids, n = prompt(1, 150), 150
-    cache = packedkv.cache_for(made, spec)
-    run(made, cache, ids)
-    own = own_keys(made, ids)[0].half().double()
-    angle = torch.arange(n).double()[:, None] * embedding.inv_freq.double()
-    cos, sin = (x * embedding.attention_scaling for x in (angle.cos(), angle.sin()))
-    layer = cache.layer_caches[0]
-    assert layer.mean is not None
-    a, b = layer.mean.double()[:, :, None].chunk(2, -1)
-    removed = torch.cat([a * cos - b * sin, b * cos + a * sin], -1)
-    if "post" in spec:
-        removed = own[:, :, :128].mean(2, keepdim=True)
-    state = layer.roles["key"]
-    assert state.params is not None
-    wanted = roundtrip(state.codec, (own - removed).float(), state.params).double() + removed
-    off = (layer.decode()[0].double() - wanted).abs() > 1e-2
-    assert off.double().mean() < 2e-3
-    assert embedding.attention_scaling != 1 or rope is not YARN
-    if "pre" in spec:
-        bias = made.model.layers[0].self_attn.k_proj.bias.detach().view(1, -1, 64)
-        torch.testing.assert_close(layer.mean, bias, atol=1e-3, rtol=1e-4)
-
-
 def test_the_mean_of_the_first_tokens_is_that_of_the_projection() -> None:
     """On a model without biases: the mean of what k_proj gives, in each sequence; left padding is left out."""
     made, ids, pad = tiny_model("llama-gqa"), prompt(2, 160), 9
@@ -449,18 +340,6 @@ def test_the_mean_of_the_first_tokens_is_that_of_the_projection() -> None:
     assert layer.mean is not None
     torch.testing.assert_close(layer.mean, wanted, atol=1e-3, rtol=1e-3)
     assert cache.report()["layers"][0]["mean_from"] == "first tokens"
-
-
-def test_a_sliding_layer_takes_what_it_holds() -> None:
-    kinds = ["sliding_attention"] * 2
-    made = biased(0.0, use_sliding_window=True, sliding_window=16, max_window_layers=0, layer_types=kinds)
-    cache, ids = packedkv.cache_for(made, SPEC), prompt(1, 40)
-    run(made, cache, ids[:, :10])
-    for at in range(10, 40):
-        run(made, cache, ids[:, at : at + 1])
-        assert cache.layer_caches[0].is_fitted == (at >= 14)
-    layer = cache.layer_caches[0]
-    assert layer.positions.of(0, len(layer))[0].tolist() == list(range(40 - len(layer), 40))
 
 
 def test_a_codec_may_ask_for_it_in_every_model(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -524,22 +403,3 @@ def test_params_fitted_without_a_mean_serve_the_preset(tmp_path: Any) -> None:
     assert cache.report()["mean"] == "none"
     with pytest.raises(FormatError, match="fitted for rope-pairs-3:mean=none, not for rope-pairs-3:mean=pre"):
         packedkv.cache_for(made, "rope-pairs-3:mean=pre", params=tmp_path / "old")
-
-
-# -- positions ---------------------------------------------------------------------------------------------------------
-
-
-def test_runs_of_positions() -> None:
-    held = Positions()
-    held.append(torch.tensor([[0, 0, 0, 1], [0, 1, 2, 3]]))  # the first sequence is padded by two
-    held.append(torch.tensor([[2], [4]]))
-    assert len(held.runs) == 1
-    held.append(torch.tensor([[9, 10]]))  # a jump, the same for all
-    assert held.of(0, 7).tolist() == [[-2, -1, 0, 1, 2, 9, 10], [0, 1, 2, 3, 4, 9, 10]]
-    held.remove(1, 6)
-    assert held.of(0, len(held)).tolist() == [[-2, 10], [0, 10]]
-    held.select(torch.tensor([1]))
-    assert held.of(0, 2).tolist() == [[0, 10]]
-    with pytest.raises(UnsupportedError, match="not consecutive"):
-        held.append(torch.tensor([[11, 13]]))
-    assert len(held) == 2

@@ -19,6 +19,7 @@ from packedkv.ops.rope import Rotary
 from packedkv.scheme import mix_of
 from packedkv.store.sink_rows import sink_rows
 from packedkv.store.site import LayerSite, MeanRemoval
+from tests.fuzz.oracle import attention64, causal
 from tests.integrations.served import refusal
 
 CPU = torch.device("cpu")
@@ -194,18 +195,8 @@ def test_rows_in_16_bit_of_what_cannot_be_held_are_zeros() -> None:
 
 def plain(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, rules: Rules) -> torch.Tensor:
     """Attention of the newest queries in float64, with the window, cap and sinks of ``rules``."""
-    n, tokens = q.shape[0], k.shape[0]
-    groups = q.shape[1] // k.shape[1]
-    q, k, v = (x.double() for x in (q, k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1)))
-    scores = torch.einsum("ihd,jhd->hij", q, k) * rules.scale
-    if rules.seen.softcap:
-        scores = rules.seen.softcap * (scores / rules.seen.softcap).tanh()
-    at, seen = torch.arange(tokens - n, tokens)[:, None], torch.arange(tokens)[None]
-    hidden = (seen > at) | ((seen <= at - rules.seen.window) if rules.seen.window else torch.zeros(1, dtype=torch.bool))
-    scores = scores.masked_fill(hidden, -torch.inf)
-    if rules.sinks is not None:
-        scores = torch.cat([scores, rules.sinks.double().view(-1, 1, 1).expand(-1, n, 1)], 2)
-    return torch.einsum("hij,jhd->ihd", scores.softmax(-1)[..., :tokens], v)
+    rows, seen = (x.transpose(0, 1)[None] for x in (q, k, v)), causal(len(q), len(k), rules.seen.window)
+    return attention64(*rows, seen, scale=rules.scale, sinks=rules.sinks, softcap=rules.seen.softcap)[0].transpose(0, 1)
 
 
 RULES = {
