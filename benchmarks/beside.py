@@ -28,8 +28,9 @@ import torch
 from checkout import ROOT, environment
 
 import packedkv
-from packedkv.cache.fused import FusedLayerCache, fused_refusal
+from packedkv.cache.fused import FusedLayerCache
 from packedkv.errors import KVError
+from packedkv.kernels.choose import refusal
 from packedkv.registry import split_specs
 from packedkv_lab.bench.rivals import MOST_ERROR, Dense, library_rivals, torch_rivals
 from packedkv_lab.bench.shapes import Shape
@@ -60,7 +61,7 @@ def filled(
     generator = torch.Generator(device).manual_seed(seed)
     chunk = max(64, min(CHUNK_TOKENS, CHUNK_ELEMENTS // (batch * heads.kv * heads.dim)))
     scheme = packedkv.get(spec).for_layer(LAYER, LAYERS)
-    static = not fused_refusal(scheme, heads.dim, device, tokens)
+    static = not refusal(scheme, heads.dim, device, static=True)
     cache = FusedLayerCache(scheme, layer=LAYER, capacity=tokens if static else 0)
     last = min(tokens, most or tokens)
     for at in range(0, last, chunk):

@@ -11,11 +11,12 @@ from torch import Tensor
 
 import packedkv
 from packedkv import LayerCache, SpecError, UnsupportedError
-from packedkv.cache.fused import FusedLayerCache, fused_refusal
+from packedkv.cache.fused import FusedLayerCache
 from packedkv.cache.layer import attend
 from packedkv.codec import ROLES, roundtrip
 from packedkv.integrations.transformers import cache_for, load_cache
 from packedkv.integrations.transformers.argument import passing
+from packedkv.kernels import choose
 from packedkv.recipe import LayerChoice
 from packedkv.registry import from_json, write_recipe
 from tests.conftest import tiny_model
@@ -106,7 +107,7 @@ def test_what_cannot_be_is_refused(spec: str, text: str) -> None:
 
 def test_what_has_no_tiers_says_so() -> None:
     own, (k, v) = scheme(SPECS[0]), tokens(8)
-    assert "age tiers" in fused_refusal(own, 64, torch.device("cpu"))
+    assert "age tiers" in choose.refusal(own, 64, torch.device("cpu"))
     with pytest.raises(UnsupportedError, match=r"age tiers.* Use attention='decoded' or 'streamed'"):
         FusedLayerCache(own).append(k, v)
     with pytest.raises(UnsupportedError, match="use LayerCache or cache_for"):

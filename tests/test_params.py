@@ -15,7 +15,6 @@ from packedkv.files import container
 from packedkv.files.params import (
     KIND,
     FittedParams,
-    _layout_versions,
     match_params,
     read_params,
     same_weights,
@@ -294,7 +293,7 @@ def test_a_file_whose_content_is_not_understood_is_refused(saved, change, messag
 @pytest.mark.parametrize(("dim", "version"), [(64, 1), (96, 1), (128, 2), (256, 2), (None, 2)])
 def test_versions_are_those_of_the_model_s_head_dim(dim, version):
     """None: heads of several sizes, some of which may have bytes of the higher version."""
-    assert _layout_versions(packedkv.get("octopus-2"), dim) == {"key": 2, "value": version}
+    assert packedkv.get("octopus-2").layout_versions(dim) == {"key": 2, "value": version}
 
 
 def test_a_foreign_file_is_refused(model, tmp_path):

@@ -202,9 +202,7 @@ def get(spec: "str | KVScheme") -> KVScheme:
         raise SpecError(f"got {type(spec).__name__}; expected a spec such as 'saw-int4' or a KVScheme.")
     if spec.endswith(".json"):
         return read_recipe(spec)
-    method, base, given = _parse(spec)
-    base_options = method.presets.get(base, _suffix(method.name, base))
-    defaults = {o.name: o.default for o in method.options.values()} | dict(base_options)
+    method, base, defaults, given = _parse(spec)
     changed = {k: v for k, v in given.items() if v != defaults[k]}
     text = ",".join(f"{k}={_text(changed[k])}" for k in method.options if k in changed)
     return replace(method.scheme(defaults | given), spec=f"{base}:{text}" if text else base)
@@ -276,9 +274,8 @@ def method_of(spec: str) -> Method:
 
 def options_of(spec: str) -> dict[str, Any]:
     """Return every option of a spec with the value it has there."""
-    method, base, given = _parse(spec)
-    defaults = {o.name: o.default for o in method.options.values()}
-    return defaults | dict(method.presets.get(base, _suffix(method.name, base))) | given
+    _, _, defaults, given = _parse(spec)
+    return defaults | given
 
 
 def with_option(spec: str, name: str, value: Any) -> str:
@@ -344,22 +341,20 @@ def load_file(path: str | Path) -> list[str]:
     sys.modules[module_spec.name] = module  # dataclasses look their module up
     folder = str(path.absolute().parent)
     sys.path.append(folder)  # last: a file there hides no installed module
-    done = False
     try:
         module_spec.loader.exec_module(module)
-        done = True
-    except SyntaxError as error:
-        raise SpecError(f"codec file {path} is not Python: {error}.") from error
-    except ModuleNotFoundError as error:
-        raise SpecError(
-            f"codec file {path} imports {error.name}, which is not found; install it or put its folder on PYTHONPATH."
-        ) from error
+    except BaseException as error:
+        del sys.modules[module_spec.name]
+        if former is not None:
+            sys.modules[module_spec.name] = former
+        if isinstance(error, SyntaxError):
+            raise SpecError(f"codec file {path} is not Python: {error}.") from error
+        if isinstance(error, ModuleNotFoundError):
+            cure = "install it or put its folder on PYTHONPATH"
+            raise SpecError(f"codec file {path} imports {error.name}, which is not found; {cure}.") from error
+        raise
     finally:
         sys.path.remove(folder)
-        if not done:
-            del sys.modules[module_spec.name]
-            if former is not None:
-                sys.modules[module_spec.name] = former
     # a file that is loaded again after an edit registers known names, or imports what does
     origin = str(module_spec.origin)
     again = _LOADED.get(origin, [])
@@ -422,7 +417,8 @@ def _methods() -> dict[str, Method]:
     return _METHODS
 
 
-def _parse(spec: str) -> tuple[Method, str, dict[str, Any]]:
+def _parse(spec: str) -> tuple[Method, str, dict[str, Any], dict[str, Any]]:
+    """Return method and name of a spec, the options of the name, and those that the spec changes."""
     methods = _methods()
     base, _, tail = spec.strip().partition(":")
     by_preset = {p: m for m in methods.values() for p in m.presets}
@@ -450,7 +446,8 @@ def _parse(spec: str) -> tuple[Method, str, dict[str, Any]]:
         if key in given:
             raise SpecError(f"{spec!r}: option {key!r} is given twice; give it once.")
         given[key] = method.options[key].parse(text.strip(), spec)
-    return method, base, given
+    defaults = {o.name: o.default for o in method.options.values()}
+    return method, base, defaults | dict(method.presets.get(base, _suffix(method.name, base))), given
 
 
 def _recent(text: str) -> KVScheme | None:

@@ -107,9 +107,14 @@ class KVScheme:
         """Largest ``Codec.fit_tokens`` of the codecs whose constants are fitted; 0: there are none."""
         return max(codec.fit_tokens if "tensor" in codec.needs else 0 for codec in (self.key, self.value))
 
-    def layout_versions(self, head_dim: int) -> dict[str, Any]:
-        """``Layout.version`` of each role, one or one per layer: saved constants are valid only for these."""
-        found = {role: [own.codec(role).layout(head_dim).version for own in self.layer_schemes] for role in ROLES}
+    def layout_versions(self, head_dim: int | None) -> dict[str, Any]:
+        """``Layout.version`` of each role, one or one per layer: saved constants are valid only for these.
+
+        ``head_dim`` None: heads of several sizes; the versions are those at 128, where bytes of each codec changed.
+        """
+        found = {
+            role: [own.codec(role).layout(head_dim or 128).version for own in self.layer_schemes] for role in ROLES
+        }
         return {role: versions[0] if len(set(versions)) == 1 else versions for role, versions in found.items()}
 
     def for_layer(self, layer: int, num_layers: int) -> "KVScheme":

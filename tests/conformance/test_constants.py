@@ -4,10 +4,11 @@ import pytest
 import torch
 
 import packedkv
-from packedkv.cache.fused import FusedLayerCache, fused_refusal
+from packedkv.cache.fused import FusedLayerCache
 from packedkv.checks import check_constants
 from packedkv.codec import Codec, Params, Sample, Site
 from packedkv.errors import FitError
+from packedkv.kernels import choose
 
 from .conftest import CALIBRATED
 from .support import HEAD_DIMS, dim_of, gaussian, kv, sides, site_of, supported_dims
@@ -81,7 +82,7 @@ def test_anything_else_is_refused_and_the_text_names_the_constant(spec):
 
 def caches_of(scheme, dim: int, **options) -> list[packedkv.LayerCache]:
     """A cache of the reference, and of the CPU kernels where they serve the scheme."""
-    served = not fused_refusal(scheme, dim, torch.device("cpu"))
+    served = not choose.refusal(scheme, dim, torch.device("cpu"))
     return [packedkv.LayerCache(scheme, **options), *([FusedLayerCache(scheme, **options)] if served else [])]
 
 

@@ -7,9 +7,10 @@ import pytest
 import torch
 
 import packedkv
-from packedkv.cache.fused import FusedLayerCache, fused_refusal
+from packedkv.cache.fused import FusedLayerCache
 from packedkv.cache.layer import LayerCache
 from packedkv.files.caches import load_layers, save_layers
+from packedkv.kernels.choose import refusal
 from packedkv.ops.rope import Rotary
 from packedkv.store.site import LayerSite, MeanRemoval
 from tests.conftest import tiny_config
@@ -58,7 +59,7 @@ def alike(a: LayerCache, b: LayerCache, where: str) -> None:
 def resumes(path, spec: str, mean: str, kind: str, n: int, most: int | None = None) -> None:
     site = new_site(spec, mean, most)
     dim = dim_of(site.scheme)
-    if kind != "reference" and fused_refusal(site.scheme, dim, torch.device("cpu"), 2048 if kind == "static" else 0):
+    if kind != "reference" and refusal(site.scheme, dim, torch.device("cpu"), static=kind == "static"):
         return
     where = f"{spec}, mean={mean}, {kind}, {n} tokens, most={most}"
     cache = KINDS[kind](site)

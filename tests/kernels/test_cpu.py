@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 import packedkv
-from packedkv.cache.fused import FusedLayerCache, fused_refusal
+from packedkv.cache.fused import FusedLayerCache
 from packedkv.cache.layer import LayerCache, attend
 from packedkv.codec import ROLES, Codec, Role, Sample, Site
 from packedkv.codecs.ghost import ALLOWED, Ghost
@@ -24,6 +24,7 @@ from packedkv.codecs.turboquant import TurboQuant, TurboQuantQJL
 from packedkv.codecs.ultra_tq import UltraTQ
 from packedkv.codecs.ultraquant import UltraQuant
 from packedkv.errors import ShapeError, UnsupportedError
+from packedkv.kernels.choose import refusal
 from packedkv.kernels.constants import constants_for
 from packedkv.kernels.cpu import compile as sources
 from packedkv.kernels.cpu import layer as cpu_layer
@@ -41,7 +42,7 @@ from tests.kernels.decode_cases import two_dims_in_turn
 from tests.kernels.klt import Klt
 
 CPU = torch.device("cpu")
-SERVED = [spec for spec in packedkv.presets() if not fused_refusal(packedkv.get(spec).for_layer(8, 24), 128, CPU)]
+SERVED = [spec for spec in packedkv.presets() if not refusal(packedkv.get(spec).for_layer(8, 24), 128, CPU)]
 OTHERS = [
     SawInt4(zero="float"), *(TurboQuant(bits, "fp32") for bits in (1, 5, 6)), *(TurboQuantQJL(bits) for bits in (2, 4)),
     *(GroupInt(bits, 32, along, symmetric) for bits in BITS for along in ("channels", "tokens")
@@ -387,14 +388,12 @@ def test_a_library_of_other_sources_is_not_loaded(monkeypatch: pytest.MonkeyPatc
 
 
 def test_a_static_cache_is_refused() -> None:
-    assert "leave max_len out" in fused_refusal(packedkv.get("int-4"), 64, CPU, capacity=64)
+    assert "leave max_len out" in refusal(packedkv.get("int-4"), 64, CPU, static=True)
 
 
 def test_head_dims() -> None:
-    assert fused_refusal(packedkv.get("int-4"), 72, CPU).startswith(
-        "the CPU kernels take a head_dim of 16, 32, ... 512"
-    )
-    assert fused_refusal(packedkv.get("int-4"), 528, CPU)
+    assert refusal(packedkv.get("int-4"), 72, CPU).startswith("the CPU kernels take a head_dim of 16, 32, ... 512")
+    assert refusal(packedkv.get("int-4"), 528, CPU)
 
 
 def test_nothing_is_compiled_twice(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -122,7 +122,7 @@ def turn(
 def contents(cache: Any) -> list[Any]:
     held = []
     for layer in cache.packed_layers:
-        held += [len(layer.cache), layer.get_seq_length(), layer.cache.nbytes(), layer.cache.seq_lens.tolist()]
+        held += [len(layer.cache), layer.get_seq_length(), layer.cache.nbytes(), [*layer.cache.roles["key"].runs]]
         held += [x.clone() for x in layer.cache.decode()]
     return held
 

@@ -6,10 +6,11 @@ import pytest
 import torch
 
 import packedkv
-from packedkv.cache.fused import FusedLayerCache, fused_refusal
+from packedkv.cache.fused import FusedLayerCache
 from packedkv.cache.layer import attend
 from packedkv.codec import ROLES
 from packedkv.description import kernels_for
+from packedkv.kernels.choose import refusal
 from tests.kernels.test_fused import PROMPT, Reference, scheme
 
 GPU = torch.device("cuda")
@@ -77,5 +78,5 @@ REFUSED = {
 
 def test_what_is_refused_says_why(machine: dict[str, Any]) -> None:
     for (spec, dim), why in REFUSED.items():
-        found = fused_refusal(packedkv.get(spec), dim, GPU)
+        found = refusal(packedkv.get(spec), dim, GPU)
         assert why in found if why else not found, spec

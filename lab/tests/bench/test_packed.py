@@ -69,7 +69,7 @@ def test_bits_and_bytes_are_those_held():
 
 
 def test_a_preset_that_no_kernel_reads_is_refused_before_anything_is_encoded(monkeypatch):
-    monkeypatch.setattr("packedkv_lab.bench.packed.fused_refusal", lambda *_: "nobody reads this")
+    monkeypatch.setattr("packedkv_lab.bench.packed.refusal", lambda *_: "nobody reads this")
     monkeypatch.setattr("packedkv_lab.bench.packed.Packed", lambda *_: pytest.fail("made"))
     with pytest.raises(UnsupportedError, match="nobody reads this"):
         packed_operator("int-4", ODD, CPU)

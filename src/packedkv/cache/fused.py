@@ -27,7 +27,7 @@ from packedkv.cache.layer import LayerCache, State
 from packedkv.checks import check_shapes, check_tensors
 from packedkv.codec import ROLES, Params, Role
 from packedkv.errors import ShapeError, UnsupportedError
-from packedkv.kernels.choose import Kernels, refusal
+from packedkv.kernels.choose import Kernels
 from packedkv.kernels.engine import Engine, FirstTokens
 from packedkv.kernels.mean import Turned
 from packedkv.kernels.tokens import ChunkTokens, Rules, StepTokens
@@ -43,13 +43,6 @@ ONE_RUN = (
     "fused attention reads one run of packed tokens; evict(keep > 0) leaves two, unless it keeps the scheme's sink. "
     "Use attention='streamed'."
 )
-
-
-class _Ready(NamedTuple):
-    """Constants that follow from a layer's site alone; its caches share them, and none writes them."""
-
-    roles: Mapping[Role, RoleSite]
-    engine: Engine
 
 
 class Leaving(NamedTuple):
@@ -166,11 +159,6 @@ class FusedLayerCache(LayerCache):
         """Live tokens of a static cache, on the device: a copy, which later steps do not change."""
         assert self.lengths is not None
         return self.lengths.tokens[0].clone()
-
-    @property
-    def seq_lens(self) -> Tensor | None:
-        """Slots written per sequence, int32 ``[B]`` on the device; None until the first append."""
-        return None if self.store is None else self._device_lengths()[0]
 
     @property
     def holds_dense(self) -> bool:
@@ -381,7 +369,7 @@ class FusedLayerCache(LayerCache):
         where = chosen.name, site.layer, site.seed, site.first_head, heads
         find = partial(site.roles, heads, (head_dim, head_dim), keys.dtype, keys.device)
 
-        def build() -> _Ready:
+        def build() -> tuple[Mapping[Role, RoleSite], Engine]:
             # without those of a file, and before a fit, they are the same in all caches
             roles = find() if site.fitted else SHARED.get(("roles", *where), keys.device, find, _constants_of)
             engine = chosen.engine.fresh()
@@ -389,18 +377,20 @@ class FusedLayerCache(LayerCache):
                 engine.hold_without(mean.given.to(keys.device), mean.turning)
             if all(role.params is not None for role in roles.values()) and (mean is None or mean.given is not None):
                 engine.prepare(roles)
-            return _Ready(roles, engine)
+            return roles, engine
 
-        if site.is_drawn and (mean is None or mean.given is not None):  # the same in all caches
-            ready = SHARED.get((*where, None if mean is None else mean.name), keys.device, build, _tensors)
+        if site.is_drawn and (mean is None or mean.given is not None):  # the same in all caches, and never written to
+            key = *where, None if mean is None else mean.name
+            roles, self.engine = SHARED.get(
+                key, keys.device, build, lambda ready: [*_constants_of(ready[0]), *ready[1].tensors()]
+            )
         else:
-            ready = build()
-        self.engine = ready.engine
+            roles, self.engine = build()
         # pages of a growing cache come with the tokens that leave, which may have to wait
         store = PageStore(chosen.layout, keys.shape[0], heads, keys.device, self.reserve)
-        self._hold(keys, empty_roles(ready.roles, keys), store)
+        self._hold(keys, empty_roles(roles, keys), store)
         if self.static:
-            self._start_static(store, ready.engine)
+            self._start_static(store, self.engine)
 
     def _start_static(self, store: PageStore, engine: Engine) -> None:
         """Allocate what a static cache has on the device."""
@@ -942,22 +932,8 @@ class FusedLayerCache(LayerCache):
             yield from ((f"{role}.window", buffer) for role, buffer in self.lengths.buffers.items())
 
 
-def fused_refusal(
-    scheme: KVScheme, head_dim: int, device: torch.device, capacity: int = 0, page_tokens: int | None = None
-) -> str:
-    """Return why the fused kernels cannot serve this scheme here without ``params``, or ``""`` if they can.
-
-    ``capacity`` and ``page_tokens`` as in ``FusedLayerCache``.
-    """
-    return refusal(scheme, head_dim, device, page_tokens, static=capacity > 0)
-
-
 def _constants_of(roles: Mapping[Role, RoleSite]) -> list[Tensor]:
     return [x for role in roles.values() for x in (role.params or {}).values()]
-
-
-def _tensors(ready: _Ready) -> list[Tensor]:
-    return [*_constants_of(ready.roles), *ready.engine.tensors()]
 
 
 def _number(number: int, batch: int, device: torch.device) -> Tensor:

@@ -8,7 +8,6 @@ import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -70,21 +69,18 @@ class ModelIdentity:
 
 def same_weights(model: torch.nn.Module, weights: Mapping[str, tuple[int, float, float]]) -> bool:
     """Return whether a model has the weights of a ``ModelIdentity``, up to the rounding of a 16-bit load."""
-    found = figures(model, weights)
-    elsewhere = {name for name, p in model.named_parameters() if p.is_meta}  # offloaded: not accessible here
+    parameters = dict(model.named_parameters())
+    # offloaded parameters (meta) are not accessible here
     return all(
-        name in found and _same(found[name], weight) for name, weight in weights.items() if name not in elsewhere
+        name in parameters and (parameters[name].is_meta or same_figures(parameters[name], weight))
+        for name, weight in weights.items()
     )
 
 
 def same_figures(tensor: Tensor, weight: tuple[int, float, float]) -> bool:
     """Whether a tensor is that parameter of a ``ModelIdentity``, up to the rounding of a 16-bit load."""
-    return _same(_figures(tensor), weight)
-
-
-def _same(a: tuple[int, float, float], b: tuple[int, float, float]) -> bool:
-    allowed = TOLERANCE * b[1] / max(a[0], 1) ** 0.5
-    return a[0] == b[0] and all(abs(p - q) <= allowed for p, q in zip(a[1:], b[1:], strict=True))
+    found, allowed = _figures(tensor), TOLERANCE * weight[1] / max(weight[0], 1) ** 0.5
+    return found[0] == weight[0] and all(abs(p - q) <= allowed for p, q in zip(found[1:], weight[1:], strict=True))
 
 
 def figures(model: torch.nn.Module, names: Iterable[str]) -> dict[str, tuple[int, float, float]]:
@@ -183,7 +179,7 @@ class FittedParams(Mapping[int, Mapping[Role, Params]]):
         tensors: dict[str, Tensor] = {}
         header = {
             "scheme": self.scheme.to_json(),
-            "layout_versions": _layout_versions(self.scheme, self.model.head_dim),
+            "layout_versions": self.scheme.layout_versions(self.model.head_dim),
             "model": asdict(self.model),
             "seed": self.seed,
             "seeded": self.seeded,
@@ -202,32 +198,21 @@ class FittedParams(Mapping[int, Mapping[Role, Params]]):
         return replace(self, file=path.name, sha256=write(path, KIND, json.loads(json.dumps(header)), tensors))
 
 
-def _layout_versions(scheme: KVScheme, head_dim: int | None) -> dict[str, Any]:
-    """``Layout.version`` of each role; heads of several sizes: at 128, the size that every change of bytes was for."""
-    return scheme.layout_versions(head_dim or 128)
-
-
 def read_params(path: str | Path) -> FittedParams:
     """Read a params file without checking it against a model; errors as in ``container.read``."""
     path = Path(path)
     header, tensors = read(path, KIND)
     try:
         model, text, cpu = header["model"], header["text"], torch.device("cpu")
+        weights = {name: (int(n), float(a), float(b)) for name, (n, a, b) in model["weights"].items()}
         scheme = from_json(header["scheme"])
         saved = header.get("layout_versions", dict.fromkeys(ROLES, 1))
-        here = _layout_versions(scheme, model["head_dim"])
+        here = scheme.layout_versions(model["head_dim"])
         if saved != here:  # a codebook is valid only for the code layout that it was fitted with
             raise FormatError(f"its constants belong to bytes of versions {saved}, here are {here}")
         return FittedParams(
             scheme=scheme,
-            model=ModelIdentity(
-                model["name"],
-                model["type"],
-                tuple(model["layers"]),
-                model["kv_heads"],
-                model["head_dim"],
-                {name: (int(n), float(a), float(b)) for name, (n, a, b) in model["weights"].items()},
-            ),
+            model=ModelIdentity(**model | {"layers": tuple(model["layers"]), "weights": weights}),
             layers={
                 int(layer): {role: load_tensors(roles[role], tensors, cpu) for role in ROLES if role in roles}
                 for layer, roles in header["layers"].items()
@@ -254,14 +239,13 @@ def sites_to_fit(scheme: KVScheme, layers: Sequence[int]) -> list[tuple[int, Rol
 
     The keys' mean is such a constant; ``mean=auto`` must be decided.
     """
-    schemes = [scheme.for_layer(i, len(layers)) for i in range(len(layers))]
-    every = [(layer, role, s) for layer, s in zip(layers, schemes, strict=True) for role in ROLES]
-    return [(layer, role, s.codec(role)) for layer, role, s in every if _from_data(s, role)]
-
-
-def _from_data(scheme: KVScheme, role: Role) -> bool:
-    codec = scheme.codec(role)
-    return bool(codec.needs) or (role == "key" and scheme.mean in ("pre", "post"))
+    found: list[tuple[int, Role, Codec]] = []
+    for i, layer in enumerate(layers):
+        own = scheme.for_layer(i, len(layers))
+        for role in ROLES:
+            if own.codec(role).needs or (role == "key" and own.mean in ("pre", "post")):
+                found.append((layer, role, own.codec(role)))
+    return found
 
 
 def check_given(name: str, layers: Sequence[int], given: LayerParams) -> None:

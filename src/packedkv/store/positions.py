@@ -226,16 +226,9 @@ class SlotPositions:
         self._parts: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}  # of these angles
         self._back: tuple[Rotary, int, tuple[Tensor, Tensor]] | None = None
 
-    def __getstate__(self) -> dict[str, Any]:
-        """What a copy or a pickle holds: not what is computed of it."""
-        return {"origin": self.origin, "broken": self.broken, **self._flags()}
-
-    def _flags(self) -> dict[str, Any]:
-        return {"padded": self.padded, "cropped": self.is_cropped, "freed": self.freed}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        """Restore ``__getstate__``."""
-        SlotPositions.__init__(self, **state)
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Copy and pickle the constructor's arguments, without what was computed from them."""
+        return SlotPositions, (self.origin, self.broken, self.padded, self.is_cropped, self.freed)
 
     @classmethod
     def starting(cls, positions: Tensor, batch: int, sink: int) -> "SlotPositions":
@@ -323,4 +316,6 @@ class SlotPositions:
 
     def select(self, indices: Tensor) -> "SlotPositions":
         """These sequences of the batch, in this order."""
-        return SlotPositions(self.origin.index_select(0, indices), self.broken, **self._flags())
+        return SlotPositions(
+            self.origin.index_select(0, indices), self.broken, self.padded, self.is_cropped, self.freed
+        )

@@ -23,9 +23,10 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from packedkv.attention import rounded_queries
-from packedkv.cache.fused import FusedLayerCache, fused_refusal
+from packedkv.cache.fused import FusedLayerCache
 from packedkv.codec import ROLES, Params, Role, Sample, Site
 from packedkv.errors import UnsupportedError
+from packedkv.kernels.choose import refusal
 from packedkv.ops.rope import Rotary
 from packedkv.registry import get
 from packedkv.scheme import KVScheme
@@ -256,6 +257,6 @@ def _attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 @torch.no_grad()
 def packed_operator(spec: str, shape: Shape, device: torch.device, seed: int = 0) -> Packed:
     """Return a filled cache whose ``attend`` is what the benches time; ``UnsupportedError`` without a kernel here."""
-    if reason := fused_refusal(scheme_of(spec), shape.head_dim, device):
+    if reason := refusal(scheme_of(spec), shape.head_dim, device):
         raise UnsupportedError(reason)
     return Packed(spec, shape, device, seed)
