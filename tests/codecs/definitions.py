@@ -20,12 +20,16 @@ def sylvester(order: int) -> Tensor:
     )
 
 
+def hadamard(dim: int, order: int | None = None) -> Tensor:
+    """Orthonormal blocks of ``order`` along the diagonal, float64; None: of the largest power of two in ``dim``."""
+    order = order or dim & -dim
+    return torch.block_diag(*[sylvester(order) / order**0.5] * (dim // order))
+
+
 def rotated_unit(x: Tensor, signs: Tensor) -> Tensor:
     """u of ``x [..., D]``: divided by its length, signs flipped, Hadamard in blocks of the power of two in D."""
-    dim = x.shape[-1]
-    block = dim & -dim
-    matrix = torch.block_diag(*[sylvester(block) / block**0.5] * (dim // block))
-    return (x.double() / x.double().norm(dim=-1, keepdim=True).clamp_min(1e-300) * signs.double()) @ matrix
+    unit = x.double() / x.double().norm(dim=-1, keepdim=True).clamp_min(1e-300)
+    return unit * signs.double() @ hadamard(x.shape[-1])
 
 
 def nearest(x: Tensor, levels: Tensor) -> tuple[Tensor, Tensor]:

@@ -50,10 +50,3 @@ def score_errors(codec: Codec, heads: int) -> tuple[float, float]:
     true = q @ k.transpose(2, 3)
     error = q @ roundtrip(codec, k, fitted(codec, heads=heads)).transpose(2, 3) - true
     return float(error.abs().mean()), float((error * true).sum() / true.square().sum())
-
-
-def loud_channel_cost(codec: Codec, x: Tensor) -> float:
-    """Relative MSE of ``x`` with channel 17 thirty times as large, over that of ``x``."""
-    params, loud = fitted(codec), x.clone()
-    loud[..., 17] *= 30
-    return relative_mse(loud, roundtrip(codec, loud, params)) / relative_mse(x, roundtrip(codec, x, params))

@@ -12,7 +12,7 @@ from packedkv.codecs.e8 import E8, points
 from packedkv.codecs.turboquant import TurboQuant
 from tests.codecs.draws import fitted, normal, relative_mse
 
-from .definitions import MARGIN, by_definition, key_batches, sylvester
+from .definitions import MARGIN, by_definition, hadamard, key_batches
 
 
 def error(codec, x):
@@ -64,10 +64,7 @@ def test_what_the_two_bytes_mean():
 @by_definition
 @given(x=key_batches(tokens=3))
 def test_codes_are_the_nearest_of_all_points(x):
-    dim = x.shape[-1]
-    block = dim & -dim
-    matrix = np.kron(np.eye(dim // block), sylvester(block).numpy() / block**0.5)
-    codec = E8()
+    matrix, codec = hadamard(x.shape[-1]).numpy(), E8()
     payload = codec.encode(codec.to_code(x, {}), {})
     for row, codes, scale in zip(x[0, 0].double().numpy(), payload["codes"][0, 0], payload["scale"][0, 0], strict=True):
         y = row @ matrix

@@ -69,16 +69,3 @@ def test_without_a_scale_everything_above_448_saturates(value):
     codec = Fp8(scaled=False)
     y = codec.decode(codec.encode(row(value, 1.0), {}), {}).flatten()
     assert y.tolist() == [448.0 if value > 0 else -448.0, 1.0]
-
-
-@pytest.mark.parametrize("biggest", [0.0, 2.0**-24, 1e-6, 1e-3, 1.0, 447.9, 448.1, 1e4, 65504.0])
-def test_the_scale_is_finite_and_never_zero_and_the_largest_element_survives(biggest):
-    x = row(biggest, -biggest, biggest / 2, 0.0).half().float()
-    codec = Fp8()
-    payload = codec.encode(x, {})
-    assert payload["scale"].isfinite().all()
-    assert (payload["scale"] > 0).all()
-    y = codec.decode(payload, {})
-    assert y.half().isfinite().all()
-    # half an E4M3 step, and what the scale loses where fp16 is subnormal
-    assert ((y - x).abs() <= x.abs() * 2**-4 + 448 * 2.0**-25).all()

@@ -94,23 +94,6 @@ def test_other_kinds_cost_hardly_less(total, seed):
     assert sorted(places.tolist()) == list(range(dim))
 
 
-@pytest.mark.parametrize("total", range(4, 11))
-def test_places_of_pairs(total):
-    """Short pairs end the row; the others take the quarters in turn, by falling unevenness."""
-    dim = 64
-    widths, places = share_bits((10.0 ** normal(3, dim)).double().sort(-1, descending=True).values, total)
-    for row, channels in zip(widths.tolist(), places.tolist(), strict=True):
-        pairs = list(zip(row[::2], row[1::2], strict=True))
-        assert pairs[-PARTS:] == [short_kind(total)] * PARTS
-        turns = [quarter * (dim // 8) + k for k in range(dim // 8) for quarter in range(4)]
-        turns = [p for p in turns if p < dim // 2 - PARTS]
-        uneven_ones = [pairs[p][0] - pairs[p][1] for p in turns]
-        assert uneven_ones == sorted(uneven_ones, reverse=True)
-        louder = [channels[2 * p] for p in turns]
-        assert louder == sorted(louder)
-        assert all(channels[2 * p] + channels[2 * p + 1] == dim - 1 for p in range(dim // 2))
-
-
 # -- constants ---------------------------------------------------------------------------------------------------------
 
 
@@ -153,7 +136,9 @@ def constants_by_hand(mean, variance, asked, bits):
     return places, widths, [variance[c] ** -0.5 for c in places], [mean[c] * variance[c] ** -0.5 for c in places]
 
 
-@pytest.mark.parametrize(("role", "dim", "bits"), [("key", 64, 3), ("key", 128, 2.5), ("value", 64, 4)])
+@pytest.mark.parametrize(
+    ("role", "dim", "bits"), [*(("key", 64, b) for b in (2, 3, 3.5, 4, 4.5, 5)), ("key", 128, 2.5), ("value", 64, 4)]
+)
 def test_constants_of_a_text_weigh_keys_by_the_queries_of_their_group(role, dim, bits):
     sample, queries = uneven(2, 50, dim, batch=2, seed=1), uneven(6, 50, dim, batch=2, seed=2)
     if role == "value":

@@ -6,12 +6,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import packedkv
-from packedkv.codec import Codec
 from packedkv.codecs.group_int import GroupInt, interleave
 from packedkv.codecs.outliers import Med
-from packedkv.codecs.saw_int4 import SawInt4
 from packedkv.ops.bitpack import unpack
-from tests.codecs.cuda_refusal import cuda_refusal
 from tests.codecs.draws import normal_fp16
 
 HEAD_DIMS = (64, 80, 96, 128, 192, 256)
@@ -44,45 +41,6 @@ def relative_mse(codec: GroupInt, x: torch.Tensor) -> float:
 def test_relative_mse_on_gaussian_tokens(bits, group, symmetric, expected):
     x = normal_fp16(1, 1, 2048, 128)
     assert relative_mse(GroupInt(bits, group, "channels", symmetric), x) == pytest.approx(expected, rel=0.015)
-
-
-@pytest.mark.parametrize("value", [0.0, 3.140625, -65504.0, 65504.0, 2.0**-24])
-@pytest.mark.parametrize("along", ["channels", "tokens"])
-def test_a_constant_group_comes_back_exactly(along, value):
-    x = torch.full((1, 1, 32, 64), value)
-    assert torch.equal(there_and_back(GroupInt(2, 32, along), x), x)
-
-
-@pytest.mark.parametrize("symmetric", [False, True], ids=["asymmetric", "symmetric"])
-@pytest.mark.parametrize("bits", [2, 3, 4, 8])
-def test_the_whole_fp16_range_in_one_group_stays_within_fp16(bits, symmetric):
-    # max - min = 131008 is no fp16 number, and 65504 / 3 rounded up would decode to 65520, infinity in fp16
-    x = normal_fp16(1, 1, 64, 128).sign() * 65504
-    y = there_and_back(GroupInt(bits, 32, symmetric=symmetric), x)
-    assert y.half().isfinite().all()
-    assert (y - x).abs().max() <= 65504 * 2**-9
-
-
-@pytest.mark.parametrize("magnitude", [1e-7, 1e-6, 1e-5, 1e-4])
-@pytest.mark.parametrize("bits", [2, 4, 8])
-def test_steps_that_fp16_cannot_hold_lose_at_most_what_fp16_loses(bits, magnitude):
-    x = (normal_fp16(1, 1, 64, 128) * magnitude).half().float()
-    payload = GroupInt(bits, 32).encode(x, {})
-    assert (payload["scale"] > 0).all()
-    error = (GroupInt(bits, 32).decode(payload, {}) - x).abs().max()
-    assert error <= payload["scale"].max() / 2 + 2**bits * 2.0**-25
-
-
-def test_a_short_last_group_has_a_scale_of_its_own():
-    # 80 channels in groups of 32: the last 16 are tiny and must not share the step of their neighbours
-    x = normal_fp16(1, 1, 8, 80)
-    x[..., :64] *= 100
-    x[..., 64:] *= 0.01
-    last = x[..., 64:]
-    step = (last.amax(-1) - last.amin(-1)) / 15
-    error = (there_and_back(GroupInt(4, 32), x)[..., 64:] - last).abs().amax(-1)
-    assert (error <= step * 0.51).all()
-    assert GroupInt(4, 32).layout(80).field("scale").shape == (3,)
 
 
 @pytest.mark.parametrize("symmetric", [False, True], ids=["asymmetric", "symmetric"])
@@ -190,67 +148,3 @@ def test_outliers_of_the_recipe_are_med_around_the_integers():
     assert packedkv.get("int-4").key == GroupInt(4, 0)
     options = {o["name"]: o["choices"] for o in packedkv.describe("int-4")["options"]}
     assert options["outliers"] == ["off", 3, 4, 5]
-
-
-@pytest.mark.parametrize(("spec", "expected"), [("int-4:symmetric=true", 0.0135), ("int-4", 0.0098)])
-def test_a_long_chunk_costs_the_others_nothing_with_med3(spec, expected):
-    x = normal_fp16(1, 2, 512, 128)
-    x[..., 20:24] *= 100
-    x = x.half().float()
-    bulk = torch.ones(128, dtype=torch.bool)
-    bulk[20:24] = False
-
-    def error(spec: str) -> float:
-        y = packedkv.compress(spec, x, x).decode()[0]
-        return float((y - x)[..., bulk].square().sum() / x[..., bulk].square().sum())
-
-    assert error(spec) > 0.99
-    more = "," if ":" in spec else ":"
-    assert error(f"{spec}{more}outliers=3,slots=1") == pytest.approx(expected, rel=0.03)
-    packed = packedkv.compress(f"{spec}{more}outliers=3,slots=1", x, x)
-    assert packed.effective_bits == packedkv.get(spec).effective_bits(128) + 0.25 + 0.5
-    assert torch.equal(packed.decode()[0][..., ~bulk], x[..., ~bulk])
-
-
-@pytest.mark.parametrize(
-    ("spec", "decode", "encode"),
-    [
-        ("int-4", "cuda", "cuda"),
-        ("int-2", "cuda", "cuda"),
-        ("int-3", "cuda", "cuda"),
-        ("int-8", "cuda", "cuda"),
-        ("int-4:symmetric=true", "cuda", "cuda"),
-        ("int-4:group=32", "cuda", "cuda"),
-        ("int-4:group=16", "none", "none"),
-        ("int-4:outliers=3", "cuda", "none"),
-        ("int-4:group=32,outliers=3", "none", "none"),
-        ("kivi-4", "cuda", "cuda"),
-        ("q4_0", "none", "none"),
-    ],
-)
-def test_which_kernels_read_which_configuration(spec, decode, encode):
-    assert packedkv.describe(spec)["kernels"] == {"encode": encode, "decode": decode}
-    refused = cuda_refusal(packedkv.get(spec), 128)
-    assert bool(refused) == (decode == "none")
-    if decode == "none":
-        assert refused.startswith(
-            (
-                "the kernels read outliers beside",
-                "in groups the kernels read asymmetric integers",
-                "no CUDA kernel reads",
-            )
-        )
-
-
-def test_keys_and_values_of_two_kernels_go_to_cuda():
-    mixed = packedkv.KVScheme(key=SawInt4(), value=GroupInt(4, 0))
-    assert not cuda_refusal(mixed, 128)
-    assert packedkv.description.kernels_for(mixed) == {"encode": "cuda", "decode": "cuda"}
-
-
-def test_a_codec_of_another_package_is_not_taken_for_ours():
-    class Stranger(Codec):
-        layout = encode = decode = GroupInt.layout
-
-    scheme = packedkv.KVScheme(key=Stranger(), value=Stranger())
-    assert cuda_refusal(scheme, 128, page_tokens=64) == f"no CUDA kernel reads {Stranger()}"

@@ -9,9 +9,6 @@ from packedkv.cache.layer import LayerCache
 from packedkv.codec import Site
 from packedkv.codecs.group_int import GroupInt
 from packedkv.codecs.turboquant import TurboQuant, coordinate_centroids
-from packedkv.errors import FormatError
-from packedkv.files.caches import load_layers, save_layers
-from packedkv.scheme import page_layout
 from tests.codecs.draws import normal
 
 
@@ -74,38 +71,6 @@ def test_an_outlier_channel_of_the_keys_costs_its_neighbours_nothing_along_token
     assert along_tokens == pytest.approx(0.1544, rel=0.03)  # as if there were no outlier
     assert error(GroupInt(2, 0, "channels")) > 5 * along_tokens
     assert error(GroupInt(2, 32, "channels")) > 2 * along_tokens
-
-
-@pytest.mark.parametrize(("bits", "expected"), [(2, 0.1544), (4, 0.00612)])
-def test_relative_mse_on_gaussian_keys_and_values(bits, expected):
-    k, v = normal(2, 1, 2, 1024, 128)
-    keys, values = packedkv.fake_quant(f"kivi-{bits}", k, v)
-    for x, y in ((k, keys), (v, values)):
-        assert float((y - x).square().sum() / x.square().sum()) == pytest.approx(expected, rel=0.015)
-
-
-@pytest.mark.parametrize(("head_dim", "interleaved"), [(64, False), (96, False), (128, True), (256, True)])
-def test_a_cache_saved_before_values_were_interleaved_is_refused_where_they_are_now(tmp_path, head_dim, interleaved):
-    cache = LayerCache(packedkv.get("kivi-2"))
-    cache.append(*normal(2, 1, 2, 200, head_dim).half())
-    with pytest.MonkeyPatch.context() as before:
-        before.setattr(GroupInt, "interleaves", lambda codec, dim: False)
-        page_layout.cache_clear()
-        old = LayerCache(packedkv.get("kivi-2"))
-        old.append(*normal(2, 1, 2, 200, head_dim).half())
-        keys, values = old.decode()
-        save_layers(tmp_path / "old", [old], {})
-    page_layout.cache_clear()
-    assert all(torch.equal(a, b) for a, b in zip(cache.decode(), (keys, values), strict=True)), "the same values"
-    save_layers(tmp_path / "new", [cache], {})
-    assert torch.equal(load_layers(tmp_path / "new")[0][0].decode()[1], values)
-    if interleaved:
-        with pytest.raises(
-            FormatError, match=r"the bytes of GroupInt have version 1, this packedkv has 2; load it with"
-        ):
-            load_layers(tmp_path / "old")
-    else:
-        assert torch.equal(load_layers(tmp_path / "old")[0][0].decode()[1], values)
 
 
 # -- groups of 64 and 128, TurboQuant values ---------------------------------------------------------------------------

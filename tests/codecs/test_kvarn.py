@@ -14,7 +14,7 @@ from packedkv.codecs.kvarn import KVarN
 from packedkv.ops.bitpack import unpack
 from tests.codecs.draws import normal
 
-from .definitions import MARGIN, by_definition, key_batches, sylvester
+from .definitions import MARGIN, by_definition, hadamard, key_batches
 
 SIDES = ("tokens", "channels")
 
@@ -60,12 +60,6 @@ def tile_of(codec: KVarN, y: torch.Tensor) -> np.ndarray:
     return tile.T if codec.along == "tokens" else tile
 
 
-def rotated(x: torch.Tensor) -> torch.Tensor:
-    dim = x.shape[-1]
-    block = dim & -dim
-    return x.double() @ torch.block_diag(*[sylvester(block) / block**0.5] * (dim // block))
-
-
 @by_definition
 @given(
     x=key_batches(tokens=16),
@@ -76,7 +70,9 @@ def rotated(x: torch.Tensor) -> torch.Tensor:
 def test_bytes_are_those_of_the_definition(x, along, bits, rounds):
     codec = KVarN(bits, along, 16, rounds)
     y = codec.to_code(x, {})
-    torch.testing.assert_close(y.double(), rotated(x), rtol=1e-6, atol=1e-6 * float(x.abs().max()))
+    torch.testing.assert_close(
+        y.double(), x.double() @ hadamard(x.shape[-1]), rtol=1e-6, atol=1e-6 * float(x.abs().max())
+    )
     tile, payload = tile_of(codec, y), codec.encode(y, {})
     columns, _ = balanced(tile, rounds)
     held = payload["balance"][0, 0, 0].double().numpy()
@@ -131,7 +127,9 @@ def test_balanced_tiles_have_equal_variances(along):
 def test_balancing_pays_where_columns_differ_in_length(along):
     scales = torch.exp(normal(128, seed=3))
     x = 3 * normal(1, 1, 128, 128) * (scales[:, None] if along == "tokens" else scales)
-    assert error(KVarN(3, along), rotated(x).float()) < 1.6 * error(KVarN(3, along), 3 * normal(1, 1, 128, 128))
+    assert error(KVarN(3, along), (x.double() @ hadamard(128)).float()) < 1.6 * error(
+        KVarN(3, along), 3 * normal(1, 1, 128, 128)
+    )
 
     def in_place(rounds):
         codec = KVarN(3, along, rounds=rounds)

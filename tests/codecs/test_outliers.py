@@ -5,12 +5,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import packedkv
 from packedkv.codec import NO_SAMPLE, Sample, Site, roundtrip
 from packedkv.codecs.fp8 import Fp8
 from packedkv.codecs.group_int import GroupInt
 from packedkv.codecs.hqmq import Hqmq
-from packedkv.codecs.innerq import InnerQ
 from packedkv.codecs.outliers import Med
 from packedkv.codecs.saw_int4 import SawInt4
 from packedkv.codecs.wrapper import inside
@@ -61,6 +59,7 @@ def with_a_long_chunk(heads=16, tokens=64):
         (Hqmq(24, 6), 0.34, 0.0362),
         (Hqmq(192, 6), 0.31, 0.0093),
         (GroupInt(4, 0, symmetric=True), 1.0, 0.0135),
+        (GroupInt(4, 0), 18.0, 0.0098),  # no level is zero
     ],
     ids=str,
 )
@@ -75,18 +74,6 @@ def test_the_bulk_is_as_good_as_without_outliers(inner, without, with_it):
     wanted = relative_mse(plain[..., bulk], free[..., bulk])
     assert relative_mse(x[..., bulk], kept[..., bulk]) == pytest.approx(wanted, rel=0.02)
     assert torch.equal(kept[..., ~bulk], x[..., ~bulk]), "held as they are"
-
-
-def test_a_rotating_codec_gets_the_rest_in_its_own_basis():
-    """Outliers are split off before the rotation, so they come back as they are and do not smear over the head."""
-    _, x, bulk = with_a_long_chunk(2)
-    med, plain = Med(SawInt4(), 3, 1), SawInt4()
-    params = fitted(med, x)
-    y = roundtrip(med, x, params)
-    assert torch.equal(y[..., ~bulk], x[..., ~bulk])
-    assert relative_mse(x[..., bulk], y[..., bulk]) < 0.015
-    assert relative_mse(x[..., bulk], roundtrip(plain, x, {})[..., bulk]) > 1
-    assert torch.equal(med.query_to_code(x, params), x)
 
 
 def test_zeros_stretch_the_range_of_a_one_sided_token():
@@ -238,11 +225,3 @@ def test_the_inner_codec_is_fitted_calibrated_and_settled_on_the_rest():
     settled = codec.settle([params, params])
     assert seen["settle"] == [["mark"], ["mark"]]
     assert all(float(p["inner.mark"]) == 2 and torch.equal(p["threshold"], plain["threshold"]) for p in settled)
-
-
-def test_which_kernels_know_these_bytes():
-    kernels_for = packedkv.description.kernels_for
-    assert kernels_for(packedkv.get("hqmq-s24_r3:outliers=3")) == {"encode": "cuda", "decode": "cuda"}
-    for inner in (SawInt4(), GroupInt(4, 32), InnerQ(3)):
-        scheme = packedkv.KVScheme(key=Med(inner), value=Med(inner))
-        assert kernels_for(scheme) == {"encode": "none", "decode": "none"}

@@ -5,11 +5,9 @@ import pytest
 import torch
 from hypothesis import given
 
-import packedkv
-from packedkv.codec import roundtrip
 from packedkv.codecs.q4_0 import Q40
 
-from .definitions import by_definition, key_batches, sylvester
+from .definitions import by_definition, key_batches
 
 
 def ggml_blocks(x: np.ndarray) -> np.ndarray:
@@ -75,31 +73,3 @@ def test_a_group_that_is_loud_beyond_fp16_saturates():
     payload = Q40("none").encode(x, {})
     assert float(payload["scale"]) == -65504
     assert bool((Q40("none").decode(payload, {}) == 8 * 65504).all())
-
-
-@pytest.mark.parametrize(
-    ("spec", "dim", "key", "value"),
-    [
-        ("q4_0", 64, 64, 64),
-        ("q4_0", 128, 128, 64),
-        ("q4_0", 192, 64, 64),
-        ("q4_0", 256, 256, 64),
-        ("q4_0", 96, 1, 1),
-        ("q4_0:rotate=k", 128, 128, 1),
-        ("q4_0:rotate=none", 128, 1, 1),
-    ],
-)
-def test_rotation_orders_of_llama_cpp(spec, dim, key, value):
-    scheme = packedkv.get(spec)
-    x = torch.randn(1, 1, 3, dim, generator=torch.Generator().manual_seed(1))
-    for codec, order in ((scheme.key, key), (scheme.value, value)):
-        matrix = torch.block_diag(*[sylvester(order) / order**0.5] * (dim // order))
-        torch.testing.assert_close(codec.to_code(x, {}).double(), x.double() @ matrix, rtol=1e-6, atol=1e-6)
-
-
-def test_rotation_tames_a_loud_channel():
-    x = torch.randn(1, 1, 256, 128, generator=torch.Generator().manual_seed(2))
-    x[..., 17] *= 40
-    quiet = [c for c in range(128) if c != 17]
-    errors = {r: float((roundtrip(Q40(r), x, {}) - x)[..., quiet].square().mean()) for r in ("whole", "none")}
-    assert errors["whole"] < 0.5 * errors["none"], errors

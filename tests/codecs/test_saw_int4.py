@@ -7,7 +7,6 @@ import packedkv
 from packedkv.codec import roundtrip
 from packedkv.codecs.saw_int4 import SawInt4
 from packedkv.ops.bitpack import unpack
-from tests.codecs.cuda_refusal import cuda_refusal
 from tests.codecs.draws import normal, relative_mse
 
 
@@ -115,33 +114,3 @@ def test_halves_put_channel_i_below_channel_i_plus_half():
     neighbours = unpack(SawInt4(1).encode(x, {})["codes"], 4, 128)
     assert torch.equal(torch.cat([both & 15, both >> 4], -1), neighbours)
     assert torch.equal(roundtrip(SawInt4(1, pack="halves"), x, {}), roundtrip(SawInt4(1), x, {}))
-
-
-@pytest.mark.parametrize(("head_dim", "block"), [(64, 64), (80, 16), (96, 32), (128, 128), (192, 64), (256, 256)])
-def test_the_rotation_takes_the_largest_power_of_two_that_divides_the_head(head_dim, block):
-    codec = SawInt4()
-    assert codec.order_for(head_dim) == block
-    # an impulse becomes +-1 / sqrt(block) in its own block and nothing elsewhere
-    x = torch.zeros(1, 1, 1, head_dim)
-    x[..., 1] = 1.0
-    y = codec.to_code(x, {}).flatten()
-    assert torch.allclose(y[:block].abs(), torch.tensor(block**-0.5))
-    assert not y[block:].any()
-    torch.testing.assert_close(codec.from_code(codec.to_code(x, {}), {}), x)
-
-
-@pytest.mark.parametrize(
-    ("options", "reason"),
-    [
-        ("zero=float", "the kernels read zero=rounded and pack=neighbours, not SawInt4("),
-        ("pack=halves", "the kernels read zero=rounded and pack=neighbours, not SawInt4("),
-        ("kmeans=16", "no CUDA kernel reads KMeansResidual("),
-        ("hessian=true", "no CUDA kernel reads HessianRotated("),
-        ("oscar=true", "no CUDA kernel reads OscarRotated("),
-    ],
-)
-def test_variants_that_no_kernel_reads_are_refused_with_the_reason(options, reason):
-    scheme = packedkv.get(f"saw-int4:{options}")
-    assert reason in cuda_refusal(scheme, 128)
-    assert packedkv.describe(str(scheme))["kernels"] == {"encode": "none", "decode": "none"}
-    assert packedkv.describe("saw-int4:rotate=kv")["kernels"] == {"encode": "cuda", "decode": "cuda"}
