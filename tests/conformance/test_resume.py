@@ -129,6 +129,7 @@ def test_a_remembering_cache_reads_what_is_left_after_evictions(mean):
             cache.append(keys[:, :, 250:260], values[:, :, 250:260])
         for a, b in zip(held(remembering), held(plain), strict=True):
             assert torch.allclose(a, b, atol=1e-5)
+        assert remembering.nbytes() == plain.nbytes()
 
 
 @pytest.mark.parametrize("params", [5, "", [1], {0: 5}])
