@@ -50,5 +50,5 @@ class ReferenceCache(LayerCache):
 
 def use_reference(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(packed, "FusedLayerCache", ReferenceCache)
-    monkeypatch.setattr(packed, "refusal", lambda *_: "")
+    monkeypatch.setattr(packed, "refusal", lambda *_, **__: "")
     monkeypatch.setattr(rivals, "BACKENDS", {"cudnn": torch.nn.attention.SDPBackend.MATH})

@@ -30,7 +30,7 @@ def beside(monkeypatch):
     monkeypatch.syspath_prepend(str(BENCHMARKS))
     module = importlib.import_module("beside")
     monkeypatch.setattr(module, "FusedLayerCache", Fused)
-    monkeypatch.setattr(module, "refusal", lambda *_: "")
+    monkeypatch.setattr(module, "refusal", lambda *_, **__: "")
     return module
 
 
