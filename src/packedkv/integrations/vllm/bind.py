@@ -17,7 +17,7 @@ from vllm.distributed import (
 from vllm.model_executor.models.utils import extract_layer_index
 
 from packedkv.codec import ROLES, Dense, Params, Role
-from packedkv.errors import BrokenPresetError, KVError, UnsupportedError
+from packedkv.errors import KVError, UnsupportedError
 from packedkv.files.params import FittedParams
 from packedkv.integrations.transformers.identity import check_params
 from packedkv.integrations.transformers.plan import plan_for
@@ -28,7 +28,7 @@ from packedkv.integrations.vllm.identity import WHOLE_BLOCKS
 from packedkv.integrations.vllm.layer import EngineLayer
 from packedkv.integrations.vllm.options import KEY, Options, read_options
 from packedkv.integrations.vllm.servable import check_layer, group_tokens, preferred_page
-from packedkv.integrations.vllm.weights import ALTERNATIVES, Rotaries, decided, find_biases, means_of
+from packedkv.integrations.vllm.weights import Rotaries, check_biases, decided, find_biases, means_of
 from packedkv.kernels.choose import choose
 from packedkv.key_bias import KeyBiases
 from packedkv.registry import get
@@ -136,16 +136,8 @@ def check_weights(
         here = [KINDS.index(mean) for mean in decided(scheme, order, biases, params)]
         agreed = [KINDS[number] for number in _largest_on_any_process(here)]
         starts = partial(_starts, config, order=order, biases=biases, rotaries=rotaries)
-        if biases is not None and options.probe != "off":
-            further, given_here = 'give "probe": "warn" to serve it', params if whole else None  # of all heads
-            try:
-                biases.check(
-                    options.scheme, params=given_here, alternatives=ALTERNATIVES, starts=starts, further=further
-                )
-            except BrokenPresetError as error:
-                if options.probe == "refuse":
-                    raise BrokenPresetError(f"packedkv: {error}") from None
-                logger.warning("packedkv: %s", error)
+        if biases is not None:
+            check_biases(options, biases, params if whole else None, starts)
         if biases and params is None:
             logger.info("packedkv: %s", biases.summary(scheme, agreed))
         kinds = dict(zip(order, agreed, strict=True))

@@ -11,6 +11,7 @@ differ, or a token has several positions (M-RoPE), only a mean after RoPE is sub
 
 import gc
 import inspect
+import logging
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -21,7 +22,9 @@ import torch
 from torch import Tensor, nn
 
 from packedkv.codec import Params
-from packedkv.errors import UnsupportedError
+from packedkv.errors import BrokenPresetError, UnsupportedError
+from packedkv.files.params import FittedParams
+from packedkv.integrations.vllm.options import Options
 from packedkv.kernels.mean import MOST_POSITIONS
 from packedkv.key_bias import KeyBiases
 from packedkv.key_layer import key_layer
@@ -29,6 +32,8 @@ from packedkv.ops.rope import Rotary
 from packedkv.registry import with_option
 from packedkv.scheme import KVScheme, Mean
 from packedkv.store.site import MEAN, MeanRemoval
+
+logger = logging.getLogger("vllm.packedkv")
 
 ALTERNATIVES = ("kivi-tq-4", "kivi-4:window=0", "octopus-4:window=0", "int-8")
 """Presets to try where one breaks, with the options that a server needs."""
@@ -95,6 +100,32 @@ def find_biases(name: str, text_config: Any, order: Sequence[int], impls: Mappin
         why = next(iter(biases.unread.values()))
         raise UnsupportedError(f"the projections cannot be called by themselves ({why})")
     return biases
+
+
+def check_biases(
+    options: Options,
+    biases: KeyBiases,
+    params: FittedParams | None = None,
+    starts: Callable[[str], bool] = lambda spec: True,
+) -> None:
+    """Check a preset against the key biases of a model's layers; with ``"probe": "warn"`` log a warning instead.
+
+    ``params``: only if they are for these heads. ``starts``: whether this engine can serve another spec; the message
+    names no others.
+
+    Raises
+    ------
+    BrokenPresetError
+    """
+    if options.probe == "off":
+        return
+    further = 'give "probe": "warn" to serve it'
+    try:
+        biases.check(options.scheme, params=params, alternatives=ALTERNATIVES, starts=starts, further=further)
+    except BrokenPresetError as error:
+        if options.probe == "refuse":
+            raise BrokenPresetError(f"packedkv: {error}") from None
+        logger.warning("packedkv: %s", error)
 
 
 # -- calling a layer's attention module --------------------------------------------------------------------------------
