@@ -20,6 +20,7 @@ from packedkv.kernels.constants import Constants, constants_for
 from packedkv.kernels.cuda import arguments, build, encode, launch
 from packedkv.kernels.cuda import decode as attention
 from packedkv.kernels.cuda.build import Program
+from packedkv.kernels.mean import key_mean
 from packedkv.kernels.tokens import Rules, StepTokens
 from tests.kernels import harness
 
@@ -166,23 +167,31 @@ def test_what_is_missing_is_said(monkeypatch: pytest.MonkeyPatch, tmp_path: path
 
 def decode_call(**changes: Any) -> None:
     """Decode attention of two sequences with consistent arguments, but for ``changes``."""
-    pair = specs.decode_spec(SAW.key, SAW.value, 64, 64)
+    pair = specs.decode_spec(SAW.key, SAW.value, 64, 64, changes.get("pairs", 0))
     pages, table = torch.zeros(3, 2, pair.tile_bytes(64), dtype=torch.uint8), torch.zeros(2, 1, dtype=torch.int32)
     tokens, side = StepTokens(pages, table, torch.zeros(2, dtype=torch.int32)), Constants(None, None, 64)
     given = {"q": torch.zeros(2, 4, 1, 64), "spec": specs.text_of(pair), "key": side, "value": side}
     given |= {name: x for name, x in changes.items() if name in given}
     tokens = tokens._replace(**{name: x for name, x in changes.items() if name in tokens._fields})
-    attention.decode_attention(**given, tokens=tokens, rules=Rules(1.0, sinks=changes.get("sinks")))
+    rules = Rules(1.0, sinks=changes.get("sinks"))
+    attention.decode_attention(**given, tokens=tokens, rules=rules, mean=changes.get("mean"))
 
 
 def encode_call(**changes: Any) -> None:
     """Keys of two sequences to their pages with consistent arguments, but for ``changes``."""
     target = specs.EncodeSpec(specs.Encoder("kv::EncodeSaw<64>", "encode_saw.cuh"), None, 64, 64, 4608, 0, 2304)
+    target = target._replace(mean=changes.pop("subtracts", "less" in changes))
     pages, table = torch.zeros(3, 2, 4608, dtype=torch.uint8), torch.zeros(2, 1, dtype=torch.int32)
     given = {"keys": torch.zeros(2, 2, 3, 64), "values": None, "pages": pages, "table": table}
     given |= {"first": torch.zeros(2, dtype=torch.int32), "spec": specs.text_of(target)}
     given |= dict.fromkeys(("key", "value"), Constants(None, None, 1))
     encode.encode_to_pages(**given | changes)
+
+
+MEAN = torch.ones(1, 2, 64)
+HELD = key_mean(MEAN, [1.0] * 32)
+LESS = encode.Turned(MEAN, torch.ones(1, 3, 32), torch.ones(1, 3, 32))
+PLACED = torch.zeros(2, dtype=torch.int32)
 
 
 @pytest.mark.parametrize(
@@ -215,6 +224,30 @@ def encode_call(**changes: Any) -> None:
         (encode_call, {"keys": torch.zeros(2, 2, 3, 32)}, ShapeError, r"\[2, 2, N, 64\] is needed"),
         (encode_call, {"pages": torch.zeros(3, 2, 100, dtype=torch.uint8)}, ShapeError, "4608"),
         (encode_call, {"first": torch.zeros(2)}, ShapeError, "first is torch.float32"),
+        (decode_call, {"pairs": 32, "mean": HELD, "placed": PLACED}, UnsupportedError, "device cpu is not a CUDA GPU"),
+        *(
+            (decode_call, {"pairs": n, "mean": mean}, UnsupportedError, f"the spec is of {n} pairs of channels")
+            for n, mean in ((0, HELD), (16, HELD), (32, None))
+        ),
+        (
+            decode_call,
+            {"pairs": 32, "mean": key_mean(MEAN.expand(3, -1, -1), [1.0] * 32), "placed": PLACED},
+            ShapeError,
+            "do not fit 2 sequences and 2 KV heads",
+        ),
+        *(
+            (decode_call, {"pairs": 32, "mean": HELD, "placed": wrong}, ShapeError, "position of slot 0 of each")
+            for wrong in (None, PLACED.long(), PLACED[:1])
+        ),
+        (encode_call, {"less": LESS}, UnsupportedError, "device cpu is not a CUDA GPU"),
+        (encode_call, {"subtracts": True}, UnsupportedError, "pass mean=False to encode_spec"),
+        (encode_call, {"subtracts": False, "less": LESS}, UnsupportedError, "pass mean=True to encode_spec"),
+        *(
+            (encode_call, {"less": wrong}, ShapeError, r"float32 \[1 or 2, 3, R / 2\] is needed")
+            for wrong in (LESS._replace(sines=torch.ones(1, 2, 32)), LESS._replace(cosines=torch.ones(1, 3, 33)))
+        ),
+        (encode_call, {"less": LESS._replace(mean=MEAN[:, :1])}, ShapeError, r"float32 \[1 or 2, 2, 64\] is needed"),
+        (lambda: key_mean(MEAN, [1.0] * 33), {}, ShapeError, r"expected \[1 or B, H, D\]"),
     ],
 )
 def test_operators_refuse_what_does_not_fit(
