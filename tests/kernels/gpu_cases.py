@@ -46,7 +46,7 @@ from packedkv.kernels.constants import Constants, constants_for
 from packedkv.kernels.cuda import build, encode, launch, prefill
 from packedkv.kernels.cuda import decode as attention
 from packedkv.kernels.mean import BLOCK, MOST_POSITIONS, KeyMean, key_mean, most_pairs, pairs_of
-from packedkv.kernels.tokens import Rules, StepTokens
+from packedkv.kernels.tokens import NewTokens, Rules, StepTokens
 from packedkv.layout import PageLayout
 from packedkv.ops.rope import Rotary
 from packedkv.store.pages import PageStore
@@ -214,11 +214,13 @@ def fill(
             given[role], held[role] = x, constants_for(side, own, heads, c.dim)
     bad, before = torch.zeros(1, dtype=torch.int32, device=device), store.pages.clone()
     if target.key is not None or target.value is not None:
+        less = None
+        if mean is not None and target.mean:
+            less = encode.Turned(mean.mean, *mean.at(0, tokens), mean.rotary.interleaved)
+        new = {role: x for role, x in given.items() if x is not None}
         encode.encode_to_pages(
-            given["key"], given["value"], store.pages, store.table, first, spec=specs.text_of(target), bad=bad,
-            key=held["key"], value=held["value"],
-            less=None if mean is None or not target.mean else encode.Turned(
-                mean.mean, *mean.at(0, tokens), mean.rotary.interleaved),
+            NewTokens(new, first, bad, less), store.pages, store.table, spec=specs.text_of(target), key=held["key"],
+            value=held["value"],
         )  # fmt: skip
     written, store.pages = store.pages, before
     for role in ROLES:

@@ -29,6 +29,7 @@ from packedkv.kernels.cpu.encode import encode, prepared
 from packedkv.kernels.cpu.engine import CpuEngine
 from packedkv.kernels.cpu.spec import cpu_spec
 from packedkv.kernels.mean import Turned
+from packedkv.kernels.tokens import NewTokens
 from packedkv.ops.lloyd_max import midpoints
 from packedkv.ops.rope import NOT_TURNED, Rotary
 from packedkv.scheme import KVScheme, page_layout
@@ -127,7 +128,8 @@ def _written(
         bad = torch.zeros(1, dtype=torch.int32)
         with pytest.MonkeyPatch.context() as patch:
             use(variant, patch)
-            encode({role: x}, pages, store.table, at, bad, common=common, constants=own, rounded=rounds, less=less)
+            new = NewTokens({role: x}, at, bad, less)
+            encode(new, pages, store.table, common=common, constants=own, rounded=rounds)
         flags.add(int(bad))
     return store.pages, found, flags
 
@@ -260,7 +262,7 @@ def test_tokens_behind_the_pages_are_dropped(variant: str) -> None:
     store = PageStore(layout, 1, HEADS, x.device, layout.page_tokens)
     first = torch.tensor([layout.page_tokens - 10], dtype=torch.int32)
     own: dict[Role, Constants] = {"key": Constants(None, None, 1)}
-    encode({"key": x}, store.pages, store.table, first, bad, common=prepared(spec), constants=own)
+    encode(NewTokens({"key": x}, first, bad), store.pages, store.table, common=prepared(spec), constants=own)
     assert int(bad) == 2
     want = codec.encode(codec.to_code(x[:, :, :10].float(), {}), {})
     got = store.read("key", layout.page_tokens - 10, layout.page_tokens)
@@ -297,6 +299,6 @@ def test_numbers_at_the_walls_between_levels(bits: int, variant: str) -> None:
     own: dict[Role, Constants] = {"key": constants_for(encoder, params, HEADS, dim)._replace(factor=None)}
     store, bad = PageStore(layout, 1, HEADS, x.device, rows), torch.zeros(1, dtype=torch.int32)
     first = torch.zeros(1, dtype=torch.int32)
-    encode({"key": x}, store.pages, store.table, first, bad, common=common, constants=own)
+    encode(NewTokens({"key": x}, first, bad), store.pages, store.table, common=common, constants=own)
     want, got = codec.encode(x, params), store.read("key", 0, rows)
     assert all(torch.equal(got[name], want[name]) for name in want)

@@ -21,7 +21,7 @@ from packedkv.kernels.cuda import arguments, build, encode, launch
 from packedkv.kernels.cuda import decode as attention
 from packedkv.kernels.cuda.build import Program
 from packedkv.kernels.mean import key_mean
-from packedkv.kernels.tokens import Rules, StepTokens
+from packedkv.kernels.tokens import NewTokens, Rules, StepTokens
 from tests.kernels import harness
 
 CPU = torch.device("cpu")
@@ -182,10 +182,12 @@ def encode_call(**changes: Any) -> None:
     target = specs.EncodeSpec(specs.Encoder("kv::EncodeSaw<64>", "encode_saw.cuh"), None, 64, 64, 4608, 0, 2304)
     target = target._replace(mean=changes.pop("subtracts", "less" in changes))
     pages, table = torch.zeros(3, 2, 4608, dtype=torch.uint8), torch.zeros(2, 1, dtype=torch.int32)
-    given = {"keys": torch.zeros(2, 2, 3, 64), "values": None, "pages": pages, "table": table}
-    given |= {"first": torch.zeros(2, dtype=torch.int32), "spec": specs.text_of(target)}
+    x = {"key": changes.pop("keys", torch.zeros(2, 2, 3, 64)), "value": changes.pop("values", None)}
+    new = NewTokens({role: x[role] for role in ROLES if x[role] is not None}, torch.zeros(2, dtype=torch.int32))
+    new = new._replace(**{name: changes.pop(name) for name in new._fields if name in changes})
+    given = {"pages": pages, "table": table, "spec": specs.text_of(target)}
     given |= dict.fromkeys(("key", "value"), Constants(None, None, 1))
-    encode.encode_to_pages(**given | changes)
+    encode.encode_to_pages(new, **given | changes)
 
 
 MEAN = torch.ones(1, 2, 64)

@@ -21,7 +21,7 @@ from packedkv.kernels.cuda import basis, encode, launch, prefill
 from packedkv.kernels.cuda import decode as attention
 from packedkv.kernels.cuda.engine import CudaEngine
 from packedkv.kernels.mean import MOST_POSITIONS, KeyMean
-from packedkv.kernels.tokens import Rules, StepTokens
+from packedkv.kernels.tokens import NewTokens, Rules, StepTokens
 from packedkv.ops.rope import Rotary
 from packedkv.store.pages import PageStore
 from packedkv.store.site import LayerSite
@@ -288,9 +288,10 @@ def test_encoded_keys_are_the_references_without_their_mean(spec: str, dim: int,
     rows = [(x[0].transpose(1, 2) + turned).bfloat16(), x[1].transpose(1, 2).bfloat16()]
     before, bad = store.pages.clone(), torch.zeros(1, dtype=torch.int32, device=device)
     values = rows[1] if scheme.value.block_tokens == 1 else None
+    new: dict[Role, Tensor] = {role: x for role, x in zip(ROLES, (rows[0], values), strict=True) if x is not None}
     encode.encode_to_pages(
-        rows[0], values, store.pages, store.table, torch.full((2,), first, dtype=torch.int32, device=device),
-        spec=specs.text_of(target), key=key, value=value, bad=bad, less=less,
+        NewTokens(new, torch.full((2,), first, dtype=torch.int32, device=device), bad, less), store.pages, store.table,
+        spec=specs.text_of(target), key=key, value=value,
     )  # fmt: skip
     expected = PageStore(store.layout, 2, heads, device)
     expected.pages, expected.table = before, store.table
@@ -325,7 +326,7 @@ def test_an_engine_holds_keys_without_their_mean(dim: int, device: torch.device)
         turns = (x.float().contiguous().to(device) for x in (mean, angle.cos(), angle.sin()))
         new: dict[Role, Tensor] = {"key": keys.to(device), "value": values.to(device)}
         zeros, bad = (torch.zeros(n, dtype=torch.int32, device=device) for n in (2, 1))
-        engine.encode(new, store, zeros, bad, encode.Turned(*turns))
+        engine.encode(NewTokens(new, zeros, bad, encode.Turned(*turns)), store)
         assert not bad.item()
         q = torch.randn(2, 4, 5, dim, generator=rng)
         placed = torch.tensor(means.first, dtype=torch.int32, device=device)

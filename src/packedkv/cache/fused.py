@@ -30,7 +30,7 @@ from packedkv.errors import ShapeError, UnsupportedError
 from packedkv.kernels.choose import Kernels
 from packedkv.kernels.engine import Engine, FirstTokens
 from packedkv.kernels.mean import Turned
-from packedkv.kernels.tokens import ChunkTokens, Rules, StepTokens
+from packedkv.kernels.tokens import ChunkTokens, NewTokens, Rules, StepTokens
 from packedkv.ops.precision import without_modes
 from packedkv.scheme import KVScheme
 from packedkv.shared import SHARED
@@ -434,7 +434,7 @@ class FusedLayerCache(LayerCache):
                 if self.engine.written_by(role) == "torch":
                     self._encode(self.roles[role], new[role])
             new = {role: x for role, x in new.items() if self.engine.written_by(role) != "torch"}
-        self.engine.encode(new, self.store, first, bad, **self._less(new))
+        self.engine.encode(NewTokens(new, first, bad, **self._less(new)), self.store)
 
     def unflagged(self, keys: Tensor) -> list[Tensor] | None:
         """Tensors with the tokens just appended that no kernel has checked for NaN, Inf and overflow.

@@ -11,8 +11,7 @@ from torch import Tensor
 
 from packedkv.codec import ROLES, Codec, Params, Role
 from packedkv.kernels.constants import NO_CONSTANTS, Constants, Side, constants
-from packedkv.kernels.mean import Turned
-from packedkv.kernels.tokens import ChunkTokens, GroupTokens, Rules, StepTokens
+from packedkv.kernels.tokens import ChunkTokens, GroupTokens, NewTokens, Rules, StepTokens
 from packedkv.ops.rope import Rotary
 from packedkv.store.pages import PageStore
 from packedkv.store.role import RoleSite
@@ -142,21 +141,8 @@ class Engine(ABC):
         return [*own, *(x for x in self.mean or () if isinstance(x, Tensor))]
 
     @abstractmethod
-    def encode(
-        self,
-        new: Mapping[Role, Tensor],
-        store: PageStore,
-        first: Tensor,
-        bad: Tensor,
-        less: Turned | None = None,
-        kept: int = 0,
-    ) -> None:
-        """Write new tokens ``[B, H, n, D]`` into the slots from ``first`` (int32 ``[B]``, on the device) on.
-
-        Only roles that a kernel encodes (``written_by``). ``bad``, int32 ``[1]``, is raised to 1 by numbers that codecs
-        cannot represent, and to 2 by tokens behind the pages. ``less``: the rotated mean that is subtracted from keys.
-        ``kept``: number of first tokens of every page that are also written in 16 bit, ``store.sink_rows``.
-        """
+    def encode(self, new: NewTokens, store: PageStore) -> None:
+        """Write new tokens into their slots; only roles that a kernel encodes (``written_by``)."""
 
     @property
     def alike(self) -> Hashable:

@@ -1,15 +1,18 @@
-"""Arguments of attention kernels: the tokens that queries attend to, and the rules of their scores.
+"""Arguments of kernels: new tokens, the tokens that queries attend to, and the rules of their scores.
 
 Pages are uint8 ``[num_pages, H, page_bytes]``, or longer, with space behind the codes. A table, int32 ``[B, M]``, has
 page ids: token t of sequence b is at place ``t % P`` of page ``table[b, t // P]``. Dense keys and values are 16-bit
 ``[B, H, t, D]`` in the model's basis.
 """
 
+from collections.abc import Mapping
 from typing import NamedTuple
 
 from torch import Tensor
 
 from packedkv.attention import BEFORE_IT, Seen
+from packedkv.codec import Role
+from packedkv.kernels.mean import Turned
 
 Dense = tuple[Tensor, Tensor]
 """Keys and values ``[B, H, t, D]`` in 16 bit, model basis."""
@@ -21,6 +24,18 @@ class Rules(NamedTuple):
     scale: float  # multiplies the scores, usually D ** -0.5
     seen: Seen = BEFORE_IT  # mask, window and soft cap; default: all tokens up to the query's own
     sinks: Tensor | None = None  # [HQ]: one learned logit per query head that only joins the softmax's denominator
+
+
+class NewTokens(NamedTuple):
+    """New tokens of some roles, and the slots that they are encoded into."""
+
+    x: Mapping[Role, Tensor]  # [B, H, n, D], model basis, fp16, bf16 or float32; n a multiple of the codec's block
+    first: Tensor  # int32 [B]: slot of token 0, on the device; a multiple of the block
+    # int32 [1], raised to 1 by numbers that codecs cannot represent (NaN, Inf, magnitudes above 65504), whose block is
+    # stored as zero bytes; to 2 by tokens behind the pages, which are dropped
+    bad: Tensor | None = None
+    less: Turned | None = None  # the rotated mean that is subtracted from keys first, in float32
+    kept: int = 0  # so many first tokens of every page are also written in 16 bit, store.sink_rows
 
 
 class StepTokens(NamedTuple):

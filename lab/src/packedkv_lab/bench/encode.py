@@ -27,6 +27,7 @@ from packedkv.kernels.constants import Constants, constants_for
 from packedkv.kernels.cuda import build, encode
 from packedkv.kernels.mean import Turned
 from packedkv.kernels.spec import encode_spec, text_of
+from packedkv.kernels.tokens import NewTokens
 from packedkv.scheme import KVScheme
 from packedkv.store.pages import PageStore
 from packedkv.store.site import MeanRemoval
@@ -138,9 +139,9 @@ def writer(
         own = less if less is None or keys is None else less._replace(
             cosines=less.cosines[:, : keys.shape[2]], sines=less.sines[:, : keys.shape[2]]
         )  # fmt: skip
-        encode.encode_to_pages(
-            keys, values, store.pages, store.table, first, spec=text, key=both["key"], value=both["value"], less=own
-        )
+        parts: dict[Role, Tensor | None] = {"key": keys, "value": values}
+        new = NewTokens({role: x for role, x in parts.items() if x is not None}, first, less=own)
+        encode.encode_to_pages(new, store.pages, store.table, spec=text, key=both["key"], value=both["value"])
 
     return write
 

@@ -44,7 +44,7 @@ from packedkv.kernels.cuda.prefill import STAGING_BYTES, ChunkReader, Chunks, wo
 from packedkv.kernels.engine import Engine
 from packedkv.kernels.flash import WIDEST, Flash
 from packedkv.kernels.mean import Turned
-from packedkv.kernels.tokens import ChunkTokens, Rules, StepTokens
+from packedkv.kernels.tokens import ChunkTokens, NewTokens, Rules, StepTokens
 from packedkv.layout import PageLayout
 from packedkv.scheme import KVScheme
 from packedkv.store.pages import PageStore, write_blocks
@@ -410,7 +410,7 @@ class EngineLayer:
         engine = self.engine(cache.shape[2])
         by_torch = [role for role in new if engine.encoders[role] is None]  # on a CPU, where nothing synchronises
         by_kernel = {role: x for role, x in new.items() if role not in by_torch}
-        engine.encode(by_kernel, self._store(cache, block_table), first, self.bad, less, self.sink)
+        engine.encode(NewTokens(by_kernel, first, self.bad, less, self.sink), self._store(cache, block_table))
         for role in by_torch:
             for b, begin in enumerate(first.tolist()):
                 if begin < block_table.shape[1] * cache.shape[2]:

@@ -14,6 +14,7 @@ from packedkv.kernels.cpu.library import EncodeArgsStruct
 from packedkv.kernels.cpu.spec import CpuSpec
 from packedkv.kernels.mean import Turned
 from packedkv.kernels.structs import KINDS, step_of
+from packedkv.kernels.tokens import NewTokens
 
 ROUNDED = 3
 """Kind of float32 numbers that are rounded to fp16 first."""
@@ -38,44 +39,27 @@ def prepared(spec: CpuSpec) -> Any:
 
 
 def encode(
-    new: Mapping[Role, Tensor],
+    new: NewTokens,
     pages: Tensor,
     table: Tensor,
-    first: Tensor,
-    bad: Tensor,
     *,
     common: Any,
     constants: Mapping[Role, Constants],
     rounded: Collection[Role] = (),
-    less: Turned | None = None,
 ) -> None:
-    """Encode new tokens into their slots.
+    """Encode new tokens of roles with an encoder into their slots.
 
-    Parameters
-    ----------
-    new : mapping of role to Tensor ``[B, H, n, D]``
-        Model basis, fp16, bf16 or float32; n a multiple of the codec's block. Only roles with an encoder.
-    pages, table : Tensor
-        As in ``kernels.tokens``.
-    first : Tensor int32 ``[B]``
-        Slot of token 0; a multiple of the block.
-    bad : Tensor int32 ``[1]``
-        Raised to 1 by NaN, Inf or a magnitude above 65504, whose block is stored as zero bytes; to 2 by tokens
-        behind the pages, which are dropped.
-    common : EncodeArgsStruct
-        ``prepared``.
-    rounded : collection of Role
-        Roles whose float32 numbers are rounded to fp16 first, as caches hold them; what is flagged is checked before.
-    less : Turned, optional
-        Subtracted from the keys.
+    ``common`` is ``prepared``, ``constants`` are of the encoders. Float32 numbers of ``rounded`` roles are rounded to
+    fp16 first, as caches hold them; what is flagged is checked before.
     """
+    assert new.bad is not None
     args = EncodeArgsStruct.from_buffer_copy(common)
-    args.pages, args.table, args.first, args.bad = (x.data_ptr() for x in (pages, table, first, bad))
+    args.pages, args.table, args.first, args.bad = (x.data_ptr() for x in (pages, table, new.first, new.bad))
     args.page_bytes, args.table_row, args.columns = pages.shape[2], table.stride(0), table.shape[1]
     args.batch, args.heads, args.threads = table.shape[0], pages.shape[1], torch.get_num_threads()
-    held = [_fill(getattr(args, role), constants[role], x, role in rounded) for role, x in new.items()]
-    if less is not None and "key" in new:
-        held += _fill_less(args.less, less)
+    held = [_fill(getattr(args, role), constants[role], x, role in rounded) for role, x in new.x.items()]
+    if new.less is not None and "key" in new.x:
+        held += _fill_less(args.less, new.less)
     library.library().kv_encode(args)
     del held  # alive until here
 

@@ -1,12 +1,11 @@
 """The engine of CPUs."""
 
-from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from packedkv.codec import ROLES, Role
+from packedkv.codec import ROLES
 from packedkv.kernels.constants import NO_CONSTANTS
 from packedkv.kernels.cpu import library
 from packedkv.kernels.cpu.attend import Piece, attend, concatenated, workspace_bytes
@@ -15,8 +14,7 @@ from packedkv.kernels.cpu.layer import ranges
 from packedkv.kernels.cpu.mean import CpuMean, cpu_mean
 from packedkv.kernels.cpu.spec import cpu_spec
 from packedkv.kernels.engine import Engine
-from packedkv.kernels.mean import Turned
-from packedkv.kernels.tokens import ChunkTokens, GroupTokens, Rules, StepTokens
+from packedkv.kernels.tokens import ChunkTokens, GroupTokens, NewTokens, Rules, StepTokens
 from packedkv.ops.rope import Rotary
 from packedkv.store.pages import PageStore
 from packedkv.store.sink_rows import write_sink_rows
@@ -45,33 +43,22 @@ class CpuEngine(Engine):
     def hold_without(self, mean: Tensor, rotary: Rotary, *, look: bool = True) -> None:
         self.mean = cpu_mean(mean, rotary)
 
-    def encode(
-        self,
-        new: Mapping[Role, Tensor],
-        store: PageStore,
-        first: Tensor,
-        bad: Tensor,
-        less: Turned | None = None,
-        kept: int = 0,
-    ) -> None:
-        if not new:
+    def encode(self, new: NewTokens, store: PageStore) -> None:
+        if not new.x:
             return
         if self.common is None:
             self.common = prepared(self.spec)
-        encode(
-            new, store.pages, store.table, first, bad, common=self.common, constants=self.writing,
-            rounded=self.rounded, less=less,
-        )  # fmt: skip
-        if kept:
-            self._keep(new, store, first, kept)
+        encode(new, store.pages, store.table, common=self.common, constants=self.writing, rounded=self.rounded)
+        if new.kept:
+            self._keep(new, store)
 
-    def _keep(self, new: Mapping[Role, Tensor], store: PageStore, first: Tensor, kept: int) -> None:
+    def _keep(self, new: NewTokens, store: PageStore) -> None:
         """Write the 16-bit rows of the new tokens; those behind the pages are dropped."""
-        for role, x in new.items():
-            at = first[:, None].long() + torch.arange(x.shape[2])
+        for role, x in new.x.items():
+            at = new.first[:, None].long() + torch.arange(x.shape[2])
             column = (at // self.page_tokens).clamp(max=store.table.shape[1] - 1)
             slots = store.table.gather(1, column).long() * self.page_tokens + at % self.page_tokens
-            write_sink_rows(store.layout, store.pages, role, x, slots.masked_fill(at >= store.capacity, -1), kept)
+            write_sink_rows(store.layout, store.pages, role, x, slots.masked_fill(at >= store.capacity, -1), new.kept)
 
     def attend_step(self, q: Tensor, tokens: StepTokens, rules: Rules) -> Tensor:
         batch = q.shape[0]

@@ -24,6 +24,7 @@ from packedkv.kernels.cuda.decode import MOST_SEQUENCES
 from packedkv.kernels.mean import Turned
 from packedkv.kernels.spec import Encoder, EncodeSpec, spec_of, text_of
 from packedkv.kernels.structs import KINDS
+from packedkv.kernels.tokens import NewTokens
 from packedkv.store.sink_rows import rows_bytes
 
 ROW_THREADS, TABLE_WARPS = 128, 8
@@ -153,26 +154,22 @@ def _common(spec: EncodeSpec, pages: Tensor, bad: Tensor | None, kept: int) -> A
     return args
 
 
-def _encode(
-    keys: Tensor | None, values: Tensor | None, pages: Tensor, table: Tensor, first: Tensor, bad: Tensor | None,
-    text: str, key: Constants, value: Constants, less: Turned | None, kept: int,
-) -> None:  # fmt: skip
+def _encode(new: NewTokens, pages: Tensor, table: Tensor, text: str, key: Constants, value: Constants) -> None:
     spec = spec_of(text, EncodeSpec)
-    given: dict[Role, Tensor | None] = {"key": keys, "value": values}
-    x = {role: aligned_rows(part) for role, part in given.items() if part is not None and part.numel()}
+    x = {role: aligned_rows(new.x[role]) for role in ROLES if role in new.x and new.x[role].numel()}
     if not x:
         return
     some = next(iter(x.values()))
-    args = _common(spec, pages, bad, kept)
+    args = _common(spec, pages, new.bad, new.kept)
     args.page_table, args.table_row, args.kind = table.data_ptr(), table.stride(0), KINDS[some.dtype]
     args.capacity = table.shape[1] * spec.page_tokens
     if "key" in x:
-        args.key.fill(x["key"], key, first, spec.key_plane)
-        if less is not None:
-            args.mean.fill(less)
+        args.key.fill(x["key"], key, new.first, spec.key_plane)
+        if new.less is not None:
+            args.mean.fill(new.less)
     if "value" in x:
-        args.value.fill(x["value"], value, first, spec.value_plane)
-    for launch in _launches(text, tuple(x), kept > 0, some.device):
+        args.value.fill(x["value"], value, new.first, spec.value_plane)
+    for launch in _launches(text, tuple(x), new.kept > 0, some.device):
         launch.run(args, some.shape[0], some.shape[1], [x[role].shape[2] for role in launch.roles])
 
 
@@ -239,12 +236,12 @@ def _blocks(encoder: Encoder, heads: int, tokens: int) -> int:
 # compiled graphs trace the operator, which takes tensors, numbers and texts only; eager calls skip the dispatcher
 @torch.library.custom_op("packedkv::cuda_encode_to_pages", mutates_args=("pages", "bad"))
 def _op(
-    keys: Tensor | None, values: Tensor | None, pages: Tensor, table: Tensor, first: Tensor, bad: Tensor | None,
-    text: str, constants: Sequence[Tensor | None], less: Sequence[Tensor], interleaved: bool, kept: int,
+    x: Sequence[Tensor | None], pages: Tensor, table: Tensor, first: Tensor, bad: Tensor | None, text: str,
+    constants: Sequence[Tensor | None], less: Sequence[Tensor], interleaved: bool, kept: int,
 ) -> None:  # fmt: skip
-    key, value = constants_of(constants, (1, 1))
+    given = {role: part for role, part in zip(ROLES, x, strict=True) if part is not None}
     turned = Turned(less[0], less[1], less[2], interleaved) if less else None
-    _encode(keys, values, pages, table, first, bad, text, key, value, turned, kept)
+    _encode(NewTokens(given, first, bad, turned, kept), pages, table, text, *constants_of(constants, (1, 1)))
 
 
 @_op.register_fake
@@ -253,98 +250,63 @@ def _(*_args: Any) -> None:
 
 
 def encode_to_pages(
-    keys: Tensor | None,
-    values: Tensor | None,
+    new: NewTokens,
     pages: Tensor,
     table: Tensor,
-    first: Tensor,
     *,
     spec: str,
     key: Constants,
     value: Constants,
-    bad: Tensor | None = None,
-    less: Turned | None = None,
-    kept: int = 0,
     checked: bool = False,
 ) -> None:
     """Encode new tokens into their slots.
 
-    Parameters
-    ----------
-    keys, values : Tensor ``[B, H, N, D]`` or None
-        Model basis, fp16, bf16 or fp32; N a multiple of the encoder's block. None: the role is not written.
-    pages, table : Tensor
-        As in ``kernels.tokens``.
-    first : Tensor int32 ``[B]``
-        Slot of token 0, on the device; a multiple of the block.
-    spec : str
-        ``spec.text_of`` a spec.
-    key, value : Constants
-        Of the encoders.
-    bad : Tensor int32 ``[1]``, optional
-        Raised to 1 or 2; see the module's text.
-    less : Turned, optional
-        Subtracted from the keys first, in float32, if the spec has ``mean``.
-    kept : int
-        So many first tokens of every page are also written in 16 bit, ``store.sink_rows``.
-    checked : bool
-        Whether the arguments are known to fit each other, as a cache's do.
-
-    Raises
-    ------
-    ShapeError, UnsupportedError
+    ``pages`` and ``table`` are as in ``kernels.tokens``, ``spec`` is ``spec.text_of`` a spec, ``key`` and ``value`` are
+    the constants of its encoders. ``new.less`` is given if the spec has ``mean``. ``checked``: whether the arguments
+    are known to fit each other, as a cache's do; otherwise raises ShapeError and UnsupportedError.
     """
     if not checked:
-        _check(keys, values, pages, table, first, spec, less, kept)
+        _check(new, pages, table, spec)
     if not torch.compiler.is_compiling():
-        _encode(keys, values, pages, table, first, bad, spec, key, value, less, kept)
+        _encode(new, pages, table, spec, key, value)
         return
-    turned, interleaved = ([], False) if less is None else ([*less[:3]], less.interleaved)
-    _op(keys, values, pages, table, first, bad, spec, tensors_of(key, value), turned, interleaved, kept)
+    turned, interleaved = ([], False) if new.less is None else ([*new.less[:3]], new.less.interleaved)
+    x = [new.x.get(role) for role in ROLES]
+    _op(x, pages, table, new.first, new.bad, spec, tensors_of(key, value), turned, interleaved, new.kept)
 
 
-def _check(
-    keys: Tensor | None, values: Tensor | None, pages: Tensor, table: Tensor, first: Tensor, spec: str,
-    less: Turned | None, kept: int,
-) -> None:  # fmt: skip
+def _check(new: NewTokens, pages: Tensor, table: Tensor, spec: str) -> None:
     name = "encode_to_pages"
-    known = spec_of(spec, EncodeSpec)
-    if (
-        pages.dtype != torch.uint8
-        or pages.dim() != 3
-        or pages.shape[2] < known.page_bytes + rows_bytes(kept, known.head_dim)
-        or pages.shape[2] % 16
-        or not pages.is_contiguous()
-    ):
+    known, x = spec_of(spec, EncodeSpec), new.x
+    least, paged = known.page_bytes + rows_bytes(new.kept, known.head_dim), pages.dim() == 3 and pages.is_contiguous()
+    if pages.dtype != torch.uint8 or not paged or pages.shape[2] < least or pages.shape[2] % 16:
         raise ShapeError(
-            f"{name}: pages are {pages.dtype} {list(pages.shape)}; a contiguous uint8 [num_pages, H, "
-            f"{known.page_bytes + rows_bytes(kept, known.head_dim)}] or longer is needed."
+            f"{name}: pages are {pages.dtype} {list(pages.shape)}; a contiguous uint8 [num_pages, H, {least}] or "
+            f"longer is needed."
         )
-    for what, t in (("table", table), ("first", first)):
+    for what, t in (("table", table), ("first", new.first)):
         if t.dtype != torch.int32 or t.stride(-1) != 1:
             raise ShapeError(f"{name}: {what} is {t.dtype}; contiguous int32 is needed.")
-    for role, x in zip(ROLES, (keys, values), strict=True):
-        if x is None:
-            continue
+    for role, part in x.items():
         if (encoder := known.encoder(role)) is None:
             raise UnsupportedError(f"{name}: no kernel encodes these {role}s; encode them with the codec.")
         want = [table.shape[0], pages.shape[1], known.head_dim]
-        if x.dim() != 4 or [x.shape[0], x.shape[1], x.shape[3]] != want or x.dtype not in KINDS:
+        if part.dim() != 4 or [part.shape[0], part.shape[1], part.shape[3]] != want or part.dtype not in KINDS:
             raise ShapeError(
-                f"{name}: {role}s are {x.dtype} {list(x.shape)}; fp16, bf16 or fp32 [{want[0]}, {want[1]}, N, "
+                f"{name}: {role}s are {part.dtype} {list(part.shape)}; fp16, bf16 or fp32 [{want[0]}, {want[1]}, N, "
                 f"{want[2]}] is needed."
             )
-        if kept and encoder.form == "blocks":
+        if new.kept and encoder.form == "blocks":
             raise UnsupportedError(f"{name}: {known.name} encodes groups of tokens, whose pages keep none in 16 bit.")
-        if x.shape[2] % encoder.block or x.shape[0] > MOST_SEQUENCES:
+        if part.shape[2] % encoder.block or part.shape[0] > MOST_SEQUENCES:
             raise ShapeError(
-                f"{name}: {x.shape[2]} tokens of {x.shape[0]} sequences; a multiple of {encoder.block} tokens and at "
-                f"most {MOST_SEQUENCES} sequences are needed."
+                f"{name}: {part.shape[2]} tokens of {part.shape[0]} sequences; a multiple of {encoder.block} tokens "
+                f"and at most {MOST_SEQUENCES} sequences are needed."
             )
-    if keys is not None and keys.numel():
-        _check_turned(name, known, less, keys)
-    if keys is not None and values is not None and keys.dtype != values.dtype:
-        raise ShapeError(f"{name}: keys are {keys.dtype}, values {values.dtype}; use one dtype.")
+    if "key" in x and x["key"].numel():
+        _check_turned(name, known, new.less, x["key"])
+    if len(dtypes := [part.dtype for part in x.values()]) == 2 and dtypes[0] != dtypes[1]:
+        raise ShapeError(f"{name}: keys are {x['key'].dtype}, values {x['value'].dtype}; use one dtype.")
 
 
 def _check_turned(name: str, spec: EncodeSpec, less: Turned | None, keys: Tensor) -> None:

@@ -20,7 +20,7 @@ from packedkv.kernels.engine import Engine, FirstTokens, Fitted
 from packedkv.kernels.flash import Flash
 from packedkv.kernels.mean import KeyMean, Turned, key_mean
 from packedkv.kernels.spec import Encoder, Reader, decode_spec, encode_spec, reader, text_of
-from packedkv.kernels.tokens import ChunkTokens, GroupTokens, Rules, StepTokens
+from packedkv.kernels.tokens import ChunkTokens, GroupTokens, NewTokens, Rules, StepTokens
 from packedkv.ops.rope import Rotary
 from packedkv.store.pages import PageStore
 
@@ -117,19 +117,10 @@ class CudaEngine(Engine):
         self.mean = new
         self._find()
 
-    def encode(
-        self,
-        new: Mapping[Role, Tensor],
-        store: PageStore,
-        first: Tensor,
-        bad: Tensor,
-        less: Turned | None = None,
-        kept: int = 0,
-    ) -> None:
-        encode_to_pages(
-            new.get("key"), new.get("value"), store.pages, store.table, first, spec=self.encode_spec,
-            key=self.writing["key"], value=self.writing["value"], bad=bad, less=less, kept=kept, checked=True,
-        )  # fmt: skip
+    def encode(self, new: NewTokens, store: PageStore) -> None:
+        key, value = self.writing["key"], self.writing["value"]
+        # a cache checks its tensors itself
+        encode_to_pages(new, store.pages, store.table, spec=self.encode_spec, key=key, value=value, checked=True)
 
     def writer(self, pages: Tensor, bad: Tensor, kept: int = 0) -> SlotWriter:
         """Return what encodes all tokens of a step, of any requests, in one launch."""
@@ -159,10 +150,8 @@ class CudaEngine(Engine):
             angle = none.new_zeros(1, count, self.head_dim // 2)
             less, mean = Turned(none, angle, angle), KeyMean(none, self.mean.table[:1], self.mean.pairs)
         # passed as values as well: the program for both roles is compiled already
-        encode_to_pages(
-            keys, None if self.encoders["value"] is None else keys, page.pages, page.table, begin,
-            spec=self.encode_spec, key=write["key"], value=write["value"], less=less,
-        )  # fmt: skip
+        new = NewTokens({role: keys for role in ROLES if self.encoders[role] is not None}, begin, less=less)
+        encode_to_pages(new, page.pages, page.table, spec=self.encode_spec, key=write["key"], value=write["value"])
         placed = None if mean is None else begin
         packed = Packed(page.pages, page.table, self.decode_spec, read["key"], read["value"], mean, placed)
         found, _ = unpack(packed, 0, count)
