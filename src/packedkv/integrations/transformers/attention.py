@@ -28,7 +28,7 @@ START = "packedkv_start"
 RULES = "packedkv_rules"
 """Attribute of a mask tensor: results of ``_seen_by``, by its arguments."""
 HIDES = "packedkv_hides"
-"""Attribute of a mask tensor: results of ``_hides_in``, by its other arguments."""
+"""Attribute of a mask tensor: results of ``_hides``, by the kind of the layer: cross-attention, static cache."""
 QUERY_CHUNK = 256
 """Query rows scored at a time where SDPA cannot be used (learned sinks, soft caps)."""
 
@@ -119,7 +119,6 @@ def _packed(query: Tensor, layer: PackedCacheLayer, mask: Tensor | None, rules: 
 
 
 def _several(query: Tensor, layer: PackedCacheLayer, mask: Tensor | None, rules: Rules) -> Tensor:
-    """Attention of several query tokens over a fused cache."""
     cache = layer.cache
     assert isinstance(cache, FusedLayerCache)
     cache.synchronize()
@@ -227,19 +226,14 @@ def _hides(mask: Tensor, layer: PackedCacheLayer) -> bool:
     known: dict[tuple[bool, bool], bool] = getattr(mask, HIDES, {})
     kind = layer.is_cross, layer.is_compileable
     if kind not in known:
-        known[kind] = _hides_in(_seen(mask[:, :, -1:]), *kind)
+        seen = _seen(mask[:, :, -1:])
+        if layer.is_compileable and not layer.is_cross:  # masked to its full capacity: nothing behind the newest token
+            last = seen.shape[1] - 1 - seen.any(0).flip(0).to(torch.uint8).argmax()
+            seen = seen[:, : int(last) + 1]
+        # of an encoder's output any hidden token counts: its padding is on either side
+        known[kind] = bool((~seen if layer.is_cross else seen[:, :-1] & ~seen[:, 1:]).any())
         setattr(mask, HIDES, known)
     return known[kind]
-
-
-def _hides_in(seen: Tensor, cross: bool, static: bool) -> bool:
-    """Whether ``seen [B, N]``, the tokens that a query sees, hides more than left padding."""
-    if cross:  # padding of the encoder's input, on either side
-        return not bool(seen.all())
-    if static:  # a static cache is masked to its full capacity: behind the newest token nothing is held
-        last = seen.shape[1] - 1 - seen.any(0).flip(0).to(torch.uint8).argmax()
-        seen = seen[:, : int(last) + 1]
-    return bool((seen[:, :-1] & ~seen[:, 1:]).any())
 
 
 def _seen(mask: Tensor) -> Tensor:

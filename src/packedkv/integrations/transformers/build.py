@@ -27,7 +27,7 @@ from packedkv.errors import (
 from packedkv.files.params import FittedParams, LayerParams, check_given
 from packedkv.integrations.transformers.biases import biases_of
 from packedkv.integrations.transformers.deferred import Deferred
-from packedkv.integrations.transformers.identity import check_params, load_params
+from packedkv.integrations.transformers.identity import load_params
 from packedkv.integrations.transformers.layers import CrossLayer, PackedCacheLayer
 from packedkv.integrations.transformers.plan import ModelPlan, plan_for
 from packedkv.integrations.transformers.queries import query_energies
@@ -129,7 +129,18 @@ def _built(
     kernels = None
     if attention == "fused":
         kernels = _kernels(plan, sites, model_or_config, max_len, page_tokens)
-    probe = _probe(model_or_config, plan, scheme, given, action, accepts)
+    probe = None
+    if action != "off":
+        biases = biases_of(model_or_config, plan)
+        probe = OutlierProbe(scheme, action, biases, accepts)
+        try:
+            if biases:
+                biases.check(scheme, params=given, starts=accepts)
+        except BrokenPresetError as error:
+            if action == "refuse":
+                raise
+            warnings.warn(str(error), PackedKVWarning, stacklevel=5)  # who called ``cache_for``
+            probe.warned = True
     deferred, by_index = Deferred(len(sites), probe), {site.layer: site for site in sites}
     layers: list[Any] = []
     for planned in plan.layers:
@@ -182,9 +193,7 @@ def _given(
     """Constants by layer, after verifying that they fit model, scheme and seed."""
     if params == "":
         raise SpecError("params='': expected the path of a file of `packedkv fit`, or None for no constants.")
-    if isinstance(params, FittedParams):
-        check_params(params, model_or_config, scheme, seed=seed)
-    elif isinstance(params, str | Path):
+    if isinstance(params, FittedParams | str | Path):
         params = load_params(params, model_or_config, scheme, seed=seed)
     given: LayerParams = {} if params is None else params
     check_given(plan.name, [layer.index for layer in plan.kv_layers], given)
@@ -325,27 +334,3 @@ def _kernels(
             f"not; leave max_len out."
         )
     return kernels
-
-
-def _probe(
-    model_or_config: Any,
-    plan: ModelPlan,
-    scheme: KVScheme,
-    given: LayerParams,
-    action: Probe,
-    accepts: Callable[[str], bool],
-) -> OutlierProbe | None:
-    """Check a scheme against the model's key biases, and return the probe of the first prefill."""
-    if action == "off":
-        return None
-    biases = biases_of(model_or_config, plan)
-    probe = OutlierProbe(scheme, action, biases, accepts)
-    try:
-        if biases:
-            biases.check(scheme, params=given, starts=accepts)
-    except BrokenPresetError as error:
-        if action == "refuse":
-            raise
-        warnings.warn(str(error), PackedKVWarning, stacklevel=6)
-        probe.warned = True
-    return probe

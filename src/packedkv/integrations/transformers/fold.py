@@ -101,17 +101,11 @@ class FoldedKeyNorms(ChangedWeights):
         return f"FoldedKeyNorms({self.name}, layers={self.layers})"
 
     def undo(self) -> None:
-        """Put the weights back, bit for bit; a second call does nothing. Undo the later of two folds first."""
+        """Put the weights back, and forget the layers."""
         super().undo()
         self.layers.clear()
 
     unfold = undo
-
-    def _scale_rows(self, linear: nn.Linear, factor: Tensor) -> None:
-        """Multiply the output channels of ``linear`` by ``factor [out]``."""
-        self.scale(linear.weight, factor[:, None], f"{self.name}: folding")
-        if linear.bias is not None:
-            self.scale(linear.bias, factor, f"{self.name}: folding")
 
 
 def fold_key_norms(model: Any, params: Mapping[int, Mapping[Role, Params]]) -> FoldedKeyNorms:
@@ -172,8 +166,12 @@ def fold_key_norms(model: Any, params: Mapping[int, Mapping[Role, Params]]) -> F
         for layer, attention in found.items():
             norm = norms[layer][0].double()
             group = config.num_attention_heads // norm.shape[0]
-            folded._scale_rows(attention.k_proj, 1 / norm.flatten())
-            folded._scale_rows(attention.q_proj, norm.repeat_interleave(group, 0).flatten())
+            factors = {"k_proj": 1 / norm.flatten(), "q_proj": norm.repeat_interleave(group, 0).flatten()}
+            for name, factor in factors.items():
+                linear = getattr(attention, name)
+                folded.scale(linear.weight, factor[:, None], f"{plan.name}: folding")
+                if linear.bias is not None:
+                    folded.scale(linear.bias, factor, f"{plan.name}: folding")
             folded.layers.append(layer)
     except BaseException:
         folded.unfold()

@@ -31,22 +31,12 @@ def identify(model_or_config: Any, name: str = "") -> ModelIdentity:
     return ModelIdentity(name or plan.name, config.model_type, layers, plan.heads, plan.head_dim, weights)
 
 
-def check_params(fitted: FittedParams, model_or_config: Any, spec: str | KVScheme, *, seed: int = 0) -> None:
-    """Validate that constants were fitted for this scheme, model, shape and seed.
-
-    Raises
-    ------
-    FormatError
-        If they differ; the text says how. Weights are compared if a model is given, not a config.
-    """
-    model_or_config = unwrapped(model_or_config)
-    here = identify(getattr(model_or_config, "config", model_or_config))
-    model = model_or_config if isinstance(model_or_config, torch.nn.Module) else None
-    fitted.check(here, spec, seed=seed, model=model)
-
-
-def load_params(path: str | Path, model_or_config: Any, spec: str | KVScheme, *, seed: int = 0) -> FittedParams:
+def load_params(
+    params: str | Path | FittedParams, model_or_config: Any, spec: str | KVScheme, *, seed: int = 0
+) -> FittedParams:
     """Read a params file for a model, or its config, and a scheme, as ``cache_for`` takes it.
+
+    Constants that were read before are only checked. Weights are compared if a model is given, not a config.
 
     Raises
     ------
@@ -55,6 +45,9 @@ def load_params(path: str | Path, model_or_config: Any, spec: str | KVScheme, *,
     FormatError
         The file is cut, altered, foreign or newer, or was fitted for another scheme, model, shape or seed.
     """
-    fitted = read_params(path)
-    check_params(fitted, model_or_config, spec, seed=seed)
+    fitted = params if isinstance(params, FittedParams) else read_params(params)
+    model_or_config = unwrapped(model_or_config)
+    here = identify(getattr(model_or_config, "config", model_or_config))
+    model = model_or_config if isinstance(model_or_config, torch.nn.Module) else None
+    fitted.check(here, spec, seed=seed, model=model)
     return fitted

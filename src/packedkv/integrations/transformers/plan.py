@@ -217,8 +217,9 @@ def _types_and_options(name: str, text: Any) -> list[tuple[str, dict[str, Any]]]
 
 def _check_model(name: str, model: Any, text: Any, crossed: bool) -> None:
     encoder = not crossed and getattr(text, "is_decoder", None) is False and hasattr(text, "add_cross_attention")
-    own_cache = text.model_type in _OWN_CACHE
-    if encoder or own_cache or not _states(text, "num_attention_heads") or not hasattr(text, "vocab_size"):
+    heads = "num_attention_heads"  # stated for all layers or for each, which is not read from the config itself
+    attends = heads in (text.per_layer_attributes or ()) or getattr(text, heads, None) is not None
+    if encoder or text.model_type in _OWN_CACHE or not attends or not hasattr(text, "vocab_size"):
         raise UnsupportedError(
             f"{name}: a model without an attention cache of keys and values; packedkv takes decoders with attention."
         )
@@ -264,11 +265,6 @@ def _check_attention(name: str, model: Any, config: Any, text: Any, attention: A
             raise UnsupportedError(
                 f"{name}: {error}, which attention={attention!r} leaves packed; use attention='decoded'."
             ) from error
-
-
-def _states(text: Any, option: str) -> bool:
-    """Whether a config states an option, for all layers or for each (which is not read from the config itself)."""
-    return option in (text.per_layer_attributes or ()) or getattr(text, option, None) is not None
 
 
 def _layer(name: str, index: int, kind: str, options: dict[str, Any], *sizes: int | None) -> LayerPlan:

@@ -19,7 +19,7 @@ from vllm.model_executor.models.utils import extract_layer_index
 from packedkv.codec import ROLES, Dense, Params, Role
 from packedkv.errors import KVError, UnsupportedError
 from packedkv.files.params import FittedParams
-from packedkv.integrations.transformers.identity import check_params
+from packedkv.integrations.transformers.identity import load_params
 from packedkv.integrations.transformers.plan import plan_for
 from packedkv.integrations.vllm.engine_args import check_engine
 from packedkv.integrations.vllm.fitting import check_same_model, logger
@@ -232,7 +232,7 @@ def bind(impl: Any, name: str, layer: Any, dtype: torch.dtype, order: list[int])
         raise UnsupportedError(f"{where}: keys and values have different head sizes; not served.")
     params = None
     if fitted is not None:
-        check_params(fitted, config.model_config.hf_config, fitted.scheme, seed=options.seed)
+        load_params(fitted, config.model_config.hf_config, fitted.scheme, seed=options.seed)
         params = {} if dense else _own_params(config, fitted, index, heads)
     device = layer._k_scale.device  # these scales of vLLM's own caches are on the layer's device
     make: Any = EngineLayer
