@@ -68,28 +68,22 @@ def case_greedy(device: str) -> None:
         assert cache.report()["paths"] == {"exact": layers, "fused": layers * (NEW - 1)}
 
 
-def case_int4(device: str) -> None:
-    """int-4: generate on a cache that grows and on a static one, on the same tokens as the reference."""
+def case_growing_and_static(device: str) -> None:
+    """Generate on a cache that grows and on a static one, on the same tokens as the reference."""
     model = model_on(device, "llama-gqa")
-    streamed, _ = run(model, "streamed", prompt(2, 10), spec="int-4")
-    for max_len in (None, 64) if device == "cuda" else (64,):
-        fused, cache = run(model, "fused", prompt(2, 10), spec="int-4", max_len=max_len)
-        assert_close(fused, streamed)
-        layers = len(cache.layers)
-        assert cache.report()["paths"] == {"exact": layers, "fused": layers * (NEW - 1)}
-    with pytest.raises(UnsupportedError, match=r"no CUDA kernel reads PolarQuant"):
-        run(model, "fused", prompt(1, 10), spec="polarquant-4")
-
-
-def case_static(device: str) -> None:
-    model = model_on(device, "llama-gqa")
-    fused, cache = run(model, "fused", prompt(2, 10), max_len=64)
-    assert cache.is_compileable
-    assert isinstance(cache.get_seq_length(), torch.Tensor)
-    assert_close(fused, run(model, "streamed", prompt(2, 10))[0])
-    assert cache.report()["tokens"] == 10 + NEW - 1
-    cache.reset()
-    assert_close(go_on(model, cache, prompt(2, 10)), fused)
+    for spec in ("saw-int4", "int-4"):
+        streamed, _ = run(model, "streamed", prompt(2, 10), spec=spec)
+        for max_len in (None, 64) if device == "cuda" else (64,):
+            fused, cache = run(model, "fused", prompt(2, 10), spec=spec, max_len=max_len)
+            assert_close(fused, streamed)
+            layers = len(cache.layers)
+            assert cache.report()["paths"] == {"exact": layers, "fused": layers * (NEW - 1)}
+            assert cache.report()["tokens"] == 10 + NEW - 1
+            if max_len is not None:
+                assert cache.is_compileable
+                assert isinstance(cache.get_seq_length(), torch.Tensor)
+        cache.reset()
+        assert_close(go_on(model, cache, prompt(2, 10)), fused)
 
 
 def case_static_overflow_is_refused(device: str) -> None:

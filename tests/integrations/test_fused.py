@@ -15,7 +15,7 @@ __all__ = ["machine"]
 ROOT = Path(__file__).parents[2]
 EMULATED = (
     "greedy",
-    "int4",
+    "growing_and_static",
     "left_padding",
     "holes_are_not_attended",
     "static_overflow_is_refused",

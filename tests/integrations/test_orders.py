@@ -352,9 +352,12 @@ def test_modes_may_change_between_passes(shared_model: Any, attention: str, spec
 # -- masks and positions -----------------------------------------------------------------------------------------------
 
 
-def rows(model: Any, cache: Any, turns: list[Tensor], masks: list[Tensor]) -> list[Tensor]:
-    """Logits of passes over a batch whose mask grows by these parts, with the positions that ``generate`` gives."""
-    found, seen = [], torch.zeros(turns[0].shape[0], 0, dtype=torch.long)
+def rows(model: Any, cache: Any, turns: list[Tensor], masks: list[Tensor], held: Tensor | None = None) -> list[Tensor]:
+    """Logits of passes over a batch whose mask grows by these parts, with the positions that ``generate`` gives.
+
+    ``held``: the mask of what the cache holds already.
+    """
+    found, seen = [], torch.zeros(turns[0].shape[0], 0, dtype=torch.long) if held is None else held
     for ids, mask in zip(turns, masks, strict=True):
         seen = torch.cat([seen, mask], 1)
         places = (seen.cumsum(1) - 1).masked_fill(seen == 0, 0)[:, -ids.shape[1] :]
@@ -432,10 +435,6 @@ def test_a_crop_into_padding(shared_model: Any, attention: str, spec: str) -> No
     for keep, later in ((9, 1), (6, 2)):  # several tokens follow, or one
         for held in (cache, plain):
             held.crop(keep - held.get_seq_length())
-        seen = masks[0][:, :keep]
-        for ids, mask in zip(turns[later:], masks[later:], strict=True):
-            seen = torch.cat([seen, mask], 1)
-            places = (seen.cumsum(1) - 1).masked_fill(seen == 0, 0)[:, -ids.shape[1] :]
-            given = {"attention_mask": seen, "position_ids": places}
-            a, b = logits(shared_model, cache, ids, **given), logits(shared_model, plain, ids, **given)
+        rest = turns[later:], masks[later:], masks[0][:, :keep]
+        for a, b in zip(rows(shared_model, cache, *rest), rows(shared_model, plain, *rest), strict=True):
             assert off(a, b) < TOLERANCE
