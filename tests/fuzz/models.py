@@ -54,7 +54,7 @@ def model_of(name: str, dtype: str = "float32") -> Any:
     """The model of a name, made once in a process."""
     if dtype != "float32":
         return copy.deepcopy(model_of(name)).to(getattr(torch, dtype))
-    if name in NAMED:
+    if name not in OWN:
         return tiny_model(name)
     family, options = OWN[name]
     config = getattr(transformers, f"{family}Config")(**{**SMALL, **options})

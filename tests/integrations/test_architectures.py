@@ -156,8 +156,6 @@ SAMPLE = {
     "gpt_neox_japanese": "decoded",  # takes views of what the cache returns
     "moshi": "fused",
     "llama4_text": "fused",  # chunked attention
-    "gemma3n_text": "decoded",  # layers that borrow K and V
-    "gemma4_text": "decoded",  # heads and head_dim differ by layer
     "lfm2": "fused",  # convolutions
     "qwen3_next": "fused",
 }

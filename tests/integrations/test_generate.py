@@ -66,7 +66,11 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize(("case", "attention"), each_in_turn(CASES, ["decoded", "streamed", "fused"]))
+FURTHER = [(f"turns saw-int4 {name}", "decoded") for name in ("llama4", "gemma3n", "gemma4", "lfm2")]
+"""Layers that attend chunks, borrow K and V, differ in heads and head_dim, or are convolutions."""
+
+
+@pytest.mark.parametrize(("case", "attention"), [*each_in_turn(CASES, ["decoded", "streamed", "fused"]), *FURTHER])
 def test_a_program_equals_the_oracle(case: str, attention: str) -> None:
     """Every layer, at every call: what it holds, returns and attends."""
     program, spec, name = case.rsplit(" ", 2)
