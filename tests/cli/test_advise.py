@@ -13,7 +13,6 @@ import packedkv
 from packedkv.cli import main as cli
 from packedkv.cli.advise import steps
 from packedkv.cli.advise.candidates import Candidate, check_specs, choose, default_specs
-from packedkv.cli.advise.expected import size
 from packedkv.cli.advise.run import advise
 from packedkv.cli.advise.steps import Request
 from packedkv.cli.commands.advise import memory, show
@@ -266,23 +265,11 @@ def test_what_is_no_size_is_refused(text):
         memory(text)
 
 
-def test_sizes_are_written_with_a_unit():
-    assert size(8 << 30) == "8.00 GiB"
-    assert size(10) == "10 bytes"
-
-
 def test_the_command_prints_a_recipe_and_writes_what_it_says(tmp_path, capsys):
     folder, out, text = save_tiny(tmp_path / "model"), tmp_path / "out", tmp_path / "text.txt"
     text.write_text(TEXT)
-    arguments = ["advise", str(folder), "--context", "4k", "--memory", "1400kb", "--text", str(text)]
-    arguments += [
-        "--window-tokens",
-        "128",
-        "--specs",
-        "int-8,int-4,kivi-4:group=32,window=64,int-2",
-        "--output",
-        str(out),
-    ]
+    arguments = f"advise {folder} --context 4k --memory 1400kb --text {text} --window-tokens 128 --output {out}".split()
+    arguments += ["--specs", "int-8,int-4,kivi-4:group=32,window=64,int-2"]
     assert cli.main([*arguments, "--json", str(tmp_path / "advice.json")]) == 0
     told = capsys.readouterr().out
     for part in (
@@ -317,18 +304,7 @@ def test_an_interrupt_keeps_what_was_measured_and_says_so(tmp_path, capsys, monk
 
     monkeypatch.setattr(sensitivity, "compressed_logits", logits)
     out = tmp_path / "out"
-    arguments = [
-        "advise",
-        str(folder),
-        "--context",
-        "4096",
-        "--memory",
-        "2MiB",
-        "--text",
-        str(text),
-        "--output",
-        str(out),
-    ]
+    arguments = f"advise {folder} --context 4096 --memory 2MiB --text {text} --output {out}".split()
     assert cli.main([*arguments, "--window-tokens", "96", "--specs", "int-4,int-2"]) == 130
     assert f"kept in {out}" in capsys.readouterr().out
     assert len((out / "sensitivity.jsonl").read_text().splitlines()) == 1 + 2

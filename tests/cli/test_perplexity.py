@@ -9,7 +9,6 @@ import packedkv
 from packedkv.cli.measure import perplexity
 from packedkv.cli.measure.compare import Settings, compare
 from packedkv.cli.measure.perplexity import Reference
-from packedkv.errors import ModelError
 from packedkv.models import windows as text_windows
 from packedkv.models.loading import load_text
 from tests.cli.tiny import TEXT, tiny_llama, tiny_tokenizer
@@ -42,16 +41,6 @@ def test_tokens_are_those_of_the_whole_text_however_long_it_is():
     whole = tiny_tokenizer()(text)["input_ids"]
     assert text_windows.tokenize(tiny_tokenizer(), text, 100).tolist() == whole[:100]
     assert text_windows.tokenize(tiny_tokenizer(), TEXT, 10**6).numel() == len(TEXT)
-
-
-def test_a_text_shorter_than_a_window_is_refused():
-    with pytest.raises(ModelError, match=r"the text has 50 tokens and a window takes 64; pass a longer text"):
-        text_windows.split_windows(torch.arange(50), 3, 64)
-
-
-def test_a_window_that_the_model_cannot_hold_is_refused(model):
-    with pytest.raises(ModelError, match=r"2048 tokens does not fit the model, which knows 512 positions"):
-        text_windows.check_window(model.config, 2048)
 
 
 def test_the_first_token_is_not_scored_and_perplexity_is_the_models_own_loss(model):

@@ -164,11 +164,6 @@ def test_a_library_that_is_not_there_is_named_before_the_model_loads(spec, packa
     assert not (tmp_path / "out").exists()
 
 
-def test_one_spec_without_tasks_points_to_tasks(tmp_path, capsys):
-    assert main(["eval", str(tmp_path), "--spec", "hqq-4"]) != 0
-    assert "use --specs hqq-4 --tasks" in capsys.readouterr().err
-
-
 def test_a_model_that_transformers_refuses_is_refused(stand_in):
     stand_in(Lossless)
     with pytest.raises(UnsupportedError, match="hqq-4: transformers refuses this cache"):

@@ -1,7 +1,6 @@
 """benchmarks/beside.py on the CPU: shapes, rows of a worker, turns of two checkouts and the table."""
 
 import importlib
-import json
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +9,7 @@ import torch
 
 from lab.tests.bench.gpu_stubs import Clock
 from packedkv.cache.layer import LayerCache
-from packedkv_lab.bench.shapes import GROUPS, Shape, shapes_named
+from packedkv_lab.bench.shapes import Shape
 
 BENCHMARKS = Path(__file__).parents[3] / "benchmarks"
 
@@ -32,16 +31,6 @@ def beside(monkeypatch):
     monkeypatch.setattr(module, "FusedLayerCache", Fused)
     monkeypatch.setattr(module, "refusal", lambda *_, **__: "")
     return module
-
-
-def test_shapes_of_the_corners(beside):
-    names = [s.name for s in GROUPS["corners"]]
-    assert names == [
-        "b128_1k", "b64_2k", "llama8b_b1_4096", "one_kv_head_b2_8k", "d64_b4_32k", "d96_b4_8k", "d256_b16_16k",
-        "d512_b8_32k",
-    ]  # fmt: skip
-    assert [Shape(*sizes) for sizes in json.loads(beside.described(GROUPS["corners"]))] == list(GROUPS["corners"])
-    assert len(shapes_named("spine,corners")) == 12
 
 
 def test_a_worker_times_every_spec_beside_bf16(beside, monkeypatch):
@@ -100,7 +89,3 @@ def test_the_table_has_ratios_of_medians_and_names_what_is_slower(beside):
     alone = beside.summary([r for r in found if r["label"] == "this"])
     assert "nan" in alone
     assert "SLOWER" not in alone
-
-
-def test_processes_take_turns_there_and_back(beside):
-    assert beside.rounds(3, ["this", "other"]) == ["this", "other", "other", "this", "this", "other"]

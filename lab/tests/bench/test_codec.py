@@ -17,7 +17,6 @@ from packedkv_lab.bench.codec import codec_rows
 from packedkv_lab.bench.record import Recorder
 from packedkv_lab.bench.rivals import QuantizerRival, quantizer_rivals
 from packedkv_lab.bench.shapes import Shape
-from packedkv_lab.bench.timing import spread
 
 SHAPE = Shape("b1_h2_d64_t96", 1, 2, 2, 64, 96)
 CODEC_METRICS = ["encode_tokens_per_s", "decode_tokens_per_s", "encode_vs_int4", "decode_vs_int4"]
@@ -42,11 +41,6 @@ def test_rows_of_every_spec_and_metric(rows):
         assert row["shape"] == "b1_h2_d64_t96"
         assert 0 < row["values"]["p20"] <= row["values"]["p50"] <= row["values"]["p80"]
         assert row["versions"]["packedkv"] == packedkv.__version__
-
-
-def test_bits_are_true(rows):
-    found = {r["spec"]: r for r in rows if r["metric"] == "encode_vs_int4"}
-    assert found["kivi-2"]["effective_bits"] == packedkv.get("kivi-2").effective_bits(64)
 
 
 def test_int4_beside_itself_costs_the_same_on_a_machine_that_slows_down(monkeypatch):
@@ -125,11 +119,6 @@ def test_rivals_do_the_job_they_are_timed_for(rival):
 
 
 # -- values and commit -------------------------------------------------------------------------------------------------
-
-
-def test_spread_interpolates():
-    assert spread([1.0, 2.0, 3.0, 4.0, 11.0]) == {"p20": 1.8, "p50": 3.0, "p80": 5.4}
-    assert spread([7.0]) == {"p20": 7.0, "p50": 7.0, "p80": 7.0}
 
 
 def test_commit_is_none_outside_a_checkout(monkeypatch, tmp_path):

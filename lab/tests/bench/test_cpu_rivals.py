@@ -42,10 +42,6 @@ def test_attention_of_what_is_installed(spec: str) -> None:
         assert not torch.allclose(call(), first)
 
 
-def test_every_rival_is_known() -> None:
-    assert set(RIVALS) == set(BITS)
-
-
 def test_a_wrong_result_is_not_timed() -> None:
     def make(q: Tensor, k: Tensor, v: Tensor) -> Any:
         return lambda: torch.ones_like(q), 8
@@ -58,11 +54,3 @@ def test_a_rival_whose_module_is_not_installed_is_missing() -> None:
     assert CpuRival("a", "a", "no_such_module.core.quantize", 0.1, rivals._flex_on_cpu).missing
     assert CpuRival("a", "a", "no_such_module", 0.1, rivals._flex_on_cpu).missing
     assert not CpuRival("a", "a", "torch.nn", 0.1, rivals._flex_on_cpu).missing
-
-
-def test_llama_takes_one_sequence() -> None:
-    if RIVALS["llama.cpp-f16"].missing:
-        pytest.skip("needs llama-cpp-python")
-    q, k, v = (x.expand(2, -1, -1, -1).contiguous() for x in kv())
-    with pytest.raises(KVError, match="for one sequence, not 2"):
-        RIVALS["llama.cpp-f16"].checked(q, k, v)

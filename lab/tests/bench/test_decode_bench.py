@@ -59,13 +59,6 @@ def test_speedup_is_over_the_fastest_form_of_the_same_state():
     assert found["cold"]["values"] == ratio(200.0, {"p20": 90.0, "p50": 100.0, "p80": 120.0})
 
 
-def test_roofline_is_bytes_over_bandwidth():
-    rows = {r["metric"]: r for r in run(["int-8"]) if r["spec"] == "int-8"}
-    assert rows["roofline_us"]["values"]["p50"] == round(rows["roofline_us"]["bytes"] / 4.3e6, 3)
-    share = rows["roofline_us"]["bytes"] / 4.3e6 / rows["decode_us_cold"]["values"]["p50"]
-    assert rows["roofline_share_cold"]["values"]["p50"] == round(share, 4)
-
-
 def test_what_fails_its_gate_is_reported_and_not_timed(monkeypatch):
     monkeypatch.setattr(decode, "gate", lambda _: Gate(0.5, 0.001))
     rows = [r for r in run(["int-8"]) if r["spec"] == "int-8"]
@@ -107,6 +100,8 @@ def test_a_lost_device_ends_the_run_behind_its_row(monkeypatch, tmp_path):
 def test_a_run_goes_on_where_the_last_one_stopped(tmp_path):
     path = tmp_path / "decode.jsonl"
     run(["int-8"], path=path)
+    with path.open("a") as file:
+        file.write('{"spec": "int-4", "met')  # killed in the middle of a line
     clock = Clock()
     rows = run(["int-8", "int-4"], clock, path=path)
     assert {r["spec"] for r in rows} == {"dense", "int-4"}
@@ -216,11 +211,6 @@ def test_pages_for_libraries_hold_every_token(heads_first):
     assert sorted(table.flatten().tolist()) == list(range(14))
 
 
-def test_dense_forms_agree():
-    dense = Dense(TINY, CPU)
-    torch.testing.assert_close(dense.sdpa(True), dense.sdpa(False), rtol=2e-2, atol=2e-3)
-
-
 def test_without_16_bit_attention_nothing_is_compared(monkeypatch):
     def broken():
         raise RuntimeError("no backend")
@@ -237,16 +227,6 @@ def test_a_row_without_values_needs_a_reason():
     recorder = Recorder(None, {}, lambda _: None)
     with pytest.raises(ValueError, match="neither values nor a status"):
         recorder.add("int-4", 4.0, "decode_us_cold", "us", "tiny", None)
-
-
-def test_the_newest_measured_row_counts():
-    base = {"spec": "a", "metric": "m", "shape": "s"}
-    old, new = ({**base, "values": {"p50": x}, "run": run} for x, run in ((1, "2026-01-01"), (2, "2026-01-02")))
-    refused = {**base, "values": None, "status": "failed", "run": "2026-01-03"}
-    assert newest([new, old, refused]) == newest([refused, old, new]) == [new]
-    assert newest([refused]) == [refused]
-    small = {**old, "shared_memory_kb": 100}  # on a GPU that was told of less memory
-    assert newest([new, small]) == [new, small]
 
 
 def test_a_ratio_is_one_whatever_it_is_over_and_each_rival_is_one():

@@ -85,13 +85,6 @@ def test_a_blocks_time_counts_by_its_tokens(spec, times, expected):
     assert seen == {"int-4": [[1, 1]], "kivi-2": [[32, None], [None, 1]], "innerq-base": [[1, None], [None, 32]]}[spec]
 
 
-def test_append_rows_by_batch():
-    rows = run(["int-4"], shapes=(), batches=(1, 4))
-    assert [(r["metric"], r["shape"], r["sizes"]["batch"]) for r in rows] == [
-        ("append_us", "append_b1", 1), ("append_us", "append_b4", 4),
-    ]  # fmt: skip
-
-
 @pytest.mark.parametrize("names", ["append_b", "append_bx", "llm", ""])
 def test_shapes_of_the_encode_bench_are_named(names):
     with pytest.raises(SpecError, match="no shape"):
@@ -104,10 +97,3 @@ def test_a_preset_without_an_encoder_says_so(monkeypatch):
         encode_operator("octopus-4", SMALL, CPU, 0)
     (row,) = run(["octopus-4"])
     assert row["status"].startswith("no kernel: no kernel encodes octopus-4: ")
-
-
-def test_other_libraries_are_rows_even_when_missing():
-    rows = run([], libraries=True)
-    assert {r["spec"] for r in rows} == {"hqq-4", "hqq-2", "quanto-4", "quanto-2"}
-    for row in rows:
-        assert (row["values"] is None) == ("status" in row)

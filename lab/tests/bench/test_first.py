@@ -104,12 +104,6 @@ def test_the_clock_runs_from_the_making_of_the_cache_to_the_token(model, monkeyp
     assert (ms, cache.get_seq_length()) == (1000.0, 105)  # none of the filling
 
 
-def test_a_time_is_compared_with_those_beside_it():
-    """A machine that becomes twice as slow in the middle changes neither ratio; the ratio of the medians says 1.33."""
-    slow = [2.0, 2.0, 2.0, 4.0, 4.0, 4.0]
-    assert first.beside([3.0, 3.0, 4.5, 6.0, 6.0], slow) == {"vs_dynamic": 1.5, "beyond_ms": 0.0, "dynamic_ms": 3.0}
-
-
 def test_what_no_kernel_serves_says_so_and_the_next_is_timed(model):
     rows = timed(["fp8", "int-4"], model, prompts=(16,), new=(3,), repeats=2)
     assert [(r["status"], r["values"]) for r in rows if r["spec"] == "fp8"] == [("no kernel: no kernel for it", None)]
@@ -124,12 +118,6 @@ def test_a_run_goes_on_where_the_last_one_stopped(model, tmp_path):
     assert {r["spec"] for r in again} == {"dense", "int-8"}
     assert timed(["int-4", "int-8"], model, path, **small) == []
     assert timed(["kivi-2"], model, path, Deadline(-1.0)) == []
-
-
-def test_every_preset_with_kernels_is_timed():
-    found = first.served()
-    assert {"saw-int4", "int-4", "hqmq-s96_r4", "octopus-3", "innerq-base"} <= set(found)
-    assert not {"dense", "polarquant-4", "additive-k48_r4", "q4_0"} & set(found)
 
 
 def test_the_command_names_the_part(monkeypatch, capsys):

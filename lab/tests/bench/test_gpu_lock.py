@@ -66,10 +66,3 @@ def test_who_times_is_alone_and_who_compiles_is_not(tmp_path, theirs, ours, wait
     thread.join(600)
     assert found == waiting
     assert not thread.is_alive()
-
-
-def test_without_a_file_nobody_waits():
-    with GpuLock().held(exclusive=True):
-        found, thread = waits(GpuLock(), "exclusive")
-        assert not found
-    thread.join(600)

@@ -7,7 +7,7 @@ import torch
 
 from lab.tests.bench.gpu_stubs import CPU, recorder, use_reference
 from packedkv.cli.measure.generation import FORMS
-from packedkv.errors import SpecError, UnsupportedError
+from packedkv.errors import UnsupportedError
 from packedkv.integrations.transformers.argument import passing
 from packedkv.kernels.cuda.engine import CudaEngine
 from packedkv_lab.bench import generate, prefill
@@ -78,15 +78,6 @@ def test_the_operator_sees_the_history_and_the_fresh_tokens():
         assert torch.equal(sink[i], before.sink)
         assert torch.equal(window[i], torch.cat([before.window, x], 2))
         assert before.encoded + before.sink.shape[2] + before.window.shape[2] == 300
-
-
-def test_prefill_without_an_operator_says_so(monkeypatch):
-    def refuse(*_):
-        raise UnsupportedError("one query token at a time")
-
-    monkeypatch.setattr(prefill, "prefill_operator", refuse)
-    rows = [r for r in prefills(["int-4"], (3,)) if r["spec"] == "int-4"]
-    assert [r["status"] for r in rows] == ["no kernel: one query token at a time"]
 
 
 def test_prefill_that_is_wrong_is_not_timed(monkeypatch):
@@ -216,13 +207,6 @@ def test_quantized_caches_of_transformers_are_rivals(model, monkeypatch):
     assert made == ["hqq"] * 2 + ["quanto"] * 4  # with and without cuDNN, once each to warm up
     assert [r["spec"] for r in generated(model, [])] == ["dense"] * 2
     assert generated(model, [], dense=False, libraries=True) == []
-
-
-def test_the_ways_and_shapes_that_there_are(model):
-    with pytest.raises(SpecError, match="no way eager; there are generate, graph, compiled"):
-        generated(model, [], ways=("eager",))
-    with pytest.raises(SpecError, match=r"no shape 'b8'; use e\.g\. qwen3_8b_b8_32k"):
-        generate.batches_of("qwen3_8b_b1_32k,b8")
 
 
 def test_a_model_is_made_only_for_what_is_left(tmp_path, monkeypatch):

@@ -3,7 +3,6 @@
 import importlib
 import itertools
 import json
-import os
 import shlex
 import sys
 import threading
@@ -88,15 +87,6 @@ def test_a_hanging_job_is_stopped_with_what_it_started(runner, tmp_path, monkeyp
     assert runner.run([sys.executable, "-c", "raise SystemExit(7)"], 600.0, tmp_path / "log") == 7
 
 
-def test_a_job_runs_on_the_packages_of_its_checkout(runner, tmp_path):
-    (tmp_path / "src").mkdir()
-    code = "import os; print(os.getcwd()); print(os.environ['PYTHONPATH'])"
-    assert runner.run([sys.executable, "-c", code], 600.0, tmp_path / "log", tmp_path) == 0
-    cwd, path = (tmp_path / "log").read_text().splitlines()
-    assert cwd == str(tmp_path)
-    assert path.split(os.pathsep)[:3] == [str(tmp_path / part) for part in ("src", "lab/src", ".")]
-
-
 def test_a_bench_goes_on_when_the_device_was_lost(told, capsys):
     options = ["--plan", "kernels", "--steps", "decode,encode", "--specs", "int-4", "--commit", "abc"]
     options += ["--options", "--shapes spine", "--deadline", "200"]
@@ -154,15 +144,6 @@ def takes(file, arguments):
     return all(f'"{word}"' in source for word in arguments if word.startswith("--"))
 
 
-def test_plans_have_the_jobs_that_the_docs_need(runner):
-    studies, rivals = runner.PLANS["studies"], runner.PLANS["rivals"]
-    sweeps = next(job for job in studies if job.name == "sweeps")
-    assert set(sweeps.specs) == set(runner.MAIN)
-    assert "sweep32,sweep8,sweep1" in sweeps.command
-    assert "--ways graph,generate" in next(job for job in studies if job.name == "generate").command
-    assert not any("--no-libraries" in job.command for job in rivals if job.name == "spine")
-
-
 def test_processes_that_compile_share_the_specs_and_a_lock(runner, told, tmp_path):
     commands, _ = told("--plan", "rivals", "--steps", "compiled", "--deadline", "500")
     commands.sort(key=lambda a: "--no-dense" in a)
@@ -172,14 +153,6 @@ def test_processes_that_compile_share_the_specs_and_a_lock(runner, told, tmp_pat
     assert ["--no-dense" in a for a in commands] == [False, True, True, True]
 
 
-def test_a_job_takes_no_more_than_its_share(told):
-    commands, _ = told("--plan", "studies", "--deadline", "100")
-    limits = [int(a[a.index("--deadline") + 1]) for a in commands if "--deadline" in a]
-    assert all(limit <= 90 for limit in limits)
-    with pytest.raises(SystemExit):
-        told("--plan", "studies", "--steps", "innerq")
-
-
 def test_a_dry_run_prints_commands_and_does_nothing(runner, told, tmp_path, capsys):
     commands, status = told("--plan", "rivals", "--dry-run")
     assert (commands, status) == ([], 0)
@@ -187,14 +160,6 @@ def test_a_dry_run_prints_commands_and_does_nothing(runner, told, tmp_path, caps
     assert "# spine\n" in out
     assert f"bench decode --device cuda --out {tmp_path / 'out'} --rows-only --shapes spine" in out
     assert not (tmp_path / "out").exists()
-
-
-def test_without_a_plan_they_are_listed(runner, monkeypatch, capsys):
-    monkeypatch.setattr(sys, "argv", ["run"])
-    assert runner.main() == 0
-    out = capsys.readouterr().out
-    assert all(f"{name}:\n" in out for name in runner.PLANS)
-    assert "  spine: 5 min at most, needs gpu; 14 specs -> decode.jsonl" in out
 
 
 def test_what_a_job_needs_and_is_not_here(monkeypatch, tmp_path, capsys):
@@ -211,22 +176,8 @@ def test_what_a_job_needs_and_is_not_here(monkeypatch, tmp_path, capsys):
     assert "# beside (not here: gpu, other)" in capsys.readouterr().out
 
 
-def test_random_cases_are_a_job(told, tmp_path):
-    (command,), _ = told("--plan", "kernels", "--steps", "cases", "--cases", "50", "--specs", "int-4")
-    assert "tests.kernels.gpu_cases --cases 50 --presets int-4 --deadline" in shlex.join(command)
-    assert command[-1] == str(tmp_path / "out/cases.json")
-
-
 def test_unknown_plans_and_steps_are_refused(told, capsys):
     for arguments in (["--plan", "speed"], ["--plan", "kernels", "--steps", "decode,speed"]):
         with pytest.raises(SystemExit):
             told(*arguments)
     assert "no step speed; the plan kernels has tests, cases, decode" in capsys.readouterr().err
-
-
-def test_nothing_begins_when_time_is_out(told, capsys):
-    commands, status = told("--plan", "kernels", "--steps", "tests,decode", "--deadline", "5")
-    assert (commands, status) == ([], 0)
-    late = "not begun: out of time"
-    found = capsys.readouterr().out
-    assert json.loads(found[found.index("{") :]) == {"tests": late, "decode": late}

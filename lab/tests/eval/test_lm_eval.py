@@ -1,7 +1,7 @@
 """The model ``packedkv`` of lm-evaluation-harness: reads the packed cache, says so, and otherwise is lm-eval's ``hf``.
 
-Needs the extra ``eval`` (``make test-eval``). Small models are made here; the real one and its items run in ``slow``
-tests, which skip where the data or the model cannot be had.
+Needs the extra ``eval`` (``make test-eval``). Small models are made here; the real one runs in a ``slow`` test, which
+skips where it cannot be had.
 """
 
 import json
@@ -15,13 +15,12 @@ import pytest
 import torch
 from tests.cli.corrupt import corrupt
 from tests.cli.tiny import TEXT, tiny_llama, tiny_tokenizer
-from tests.conftest import own_threads
 
 import packedkv
 from packedkv.cli.measure.caches import packed_cache
 from packedkv.cli.measure.perplexity import compressed_logits
 from packedkv.errors import FormatError, ModelError, SpecError, UnsupportedError
-from packedkv.models.loading import LoadedModel, load
+from packedkv.models.loading import LoadedModel, load_text
 
 pytest.importorskip("lm_eval", reason="needs the extra eval: make test-eval")
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning", "ignore::ResourceWarning")
@@ -38,7 +37,6 @@ from packedkv_lab.eval import lm_eval as integration  # noqa: E402
 from packedkv_lab.eval.lm_eval import PackedKVLM  # noqa: E402
 
 ROOT = Path(__file__).parents[3]
-DATA = ROOT.parent / "shared/data"
 INT4 = "int-4"  # no window, no sink: every token is encoded
 
 
@@ -91,90 +89,26 @@ def answers(lm):
     ]
 
 
-# -- the real model on real items: first, because they take longest ----------------------------------------------------
-
-
-@pytest.fixture(scope="module")
-def smollm2():
-    if not DATA.is_dir():
-        pytest.skip(f"the evaluation data ({DATA}) are not here")
-    try:
-        found = load("smollm2-135m", progress=False)
-    except ModelError as error:
-        pytest.skip(f"the model cannot be had here: {error}")
-    threads = torch.get_num_threads()
-    torch.set_num_threads(own_threads())
-    yield found
-    torch.set_num_threads(threads)
-
-
-def arc_easy(folder, count):
-    """The first questions with four answers, out of the data's instruction layout."""
-    rows = []
-    for item in json.loads((DATA / "commonsense_llm_adapters/ARC-Easy.test.json").read_text()):
-        question = re.search(r"question: (.*?)\n\nAnswer1", item["instruction"], re.S)
-        found = re.findall(r"Answer\d: (.*?)(?= Answer\d: |\n\n)", item["instruction"], re.S)
-        if question and len(found) == 4:
-            label = int(item["answer"].removeprefix("answer")) - 1
-            rows.append({"ctx": f"Question: {question[1]}\nAnswer:", "endings": found, "label": label})
-    return write_lines(folder / "arc_easy.jsonl", rows[:count])
-
-
-def piqa(folder, count):
-    labels = (DATA / "piqa/valid-labels.lst").read_text().split()
-    items = map(json.loads, (DATA / "piqa/valid.jsonl").read_text().splitlines())
-    rows = [
-        {"ctx": f"Question: {item['goal']}\nAnswer:", "endings": [item["sol1"], item["sol2"]], "label": int(label)}
-        for item, label in zip(items, labels, strict=True)
-    ]
-    return write_lines(folder / "piqa.jsonl", rows[:count])
-
-
-REAL = {"hellaswag": (6, 2), "piqa": (6, 2), "gsm8k": (1, 1)}
-"""Items of each task, and how many of them in float32 as well."""
+# -- the real model: first, because it takes longest -------------------------------------------------------------------
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
-@pytest.mark.parametrize("name", REAL)
-def test_hf_and_the_dense_preset_give_the_same_scores_on_real_items(name, smollm2, tmp_path):
+def test_hf_and_the_dense_preset_give_the_same_scores_on_the_real_model(smollm2, tmp_path):
     """Float32 weights: ``dense`` holds fp16, so log-likelihoods move in the third decimal; in float32 not a bit."""
-    tasks = {
-        "hellaswag": local_choices("hellaswag", DATA / "hellaswag/hellaswag_val_first500.jsonl"),
-        "piqa": local_choices("piqa", piqa(tmp_path, 6)),
-        "gsm8k": local_task(
-            "gsm8k", DATA / "gsm8k/test.jsonl", "generate_until", doc_to_text="Question: {{question}}\nAnswer:",
-            doc_to_target="{{answer}}", generation_kwargs={"until": ["Question:"], "max_gen_toks": 12},
-            metric_list=[{"metric": "exact_match"}],
-        ),
-    }  # fmt: skip
-    many, few = REAL[name]
-    own = evaluate(HFLM(smollm2.model, tokenizer=smollm2.tokenizer), tasks[name], limit=many)
-    if name != "gsm8k":
-        dense = evaluate(PackedKVLM(smollm2, "dense"), tasks[name], limit=many)
-        assert dense["results"] == own["results"]
-        for ours, theirs in zip(dense["samples"][name], own["samples"][name], strict=True):
-            assert (ours["acc"], ours["acc_norm"]) == (theirs["acc"], theirs["acc_norm"])
-            values = [[float(value) for ((value, _),) in sample["resps"]] for sample in (ours, theirs)]
-            assert values[0] == pytest.approx(values[1], abs=0.05)
-    same = evaluate(PackedKVLM(smollm2, "dense:dtype=float32"), tasks[name], limit=few)
-    found = [sample["resps"] for sample in same["samples"][name]]
-    assert len(found) == few
-    assert found == [sample["resps"] for sample in own["samples"][name][:few]]
-    assert same["config"]["packedkv"]["sha256"] == smollm2.sha256
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(3600)
-def test_a_cache_that_returns_noise_scores_at_chance(smollm2, tmp_path):
-    """The harness can fail: 48 questions of four answers, chance 0.25 with a standard error of 0.0625."""
-    task = local_choices("arc_easy", arc_easy(tmp_path, 48))
-    right, wrong = (
-        evaluate(PackedKVLM(smollm2, spec, batch_size=4), task)["results"]["arc_easy"]["acc,none"]
-        for spec in ("saw-int4", corrupt())
+    text = load_text().text
+    items = [text[at : at + 400].rsplit(" ", 1)[0] for at in range(0, 2000, 500)]
+    rows = [{"ctx": x[:-20], "endings": [x[-20:], " the of and in"], "label": 0} for x in items]
+    task = local_choices("choices", write_lines(tmp_path / "items.jsonl", rows))
+    models = (
+        HFLM(smollm2.model, tokenizer=smollm2.tokenizer),
+        *(PackedKVLM(smollm2, spec) for spec in ("dense:dtype=float32", "dense", "saw-int4")),
     )
-    assert abs(wrong - 0.25) < 3 * 0.0625
-    assert right > 0.45, "where nothing is corrupted the same items are answered"
+    own, same, dense, packed = (evaluate(model, task) for model in models)
+    resps = [[s["resps"] for s in found["samples"]["choices"]] for found in (own, same)]
+    assert resps[0] == resps[1]
+    assert own["results"] == dense["results"] == packed["results"], "every item is answered as without a cache"
+    assert same["config"]["packedkv"]["sha256"] == smollm2.sha256
 
 
 # -- it is lm-eval's hf model ------------------------------------------------------------------------------------------
@@ -251,6 +185,13 @@ def test_exact_reads_fresh_what_comes_before_the_last_context_token_and_nothing_
         logits = model.model(input_ids=ids[None, 89:-1], **passing(model.model, cache)).logits[0]
     assert found == pytest.approx(log_likelihood(logits, ids, 15), abs=1e-4)
     assert lm.held.calls == {"exact": 3, "decoded": 3}
+
+
+def test_noise_in_the_cache_is_not_the_right_answer(model):
+    """The harness can fail: answers through a cache of noise are not those of the model."""
+    right, wrong = (answers(PackedKVLM(model, spec)) for spec in ("dense", corrupt()))
+    assert all(abs(a - b) > 0.1 for (a, _), (b, _) in zip(right[0], wrong[0], strict=True))
+    assert right[2] != wrong[2]
 
 
 def test_an_exact_prefill_does_not_score_a_single_token_continuation(model):
@@ -383,22 +324,6 @@ def test_the_results_of_a_run_say_what_they_were_read_from(model, tmp_path):
     json.dumps(said)
 
 
-def test_code_is_generated_without_being_run_and_run_only_if_that_is_confirmed(model, tmp_path):
-    """lm-eval's own rule for tasks marked unsafe, which humaneval and mbpp are."""
-    path = write_lines(tmp_path / "code.jsonl", [{"prompt": "def add(a, b):\n", "test": "assert add(1, 2) == 3"}])
-    task = local_task(
-        "code", path, "generate_until", unsafe_code=True, doc_to_text="{{prompt}}", doc_to_target="{{test}}",
-        generation_kwargs={"until": ["\ndef"], "max_gen_toks": 6}, metric_list=[{"metric": "exact_match"}],
-    )  # fmt: skip
-    lm = PackedKVLM(model, INT4)
-    with pytest.raises(ValueError, match="marked as unsafe"):
-        evaluate(lm, task)
-    result = evaluate(lm, task, confirm_run_unsafe_code=True, predict_only=True)
-    assert result["samples"]["code"][0]["resps"] == [lm.generate_until(
-        requests("generate_until", ("def add(a, b):\n", {"until": ["\ndef"], "max_gen_toks": 6})), disable_tqdm=True
-    )]  # fmt: skip
-
-
 def test_a_result_is_told_to_be_of_dense_tokens_where_windows_hold_them_all(model, caplog):
     lm = PackedKVLM(model, "kivi-2:window=128")
     lm.loglikelihood(PAIRS[2:4], disable_tqdm=True)
@@ -422,15 +347,11 @@ def test_answers_cached_by_lm_eval_are_not_taken_for_those_of_another_spec(model
     for spec, prefill in (("int-8", "decoded"), (INT4, "exact")):
         with pytest.raises(FormatError, match="name another file for every model, spec and prefill"):
             CachingLM(PackedKVLM(model, spec, prefill), file)
-
-
-def test_a_file_of_answers_by_hf_is_refused(model, tmp_path):
-    file = str(tmp_path / "answers.db")
-    plain = CachingLM(HFLM(model.model, tokenizer=model.tokenizer), file)
-    plain.loglikelihood(PAIRS[:1])
-    plain.dbdict.close()
+    other = CachingLM(HFLM(model.model, tokenizer=model.tokenizer), str(tmp_path / "hf.db"))
+    other.loglikelihood(PAIRS[:1])
+    other.dbdict.close()
     with pytest.raises(FormatError, match=r"were made by another model, these would be by .*tiny.*decoded"):
-        CachingLM(PackedKVLM(model, "dense"), file)
+        CachingLM(PackedKVLM(model, "dense"), str(tmp_path / "hf.db"))
 
 
 # -- what is refused ---------------------------------------------------------------------------------------------------
@@ -512,18 +433,7 @@ def test_the_command_line_runs_the_yaml_task_of_the_page(tmp_path):
     task.write_text(re.search(r"```yaml\n(.*?)```", PAGE, re.S)[1].replace("/data/hellaswag.jsonl", str(items)))
     command = "from packedkv_lab.eval.lm_eval import main; main()"
     spec = 'spec="kivi-2:window=8,sink=4"'
-    arguments = [
-        "--model",
-        "packedkv",
-        "--device",
-        "cpu",
-        "--tasks",
-        task,
-        "--limit",
-        "4",
-        "--output_path",
-        tmp_path / "out",
-    ]
+    arguments = f"--model packedkv --device cpu --tasks {task} --limit 4 --output_path {tmp_path / 'out'}".split()
     environment = {"HF_DATASETS_CACHE": str(tmp_path / "cache")}
     done = python(
         command, *arguments, "--model_args", f"pretrained={tmp_path}/model,prefill=exact,{spec}", **environment

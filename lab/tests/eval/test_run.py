@@ -16,7 +16,7 @@ from tests.cli.tiny import TEXT, tiny_llama, tiny_loaded
 
 from packedkv.cli.measure.compare import Settings, compare
 from packedkv.cli.page.rows import UNCOMPRESSED
-from packedkv.errors import KVError, ModelError, ShapeError, SpecError
+from packedkv.errors import KVError, ShapeError
 from packedkv.models.loading import SampleText
 from packedkv.recipe import LayerChoice
 from packedkv.registry import write_recipe
@@ -186,14 +186,6 @@ def test_windows_agree_with_compare(whole, model):
         assert row["cache_bytes"] == rows[spec]["cache_bytes"]
 
 
-def test_the_same_run_gives_the_same_numbers(whole, model, data, tmp_path):
-    again = evaluate(model, SPECS, TASKS, tmp_path, settings_for(data))
-    assert values(again.rows) == values(whole[0].rows)
-    timed = ("seconds",)
-    for a, b in zip(whole[0].rows, again.rows, strict=True):
-        assert {k: v for k, v in a.items() if k not in timed} == {k: v for k, v in b.items() if k not in timed}
-
-
 def test_an_exact_prefill_is_said_in_every_line_and_row(model, data, tmp_path):
     found = evaluate(model, ["int-4"], ["kl", "kv_retrieval"], tmp_path, settings_for(data, prefill="exact"))
     assert {line["prefill"] for line in lines_of(tmp_path)} == {"exact"}
@@ -333,18 +325,6 @@ def test_a_disk_that_fills_up_keeps_what_was_finished(model, data, tmp_path, mon
     assert counted(tmp_path) == complete()
 
 
-def test_a_folder_where_results_cannot_be_written_keeps_the_items(model, data, tmp_path, monkeypatch):
-    def full(*_):
-        raise KVError("cannot write results.json: No space left on device")
-
-    with monkeypatch.context() as patch:
-        patch.setattr(module, "write_lines", full)
-        with pytest.raises(KVError, match="No space left"):
-            evaluate(model, SPECS, ["kl"], tmp_path, settings_for(data))
-    assert counted(tmp_path) == complete(of={"kl": 2})
-    assert [p.name for p in tmp_path.iterdir() if p.name.endswith(".part")] == []
-
-
 KILLED = """
 import sys
 from lab.tests.eval.test_run import *
@@ -423,33 +403,6 @@ def test_a_recipe_written_anew_under_its_name_is_refused_and_the_same_one_is_gon
         evaluate(model, [str(path)], ["kl"], tmp_path / "out", settings_for(data))
 
 
-def test_other_data_under_the_same_name_is_refused(whole, model, data, tmp_path):
-    (tmp_path / "kv.jsonl").write_text("\n".join(map(json.dumps, RECORDS[:-1])))
-    with pytest.raises(KVError, match="kv_retrieval source sha256"):
-        evaluate(model, SPECS, ["kv_retrieval"], whole[1], settings_for(tmp_path))
-
-
-def test_a_model_without_a_tokenizer_is_refused(model, data, tmp_path):
-    with pytest.raises(ModelError, match="tiny comes without a tokenizer, and tasks are texts"):
-        evaluate(replace(model, tokenizer=None), SPECS, TASKS, tmp_path / "new", settings_for(data))
-    assert not (tmp_path / "new").exists()
-
-
-def test_nothing_is_written_for_a_run_that_cannot_begin(model, data, tmp_path):
-    folder = tmp_path / "new"
-    for specs, tasks, error, said in (
-        (["saw-int"], TASKS, SpecError, "Did you mean 'saw-int4'"),
-        (["int-4", "int-4"], TASKS, SpecError, "given twice: int-4"),
-        ([], TASKS, SpecError, "no spec to evaluate"),
-        (["int-4"], ["needles"], SpecError, "unknown task 'needles'"),
-        (["int-4"], [], SpecError, "no task to run"),
-        (["int-4"], ["piqa"], SpecError, "piqa is a task of the lm-evaluation-harness"),
-    ):
-        with pytest.raises(error, match=said):
-            evaluate(model, specs, tasks, folder, settings_for(data))
-    assert not folder.exists()
-
-
 def test_a_head_dim_that_a_codec_cannot_take_is_refused_before_any_work(data, tmp_path):
     from tests.conftest import tiny_model
 
@@ -493,14 +446,6 @@ def test_too_little_memory_halves_the_call_and_stops_at_one_sequence(model, data
     most = 0
     with pytest.raises(KVError, match=r"too little memory for one item \(CUDA out of memory. Tried\)"):
         evaluate(model, ["int-4"], ["needle"], tmp_path / "b", settings)
-
-
-def test_items_are_read_together_only_where_lengths_are_equal(model, data, tmp_path, monkeypatch):
-    shapes = []
-    original = Reader.answers
-    monkeypatch.setattr(Reader, "answers", lambda self, i, *rest: shapes.append(i.shape) or original(self, i, *rest))
-    evaluate(model, ["int-4"], ["needle"], tmp_path, settings_for(data, batch=3))
-    assert shapes == [(2, 480), (2, 480)]
 
 
 def test_the_hash_of_the_weights_sees_every_weight_and_no_order():

@@ -174,18 +174,6 @@ def test_a_window_scores_as_compare_scores_it(model, tokenizer):
     assert done.held.elements == 3 * 2 * 200 * 64 * 2
 
 
-def test_top_five_by_hand(model, tokenizer):
-    ids = text_windows.tokenize(tokenizer, TEXT, 120)
-    reference = uncompressed(model, ids)
-    logits = compressed_logits(model, "int-2", ids)[0]
-    reader = Reader(model, "int-2")
-    with reader.reading():
-        output = reader.window(ids, reference)[0]
-    wanted = [reference.best[t].item() in logits[t].topk(5).indices.tolist() for t in range(119)]
-    assert output.top5.tolist() == wanted
-    assert 0 < sum(wanted) < 119
-
-
 @pytest.mark.parametrize(("tokens", "first"), [(512, 257), (100, 51)])
 def test_an_exact_window_scores_only_tokens_that_read_the_store(model, tokenizer, tokens, first):
     ids = text_windows.tokenize(tokenizer, TEXT, tokens)
@@ -227,14 +215,6 @@ def test_constants_are_drawn_once_and_are_those_of_a_fresh_cache(model, tokenize
     for item, output in zip(items(), fresh, strict=True):
         assert found[item.id].output == output
     assert len(drawn) - before == 3 * 2 * 2, "layers x roles x heads, however many sequences are read"
-
-
-def test_the_model_gets_its_own_attention_back(model):
-    own = model.config._attn_implementation
-    reader = Reader(model, "ultraquant:queries=fp8")
-    with reader.reading():
-        assert model.config._attn_implementation == "packedkv"
-    assert model.config._attn_implementation == own
 
 
 def test_warnings_of_the_probe_become_notes(tokenizer):

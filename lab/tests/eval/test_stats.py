@@ -85,10 +85,6 @@ def test_a_difference_is_over_the_items_of_both():
     assert paired(mine, {}, MEAN) is None
 
 
-def test_one_item_has_no_interval():
-    assert estimate({"a": (1.0, 1.0)}, MEAN) == (1.0, None, None)
-
-
 def run(tmp_path, lines, tasks=None, specs=("int-4",)) -> Run:
     about = {
         "model": {"name": "tiny"},
@@ -182,11 +178,3 @@ def test_items_without_a_result_are_counted_and_not_scored(tmp_path):
     lines = [*LINES, needle("int-4", "d", 0.5, 0.0, "", scores={}, error="NaN", bytes=0, elements=0)]
     whole = next(r for r in summarize(run(tmp_path, lines)) if r["spec"] == "int-4")
     assert (whole["items"], whole["failed"], whole["effective_bits"]) == (3, 1, 5.0)
-
-
-def test_a_spec_without_lines_has_no_rows(tmp_path):
-    assert {r["spec"] for r in summarize(run(tmp_path, LINES, specs=("int-4", "saw-int4")), "budget")} == {
-        UNCOMPRESSED,
-        "int-4",
-    }
-    assert summarize(run(tmp_path, [])) == []

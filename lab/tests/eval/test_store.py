@@ -1,6 +1,5 @@
 """The folder of a run: what a kill, a full disk or a second process does to it, and what it refuses to mix."""
 
-import errno
 import json
 import os
 import subprocess
@@ -72,29 +71,6 @@ def test_an_item_that_stands_there_twice_counts_once(tmp_path):
     text = (tmp_path / ITEMS).read_text()
     (tmp_path / ITEMS).write_text(text + text.replace("0.5", "0.7"))
     assert [row["scores"]["kl"] for row in read_run(tmp_path).lines] == [[0.5, 2.0]]
-
-
-def test_a_full_disk_keeps_what_was_finished_and_leaves_no_half_line(tmp_path, monkeypatch):
-    write, room = os.write, 30
-
-    def until_full(file, data):
-        nonlocal room
-        if not room:
-            raise OSError(errno.ENOSPC, "No space left on device")
-        taken = write(file, data[:room])
-        room -= taken
-        return taken
-
-    with Store(tmp_path, ABOUT) as store:
-        store.add(line("a"))
-        with monkeypatch.context() as patch:
-            patch.setattr(module.os, "write", until_full)
-            with pytest.raises(KVError, match=r"No space left on device.*The 1 items finished so far are kept"):
-                store.add(line("b"))
-        assert room == 0, "a part of the line was written first"
-        assert not store.has("int-4", "kl", "b")
-        store.add(line("c"))
-    assert [row["item"] for row in read_run(tmp_path).lines] == ["a", "c"]
 
 
 def test_an_interrupt_inside_a_write_leaves_no_half_line(tmp_path, monkeypatch):

@@ -60,12 +60,6 @@ def test_a_damaged_file_is_named(capsys, folder: Path, name: str, text: str, tol
     assert not (folder / "report.html").exists()
 
 
-@pytest.mark.parametrize("name", [RUN, RESULTS, ITEMS])
-def test_bytes_that_are_no_text_are_damage_too(capsys, folder: Path, name: str) -> None:
-    (folder / name).write_bytes(b"\xff\xfe\x00\n")
-    assert name in refused(capsys, str(folder))
-
-
 def test_a_run_that_was_killed_before_its_results_says_what_to_do(capsys, folder: Path) -> None:
     (folder / RESULTS).unlink()
     told = refused(capsys, str(folder))
@@ -80,14 +74,6 @@ def test_a_torn_last_line_is_passed_over_as_the_harness_does(folder: Path) -> No
     with (folder / ITEMS).open("a") as file:
         file.write('{"spec": "int-4", "ta')
     assert len(read_folder(folder).answers) == len(folders.items()) == len(read_run(folder).lines)
-
-
-def test_a_page_that_was_there_stays_if_the_new_one_fails(capsys, folder: Path, tmp_path: Path) -> None:
-    page = tmp_path / "page.html"
-    page.write_text("old")
-    (folder / RESULTS).write_text("{")
-    refused(capsys, str(folder), "-o", str(page))
-    assert page.read_text() == "old"
 
 
 def test_targets_that_cannot_be_written(capsys, folder: Path, tmp_path: Path) -> None:

@@ -16,7 +16,6 @@ from packedkv.cli.advise.expected import cache_bytes
 from packedkv.cli.main import main
 from packedkv.cli.page import svg, words
 from packedkv.cli.page.figures import frontier, style_of
-from packedkv_lab.eval.tasks import task_names
 from packedkv_lab.report.evaluation import page_html
 from packedkv_lab.report.results import read_folder, read_layers, read_times
 from packedkv_lab.report.sizes import sizes
@@ -176,11 +175,6 @@ def test_how_it_was_measured_is_said(folder: Path) -> None:
                  "attention read dequantized keys and values of every token", "95 %"):  # fmt: skip
         assert told in text
     assert 'class="warn"' not in text
-
-
-def test_every_task_has_its_words() -> None:
-    assert set(words.TASKS) == set(task_names())
-    assert all(about.is_ and about.is_not for about in words.TASKS.values())
 
 
 def test_what_is_not_whole_is_said(tmp_path: Path) -> None:

@@ -16,8 +16,8 @@ from typing import Any
 
 import torch
 
-from packedkv.cli.measure.rows import append_line
-from packedkv.cli.page.rows import read_rows
+from packedkv.cli.measure.rows import append_line, resumed_lines
+from packedkv.cli.page.rows import checked
 from packedkv.errors import KVError, UnsupportedError
 from packedkv_lab.bench import timing
 
@@ -115,7 +115,9 @@ class Recorder:
         self.path, self.common, self.say = path, common, say
         self.device, self.seed, self.libraries = torch.device(device), seed, libraries
         self.deadline = deadline or Deadline()
-        self.rows: list[Row] = read_rows([path]) if path is not None and path.is_file() else []
+        self.rows: list[Row] = []
+        if path is not None and path.is_file():
+            self.rows = [checked(path, at, row, ("spec",)) for at, row in enumerate(resumed_lines(path), 1)]
         self.begun = len(self.rows)
 
     @cached_property

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from packedkv.atomic import whole_file
+from packedkv.cli.page.rows import read_json_lines
 from packedkv.cli.page.tables import aligned, cell, columns_of, with_reference
 from packedkv.errors import KVError
 
@@ -59,6 +60,15 @@ def append_line(path: Path, row: Mapping[str, Any]) -> None:
         raise KVError(
             f"{path} cannot be written ({error.strerror or error}); what was measured so far is kept there."
         ) from error
+
+
+def resumed_lines(path: Path) -> list[Any]:
+    """JSON of the lines of a file that is continued; a torn last line, left by a killed process, is cut off."""
+    data = path.read_bytes()
+    if (whole := data.rfind(b"\n") + 1) != len(data):
+        with path.open("r+b") as file:
+            file.truncate(whole)
+    return read_json_lines(path, data)
 
 
 def write_whole(path: Path, text: str) -> None:

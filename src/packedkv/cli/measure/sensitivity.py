@@ -11,7 +11,6 @@ same logits.
 Rows are written as they are measured, and a run goes on where the last one ended.
 """
 
-import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -21,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from packedkv.cli.measure.perplexity import Reference, compressed_logits, summarize, uncompressed
-from packedkv.cli.measure.rows import Row, append_line
+from packedkv.cli.measure.rows import Row, append_line, resumed_lines
 from packedkv.codec import ROLES, Role
 from packedkv.errors import FormatError
 from packedkv.integrations.transformers.plan import plan_for
@@ -119,12 +118,14 @@ def sensitivity(
     for role in ROLES:
         for spec in specs.get(role, ()):
             only(0, len(layers), role, spec)
-    store = _Rows(path, _header(model, windows, seed, text))
-    todo = [job for job in jobs if job not in store.rows]
-    if todo:
+    file = None if path is None else Path(path)
+    rows = {} if file is None else _measured(file, _header(model, windows, seed, text))
+    if todo := [job for job in jobs if job not in rows]:
         for job, row in _measure(model.model, windows, layers, todo, seed, shown):
-            store.add(job, row)
-    return [store.rows[job] for job in jobs]
+            rows[job] = row
+            if file is not None:
+                append_line(file, row)
+    return [rows[job] for job in jobs]
 
 
 def only(at: int, layers: int, role: Role, spec: str) -> KVScheme:
@@ -179,38 +180,19 @@ def _header(model: LoadedModel, windows: Sequence[Tensor], seed: int, text: str)
     }
 
 
-class _Rows:
-    """Rows by job, in memory and, if there is a path, in a file to which every row is added at once."""
-
-    def __init__(self, path: str | Path | None, header: dict[str, Any]) -> None:
-        self.path = None if path is None else Path(path)
-        self.rows: dict[Job, Row] = {}
-        if self.path is None:
-            return
-        if self.path.is_file() and self.path.stat().st_size:
-            self._read(self.path, header)
-        else:
-            append_line(self.path, header)
-
-    def _read(self, path: Path, header: dict[str, Any]) -> None:
-        text = path.read_text(encoding="utf-8")
-        whole = text[: text.rfind("\n") + 1]  # a torn last line is measured again
-        try:
-            first, *lines = [json.loads(line) for line in whole.splitlines()]
-            found = {(row["layer"], row["role"], row["spec"]): row for row in lines}
-        except (ValueError, KeyError, TypeError) as error:
-            raise FormatError(f"{path} holds no sensitivity rows ({error}); name another file or remove it.") from error
-        if differs := [k for k in header if first.get(k) != header[k]]:
-            told = ", ".join(f"{k} {first.get(k)!r} (now {header[k]!r})" for k in differs if k != "weights")
-            raise FormatError(
-                f"{path} was measured on something else: {told or 'other weights'}; name another folder or remove it."
-            )
-        self.rows = found
-        if whole != text:
-            path.write_text(whole, encoding="utf-8")
-
-    def add(self, job: Job, row: Row) -> None:
-        """Keep a row."""
-        if self.path is not None:
-            append_line(self.path, row)
-        self.rows[job] = row
+def _measured(path: Path, header: dict[str, Any]) -> dict[Job, Row]:
+    """Rows of a file that was begun with the same header; a file that is not there is begun."""
+    if not path.is_file() or not path.stat().st_size:
+        append_line(path, header)
+        return {}
+    try:
+        first, *lines = resumed_lines(path)
+        found = {(row["layer"], row["role"], row["spec"]): row for row in lines}
+    except (FormatError, ValueError, KeyError, TypeError) as error:
+        raise FormatError(f"{path} holds no sensitivity rows ({error}); name another file or remove it.") from error
+    if differs := [k for k in header if first.get(k) != header[k]]:
+        told = ", ".join(f"{k} {first.get(k)!r} (now {header[k]!r})" for k in differs if k != "weights")
+        raise FormatError(
+            f"{path} was measured on something else: {told or 'other weights'}; name another folder or remove it."
+        )
+    return found
