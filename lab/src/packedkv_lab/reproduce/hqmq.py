@@ -47,35 +47,9 @@ def memory(quick: bool) -> Found:
 
 @recomputes("hqmq", "Eq. 2, Med-C bits")
 def outlier_bits(quick: bool) -> Found:
-    """(1 - p) b + 16 p + 1/4 at the outlier share p that a model's rows imply; b without its scale."""
-    rows: tuple[tuple[str, float, tuple[str, ...]], ...] = (
-        ("Mistral-7B", 0.024, ("s192_r6",)),
-        ("Mistral-7B, Table 3", 0.030, ("s96_r4",)),
-        ("Llama-3-8B", 0.018, ("s192_r6", "s96_r6", "s24_r6")),
-        ("Qwen2.5-7B", 0.031, ("s192_r6", "s96_r6", "s24_r6")),
-        ("Qwen2.5-7B, C=4", 0.018, ("s192_r6",)),
-        ("Qwen2.5-7B, C=5", 0.010, ("s192_r6", "s96_r6", "s24_r6")),
-        ("Qwen3-8B", 0.038, ("s96_r6", "s24_r6")),
-        ("Qwen3-8B, Table 4", 0.030, ("s96_r6",)),
-        ("gpt-oss-20b", 0.060, ("s96_r6", "s24_r6")),
-    )
-    for model, share, configs in rows:
-        for config in configs:
-            bits = _with_outliers(get(f"hqmq-{config}").nominal_bits(128), share)
-            yield f"{model}, {config} + Med", "bits", bits
-    for model, share, width in (
-        ("Qwen2.5-7B", 0.028, 4),
-        ("Qwen2.5-7B", 0.028, 3),
-        ("Qwen2.5-7B, C=5", 0.010, 4),
-        ("Qwen3-8B", 0.031, 4),
-    ):
-        yield f"{model}, int{width} + Med", "bits", _with_outliers(width, share)
+    """What outliers at 16 bits and a flag of 1/4 bit add to s192_r6: (1 - p) b + 16 p + 1/4 - b, outlier share p."""
     base = get("hqmq-s192_r6").nominal_bits(128)
-    yield "Mistral-7B, what Med adds (Sec. 4.1)", "bits", _with_outliers(base, 0.024) - base
-
-
-def _with_outliers(bits: float, share: float) -> float:
-    return (1 - share) * bits + 16 * share + 1 / 4
+    yield "Mistral-7B, what Med adds (Sec. 4.1)", "bits", 0.024 * (16 - base) + 1 / 4
 
 
 @recomputes("hqmq", "Tables 2, 3")

@@ -121,30 +121,3 @@ def table_5(quick: bool) -> Found:
             else:
                 yield item, "mse / scalar", found.mse / base.mse
                 yield item, "tail95 / scalar", found.tail95 / base.tail95
-
-
-@recomputes("octopus", "Table 6")
-def table_6(quick: bool) -> Found:
-    """Bits per scalar of the language model rows: bare b of keys, groups of 32 values with fp16 scale and offset."""
-    for bits in (4, 3, 2):
-        codes_and_groups = (bits + (bits + 2 * 16 / 32)) / 2
-        yield f"llm b={bits}", "bits", codes_and_groups
-        yield f"llm b={bits} QJL", "bits", codes_and_groups + 0.5
-
-
-@recomputes("octopus", "Table 7")
-def table_7(quick: bool) -> Found:
-    """KV ratio: exact byte counts under the paper's packing: fp32 norm, scale and offset, byte-aligned streams."""
-    for shape, dim, group in (("video", 64, 32), ("audio", 64, 16), ("llm", 128, 32)):
-        triplets = -(-dim // 3)
-        for bits in (4, 3, 2):
-            value = _stream_bytes(dim, bits) + 8 * dim // group
-            octopus = _stream_bytes(2 * triplets, bits + 1) + _stream_bytes(triplets, bits - 1)
-            for name, codes in (("OCTOPUS", octopus), ("TQ-MSE", _stream_bytes(dim, bits))):
-                yield f"{shape} d={dim} g={group} {name} b={bits}", "kv_ratio", 4 * dim / (4 + codes + value)
-
-
-def _stream_bytes(n: int, bits: int) -> int:
-    """Bytes of ``n`` codes where the smallest run of codes that fills whole bytes is the unit."""
-    per = {1: 8, 2: 4, 4: 2}.get(bits, 8)
-    return -(-n // per) * per * bits // 8
