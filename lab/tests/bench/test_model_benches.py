@@ -1,6 +1,7 @@
 """Rows of ``packedkv bench prefill`` and ``generate`` on small shapes."""
 
 import json
+import math
 
 import pytest
 import torch
@@ -13,7 +14,7 @@ from packedkv.kernels.cuda.engine import CudaEngine
 from packedkv_lab.bench import generate, prefill
 from packedkv_lab.bench.packed import packed_operator
 from packedkv_lab.bench.prefill import dense_attention, prefill_error, prefill_rows, prefill_shape
-from packedkv_lab.bench.record import Deadline, newest
+from packedkv_lab.bench.record import newest
 from packedkv_lab.bench.shapes import Shape
 
 
@@ -215,7 +216,7 @@ def test_a_model_is_made_only_for_what_is_left(tmp_path, monkeypatch):
     held = recorder(path=path)
     held.add("dense", 16.0, "ms_per_token_graph", "ms", "qwen3_8b_b1_32k", {"p20": 1.0, "p50": 1.0, "p80": 1.0})
     generate.generate_rows([], held, batches=(1,), ways=("graph",))
-    held.deadline = Deadline(-1.0)
+    held.end = -math.inf
     generate.generate_rows(["int-4"], held, batches=(1,), ways=("graph",))
     assert len(held.new) == 1
 

@@ -65,10 +65,10 @@ class LoadedModel:
     sha256: str | None = None
 
 
-def _check_device(device: str) -> None:
-    """Validate, before anything is loaded, that torch can use the device."""
+def usable_device(device: str) -> torch.device:
+    """Return the device; ``ModelError`` if torch does not know it, or cannot use it."""
     try:
-        torch.empty(0, device=device)
+        return torch.empty(0, device=device).device
     except (RuntimeError, AssertionError) as error:
         reason = str(error).splitlines()[0].split(". ")[0]
         raise ModelError(
@@ -94,7 +94,7 @@ def load(
         Nothing was found, or what was found could not be loaded; the text says what was tried and what to do.
     """
     shown = progress if isinstance(progress, Progress) else Progress(progress)
-    _check_device(device)
+    usable_device(device)
     path = Path(name).expanduser()
     if path.exists():
         folder, gguf = _local(path)

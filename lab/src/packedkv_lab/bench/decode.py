@@ -66,7 +66,7 @@ def decode_rows(specs: Sequence[str], shapes: Sequence[Shape], recorder: Recorde
     """
     for shape in shapes:
         wanted = [spec for spec in specs if not recorder.has(spec, "speedup_vs_bf16_cold", shape.name)]
-        if not wanted or recorder.deadline.passed:
+        if not wanted or recorder.out_of_time:
             continue
         dense = Dense(shape, recorder.device, recorder.seed)
         rivals = list(torch_rivals(dense))

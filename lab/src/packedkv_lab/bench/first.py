@@ -63,22 +63,6 @@ def shape_name(tokens: int, new: int = 0) -> str:
     return f"llama_1b_{tokens}" + (f"_{new}" if new else "")
 
 
-class Subject(NamedTuple):
-    """A cache to benchmark: fields of its rows, and its factory."""
-
-    spec: str
-    cache: str
-    form: str
-    make: Callable[[], Any]
-
-
-class Fastest(NamedTuple):
-    """DynamicCache's time, and which ``FORMS`` of attention it took."""
-
-    ms: float
-    form: str
-
-
 class Runner:
     """Runs prompts of a model, and turns over a cache that holds ``held`` tokens."""
 
@@ -205,62 +189,67 @@ def first_rows(
     require_transformers("first")
     last = shape_name(held, new[-1])
     wanted = [spec for spec in specs if not recorder.has(spec, "next_turn_ms", last)]
-    if not wanted or recorder.deadline.passed:
+    if not wanted or recorder.out_of_time:
         return
     runner = Runner(model or make_model("Llama-3.2-1B", recorder.device), held)
     timings = [Timing("first_token_ms", shape_name(n), n, runner.first) for n in prompts]
     timings += [Timing("next_turn_ms", shape_name(held, n), n, runner.turn) for n in new]
-    rows = _Rows(recorder, runner, repeats)
-    subjects = [Subject("dense", "DynamicCache", form, runner.dense) for form in FORMS]
-    subjects += [Subject(spec, "packedkv fused", "", partial(runner.packed, spec)) for spec in wanted]
-    for before, subject in enumerate(subjects, -len(FORMS)):
-        if recorder.late(subject.spec):
-            return
-        dense = subject.spec == "dense"
-        runner.model.set_attn_implementation("sdpa" if dense else "packedkv")
-        with attention_backends(subject.form), warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # the probe warns on random weights
-            if dense or rows.first_cache(subject, first_prompt, before):
+    fastest: dict[tuple[str, str], tuple[float, str]] = {}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # the probe warns on random weights
+        runner.model.set_attn_implementation("sdpa")
+        for form in FORMS:
+            if recorder.late("dense"):
+                return
+            with attention_backends(form):
                 for timing in timings:
-                    (rows.dense if dense else rows.packed)(subject, timing)
+                    _dense_row(timing, form, runner, recorder, repeats, fastest)
+        runner.model.set_attn_implementation("packedkv")
+        for before, spec in enumerate(wanted):
+            if recorder.late(spec):
+                return
+            if _first_cache(spec, first_prompt, before, runner, recorder, fastest):
+                for timing in timings:
+                    _packed_row(spec, timing, runner, recorder, repeats, fastest)
 
 
-class _Rows:
-    """Rows of one run, and DynamicCache's times that presets are compared with, by metric and shape."""
+def _dense_row(
+    timing: Timing, form: str, runner: Runner, recorder: Recorder, repeats: int, fastest: dict[Any, tuple[float, str]]
+) -> None:
+    """Time DynamicCache with one form of attention; keep the faster form of each metric and shape in ``fastest``."""
+    metric, shape, n, run = timing
+    more = {"cache": "DynamicCache", "form": form}
+    with recorder.case("dense", shape, metric, "ms", bits=16.0, more=more) as case:
+        run(runner.dense, n)  # plans of shapes that the process has not seen
+        values, found = repeated(partial(run, runner.dense, n), repeats)
+        mine = values["p50"], form
+        fastest[metric, shape] = min(fastest.get((metric, shape), mine), mine)
+        case.add(metric, "ms", values, **found)
 
-    def __init__(self, recorder: Recorder, runner: Runner, repeats: int) -> None:
-        self.recorder, self.runner, self.repeats = recorder, runner, repeats
-        self.dynamic: dict[tuple[str, str], Fastest] = {}
 
-    def dense(self, subject: Subject, timing: Timing) -> None:
-        """Time DynamicCache with one form of attention."""
-        metric, shape, n, run = timing
-        more = {"cache": subject.cache, "form": subject.form}
-        with self.recorder.case("dense", shape, metric, "ms", bits=16.0, more=more) as case:
-            run(subject.make, n)  # plans of shapes that the process has not seen
-            values, found = repeated(partial(run, subject.make, n), self.repeats)
-            mine = Fastest(values["p50"], subject.form)
-            self.dynamic[metric, shape] = min(self.dynamic.get((metric, shape), mine), mine)
-            case.add(metric, "ms", values, **found)
+def _first_cache(
+    spec: str, prompt: int, before: int, runner: Runner, recorder: Recorder, fastest: dict[Any, tuple[float, str]]
+) -> bool:
+    """Time the first cache of a spec; return whether it works."""
+    shape = shape_name(prompt)
+    with recorder.case(spec, shape, "first_cache_ms", "ms", more={"cache": "packedkv fused"}) as case:
+        ms, _ = runner.first(partial(runner.packed, spec), prompt)
+        told = {}
+        if (known := fastest.get(("first_token_ms", shape))) is not None:
+            told = {"vs_dynamic": round(ms / known[0], 3), "dynamic_ms": known[0]}
+        case.add("first_cache_ms", "ms", flat(ms), caches_before=before, **told)
+        return True
+    return False
 
-    def first_cache(self, subject: Subject, prompt: int, before: int) -> bool:
-        """Time the first cache of a spec; return whether it works."""
-        shape = shape_name(prompt)
-        with self.recorder.case(subject.spec, shape, "first_cache_ms", "ms", more={"cache": subject.cache}) as case:
-            ms, _ = self.runner.first(subject.make, prompt)
-            told = {}
-            if (known := self.dynamic.get(("first_token_ms", shape))) is not None:
-                told = {"vs_dynamic": round(ms / known.ms, 3), "dynamic_ms": known.ms}
-            case.add("first_cache_ms", "ms", flat(ms), caches_before=before, **told)
-            return True
-        return False
 
-    def packed(self, subject: Subject, timing: Timing) -> None:
-        """Time later caches of a spec, in turns with DynamicCache."""
-        metric, shape, n, run = timing
-        with self.recorder.case(subject.spec, shape, metric, "ms", more={"cache": subject.cache}) as case:
-            fastest = self.dynamic.get((metric, shape))
-            rival = None if fastest is None else partial(self.runner.dynamic, run, n, fastest.form)
-            values, found = repeated(partial(run, subject.make, n), self.repeats, rival)
-            case.bits = found.pop("effective_bits", None)
-            case.add(metric, "ms", values, **found)
+def _packed_row(
+    spec: str, timing: Timing, runner: Runner, recorder: Recorder, repeats: int, fastest: dict[Any, tuple[float, str]]
+) -> None:
+    """Time later caches of a spec, in turns with DynamicCache."""
+    metric, shape, n, run = timing
+    with recorder.case(spec, shape, metric, "ms", more={"cache": "packedkv fused"}) as case:
+        known = fastest.get((metric, shape))
+        rival = None if known is None else partial(runner.dynamic, run, n, known[1])
+        values, found = repeated(partial(run, partial(runner.packed, spec), n), repeats, rival)
+        case.bits = found.pop("effective_bits", None)
+        case.add(metric, "ms", values, **found)

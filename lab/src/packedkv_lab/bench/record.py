@@ -6,6 +6,7 @@ are always within one run) and, where nothing was timed, ``values`` null and ``s
 ``failed its gate: ...``, ``not installed``.
 """
 
+import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -22,17 +23,6 @@ from packedkv.errors import KVError, UnsupportedError
 from packedkv_lab.bench import timing
 
 Row = dict[str, Any]
-
-
-def usable_device(bench: str, device: str) -> torch.device:
-    """Return the device; ``UnsupportedError`` if torch does not know it, or cannot use it."""
-    try:
-        return torch.empty(0, device=device).device
-    except (RuntimeError, AssertionError) as error:
-        reason = str(error).splitlines()[0].split(". ")[0]
-        raise UnsupportedError(
-            f"{bench}: device {device!r} cannot be used here ({reason}); try device='cpu'."
-        ) from error
 
 
 def require_gpu(what: str, device: str) -> torch.device:
@@ -81,24 +71,12 @@ def _named(error: Exception) -> str:
     return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0][:300]}"
 
 
-class Deadline:
-    """Seconds that a run may take, from its making; None: no end."""
-
-    def __init__(self, seconds: float | None = None) -> None:
-        self.end = None if seconds is None else time.monotonic() + seconds
-
-    @property
-    def passed(self) -> bool:
-        """Whether the time is over."""
-        return self.end is not None and time.monotonic() > self.end
-
-
 class Recorder:
     """Rows in a file, appended one by one, and what all benches of a run share.
 
     Rows that the ``.jsonl`` file ``path`` holds count as done; without a path, rows are only returned. ``common`` is
-    added to every row, and ``say`` gets a line of text per row. Nothing is started after the deadline. ``libraries``:
-    whether other libraries are timed as well.
+    added to every row, and ``say`` gets a line of text per row. Nothing is started ``deadline`` seconds after the
+    recorder was made. ``libraries``: whether other libraries are timed as well.
     """
 
     def __init__(
@@ -109,12 +87,12 @@ class Recorder:
         *,
         device: torch.device | str = "cpu",
         seed: int = 0,
-        deadline: Deadline | None = None,
+        deadline: float | None = None,
         libraries: bool = True,
     ) -> None:
         self.path, self.common, self.say = path, common, say
         self.device, self.seed, self.libraries = torch.device(device), seed, libraries
-        self.deadline = deadline or Deadline()
+        self.end = math.inf if deadline is None else time.monotonic() + deadline
         self.rows: list[Row] = []
         if path is not None and path.is_file():
             self.rows = [checked(path, at, row, ("spec",)) for at, row in enumerate(resumed_lines(path), 1)]
@@ -125,11 +103,16 @@ class Recorder:
         """The timer of a GPU; made on first use, because its buffer is large."""
         return timing.Timer(self.device)
 
+    @property
+    def out_of_time(self) -> bool:
+        """Whether the deadline has passed."""
+        return time.monotonic() > self.end
+
     def late(self, before: str) -> bool:
         """Whether the deadline has passed; says before what."""
-        if self.deadline.passed:
+        if late := self.out_of_time:
             self.say(f"out of time before {before}; run again to go on")
-        return self.deadline.passed
+        return late
 
     def add(
         self,

@@ -6,9 +6,8 @@ timed. Before timing, its output is compared with torch's (``error_of``), and a 
 vLLM's attention is called by its operators, without an engine, where vLLM is importable. The caches, split counts and
 launches are those that vLLM 0.33's backends make for one decode step: Triton kernels for INT4 per token and head
 (rotated), TurboQuant and UltraQuant (made for another GPU: vLLM itself does not offer it on NVIDIA's),
-FlashAttention-3 for 16-bit and fp8. TurboQuant comes in both of vLLM's layouts: a record per token, and arrays of
-codes and of scales in a block (the structure-of-arrays step of Ultra-TQ's kernel ladder). Each of these calls returns
-``[B, HQ, D]`` or a shape with the same elements in the same order.
+FlashAttention-3 for 16-bit and fp8. Each of these calls returns ``[B, HQ, D]`` or a shape with the same elements in the
+same order.
 
 **Attention on a CPU**, one layer and one new token; each output is compared with float32 SDPA before it is timed:
 
@@ -245,16 +244,11 @@ def _vllm_file(name: str) -> Any:
     return module
 
 
-def vllm_turboquant(dense: Dense, preset: str, arrays: bool) -> Call:
-    """``turboquant_4bit_nc`` or ``turboquant_3bit_nc``; ``arrays``: codes and scales apart within a block."""
+def vllm_turboquant(dense: Dense, preset: str) -> Call:
+    """``turboquant_4bit_nc`` or ``turboquant_3bit_nc``."""
     config: Any = _vllm_file("turboquant.config").TurboQuantConfig.from_cache_dtype(preset, dense.shape.head_dim)
-    if arrays:
-        store = importlib.import_module(f"{VLLM_OPS}.turboquant_soa.triton_turboquant_store").triton_turboquant_store
-        unified = importlib.import_module(f"{VLLM_OPS}.turboquant_soa.triton_turboquant_unified_attention")
-        attend = unified.triton_turboquant_decode_attention_soa
-    else:
-        store = importlib.import_module(f"{VLLM_OPS}.triton_turboquant_store").triton_turboquant_store
-        attend = importlib.import_module(f"{VLLM_OPS}.triton_turboquant_decode").triton_turboquant_decode_attention
+    store = importlib.import_module(f"{VLLM_OPS}.triton_turboquant_store").triton_turboquant_store
+    attend = importlib.import_module(f"{VLLM_OPS}.triton_turboquant_decode").triton_turboquant_decode_attention
     blocks = VllmBlocks(dense, 32, config.slot_size_aligned)
     device, dim = dense.q.device, dense.shape.head_dim
     centroids = _vllm_file("turboquant.centroids").get_centroids(dim, config.centroid_bits)
@@ -265,11 +259,8 @@ def vllm_turboquant(dense: Dense, preset: str, arrays: bool) -> Call:
         "mse_bits": config.key_mse_bits, "key_packed_size": config.key_packed_size,
         "value_quant_bits": config.effective_value_quant_bits,
     }  # fmt: skip
-    more = {"centroids": centroids, "norm_correction": config.norm_correction} if arrays else {}
     for key, value, slots in blocks.each():
-        store(key, value, blocks.bytes, slots, rotation, midpoints, **bits, **more)
-    if arrays:
-        bits |= {"value_packed_size": config.value_packed_size, "max_seq_len": dense.shape.tokens}
+        store(key, value, blocks.bytes, slots, rotation, midpoints, **bits)
     return partial(
         attend, blocks.q.contiguous(), blocks.bytes, blocks.table, blocks.lengths, rotation, centroids, dim**-0.5,
         norm_correction=config.norm_correction, PiT=rotation, max_num_kv_splits=TURBOQUANT_SPLITS, **bits,
@@ -347,9 +338,8 @@ def vllm_flash3(dense: Dense, fp8: bool) -> Call:
 
 VLLM_QUANTIZED: dict[str, tuple[float, Callable[[Dense], Call]]] = {
     "int4_per_token_head (Triton)": (4.25, vllm_int4),
-    "turboquant_4bit_nc (Triton)": (4.1875, partial(vllm_turboquant, preset="turboquant_4bit_nc", arrays=False)),
-    "turboquant_3bit_nc (Triton)": (3.1875, partial(vllm_turboquant, preset="turboquant_3bit_nc", arrays=False)),
-    "turboquant_4bit_nc (Triton, arrays)": (4.1875, partial(vllm_turboquant, preset="turboquant_4bit_nc", arrays=True)),
+    "turboquant_4bit_nc (Triton)": (4.1875, partial(vllm_turboquant, preset="turboquant_4bit_nc")),
+    "turboquant_3bit_nc (Triton)": (3.1875, partial(vllm_turboquant, preset="turboquant_3bit_nc")),
     "ultraquant_4bit (Triton, made for another GPU)": (4.25, vllm_ultraquant),
 }
 """Forms by name: bits per element at head_dim 128, and what makes the call."""

@@ -187,16 +187,17 @@ class Run:
 
         from packedkv.cli.measure.rows import check_writable
         from packedkv.cli.stamp import stamp
+        from packedkv.models.loading import usable_device
         from packedkv.progress import Progress
         from packedkv.registry import get
-        from packedkv_lab.bench.record import Deadline, Recorder, require_gpu, usable_device
+        from packedkv_lab.bench.record import Recorder, require_gpu
 
         self.job, self.say = job, Progress().say
         for spec in job.specs or ():
             get(spec)
         device = torch.device("cpu")
         if job.what != "serve":
-            device = require_gpu(job.what, job.device) if job.on_gpu else usable_device(f"bench {job.what}", job.device)
+            device = require_gpu(job.what, job.device) if job.on_gpu else usable_device(job.device)
         self.out = None if job.out is None else check_writable(job.out)
         common = stamp(device, job.seed, job.commit)
         if not job.on_gpu and job.what != "serve":
@@ -209,7 +210,7 @@ class Run:
             self.say,
             device=device,
             seed=job.seed,
-            deadline=Deadline(job.deadline),
+            deadline=job.deadline,
             libraries=not job.no_libraries,
         )
 
