@@ -48,6 +48,11 @@ def test_tokens_are_those_of_generate(model, spec):
     assert len(made.step_seconds) == 11
 
 
+def test_speed_is_the_median_step_without_the_prompt():
+    made = Generation([1, 2, 3, 4], [0.1, 9.0, 0.1], prompt_seconds=50.0)
+    assert made.tokens_per_s == pytest.approx(10)
+
+
 @pytest.mark.parametrize(("with_cudnn", "without", "counts"), [(0.06, 0.03, 0.03), (0.02, 0.03, 0.02)])
 def test_the_uncompressed_cache_is_timed_both_ways_on_a_gpu_and_the_faster_counts(
     monkeypatch, with_cudnn, without, counts

@@ -68,6 +68,8 @@ def test_kl_agreement_and_errors_follow_their_definitions():
     assert score.nll_rise == pytest.approx(rise.mean().item(), rel=1e-4)
     assert score.nll_rise_se == pytest.approx(rise.std(unbiased=False).item() / 700**0.5, rel=1e-4)
     assert score.top1_agreement == pytest.approx((p.argmax(-1) == q.argmax(-1)).double().mean().item())
+    top5 = Reference(targets, p.log_softmax(-1)).compare(q).top5
+    assert top5.tolist() == [int(a.argmax()) in b.topk(5).indices for a, b in zip(p, q, strict=True)]
 
 
 def test_two_windows_are_averaged_over_tokens():

@@ -229,6 +229,16 @@ def test_a_row_without_values_needs_a_reason():
         recorder.add("int-4", 4.0, "decode_us_cold", "us", "tiny", None)
 
 
+def test_the_newest_measured_row_counts():
+    base = {"spec": "a", "metric": "m", "shape": "s"}
+    old, new = ({**base, "values": {"p50": x}, "run": run} for x, run in ((1, "2026-01-01"), (2, "2026-01-02")))
+    refused = {**base, "values": None, "status": "failed", "run": "2026-01-03"}
+    assert newest([new, old, refused]) == newest([refused, old, new]) == [new]
+    assert newest([refused]) == [refused]
+    small = {**old, "shared_memory_kb": 100}  # on a GPU that was told of less memory
+    assert newest([new, small]) == [new, small]
+
+
 def test_a_ratio_is_one_whatever_it_is_over_and_each_rival_is_one():
     base = {"spec": "int-4", "metric": "speedup_vs_bf16_cold", "shape": "s"}
     rows = [

@@ -2,6 +2,7 @@
 
 import pytest
 
+from packedkv.cli.page import figures, svg
 from packedkv.errors import ShapeError, SpecError
 from packedkv_lab.bench.shapes import GROUPS, SHAPES, SPINE, Shape, shapes_named, sweep
 from packedkv_lab.report.bench import SpeedPoint, break_evens, page_html, speed_points
@@ -99,3 +100,14 @@ def test_the_page_has_a_table_for_each_metric_of_each_part():
     assert page.count("<svg") == 2
     assert "DynamicCache" in page
     assert "http" not in page.replace("http-equiv", "")  # one file, nothing fetched
+
+
+def test_drawing_keeps_names_inside():
+    points = [SpeedPoint(f"p{i}", "llm64k", 4.0, 2.0) for i in range(40)]
+    (plot,) = figures.speed(points)
+    drawn = svg.draw(plot)
+    height = int(drawn.split('viewBox="0 0 560 ')[1].split('"')[0])
+    places = [float(part.split('y="')[1].split('"')[0]) for part in drawn.split('class="name"')[1:]]
+    assert len(places) == 40
+    assert all(0 < y < height for y in places)
+    assert all(b - a >= 13.9 for a, b in zip(sorted(places), sorted(places)[1:], strict=False))

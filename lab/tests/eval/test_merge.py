@@ -55,6 +55,14 @@ def test_a_run_that_lacks_items_says_so(tmp_path):
     assert {row["status"] for row in rows} == {"budget"}
 
 
+def test_notes_of_all_runs_stay(tmp_path):
+    for name, spec in (("a", "int-4"), ("b", "fp8")):
+        with Store(tmp_path / name, changed(specs=[spec], params={}, bits={}, tasks={})) as store:
+            store.note(spec, f"said of {spec}")
+    merge([tmp_path / "a", tmp_path / "b"], tmp_path / "all")
+    assert read_run(tmp_path / "all").about["notes"] == {"int-4": ["said of int-4"], "fp8": ["said of fp8"]}
+
+
 def test_runs_that_differ_are_refused_and_what_was_gathered_stays(tmp_path):
     first = run_at(tmp_path / "a", "int-4", "x", tasks={})
     other = run_at(tmp_path / "b", "fp8", "x", tasks={}, model={**ABOUT["model"], "sha256": "cd" * 32})

@@ -52,10 +52,11 @@ def test_a_folder_that_is_not_there_or_holds_no_run(capsys, folder: Path, tmp_pa
         (ITEMS, '{"spec": "a"}\n', "items.jsonl, line 1 is damaged"),
         (ITEMS, "3\n", "items.jsonl, line 1 is damaged"),
         (ITEMS, "{]\n{}\n", "items.jsonl, line 1 is damaged"),
+        *((name, b"\xff\xfe\x00\n", name) for name in (RUN, RESULTS, ITEMS)),
     ],
 )  # fmt: skip
-def test_a_damaged_file_is_named(capsys, folder: Path, name: str, text: str, told: str) -> None:
-    (folder / name).write_text(text)
+def test_a_damaged_file_is_named(capsys, folder: Path, name: str, text: str | bytes, told: str) -> None:
+    (folder / name).write_bytes(text if isinstance(text, bytes) else text.encode())
     assert told in refused(capsys, str(folder))
     assert not (folder / "report.html").exists()
 
