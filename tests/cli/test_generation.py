@@ -53,6 +53,12 @@ def test_speed_is_the_median_step_without_the_prompt():
     assert made.tokens_per_s == pytest.approx(10)
 
 
+def test_agreement_counts_leading_tokens():
+    a = Generation([1, 2, 3, 4], [1.0], 1.0)
+    assert a.agreement(Generation([1, 2, 9, 4], [1.0], 1.0)) == 2
+    assert a.agreement(a) == 4
+
+
 @pytest.mark.parametrize(("with_cudnn", "without", "counts"), [(0.06, 0.03, 0.03), (0.02, 0.03, 0.02)])
 def test_the_uncompressed_cache_is_timed_both_ways_on_a_gpu_and_the_faster_counts(
     monkeypatch, with_cudnn, without, counts

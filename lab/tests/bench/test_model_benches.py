@@ -8,7 +8,7 @@ import torch
 
 from lab.tests.bench.gpu_stubs import CPU, recorder, use_reference
 from packedkv.cli.measure.generation import FORMS
-from packedkv.errors import UnsupportedError
+from packedkv.errors import SpecError, UnsupportedError
 from packedkv.integrations.transformers.argument import passing
 from packedkv.kernels.cuda.engine import CudaEngine
 from packedkv_lab.bench import generate, prefill
@@ -241,3 +241,10 @@ def test_without_transformers_it_says_what_to_install(monkeypatch):
     monkeypatch.setattr(generate.importlib, "import_module", absent)
     with pytest.raises(UnsupportedError, match=r"bench generate needs transformers; run: pip install"):
         generate.generate_rows([], recorder())
+
+
+def test_ways_and_shapes_that_there_are_not_are_refused(model):
+    with pytest.raises(SpecError, match="no way eager; there are generate, graph, compiled"):
+        generated(model, [], ways=("eager",))
+    with pytest.raises(SpecError, match=r"no shape 'b8'; use e\.g\. qwen3_8b_b8_32k"):
+        generate.batches_of("qwen3_8b_b1_32k,b8")

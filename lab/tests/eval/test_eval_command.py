@@ -140,6 +140,7 @@ def test_stress_is_part_of_what_a_run_is(capsys, model, text, tmp_path):
         (["--specs", "int-4", "--windows", "3"], "--windows is for --spec; use --limit"),
         (["--specs", "int-4", "--new-tokens", "3"], "--new-tokens is for --spec"),
         (["--spec", "int-4", "--tasks", "kl"], "--tasks is for tasks; use --specs int-4"),
+        (["--spec", "hqq-4"], "use --specs hqq-4 --tasks"),
         (["--specs", "int-4", "--output", "FILE/out"], "cannot be written"),
     ],
 )

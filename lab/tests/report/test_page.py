@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+import packedkv
 from lab.tests.report import folders
 from lab.tests.report.folders import BITS, KL, RECALL, SPECS, UNCOMPRESSED
 from packedkv.cli.advise.expected import cache_bytes
@@ -278,6 +279,7 @@ def test_frontier_ticks_and_colours() -> None:
         svg.marker(style_of(spec)) for spec in ("dense", "fp8", "int-4", "saw-int4", "kivi-2", "octopus-3", "nobodys-3")
     }
     assert len(marks) == 7
+    assert len({style_of(method) for method in packedkv.names()}) == len(packedkv.names())
 
 
 def test_the_command_writes_the_page_beside_the_results_or_where_it_is_told(

@@ -6,6 +6,7 @@ import pytest
 
 from packedkv.cli.page.rows import read_rows
 from packedkv.errors import FormatError
+from packedkv_lab.report.results import runs_of
 
 
 def test_files_of_every_form_are_read_in_order(tmp_path: Path) -> None:
@@ -33,3 +34,8 @@ def test_a_damaged_row_is_named_with_its_file(tmp_path: Path, name: str, text: s
     (tmp_path / name).write_text(text)
     with pytest.raises(FormatError, match=told):
         read_rows([tmp_path / name])
+
+
+def test_runs_are_told_by_when_they_began() -> None:
+    row = {"run": "2026-01-01", "gpu": "G", "commit": "c", "seed": 0, "versions": {"torch": "2", "vllm": "0"}}
+    assert runs_of([row, row]) == {"2026-01-01": "G; commit c; seed 0; torch 2, vllm 0"}
