@@ -32,6 +32,7 @@ from packedkv.cache.fused import FusedLayerCache
 from packedkv.errors import KVError
 from packedkv.kernels.choose import refusal
 from packedkv.registry import split_specs
+from packedkv.store.site import LayerSite
 from packedkv_lab.bench.rivals import MOST_ERROR, Dense, library_rivals, torch_rivals
 from packedkv_lab.bench.shapes import Shape
 
@@ -62,7 +63,7 @@ def filled(
     chunk = max(64, min(CHUNK_TOKENS, CHUNK_ELEMENTS // (batch * heads.kv * heads.dim)))
     scheme = packedkv.get(spec).for_layer(LAYER, LAYERS)
     static = not refusal(scheme, heads.dim, device, static=True)
-    cache = FusedLayerCache(scheme, layer=LAYER, capacity=tokens if static else 0)
+    cache = FusedLayerCache(LayerSite(scheme, LAYER), capacity=tokens if static else 0)
     last = min(tokens, most or tokens)
     for at in range(0, last, chunk):
         size = (batch, heads.kv, min(chunk, last - at), heads.dim)

@@ -9,6 +9,7 @@ from packedkv.checks import check_constants
 from packedkv.codec import Codec, Params, Sample, Site
 from packedkv.errors import FitError
 from packedkv.kernels import choose
+from packedkv.store.site import LayerSite
 
 from .conftest import CALIBRATED
 from .support import HEAD_DIMS, dim_of, gaussian, kv, sides, site_of, supported_dims
@@ -80,10 +81,11 @@ def test_anything_else_is_refused_and_the_text_names_the_constant(spec):
         assert "'stranger'" in refusal(codec, site, {**params, "stranger": torch.ones(1)})
 
 
-def caches_of(scheme, dim: int, **options) -> list[packedkv.LayerCache]:
+def caches_of(scheme, dim: int, params=None) -> list[packedkv.LayerCache]:
     """A cache of the reference, and of the CPU kernels where they serve the scheme."""
     served = not choose.refusal(scheme, dim, torch.device("cpu"))
-    return [packedkv.LayerCache(scheme, **options), *([FusedLayerCache(scheme, **options)] if served else [])]
+    site = LayerSite(scheme, fitted=params)
+    return [packedkv.LayerCache(site), *([FusedLayerCache(site)] if served else [])]
 
 
 def test_every_way_in_checks_the_constants_given(spec):

@@ -34,6 +34,7 @@ from packedkv.kernels.spec import encoder, reader
 from packedkv.probe import OutlierProbe
 from packedkv.scheme import KVScheme
 from packedkv.shared import SHARED, Shared, drawn
+from packedkv.store.site import LayerSite
 from tests.conftest import tiny_config, tiny_model
 from tests.kernels.conftest import unsynchronised
 from tests.kernels.emulation import forget
@@ -215,7 +216,7 @@ def test_constants_are_shared_and_never_written(machine: dict[str, Any]) -> None
     k, v = rows(80)
     for made in (packedkv.get("octopus-3"), packedkv.get("hqmq-s24_r3"), KVScheme(Med(Hqmq(24, 3)), Med(Hqmq(24, 3)))):
         made = replace(made, window=0, spec="")
-        caches = [FusedLayerCache(made, layer=layer, capacity=128) for layer in (1, 1, 2)]
+        caches = [FusedLayerCache(LayerSite(made, layer), capacity=128) for layer in (1, 1, 2)]
         for cache in caches:
             cache.append(k, v)
         one, two, other = (cache.engine for cache in caches)
@@ -401,9 +402,9 @@ def test_a_windows_tokens_come_back(fresh: int, machine: dict[str, Any], waiting
     """In a layer that has attended already, and dropped what no later query sees."""
     noted, scheme = deferred.Deferred(2), packedkv.get("saw-int4")
     window = layers.PackedCacheLayer(
-        FusedLayerCache(scheme, layer=0), 0, "fused", "exact", noted, window=96, kind="sliding_attention"
+        FusedLayerCache(LayerSite(scheme, 0)), 0, "fused", "exact", noted, window=96, kind="sliding_attention"
     )
-    full = layers.PackedCacheLayer(FusedLayerCache(scheme, layer=1), 1, "fused", "exact", noted)
+    full = layers.PackedCacheLayer(FusedLayerCache(LayerSite(scheme, 1)), 1, "fused", "exact", noted)
 
     def state() -> list[Any]:
         return [window.get_seq_length(), window.cache.start, *window.cache.decode(), window.cache.nbytes()]

@@ -25,7 +25,7 @@ from packedkv.attention import BEFORE_IT, Seen, check_queries
 from packedkv.cache.device import BROKEN_ORDER, DeviceLengths, StepPositions, keep_addresses
 from packedkv.cache.layer import LayerCache, State
 from packedkv.checks import check_shapes, check_tensors
-from packedkv.codec import ROLES, Params, Role
+from packedkv.codec import ROLES, Role
 from packedkv.errors import ShapeError, UnsupportedError
 from packedkv.kernels.choose import Kernels
 from packedkv.kernels.engine import Engine, FirstTokens
@@ -70,8 +70,8 @@ class FusedLayerCache(LayerCache):
 
     Parameters
     ----------
-    scheme, layer, seed, params, page_tokens, first_head, remember
-        As ``LayerCache``.
+    scheme, page_tokens
+        As ``LayerCache``; a site includes ``layer``, ``seed``, ``params`` and ``first_head``.
     capacity : int
         Tokens of a static cache; 0: pages grow.
     kernels : Kernels, optional
@@ -104,20 +104,12 @@ class FusedLayerCache(LayerCache):
         self,
         scheme: KVScheme | LayerSite,
         *,
-        layer: int = 0,
-        seed: int = 0,
-        params: Mapping[Role, Params] | None = None,
         page_tokens: int | None = None,
         capacity: int = 0,
-        first_head: int = 0,
-        remember: bool = False,
         kernels: Kernels | None = None,
     ) -> None:
         self.static = capacity > 0
-        super().__init__(
-            scheme, layer=layer, seed=seed, params=params, page_tokens=page_tokens, capacity=capacity,
-            first_head=first_head, remember=remember,
-        )  # fmt: skip
+        super().__init__(scheme, page_tokens=page_tokens, capacity=capacity)
         self.unit = math.lcm(self.scheme.key.block_tokens, self.scheme.value.block_tokens)
         """Tokens that leave the window together."""
         self.together = self.unit if self.unit > 1 else None

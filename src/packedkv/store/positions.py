@@ -220,15 +220,20 @@ class SlotPositions:
         self, origin: Tensor, broken: Tensor, padded: bool = True, cropped: bool = False, freed: int = 0
     ) -> None:
         self.origin, self.broken, self.padded, self.is_cropped, self.freed = origin, broken, padded, cropped, freed
-        self._cropped: SlotPositions | None = None
         self._angles: tuple[Rotary, int, int, tuple[Tensor, Tensor]] | None = None
-        self._begins: tuple[int, Tensor] | None = None
         self._parts: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}  # of these angles
-        self._back: tuple[Rotary, int, tuple[Tensor, Tensor]] | None = None
+        self._newest: dict[str, tuple[Hashable, Any]] = {}
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Copy and pickle the constructor's arguments, without what was computed from them."""
         return SlotPositions, (self.origin, self.broken, self.padded, self.is_cropped, self.freed)
+
+    def _once(self, name: str, key: Hashable, compute: Callable[[], T]) -> T:
+        """Compute something once for all layers of a pass: the newest key of each name is kept."""
+        if (newest := self._newest.get(name)) is None or newest[0] != key:
+            newest = self._newest[name] = key, compute()
+        value: T = newest[1]
+        return value
 
     @classmethod
     def starting(cls, positions: Tensor, batch: int, sink: int) -> "SlotPositions":
@@ -267,15 +272,11 @@ class SlotPositions:
         """The same, after tokens were removed; the same object for layers that share this."""
         if not self.padded or self.is_cropped:
             return self
-        if self._cropped is None:
-            self._cropped = SlotPositions(self.origin, self.broken, cropped=True, freed=self.freed)
-        return self._cropped
+        return self._once("cropped", None, lambda: SlotPositions(self.origin, self.broken, True, True, self.freed))
 
     def begin(self, slot: int) -> Tensor:
         """Positions of one slot, int64 ``[B]``; the same tensor for layers of one pass, never written to."""
-        if self._begins is None or self._begins[0] != slot:
-            self._begins = slot, (self.origin + slot).long()
-        return self._begins[1]
+        return self._once("begin", slot, lambda: (self.origin + slot).long())
 
     def angles(self, rotary: Rotary, slot: int, count: int) -> tuple[Tensor, Tensor]:
         """``Rotary.angles`` of ``count`` slots from ``slot`` on; the same tensors for layers of one pass."""
@@ -290,9 +291,7 @@ class SlotPositions:
 
     def angles_back(self, rotary: Rotary, count: int) -> tuple[Tensor, Tensor]:
         """``Rotary.angles_back`` of the first ``count`` slots; the same tensors for layers of one pass."""
-        if self._back is None or self._back[0] is not rotary or self._back[1] != count:
-            self._back = rotary, count, rotary.angles_back(self.of(0, count))
-        return self._back[2]
+        return self._once("back", (rotary, count), lambda: rotary.angles_back(self.of(0, count)))
 
     @cached_property
     def padding(self) -> Tensor:
