@@ -55,7 +55,6 @@ def forget() -> None:
         encode._launches,
         ghost._fit_kernel,
         innerq._fit_kernel,
-        prefill._kernel,
         prefill.plan_of,
     ):
         kept.cache_clear()

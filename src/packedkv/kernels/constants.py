@@ -82,25 +82,28 @@ def constants_of(tensors: Sequence[Tensor | None], orders: tuple[int, int]) -> t
     return Constants(a, b, key, c), Constants(d, e, value, f)
 
 
-def constants_for(kernel: Side, params: Params, heads: int, head_dim: int) -> Constants:
+Own = Callable[[str, Callable[[], Tensor]], Tensor]
+"""Return what a function builds, or what has been built before: the constants of this name in ``Constants``."""
+
+
+def constants_for(
+    kernel: Side, params: Params, heads: int, head_dim: int, own: Own = lambda _, build: build()
+) -> Constants:
     """Build the tensors of one role from the site's constants.
 
     Raises UnsupportedError if there is no constant of the name that ``kernel`` has, or not of the shape that kernels
     take.
     """
-    tables = None if kernel.tables is None else _tables(kernel, params, heads)
-    factor = _factor(kernel, params, heads, head_dim) if kernel.multiplies else None
-    return Constants(tables, factor, kernel.order, None if kernel.matrix is None else _matrix(kernel, params))
+    return Constants(
+        own("tables", partial(_tables, kernel.tables, kernel.type, params, heads)) if kernel.tables else None,
+        own("factor", partial(_factor, kernel, params, heads, head_dim)) if kernel.multiplies else None,
+        kernel.order,
+        own("matrix", partial(_matrix, kernel.matrix, params)) if kernel.matrix else None,
+    )
 
 
 def constants(
-    kernel: Side,
-    codec: Codec,
-    site: Site,
-    params: Params,
-    old: Constants | None,
-    *,
-    drawn: bool,
+    kernel: Side, codec: Codec, site: Site, params: Params, old: Constants | None, *, drawn: bool
 ) -> Constants:
     """As ``constants_for`` the params of a site, shared where that is possible.
 
@@ -108,19 +111,15 @@ def constants(
     captured graphs hold their addresses. ``drawn``: whether constants that need no sample follow from codec and site.
     """
 
-    tables = factor = matrix = None
-    if kernel.tables is not None:
-        of, where = kernel.tables_of or codec, (site.head_dim, site.device) if kernel.layer_invariant else site
-        name = ("tables", kernel.type, of, where) if drawn and not of.needs else None
-        before = None if old is None else old.tables
-        tables = _shared(name, site.device, before, lambda: _tables(kernel, params, site.num_heads))
-    if kernel.multiplies:
-        name = ("factor", kernel.type, codec, site) if drawn and not codec.needs else None
-        before = None if old is None else old.factor
-        factor = _shared(name, site.device, before, lambda: _factor(kernel, params, site.num_heads, site.head_dim))
-    if kernel.matrix is not None:
-        matrix = _shared(None, site.device, None if old is None else old.matrix, partial(_matrix, kernel, params))
-    return Constants(tables, factor, kernel.order, matrix)
+    def own(part: str, build: Callable[[], Tensor]) -> Tensor:
+        of: Codec = codec
+        where: Hashable = site
+        if part == "tables":
+            of, where = kernel.tables_of or codec, (site.head_dim, site.device) if kernel.layer_invariant else site
+        name = (part, kernel.type, of, where) if part != "matrix" and drawn and not of.needs else None
+        return _shared(name, site.device, None if old is None else getattr(old, part), build)
+
+    return constants_for(kernel, params, site.num_heads, site.head_dim, own)
 
 
 def _shared(name: Hashable, device: torch.device, before: Tensor | None, build: Callable[[], Tensor]) -> Tensor:
@@ -163,21 +162,19 @@ def _first_sequence(x: Tensor) -> Tensor:
     return x if x.shape[0] == 1 else x[:1]
 
 
-def _tables(kernel: Side, params: Params, heads: int) -> Tensor:
-    assert kernel.tables is not None
-    tables = kernel.tables(params).contiguous()
+def _tables(build: Callable[[Params], Tensor], name: str, params: Params, heads: int) -> Tensor:
+    tables = build(params).contiguous()
     by_head = tables.dim() == 2 and tables.shape[0] in (1, heads)
     if tables.dtype != torch.uint8 or not (by_head or (tables.dim() == 3 and tables.shape[1] == heads)):
         raise UnsupportedError(
-            f"{kernel.type}: tables are {tables.dtype} {list(tables.shape)}; expected uint8 [{heads} or 1, bytes], or "
+            f"{name}: tables are {tables.dtype} {list(tables.shape)}; expected uint8 [{heads} or 1, bytes], or "
             f"[batch or 1, {heads}, bytes] by sequence."
         )
     return tables
 
 
-def _matrix(kernel: Side, params: Params) -> Tensor:
-    assert kernel.matrix is not None
-    return kernel.matrix(params).contiguous()
+def _matrix(build: Callable[[Params], Tensor], params: Params) -> Tensor:
+    return build(params).contiguous()
 
 
 def _factor(kernel: Side, params: Params, heads: int, head_dim: int) -> Tensor:

@@ -40,29 +40,15 @@ def attend(
     seen: tuple[Tensor, Tensor] | None = None,
     mean: CpuMean | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Attend with n query tokens per sequence.
+    """Attend with n query tokens per sequence, ``q [B, HQ, n, D]`` in the model's basis.
 
-    Parameters
-    ----------
-    q : Tensor ``[B, HQ, n, D]``
-        Model basis.
-    pages, table : Tensor
-        As in ``kernels.tokens``.
-    pieces : sequence of sequence of Piece
-        The tokens of each sequence, oldest first; as many pieces for each (some may be empty).
-    rules : Rules
-        The soft cap of ``seen``, and a mask of all these tokens.
-    dense : (Tensor ``[B, H, W, D]`` or None, Tensor or None)
-        Dense keys and values, model basis; fp16, bf16 or float32.
-    seen : (Tensor int32 ``[B, n]``, Tensor int32 ``[B, n]``), optional
-        Tokens that a query sees, ``[low, high)`` of its sequence's; default: all.
-    mean : CpuMean, optional
-        The mean that packed keys are held without.
+    ``pieces`` are the tokens of each sequence, oldest first, as many pieces for each (some may be empty).
+    ``rules.seen`` gives the soft cap, and a mask of all these tokens. ``dense``: keys and values ``[B, H, W, D]`` in
+    the model's basis; fp16, bf16 or float32. ``seen``, two int32 ``[B, n]``: a query sees the tokens ``[low, high)`` of
+    its sequence; default: all. ``mean``: the mean that packed keys are held without.
 
-    Returns
-    -------
-    (Tensor ``[B, HQ, n, D]`` of q's dtype, Tensor float32 ``[B, HQ, n]``)
-        The output (zeros where nothing is seen), and the log-sum-exp of the scores (natural, sinks included).
+    Returns the output of q's shape and dtype, zeros where nothing is seen, and the log-sum-exp of the scores, float32
+    ``[B, HQ, n]`` (natural, sinks included).
     """
     batch, query_heads, n, dim = q.shape
     heads = pages.shape[1]

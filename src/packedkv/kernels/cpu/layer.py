@@ -53,16 +53,10 @@ class CpuAttention:
     ) -> Partial:
         """Attention of the newest queries ``q [B, HQ, n, D]``, model basis; ``out`` has q's shape and dtype.
 
-        Parameters
-        ----------
-        roles : mapping of Role to RoleState
-            As many tokens of both, but not necessarily the same dense ones.
-        mean : Tensor float32 ``[1 or B, H, D]``, optional
-            Of the keys, subtracted before they were packed; ``rotary`` turns it with the positions.
-        runs : Runs, optional
-            The positions of all tokens, with a mean.
-        part : (int, int), optional
-            The roles have the tokens from this one on, of so many in all, to which ``rules`` refer; default: all.
+        The roles have equally many tokens, but not necessarily the same dense ones. ``mean``, float32 ``[1 or B, H,
+        D]``, was subtracted from the keys before they were packed; ``rotary`` turns it with the positions of all
+        tokens, ``runs``. ``part``: the roles have the tokens from this one on, of so many in all, to which ``rules``
+        refer; default: all.
         """
         spec, seen, pieces = cpu_spec(*self.arguments), rules.seen, _pieces(roles["key"], roles["value"])
         key, value = (self._constants_of(roles[role], spec) for role in ROLES)

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from packedkv.kernels.constants import Constants
+from packedkv.kernels.constants import NO_CONSTANTS, Constants
 from packedkv.kernels.cuda.arguments import MOST_PARTS, BasisArgs
 from packedkv.kernels.cuda.build import Kernel, Program, load
 from packedkv.kernels.structs import KINDS, step_of
@@ -47,8 +47,8 @@ class Part(NamedTuple):
 
     x: Tensor
     out: Tensor
-    side: Constants
-    way: int
+    side: Constants = NO_CONSTANTS
+    way: int = COPY
     first: int = 0
     tokens: int | None = None
     to: int = 0

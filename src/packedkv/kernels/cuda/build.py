@@ -103,12 +103,10 @@ def architecture(device: torch.device) -> str:
 @lru_cache
 def shared_memory(device: torch.device) -> int:
     """Most bytes of shared memory that a block of threads can have."""
-    driver = importlib.import_module("cuda.bindings.driver")
-    wanted = driver.CUdevice_attribute.CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN
+    attributes = importlib.import_module("cuda.bindings.driver").CUdevice_attribute
+    wanted = attributes.CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN
     index = torch.cuda.current_device() if device.index is None else device.index
-    status, size = driver.cuDeviceGetAttribute(wanted, index)
-    _check(driver, int(status), "tell the size of shared memory")
-    return int(size)
+    return int(_call("tell the size of shared memory", "cuDeviceGetAttribute", wanted, index))
 
 
 # -- compiling -----------------------------------------------------------------------------------------------------
@@ -279,9 +277,9 @@ class Kernel:
             self.params[0] = ctypes.addressof(args)
             status = self._start(config)
             if status == _INVALID_CONTEXT:  # a thread that has not used the device yet
-                _make_current(self.driver, self.device)
+                _make_current(self.device)
                 status = self._start(config)
-        _check(self.driver, status, "launch")
+        _check(status, "launch")
 
     def _start(self, config: Any) -> int:
         with torch.cuda.device(self.device) if torch.cuda.current_device() != self.device else contextlib.nullcontext():
@@ -306,23 +304,30 @@ class Kernel:
             (attributes.CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT, 100),
         ):
             with torch.cuda.device(self.device):
-                status = self.driver.cuFuncSetAttribute(self.handle, attribute, value)[0]
-            _check(self.driver, int(status), f"give the kernel {shared} bytes of shared memory")
+                doing = f"give the kernel {shared} bytes of shared memory"
+                _call(doing, "cuFuncSetAttribute", self.handle, attribute, value)
         self.shared = shared
 
 
-def _check(driver: Any, status: int, doing: str) -> None:
+def _call(doing: str, function: str, *args: Any) -> Any:
+    """Call a function of the driver and return its result; raises RuntimeError with the driver's reason."""
+    status, *found = getattr(importlib.import_module("cuda.bindings.driver"), function)(*args)
+    _check(int(status), doing)
+    return found[0] if found else None
+
+
+def _check(status: int, doing: str) -> None:
     if status:
+        driver = importlib.import_module("cuda.bindings.driver")
         name = driver.cuGetErrorName(driver.CUresult(status))[1]
         text = driver.cuGetErrorString(driver.CUresult(status))[1]
         raise RuntimeError(f"CUDA could not {doing}: {name.decode()}, {text.decode()}")
 
 
-def _make_current(driver: Any, device: int) -> None:
+def _make_current(device: int) -> None:
     """Make the device's primary context, which torch uses, this thread's."""
-    status, context = driver.cuDevicePrimaryCtxRetain(device)
-    _check(driver, int(status), "take the device's context")
-    _check(driver, int(driver.cuCtxSetCurrent(context)[0]), "use the device's context")
+    context = _call("take the device's context", "cuDevicePrimaryCtxRetain", device)
+    _call("use the device's context", "cuCtxSetCurrent", context)
 
 
 _LOADED: dict[tuple[Program, int], Any] = {}
@@ -334,10 +339,9 @@ def _current_device(device: int) -> Iterator[None]:
     """Make the device's context current, whichever device this thread used before."""
     with torch.cuda.device(device):
         torch.cuda.current_stream(device)
-        driver = importlib.import_module("cuda.bindings.driver")
-        status, context = driver.cuCtxGetCurrent()
+        status, context = importlib.import_module("cuda.bindings.driver").cuCtxGetCurrent()
         if int(status) or not int(context):
-            _make_current(driver, device)
+            _make_current(device)
         yield
 
 
@@ -349,23 +353,17 @@ def load(program: Program, names: Sequence[str], device: torch.device, label: st
     if reason := refusal(device):
         raise UnsupportedError(f"{label or 'CUDA kernels'}: {reason}.")
     index = torch.cuda.current_device() if device.index is None else device.index
-    driver = importlib.import_module("cuda.bindings.driver")
     with _LOADING:  # one thread compiles, the others find the result
         if (program, index) not in _LOADED:
             cubin = compile_program(program, architecture(torch.device("cuda", index)), label)
             with _current_device(index):
-                status, module = driver.cuModuleLoadData(cubin)
-            _check(driver, int(status), f"load {label or 'a program'}")
-            _LOADED[program, index] = module
-        module = _LOADED[program, index]
+                _LOADED[program, index] = _call(f"load {label or 'a program'}", "cuModuleLoadData", cubin)
     return tuple(_kernel(program, name, index) for name in names)
 
 
 @cache
 def _kernel(program: Program, name: str, index: int) -> Kernel:
     """One object per function: its shared-memory limit is set once and must not shrink."""
-    driver = importlib.import_module("cuda.bindings.driver")
     with _current_device(index):
-        status, handle = driver.cuModuleGetFunction(_LOADED[program, index], name.encode())
-    _check(driver, int(status), f"find {name} in a program")
+        handle = _call(f"find {name} in a program", "cuModuleGetFunction", _LOADED[program, index], name.encode())
     return Kernel(handle, index)

@@ -78,11 +78,6 @@ def _rows(x: Tensor) -> Tensor:
     return x
 
 
-def workspace_numel(batch: int, num_q_heads: int, head_dim: int, num_splits: int, dense: bool = False) -> int:
-    """Return how many fp32 numbers the partial results take."""
-    return batch * num_q_heads * (num_splits + int(dense)) * (head_dim + 2)
-
-
 # -- the operator ------------------------------------------------------------------------------------------------------
 
 
@@ -123,14 +118,16 @@ def _needs_dense_cta(spec: DecodeSpec, units: int, device: torch.device) -> bool
     return not spec.joins or (spec.value.multiplies and 8 * units <= machine(device).sms)
 
 
-def splits_of(text: str, q: Tensor, num_kv_heads: int, table: Tensor, dense: bool = False) -> int:
-    """Return the number of splits that ``decode_attention`` chooses for these sizes."""
+def workspace_bytes(text: str, q: Tensor, num_kv_heads: int, table: Tensor, dense: bool) -> int:
+    """Bytes of the partial results that the splits of a launch with these sizes leave to be merged."""
     spec = spec_of(text, DecodeSpec)
-    group = q.shape[1] // num_kv_heads
-    units = q.shape[0] * num_kv_heads * spec.tiles(group)
+    batch, num_q_heads, _, dim = q.shape
+    group = num_q_heads // num_kv_heads
+    units = batch * num_kv_heads * spec.tiles(group)
     apart = dense and _needs_dense_cta(spec, units, q.device)
     capacity = table.shape[1] * spec.page_tokens
-    return config_for(spec, units, capacity, machine(q.device), apart, spec.heads(group)).splits
+    splits = config_for(spec, units, capacity, machine(q.device), apart, spec.heads(group)).splits
+    return 4 * batch * num_q_heads * (splits + dense) * (dim + 2)
 
 
 def _attend(
@@ -262,29 +259,13 @@ def decode_attention(
 ) -> tuple[Tensor, Tensor]:
     """Attend with one query token per sequence, or several, to packed pages, dense tokens and learned sinks.
 
-    Parameters
-    ----------
-    q : Tensor ``[B, HQ, 1, D]``
-        Model basis (not rotated), fp16, bf16 or fp32; last axis contiguous or copied.
-    tokens : StepTokens
-    rules : Rules
-        The soft cap is the only field of ``seen`` that is used: a query sees all live tokens.
-    spec : str
-        ``spec.text_of`` a spec: codecs, head_dim, page size.
-    key, value : Constants
-    mean : KeyMean, optional
-        The mean before RoPE that encoded keys are stored without (not the dense ones); the spec has its ``pairs``.
-    config : Config, optional
-        Launch constants instead of the table's.
+    ``q [B, HQ, 1, D]`` is in the model's basis (not rotated), fp16, bf16 or fp32. A query sees all live tokens; the
+    soft cap is the only field of ``rules.seen`` that is used. ``spec`` is ``spec.text_of`` a spec: codecs, head_dim,
+    page size, and the ``pairs`` of ``mean``, which encoded keys are stored without, but not dense ones. ``config``:
+    launch constants instead of the table's.
 
-    Returns
-    -------
-    (Tensor ``[B, HQ, 1, D]`` of q's dtype, Tensor float32 ``[B, HQ]``)
-        The output, and the log-sum-exp of the scores (natural, sinks included); arbitrary for queries of no sequence.
-
-    Raises
-    ------
-    ShapeError, UnsupportedError
+    Returns the output ``[B, HQ, 1, D]`` of q's dtype, and the log-sum-exp of the scores, float32 ``[B, HQ]`` (natural,
+    sinks included); both are arbitrary for queries of no sequence. Raises ShapeError and UnsupportedError.
     """
     _check(q, tokens, rules, spec, key, value)
     checked(

@@ -250,14 +250,7 @@ def _(*_args: Any) -> None:
 
 
 def encode_to_pages(
-    new: NewTokens,
-    pages: Tensor,
-    table: Tensor,
-    *,
-    spec: str,
-    key: Constants,
-    value: Constants,
-    checked: bool = False,
+    new: NewTokens, pages: Tensor, table: Tensor, *, spec: str, key: Constants, value: Constants, checked: bool = False
 ) -> None:
     """Encode new tokens into their slots.
 

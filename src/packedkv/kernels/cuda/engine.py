@@ -10,8 +10,8 @@ from torch import Tensor
 from packedkv.codec import ROLES, Codec, Params, Role
 from packedkv.errors import UnsupportedError
 from packedkv.kernels.constants import NO_CONSTANTS, joined
+from packedkv.kernels.cuda import decode
 from packedkv.kernels.cuda.basis import out_of_codes
-from packedkv.kernels.cuda.decode import decode_attention, splits_of, workspace_numel
 from packedkv.kernels.cuda.encode import SlotWriter, encode_to_pages
 from packedkv.kernels.cuda.fit import FitBuffers, Fitter, fitters
 from packedkv.kernels.cuda.prefill import ChunkReader, Packed, attend_chunk, unpack, workspace_bytes
@@ -159,12 +159,10 @@ class CudaEngine(Engine):
 
     def attend_step(self, q: Tensor, tokens: StepTokens, rules: Rules) -> Tensor:
         key, value = self.reading["key"], self.reading["value"]
-        return decode_attention(q, tokens, rules, spec=self.decode_spec, key=key, value=value, mean=self.mean)[0]
+        return decode.decode_attention(q, tokens, rules, spec=self.decode_spec, key=key, value=value, mean=self.mean)[0]
 
     def workspace_bytes(self, q: Tensor, store: PageStore, dense: bool) -> int:
-        """What the splits of a launch leave to be merged."""
-        splits = splits_of(self.decode_spec, q, store.heads, store.table, dense)
-        return 4 * workspace_numel(q.shape[0], q.shape[1], q.shape[3], splits, dense)
+        return decode.workspace_bytes(self.decode_spec, q, store.heads, store.table, dense)
 
     def attend_chunk(self, q: Tensor, tokens: ChunkTokens, rules: Rules) -> Tensor:
         """By flash attention, or by scores in PyTorch (soft caps, masks)."""

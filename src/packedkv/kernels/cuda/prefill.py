@@ -38,29 +38,12 @@ from torch import Tensor
 from packedkv.attention import Partial, Seen, merge, with_sinks
 from packedkv.codec import ROLES, saturated
 from packedkv.errors import ShapeError, UnsupportedError
-from packedkv.kernels.constants import NO_CONSTANTS, Constants
+from packedkv.kernels.constants import Constants
 from packedkv.kernels.cuda.arguments import UnpackArgs
-from packedkv.kernels.cuda.basis import (
-    COPY,
-    DIVIDE,
-    MULTIPLY,
-    Joined,
-    Part,
-    change_basis,
-    out_of_codes,
-    queries_to_change,
-)
+from packedkv.kernels.cuda.basis import DIVIDE, MULTIPLY, Joined, Part, change_basis, out_of_codes, queries_to_change
 from packedkv.kernels.cuda.build import Kernel, Program, load
 from packedkv.kernels.cuda.launch import Machine, machine
-from packedkv.kernels.flash import (
-    REFERENCE_ROWS,
-    SCORE_BYTES,
-    Flash,
-    Ragged,
-    by_flash,
-    ragged_attention,
-    score,
-)
+from packedkv.kernels.flash import REFERENCE_ROWS, SCORE_BYTES, Flash, Ragged, by_flash, ragged_attention, score
 from packedkv.kernels.mean import KeyMean, checked
 from packedkv.kernels.spec import DecodeSpec, align, definitions, includes, spec_of
 from packedkv.kernels.structs import step_of
@@ -134,16 +117,12 @@ class Plan(NamedTuple):
 
 
 @lru_cache(maxsize=256)
-def _kernel(spec: DecodeSpec, device: torch.device) -> Kernel:
-    return load(program(spec, *config_for(spec, machine(device))), ("kv_unpack",), device, f"unpacking {spec.name}")[0]
-
-
-@lru_cache(maxsize=256)
 def plan_of(text: str, device: torch.device) -> Plan:
     """Return the plan of a spec, ``spec.text_of``."""
     spec = spec_of(text, DecodeSpec)
-    warps, table_shrink = config_for(spec, machine(device))
-    return Plan(spec, _kernel(spec, device), tile_tokens(spec), warps, shared_bytes(spec, warps, table_shrink))
+    config = config_for(spec, machine(device))
+    kernel = load(program(spec, *config), ("kv_unpack",), device, f"unpacking {spec.name}")[0]
+    return Plan(spec, kernel, tile_tokens(spec), config[0], shared_bytes(spec, *config))
 
 
 class Packed(NamedTuple):
@@ -481,17 +460,11 @@ def gathered(requests: Sequence[Chunk], most: int, sight: Sight = EVERY_TOKEN) -
 
 
 class ChunkReader:
-    """Attention of prompt chunks over one pool of pages.
+    """Attention of prompt chunks over one pool of pages; the table and ``placed`` of ``packed`` are not used.
 
-    Parameters
-    ----------
-    packed : Packed
-        Its table and ``placed`` are not used.
-    kept : Tensor ``[num_pages, H, 2, t, D]``, optional
-        16-bit keys and values of the first tokens of every page: those of a request's first page are read in the place
-        of its first t tokens.
-    flash : Flash, optional
-        The engine's own flash attention; by default PyTorch's.
+    ``kept [num_pages, H, 2, t, D]``: 16-bit keys and values of the first tokens of every page. The tokens of a
+    request's first page are read in the place of its first t tokens. ``flash``: the engine's own flash attention, or
+    PyTorch's.
     """
 
     def __init__(self, packed: Packed, kept: Tensor | None = None, flash: Flash | None = None) -> None:
@@ -514,7 +487,7 @@ class ChunkReader:
         given = q
         if q.dtype != dtype:
             given = room.get("query", q.shape, device, dtype)
-            change_basis([Part(q, given, NO_CONSTANTS, MULTIPLY)])
+            change_basis([Part(q, given, way=MULTIPLY)])
         self.unpack(chunks.table, chunks.ragged.keys, chunks.ragged.most_keys, k, v, chunks.placed)
         if self.kept is not None:
             self._put_kept(chunks, k, v)
@@ -523,7 +496,7 @@ class ChunkReader:
         lse = self.flash(given, k, v, chunks.ragged, rules.scale, rules.seen.softcap, found)
         if not direct:
             joined = None if sinks is None else Joined(lse, sinks=sinks.float())
-            change_basis([Part(found, out, NO_CONSTANTS, COPY, joined=joined)])
+            change_basis([Part(found, out, joined=joined)])
 
     def unpack(self, table: Tensor, keys: Tensor, most: int, k: Tensor, v: Tensor, placed: Tensor | None) -> None:
         """Unpack the first tokens of every request end to end, into ``k, v [t, H, D]``.
@@ -546,7 +519,7 @@ class ChunkReader:
         parts = []
         for place, out in enumerate((k, v)):
             held, at, ends = self.kept[:, :, place], chunks.kept_at, chunks.ragged.keys
-            parts.append(Part(held, out.transpose(0, 1)[None], NO_CONSTANTS, COPY, at=at, ends=ends))
+            parts.append(Part(held, out.transpose(0, 1)[None], at=at, ends=ends))
         change_basis(parts)
 
 

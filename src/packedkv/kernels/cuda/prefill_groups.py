@@ -32,8 +32,7 @@ from torch import Tensor
 
 from packedkv.attention import Partial, Seen, merge, with_sinks
 from packedkv.codec import ROLES, Role
-from packedkv.kernels.constants import NO_CONSTANTS
-from packedkv.kernels.cuda.basis import COPY, MULTIPLY, Joined, Part, change_basis, out_of_codes
+from packedkv.kernels.cuda.basis import MULTIPLY, Joined, Part, change_basis, out_of_codes
 from packedkv.kernels.cuda.encode import SlotWriter
 from packedkv.kernels.cuda.prefill import (
     Chunk,
@@ -214,13 +213,10 @@ class GroupChunkReader(ChunkReader):
         own, held = (keys, values), slots["key"].dtype
         if not chunks.straight or keys.dtype != held:
             shape, room = torch.Size((chunks.slots.shape[0], *keys.shape[1:])), chunks.room
-            own = (
-                room.get("own key", shape, keys.device, held),
-                room.get("own value", shape, keys.device, held),
-            )
+            own = room.get("own key", shape, keys.device, held), room.get("own value", shape, keys.device, held)
             parts = []
             for role, x, to in zip(ROLES, (keys, values), own, strict=True):
-                parts.append(Part(x, to, NO_CONSTANTS, COPY, target=chunks.placed))
+                parts.append(Part(x, to, target=chunks.placed))
                 parts.append(_copied(slots[role], to, chunks.old, chunks.old_to))
             change_basis(parts)
         writer.write(*own, chunks.slots)
@@ -238,9 +234,9 @@ class GroupChunkReader(ChunkReader):
         given, parts = q, []
         if q.dtype != dtype:
             given = room.get("query", q.shape, device, dtype)
-            parts.append(Part(q, given, NO_CONSTANTS, MULTIPLY))
+            parts.append(Part(q, given, way=MULTIPLY))
         for x, to in zip(own, (beside_k, beside_v), strict=True):
-            parts.append(Part(x, to, NO_CONSTANTS, COPY, target=chunks.beside))
+            parts.append(Part(x, to, target=chunks.beside))
         if len(chunks.kept):
             for role, x in zip(ROLES, own, strict=True):
                 parts.append(_copied(x, slots[role], chunks.kept, chunks.kept_to))
@@ -262,12 +258,12 @@ class GroupChunkReader(ChunkReader):
             other = room.get("distant output", q.shape, device, dtype)
             distant = self.flash(given, k, v, chunks.distant, rules.scale, softcap, other)
         joined = Joined(lse, other, distant, None if sinks is None else sinks.float())
-        change_basis([Part(found, out, NO_CONSTANTS, COPY, joined=joined)])
+        change_basis([Part(found, out, joined=joined)])
 
 
 def _copied(x: Tensor, out: Tensor, source: Tensor, target: Tensor) -> Part:
     """Some rows of ``x [t, H, D]`` to rows of ``out [T, H, D]``."""
-    return Part(x, out, NO_CONSTANTS, COPY, tokens=len(source), source=source, target=target)
+    return Part(x, out, tokens=len(source), source=source, target=target)
 
 
 # -- one request alone -------------------------------------------------------------------------------------------------
