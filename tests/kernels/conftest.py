@@ -4,12 +4,21 @@ import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+import pytest
 import torch
 
 from tests.kernels.cpu_variants import compiled, variant
 from tests.kernels.emulation import asked, machine
 
-__all__ = ["asked", "compiled", "machine", "unsynchronised", "variant"]
+__all__ = ["asked", "compiled", "device", "machine", "unsynchronised", "variant"]
+
+
+@pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def device(request: pytest.FixtureRequest) -> torch.device:
+    """The emulated machine, and a GPU, where tests reach the last position that there may be."""
+    if request.param == "cpu":
+        request.getfixturevalue("machine")
+    return torch.device(request.param)
 
 
 @contextmanager

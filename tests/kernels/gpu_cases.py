@@ -26,7 +26,7 @@ import random
 import sys
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import lru_cache
 from multiprocessing import connection
 from pathlib import Path
@@ -65,6 +65,8 @@ CHUNK = 48
 PAGES = (64, 128, 32)
 FEW = 16
 LENGTHS = (1, 40, 64, 200, 700, 700, 3000)
+PREFILLS = 0.2
+"""How many of the cases are of prefill, too."""
 LONG, LONGEST = (20_000, 50_000, 131_072), 1 << 20
 """Tokens of one layer in thirty, and of one case for each preset."""
 STEP = 16384
@@ -167,17 +169,36 @@ class Layer(NamedTuple):
 
     @property
     def term(self) -> dict[str, Any]:
-        """What a reader is told of the mean."""
+        """Arguments of a reader for the mean."""
         return {} if self.mean is None else {"mean": self.mean.held, "placed": self.mean.placed}
+
+    @property
+    def packed(self) -> prefill.Packed:
+        """All of it, to unpack."""
+        return prefill.Packed(self.store.pages, self.store.table, self.spec, self.key, self.value, **self.term)
+
+    def attend(
+        self, q: Tensor, lens: list[int], starts: list[int], rules: Rules | None = None,
+        dense: Sequence[Tensor | None] = (None, None), config: launch.Config | None = None,
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
+        """Decode attention of ``q [B, HQ, 1, D]`` over the slots from ``starts`` to ``lens``, and log-sum-exp."""
+        begin, end = (torch.tensor(x, dtype=torch.int32, device=q.device) for x in (starts, lens))
+        placed = self.term.get("placed")
+        tokens = StepTokens(self.store.pages, self.store.table, end, begin if any(starts) else None, placed, *dense)
+        return attention.decode_attention(
+            q, tokens, rules or Rules(q.shape[3] ** -0.5), spec=self.spec, key=self.key, value=self.value,
+            mean=self.term.get("mean"), config=config,
+        )  # fmt: skip
 
 
 def fill(
-    c: Combination, rng: random.Random, gen: torch.Generator, batch: int, heads: int, tokens: int, pairs: int = 0
-) -> Layer:
-    """Encode random keys and values with the kernels; raise if a byte is not the codec's."""
+    c: Combination, rng: random.Random, gen: torch.Generator, batch: int, heads: int, tokens: int,
+    mean: Mean | None = None, kernels: bool = True, dtype: torch.dtype | None = None,
+) -> Layer:  # fmt: skip
+    """Encode random keys and values, also with the kernels if there are some; raise if a byte is not the codec's."""
     scheme, device = packedkv.get(c.preset), gen.device
     codecs: dict[str, Codec] = {"key": scheme.key, "value": scheme.value}
-    mean = mean_of(pairs, c.dim, rng, gen, batch, heads, tokens) if pairs else None
+    pairs = mean.held.pairs if mean is not None else 0
     pair = specs.decode_spec(scheme.key, scheme.value, c.dim, c.page, pairs)
     target = specs.encode_spec(scheme.key, scheme.value, c.dim, c.page, mean=pairs > 0)
     layout = PageLayout(scheme.key.layout(c.dim), scheme.value.layout(c.dim), c.page)
@@ -189,7 +210,7 @@ def fill(
     )
     order = torch.randperm(batch * columns + spare, generator=gen, device=device)[: batch * columns]
     store.table = order.to(torch.int32).view(batch, columns).contiguous()
-    dtype = rng.choice((torch.bfloat16, torch.float16, torch.float32))
+    dtype = dtype or rng.choice((torch.bfloat16, torch.float16, torch.float32))
     first = torch.zeros(batch, dtype=torch.int32, device=device)
     parts = range(0, tokens, STEP)
     params: dict[str, Params] = {}
@@ -213,7 +234,7 @@ def fill(
         if side is not None:
             given[role], held[role] = x, constants_for(side, own, heads, c.dim)
     bad, before = torch.zeros(1, dtype=torch.int32, device=device), store.pages.clone()
-    if target.key is not None or target.value is not None:
+    if kernels and (target.key is not None or target.value is not None):
         less = None
         if mean is not None and target.mean:
             less = encode.Turned(mean.mean, *mean.at(0, tokens), mean.rotary.interleaved)
@@ -226,7 +247,7 @@ def fill(
     for role in ROLES:
         if given[role] is not None:
             _write(store, role, payloads[role])
-    if int(bad) or not torch.equal(written, store.pages):
+    if kernels and (int(bad) or not torch.equal(written, store.pages)):
         wrong = int((written != store.pages).sum())
         raise AssertionError(f"encode: {wrong} bytes differ, bad={int(bad)}, {dtype}")
     decoded, tensors = {}, {}
@@ -360,7 +381,9 @@ def layer_of(c: Combination, number: int, device: str, longest: bool) -> Asked:
         batch, heads, length = min(batch, 2), min(heads, 2), rng.choice(LONG)
     block = math.lcm(*(x.block_tokens for x in (packedkv.get(c.preset).key, packedkv.get(c.preset).value)))
     tokens = -(-length // block) * block
-    return Asked(fill(c, rng, gen, batch, heads, tokens, of_programs(c).pairs), batch, tokens, long)
+    pairs = of_programs(c).pairs
+    mean = mean_of(pairs, c.dim, rng, gen, batch, heads, tokens) if pairs else None
+    return Asked(fill(c, rng, gen, batch, heads, tokens, mean), batch, tokens, long)
 
 
 def decode_case(c: Combination, seed: int, device: str, longest: bool = False) -> dict[str, Any]:
@@ -374,7 +397,8 @@ def decode_case(c: Combination, seed: int, device: str, longest: bool = False) -
     begins = [rng.choice((0, 0, rng.randint(0, n))) for n in lens]
     hq, cap, sinks = heads * group, programs.cap, None
     dtype, loud = rng.choice((torch.bfloat16, torch.float16, torch.float32)), rng.choice((0.1, 0.5, 1.0, 4.0))
-    q = torch.randn(batch, hq, 1, c.dim, generator=gen, device=device).to(dtype) * loud
+    # as a model's projection leaves it
+    q = torch.randn(batch, 1, hq, c.dim, generator=gen, device=device).to(dtype).transpose(1, 2) * loud
     if rng.random() < 0.3:
         sinks = torch.randn(hq, generator=gen, device=device)
     dense: list[Tensor | None] = [None, None]
@@ -395,15 +419,7 @@ def decode_case(c: Combination, seed: int, device: str, longest: bool = False) -
         shared = all(x.team_warps or x.by_head for x in (pair.key, pair.value))
         if not apart and rng.random() > 0.7 and shared and launch.shared_bytes(pair, teams) <= machine.shared_block:
             config = teams
-    tokens_read = StepTokens(
-        layer.store.pages, layer.store.table, torch.tensor(lens, dtype=torch.int32, device=device),
-        torch.tensor(begins, dtype=torch.int32, device=device) if any(begins) else None, layer.term.get("placed"),
-        dense[0], dense[1],
-    )  # fmt: skip
-    o, lse = attention.decode_attention(
-        q, tokens_read, Rules(scale, Seen(softcap=cap), sinks), spec=layer.spec, key=layer.key, value=layer.value,
-        mean=layer.term.get("mean"), config=config,
-    )  # fmt: skip
+    o, lse = layer.attend(q, lens, begins, Rules(scale, Seen(softcap=cap), sinks), dense, config)
     worst = {"error": 0.0, "bf16": 0.0, "ratio": 0.0}
     for b in range(batch):
         live = slice(begins[b], lens[b])
@@ -430,7 +446,7 @@ def decode_case(c: Combination, seed: int, device: str, longest: bool = False) -
     result = {**c._asdict(), "seed": seed, "tokens": tokens, "decode": worst, "case": asked}
     if layer.note:
         result["reference_encode"] = layer.note
-    if rng.random() < 0.2 and tokens >= 2:
+    if rng.random() < PREFILLS and tokens >= 2:
         result["prefill"] = _prefill(layer, q, rng, gen, tokens, scale)
     return result
 
@@ -440,8 +456,7 @@ def _prefill(layer: Layer, like: Tensor, rng: random.Random, gen: torch.Generato
     q = torch.randn(batch, hq, n, dim, generator=gen, device=like.device).to(like.dtype)
     first = rng.choice((0, rng.randint(0, tokens - 1)))
     last = rng.randint(first + 1, tokens)
-    packed = prefill.Packed(layer.store.pages, layer.store.table, layer.spec, layer.key, layer.value, **layer.term)
-    got = prefill.attend_pages(q, packed, first, last, scale)
+    got = prefill.attend_pages(q, layer.packed, first, last, scale)
     worst = {"error": 0.0, "bf16": 0.0, "ratio": 0.0}
     for b in range(batch):
         k, v = layer.keys[b, :, first:last], layer.values[b, :, first:last]

@@ -10,30 +10,60 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+import packedkv
+from packedkv.kernels.mean import most_pairs
 from tests.kernels import gpu_cases
+from tests.kernels.decode_cases import each_in_turn
 from tests.kernels.gpu_cases import Combination, Programs, bad, decode_case, gathered, report
 
 CASE = Combination("int-4", 64, 64)
-PAIRS = {"int-4": 0, "ghost-4:bits=2.5": 32, "ghost-4:transform=klt": 32}
+READERS = (
+    *("saw-int4", "int-3:symmetric=true", "int-8:outliers=3", "turboquant-3", "turboquant-qjl-3", "fp8", "octopus-3"),
+    *("octopus-qjl-2", "hqmq-s24_r3", "hqmq-s24_r3:outliers=3", "ultraquant", "ultra-tq", "dense", "innerq-base"),
+    *("kivi-4", "ghost-4:bits=2.5", "ghost-4", "saw-int4:rotate=kv", "int-4:group=32", "fp8:scale=none"),
+)
 
 
 @pytest.fixture
 def _short(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Lengths for the emulator; several steps of the reference in each."""
-    monkeypatch.setattr(gpu_cases, "LENGTHS", (1, 70))
-    monkeypatch.setattr(gpu_cases, "LONG", (200,))
-    monkeypatch.setattr(gpu_cases, "LONGEST", 300)
-    monkeypatch.setattr(gpu_cases, "STEP", 64)
-    monkeypatch.setattr(gpu_cases, "of_programs", lambda c: Programs([2], 0.0, 1, 2, PAIRS[c.preset]))  # one program
+    """Lengths for the emulator, several steps of the reference in each; one program, with a mean where it may be."""
+    for name, value in (("LENGTHS", (70,)), ("LONG", (200,)), ("LONGEST", 300), ("STEP", 64), ("PREFILLS", 1.0)):
+        monkeypatch.setattr(gpu_cases, name, value)
+
+    def of_programs(c: Combination) -> Programs:
+        return Programs([2], 0.0, 1, 2, most_pairs(c.dim) if packedkv.get(c.preset).key.block_tokens == 1 else 0)
+
+    monkeypatch.setattr(gpu_cases, "of_programs", of_programs)
+
+
+@pytest.mark.parametrize(
+    ("spec", "dim"),
+    [
+        *each_in_turn(READERS, (64, 128, 256)),
+        *(
+            pytest.param(*row, marks=pytest.mark.wide)
+            for row in (("ghost-4:transform=klt", 64), ("saw-int4", 80), ("int-8", 80))
+        ),
+    ],
+)
+def test_cases_of_every_reader(spec: str, dim: int, device: torch.device, request: pytest.FixtureRequest) -> None:
+    """Encoded bytes, decode steps and prefill, of keys without their mean where blocks allow it."""
+    if device.type == "cpu":
+        request.getfixturevalue("_short")
+    combination = Combination(spec, dim, packedkv.get(spec).page_layout(dim).page_tokens)
+    rows = [decode_case(combination, seed, device.type) for seed in range(4, 8 if device.type == "cpu" else 16)]
+    assert not [row for row in rows if bad(row)]
+    assert any("prefill" in row for row in rows)
 
 
 @pytest.mark.usefixtures("_short")
-def test_a_case_of_each_kind_passes_and_a_wrong_answer_does_not(machine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_long_case_passes_and_a_wrong_answer_does_not(machine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     assert machine == {}
-    found = [decode_case(CASE, seed, "cpu") for seed in range(3)] + [decode_case(CASE, 3, "cpu", longest=True)]
-    assert not any(bad(row) for row in found)
-    assert found[-1]["tokens"] == 300
+    found = decode_case(CASE, 3, "cpu", longest=True)
+    assert not bad(found)
+    assert found["tokens"] == 300
     true = gpu_cases.attention.decode_attention
 
     def shifted(*args: Any, **options: Any) -> Any:
@@ -42,15 +72,6 @@ def test_a_case_of_each_kind_passes_and_a_wrong_answer_does_not(machine: Any, mo
 
     monkeypatch.setattr(gpu_cases.attention, "decode_attention", shifted)
     assert bad(decode_case(CASE, 3, "cpu", longest=True))
-
-
-@pytest.mark.usefixtures("_short")
-@pytest.mark.parametrize("spec", ["ghost-4:bits=2.5", pytest.param("ghost-4:transform=klt", marks=pytest.mark.wide)])
-def test_ghost_of_any_bits_without_its_mean(spec: str, machine: Any) -> None:
-    assert machine == {}
-    rows = [decode_case(Combination(spec, 64, 32), seed, "cpu") for seed in range(24 if "klt" in spec else 4)]
-    assert not any(map(bad, rows))
-    assert "klt" not in spec or any("prefill" in row for row in rows)
 
 
 def _fake(job: str) -> Iterator[str]:
@@ -62,18 +83,13 @@ def _fake(job: str) -> Iterator[str]:
     yield f"{job} again"
 
 
-def test_rows_come_as_they_are_made_and_a_process_that_dies_is_replaced() -> None:
-    found = list(gathered(["one", "dies", "two"], _fake, 1, lambda: 100.0))
-    assert found[0:2] == ["one", "one again"]
-    assert found[-2:] == ["two", "two again"]
-
-
-def test_at_the_deadline_whatever_runs_is_ended() -> None:
+def test_rows_come_as_they_are_made_a_process_that_dies_is_replaced_and_the_deadline_ends_all() -> None:
     seconds, found = [100.0], []
-    for row in gathered(["compiles", "one"], _fake, 1, lambda: seconds[0]):
+    for row in gathered(["one", "dies", "two", "compiles"], _fake, 1, lambda: seconds[0]):
         found.append(row)
-        seconds[0] = 0.0
-    assert found == ["compiles"]
+        seconds[0] = 0.0 if row == "compiles" else 100.0
+    assert found[:2] == ["one", "one again"]
+    assert found[-3:] == ["two", "two again", "compiles"]
     assert multiprocessing.active_children() == []
 
 

@@ -10,12 +10,15 @@ import torch
 import packedkv
 from packedkv.cache.fused import FusedLayerCache
 from packedkv.cache.layer import LayerCache
+from packedkv.codec import ROLES, Site
 from packedkv.errors import KVError, UnsupportedError
+from packedkv.kernels.constants import constants_for
 from packedkv.kernels.cuda import build, encode, launch, prefill
 from packedkv.kernels.cuda import decode as attention
 from packedkv.kernels.cuda.arguments import EncodeArgs
 from packedkv.kernels.cuda.launch import Config, machine_of
-from packedkv.kernels.spec import HEAD_DIMS, DecodeSpec, decode_spec, encode_spec
+from packedkv.kernels.spec import HEAD_DIMS, DecodeSpec, decode_spec, encode_spec, text_of
+from packedkv.kernels.tokens import Rules, StepTokens
 from tests.kernels import emulation
 
 SMALL = {"99 KB": machine_of("sm_89"), "163 KB": machine_of("sm_80")}
@@ -91,6 +94,26 @@ def test_a_bench_can_take_a_gpu_for_a_smaller_one() -> None:
             assert launch.H200.shared_sm // (asked + 1024) == there.shared_sm // (shared + 1024)
             assert asked <= launch.H200.shared_block
     assert launch.machine(cpu) == launch.H200
+
+
+@pytest.mark.parametrize(("preset", "teams"), [("hqmq-s48_r4", 2), ("int-4", 1)])
+def test_launch_constants_without_room_are_refused(preset: str, teams: int, machine: dict[str, Any]) -> None:
+    """Before anything is compiled: a launch with less memory writes over its neighbours, or faults."""
+    pair, config = pair_of(preset, 64), launch.Config(64, 8, 16, 1, 1, teams)
+    need = launch.shared_bytes(pair, config, heads=4)
+    assert need > launch.H200.shared_block
+    pages, table = torch.zeros(1, 2, pair.tile_bytes(64), dtype=torch.uint8), torch.zeros(1, 1, dtype=torch.int32)
+    key, value = (
+        constants_for(side, packedkv.get(preset).codec(role).fit(Site(0, role, 2, 64)), 2, 64)
+        for side, role in zip((pair.key, pair.value), ROLES, strict=True)
+    )
+    text = rf"Config\(tile=64, .* needs {need} bytes of shared memory in a block; this GPU has 232448\. Give fewer"
+    with pytest.raises(UnsupportedError, match=text):
+        attention.decode_attention(
+            torch.zeros(1, 2, 1, 64), StepTokens(pages, table, torch.ones(1, dtype=torch.int32)), Rules(1.0),
+            spec=text_of(pair), key=key, value=value, config=config,
+        )  # fmt: skip
+    assert "kv_decode" not in machine
 
 
 @pytest.mark.parametrize("preset", ["hqmq-s24_r3", "hqmq-s96_r4", "octopus-3"])

@@ -1,6 +1,7 @@
 """Attention of many query tokens: unpacked pages, and a fused cache against the reference, on the emulator."""
 
 import importlib
+import random
 from collections.abc import Iterator
 from typing import Any
 
@@ -12,7 +13,6 @@ import packedkv
 from packedkv.attention import Partial, Seen, merge, with_sinks
 from packedkv.cache.fused import FusedLayerCache
 from packedkv.cache.layer import attend
-from packedkv.codec import ROLES
 from packedkv.codecs.group_int import GroupInt
 from packedkv.codecs.outliers import Med
 from packedkv.description import kernels_for
@@ -21,17 +21,15 @@ from packedkv.integrations.transformers import cache_for
 from packedkv.integrations.transformers.argument import passing
 from packedkv.integrations.transformers.attention import _read_mask, packedkv_attention
 from packedkv.integrations.transformers.layers import PackedCacheLayer
-from packedkv.kernels import spec as specs
-from packedkv.kernels.constants import constants_for
 from packedkv.kernels.cuda import basis, prefill
 from packedkv.kernels.cuda.engine import CudaEngine
 from packedkv.kernels.flash import score
 from packedkv.scheme import KVScheme
 from tests.conftest import tiny_model
 from tests.integrations.test_generate import padded, prompt
+from tests.kernels import gpu_cases
 from tests.kernels.test_basis import into_codes
 from tests.kernels.test_fused import Reference, scheme
-from tests.kernels.test_operators import fill
 
 SPECS = (
     # each number of hqmq's products and of its radii once: the other presets read both as these do
@@ -45,59 +43,52 @@ SPECS = (
 DIMS = (64, 96, 128, 256, 512)
 
 
+WITH_MEAN = (
+    *("saw-int4", "int-4:group=32", "fp8", "turboquant-4", "octopus-3", "octopus-qjl-2", "ultraquant", "ultra-tq"),
+    *("hqmq-s24_r3:outliers=3", "innerq-base"),
+)
+
+
 def readers() -> Iterator[Any]:
     """Every pairing that is read, at one head_dim in turn; the others are for wide runs."""
     turn = 0
-    for spec in SPECS:
-        made = packedkv.get(spec)
-        found = [dim for dim in DIMS if kernels_for(made, dim)["decode"] == "cuda"]
+    for spec, less in (*((spec, False) for spec in SPECS), *((spec, True) for spec in WITH_MEAN)):
+        found = [dim for dim in DIMS if kernels_for(packedkv.get(spec), dim)["decode"] == "cuda"]
         for dim in found:
-            yield pytest.param(spec, dim, marks=[] if dim == found[turn % len(found)] else [pytest.mark.wide])
+            marks = [] if dim == found[turn % len(found)] else [pytest.mark.wide]
+            yield pytest.param(spec, dim, less, marks=marks, id=f"{spec}-{dim}{'-less' * less}")
         turn += bool(found)
+    # 80 channels are no whole runs of 32, and 40 pairs no whole products
+    yield pytest.param("saw-int4", 80, True, marks=[pytest.mark.wide], id="saw-int4-80-less")
 
 
 def far(a: Tensor, b: Tensor) -> float:
     return float((a - b).norm() / b.norm())
 
 
-@pytest.mark.parametrize(("spec", "dim"), readers())
-def test_unpacked_pages_are_what_the_codec_decodes(spec: str | KVScheme, dim: int, machine: dict[str, Any]) -> None:
-    made, heads, tokens = packedkv.get(spec), 2, 128
-    page = made.page_layout(dim).page_tokens
-    pair = specs.decode_spec(made.key, made.value, dim, page)
-    store, params, (k, v) = fill(made.key, made.value, dim, heads, [tokens, tokens], page)
-    key, value = (
-        constants_for(side, params[role], heads, dim) for side, role in zip((pair.key, pair.value), ROLES, strict=True)
-    )
-    packed = prefill.Packed(store.pages, store.table, specs.text_of(pair), key, value)
+@pytest.mark.parametrize(("spec", "dim", "less"), readers())
+def test_unpacked_pages_are_what_the_codec_decodes(
+    spec: str | KVScheme, dim: int, less: bool, device: torch.device
+) -> None:
+    """Also keys that are held without their mean, at near and far positions."""
+    heads, tokens, rng, gen = 2, 128, random.Random(1), torch.Generator(device).manual_seed(1)
+    mean = gpu_cases.mean_of(dim // 2, dim, rng, gen, 2, heads, tokens) if less else None
+    page = packedkv.get(spec).page_layout(dim).page_tokens
+    layer = gpu_cases.fill(gpu_cases.Combination(spec, dim, page), rng, gen, 2, heads, tokens, mean, kernels=False)
     for first, count in ((0, tokens), (32, 77)):
-        found = prefill.unpack(packed, first, count)
+        found = prefill.unpack(layer.packed, first, count)
         part = slice(first, first + count)
         # the products with every unit vector are the keys themselves
-        units = into_codes(torch.eye(dim).expand(2, heads, dim, dim), key).float()
-        assert far((units @ found[0].float().mT).mT, k[:, :, part]) < 1e-3
-        assert far(basis.out_of_codes(found[1], value), v[:, :, part]) < 1e-3
-        short = prefill.unpack(packed, first, count, torch.bfloat16)
+        units = into_codes(torch.eye(dim, device=device).expand(2, heads, dim, dim), layer.key).float()
+        assert far((units @ found[0].float().mT).mT, layer.keys[:, :, part]) < 1e-3
+        assert far(basis.out_of_codes(found[1], layer.value), layer.values[:, :, part]) < 1e-3
+        short = prefill.unpack(layer.packed, first, count, torch.bfloat16)
         for a, b in zip(short, found, strict=True):
             assert a.dtype == torch.bfloat16
             assert far(a.float(), b.float()) < 8e-3
-    grid, threads, _, early = machine["kv_unpack"].launches[1]
-    assert (grid, threads, early) == ((-(-77 // (prefill.tile_tokens(pair) * 4)), heads, 2), 128, False)
 
 
 # -- sums over parts ---------------------------------------------------------------------------------------------------
-
-
-def attended(
-    q: Tensor, k: Tensor, v: Tensor, scale: float, seen: Tensor, softcap: float = 0.0
-) -> tuple[Tensor, Tensor]:
-    """Outputs and log-sum-exps in float64; zeros and -inf for queries that see nothing."""
-    keys, values = (x.double().repeat_interleave(q.shape[1] // k.shape[1], 1) for x in (k, v))
-    s = q.double() @ keys.mT * scale
-    if softcap:
-        s = softcap * (s / softcap).tanh()
-    s = s.masked_fill(~seen, -torch.inf)
-    return s.softmax(-1).nan_to_num() @ values, s.logsumexp(-1)
 
 
 def test_attention_over_nothing() -> None:
