@@ -24,6 +24,7 @@ from packedkv.integrations.transformers.layers import PackedCacheLayer
 from packedkv.kernels.cuda import basis, prefill
 from packedkv.kernels.cuda.engine import CudaEngine
 from packedkv.kernels.flash import score
+from packedkv.kernels.mean import most_pairs
 from packedkv.scheme import KVScheme
 from tests.conftest import tiny_model
 from tests.integrations.test_generate import padded, prompt
@@ -72,7 +73,7 @@ def test_unpacked_pages_are_what_the_codec_decodes(
 ) -> None:
     """Also keys that are held without their mean, at near and far positions."""
     heads, tokens, rng, gen = 2, 128, random.Random(1), torch.Generator(device).manual_seed(1)
-    mean = gpu_cases.mean_of(dim // 2, dim, rng, gen, 2, heads, tokens) if less else None
+    mean = gpu_cases.mean_of(most_pairs(dim), dim, rng, gen, 2, heads, tokens) if less else None
     page = packedkv.get(spec).page_layout(dim).page_tokens
     layer = gpu_cases.fill(gpu_cases.Combination(spec, dim, page), rng, gen, 2, heads, tokens, mean, kernels=False)
     for first, count in ((0, tokens), (32, 77)):
