@@ -52,28 +52,6 @@ def test_a_worker_times_every_spec_beside_bf16(beside, monkeypatch):
     assert list(beside.worker(["int-4"], [shape], 0.0, compiling=False)) == []
 
 
-def test_the_rival_is_the_fastest_that_attends(beside, monkeypatch):
-    monkeypatch.setattr(beside, "DEVICE", "cpu")
-
-    def rivals(dense):
-        yield beside_rival("wrong", dense.expected * 2)
-        yield beside_rival("slow", dense.expected)
-        yield beside_rival("fast", dense.expected)
-
-    def beside_rival(name, answer):
-
-        from packedkv_lab.bench.rivals import AttentionRival
-
-        return AttentionRival(name, "form", 16.0, lambda: lambda: answer)
-
-    clock = Clock()
-    clock.next_times = [300.0, 100.0, 200.0, 150.0]
-    monkeypatch.setattr(beside, "torch_rivals", rivals)
-    monkeypatch.setattr(beside, "library_rivals", lambda dense: iter([]))
-    found = beside.rival(Shape("tiny", 2, 4, 2, 64, 100), clock)
-    assert found == {"cold": (200.0, "fast, form"), "warm": (100.0, "slow, form")}
-
-
 def test_the_table_has_ratios_of_medians_and_names_what_is_slower(beside):
     def row(label, spec, cold, **more):
         times = {"cold_us": cold, "warm_us": cold / 2, "bf16_cold_us": 300.0, "bf16_warm_us": 200.0, "bytes": 240e6}

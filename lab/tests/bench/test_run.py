@@ -1,7 +1,6 @@
 """benchmarks/run.py: commands of every plan, time limits, what goes on and what is left out."""
 
 import importlib
-import itertools
 import json
 import shlex
 import sys
@@ -13,7 +12,6 @@ import pytest
 
 from lab.tests.bench.gpu_stubs import CPU, Clock
 from packedkv.cli.main import main
-from packedkv.registry import split_specs
 from packedkv_lab.bench import decode, encode, first, generate, prefill, record, timing
 
 ROOT = Path(__file__).parents[3]
@@ -144,15 +142,6 @@ def takes(file, arguments):
     return all(f'"{word}"' in source for word in arguments if word.startswith("--"))
 
 
-def test_processes_that_compile_share_the_specs_and_a_lock(runner, told, tmp_path):
-    commands, _ = told("--plan", "rivals", "--steps", "compiled", "--deadline", "500")
-    commands.sort(key=lambda a: "--no-dense" in a)
-    specs = [split_specs(a[a.index("--specs") + 1]) for a in commands]
-    assert sorted(itertools.chain(*specs)) == sorted(runner.MAIN)
-    assert {a[a.index("--turns") + 1] for a in commands} == {str(tmp_path / "out" / "turns")}
-    assert ["--no-dense" in a for a in commands] == [False, True, True, True]
-
-
 def test_a_dry_run_prints_commands_and_does_nothing(runner, told, tmp_path, capsys):
     commands, status = told("--plan", "rivals", "--dry-run")
     assert (commands, status) == ([], 0)
@@ -160,24 +149,3 @@ def test_a_dry_run_prints_commands_and_does_nothing(runner, told, tmp_path, caps
     assert "# spine\n" in out
     assert f"bench decode --device cuda --out {tmp_path / 'out'} --rows-only --shapes spine" in out
     assert not (tmp_path / "out").exists()
-
-
-def test_what_a_job_needs_and_is_not_here(monkeypatch, tmp_path, capsys):
-    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
-    runner = importlib.import_module("run")
-    monkeypatch.setattr(runner, "run", lambda *_: pytest.fail("begun"))
-    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
-    arguments = ["run", "--plan", "release", "--steps", "beside", "--out", str(tmp_path)]
-    monkeypatch.setattr(sys, "argv", arguments)
-    assert runner.main() == 1
-    assert "beside: not begun: needs gpu, other" in capsys.readouterr().out
-    monkeypatch.setattr(sys, "argv", [*arguments, "--dry-run"])
-    assert runner.main() == 0
-    assert "# beside (not here: gpu, other)" in capsys.readouterr().out
-
-
-def test_unknown_plans_and_steps_are_refused(told, capsys):
-    for arguments in (["--plan", "speed"], ["--plan", "kernels", "--steps", "decode,speed"]):
-        with pytest.raises(SystemExit):
-            told(*arguments)
-    assert "no step speed; the plan kernels has tests, cases, decode" in capsys.readouterr().err

@@ -165,17 +165,6 @@ def test_a_model_folder_without_a_tokenizer_is_refused(capsys, text, tmp_path):
     assert "with its tokenizer" in err.splitlines()[-1]
 
 
-def test_results_of_before_are_kept_when_a_call_is_refused(capsys, model, text, tmp_path):
-    arguments = ["eval", model, "--specs", "int-4", "--tasks", "kl", "--text", text, *SIZES]
-    arguments += ["--output", str(tmp_path / "out")]
-    run(capsys, *arguments)
-    before = {p.name: p.read_bytes() for p in (tmp_path / "out").iterdir()}
-    for more in (["--tasks", "kls"], ["--seed", "1"], ["--tasks", "piqa", "--data", f"kv_retrieval={tmp_path}"]):
-        status, out, _ = run(capsys, *arguments, *more)
-        assert (status, out) == (2, "")
-        assert {p.name: p.read_bytes() for p in (tmp_path / "out").iterdir()} == before
-
-
 @pytest.mark.parametrize(
     "given",
     [

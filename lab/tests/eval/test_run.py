@@ -3,8 +3,6 @@
 import errno
 import json
 import os
-import subprocess
-import sys
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
@@ -323,47 +321,6 @@ def test_a_disk_that_fills_up_keeps_what_was_finished(model, data, tmp_path, mon
     assert kept > 3
     evaluate(model, SPECS, TASKS, tmp_path, settings_for(data))
     assert counted(tmp_path) == complete()
-
-
-KILLED = """
-import sys
-from lab.tests.eval.test_run import *
-from packedkv_lab.eval import store
-write, left = store.os.write, int(sys.argv[3])
-
-def stopping(file, text):  # in the middle of one line, to be killed there
-    global left
-    left -= 1
-    taken = write(file, text if left else text[: len(text) // 2])
-    if not left:
-        print("half a line", flush=True)
-        sys.stdin.read()
-    return taken
-
-store.os.write = stopping
-evaluate(tiny_loaded(), SPECS, TASKS, sys.argv[1], settings_for(sys.argv[2]))
-"""
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(3600)
-def test_killed_in_the_middle_of_a_write_again_and_again(whole, data, tmp_path):
-    """SIGKILL while a line is half written; each time the next process goes on."""
-    command = [sys.executable, "-c", KILLED, str(tmp_path), str(data)]
-    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
-    sizes = []
-    for lines in (5, 7):
-        with subprocess.Popen([*command, str(lines)], **pipes, text=True) as process:
-            assert process.stdout.readline() == "half a line\n"
-            process.kill()  # SIGKILL
-        left = (tmp_path / ITEMS).read_bytes()
-        assert not left.endswith(b"\n")
-        sizes.append(left.count(b"\n"))
-    assert sizes == [4, 10]
-    assert evaluate(tiny_loaded(), SPECS, TASKS, tmp_path, settings_for(data)).status == "complete"
-    assert counted(tmp_path) == complete()
-    again = json.loads((tmp_path / RESULTS).read_text())["rows"]
-    assert values(again) == pytest.approx(values(whole[0].rows), rel=1e-4, abs=1e-6)
 
 
 # -- refusals ----------------------------------------------------------------------------------------------------------
