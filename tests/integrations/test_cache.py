@@ -173,6 +173,12 @@ def test_report_adds_up(tiny: Any) -> None:
     assert re.search(r"3 layers, 2 x 68 tokens, \d\.\d\d MiB, .* bits, .*x smaller than 16-bit; prefill", repr(cache))
 
 
+@pytest.mark.parametrize(("name", "note"), [("llama4", "chunked_attention"), ("lfm2", "conv")])
+def test_the_report_notes_what_layers_are(tiny: Any, name: str, note: str) -> None:
+    report = cache_for(tiny(name), "saw-int4").report()
+    assert any(note in layer["note"] for layer in report["layers"] + report["unpacked_layers"])
+
+
 class LiveBytes(TorchDispatchMode):
     """Follows every tensor that an operation makes; ``peak`` is the most bytes alive at once."""
 
