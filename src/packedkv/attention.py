@@ -32,28 +32,15 @@ class Partial(NamedTuple):
 class Seen(NamedTuple):
     """Which of the N cached tokens the newest n queries see; query i is token N - n + i.
 
-    Parameters
-    ----------
-    causal : bool
-        Whether tokens after the query are hidden.
-    window : int
-        Tokens that a query sees, itself included; 0: all before it. Only with ``causal``.
-    chunk, place : int
-        Chunked attention: a query sees its own chunk of ``chunk`` tokens only; 0: no chunks. ``place`` is the absolute
-        position of the oldest cached token.
-    start : tuple of int
-        Left padding: how many of the oldest tokens of each sequence are hidden; empty: none.
-    softcap : float
-        Scores become ``softcap * tanh(score / softcap)``; 0: they stay.
-    mask : Tensor, optional
-        Boolean (True = seen) or additive, broadcastable to ``[B, HQ, n, N]``. Replaces everything but ``softcap``.
+    ``mask``, boolean (True = seen) or additive and broadcastable to ``[B, HQ, n, N]``, replaces everything but
+    ``softcap``: scores become ``softcap * tanh(score / softcap)``, unless it is 0.
     """
 
-    causal: bool = True
-    window: int = 0
-    chunk: int = 0
-    place: int = 0
-    start: tuple[int, ...] = ()
+    causal: bool = True  # whether tokens after the query are hidden
+    window: int = 0  # tokens that a query sees, itself included; 0: all before it. Only with ``causal``
+    chunk: int = 0  # chunked attention: a query sees its own chunk of so many tokens only; 0: no chunks
+    place: int = 0  # with chunks, the absolute position of the oldest cached token
+    start: tuple[int, ...] = ()  # left padding: how many of the oldest tokens of each sequence are hidden; empty: none
     softcap: float = 0.0
     mask: Tensor | None = None
 
@@ -130,13 +117,7 @@ def partial(q: Tensor, k: Tensor, v: Tensor, scale: float, bias: Tensor | None, 
 
 
 def check_queries(q: Tensor, batch: int, site: Site) -> None:
-    """Validate the shape of queries ``[B, HQ, n, D]``.
-
-    Raises
-    ------
-    ShapeError
-        If they do not fit a cache of so many sequences and the heads of ``site``.
-    """
+    """Raise ShapeError unless queries ``[B, HQ, n, D]`` fit a cache of so many sequences and the heads of ``site``."""
     heads = site.num_heads
     if q.shape[0] != batch or not heads or q.shape[1] % heads or q.shape[3] != site.head_dim:
         raise ShapeError(

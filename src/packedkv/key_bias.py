@@ -84,16 +84,9 @@ class BiasError:
 
 
 class KeyBiases:
-    """The biased layers of one model.
+    """The layers of one model that add a bias to their keys.
 
-    Parameters
-    ----------
-    name : str
-        The model's.
-    layers : iterable of KeyLayer
-        Layers that add a bias to their keys.
-    order : sequence of int
-        All layers that cache keys: a scheme may treat outer layers differently.
+    ``order``: all layers that cache keys, because a scheme may treat outer layers differently.
     """
 
     removable: Callable[[KVScheme], Mean]
@@ -213,24 +206,10 @@ class KeyBiases:
         starts: Callable[[str], bool] = lambda spec: True,
         further: str = "pass probe='warn' to go on",
     ) -> None:
-        """Validate that a scheme does not break on the biases.
+        """Raise BrokenPresetError if a scheme breaks on the biases; the text says how, and which specs do not.
 
-        Parameters
-        ----------
-        scheme : KVScheme
-        params : mapping, optional
-            Fitted constants by layer and role.
-        alternatives : sequence of str
-            Specs to try behind the scheme's own with another mean.
-        starts : callable
-            Whether a spec is accepted where this scheme was given; others are not named.
-        further : str
-            How to use the scheme anyway.
-
-        Raises
-        ------
-        BrokenPresetError
-            Says how it breaks, and which specs do not.
+        ``alternatives``: specs to try behind the scheme's own with another mean. ``starts``: whether a spec is accepted
+        where this scheme was given; others are not named. ``further``: how to use the scheme anyway.
         """
         if not self or (worst := self.worst(scheme, params)) is None or not worst.broken:
             return
@@ -258,14 +237,7 @@ class KeyBiases:
         return found
 
     def summary(self, scheme: KVScheme, means: Sequence[Mean]) -> str:
-        """Return a line for a log: the biases, which mean the keys are encoded without, and the error of the scores.
-
-        Parameters
-        ----------
-        scheme : KVScheme
-        means : sequence of {"none", "pre", "post"}
-            Of the model's layers in order, as ``means`` decided.
-        """
+        """Return a line for a log: the biases, the mean of each layer as ``means`` decided, the error of the scores."""
         count, taken = len(self.layers), "+".join(sorted(set(means) - {"none"})) or "none"
         if not count:
             why = next(iter(self.unread.values()))

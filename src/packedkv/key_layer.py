@@ -26,34 +26,16 @@ Project = Callable[[Tensor], tuple[Tensor, Tensor]]
 
 @dataclass(eq=False)
 class KeyLayer:
-    """Where one layer's keys and queries come from.
+    """Where one layer's keys and queries come from."""
 
-    Parameters
-    ----------
-    index : int
-        Layer of the model.
-    project : callable
-        The layer's input norm, its projections, and norms of queries and keys where it has them.
-    hidden : int
-        Width of the states.
-    scale : float
-        Of the scores.
-    frequencies : Tensor or None
-        Of RoPE, ``[R / 2]`` for the first R channels; None: no RoPE.
-    dtype, device
-        Of the states that ``project`` takes.
-    biases : list of Tensor
-        The parameters that it adds.
-    """
-
-    index: int
-    project: Project
-    hidden: int
-    scale: float
-    frequencies: Tensor | None
-    dtype: torch.dtype
+    index: int  # layer of the model
+    project: Project  # its input norm, its projections, and norms of queries and keys where it has them
+    hidden: int  # width of the states
+    scale: float  # of the scores
+    frequencies: Tensor | None  # of RoPE, [R / 2] for the first R channels; None: no RoPE
+    dtype: torch.dtype  # of the states that ``project`` takes
     device: torch.device
-    biases: list[Tensor]
+    biases: list[Tensor]  # the parameters that it adds
     _errors: dict[tuple[Codec, Mean], float] = field(default_factory=dict, init=False)
 
     def _project(self, tokens: int, seed: int, *, mirrored: bool = False) -> tuple[Tensor, Tensor]:
@@ -142,26 +124,11 @@ def key_layer(
     head_dim: int,
     scale: float,
 ) -> KeyLayer | None:
-    """Find the key bias of one layer.
+    """Find the key bias of one layer; None where no bias is added, or the projections have an unknown form.
 
-    Parameters
-    ----------
-    attention : Module
-        Holds the projections: ``q_proj`` and ``k_proj``, or one for queries, keys and values.
-    parent : Module or None
-        Holds ``attention`` and the norm before it.
-    index : int
-    config
-        The text model's config.
-    query_heads, head_dim : int
-        Of this process.
-    scale : float
-        Of the scores.
-
-    Returns
-    -------
-    KeyLayer or None
-        None where no bias is added, or the projections have an unknown form.
+    ``attention`` holds the projections, ``q_proj`` and ``k_proj`` or one for queries, keys and values; ``parent`` holds
+    ``attention`` and the norm before it. ``config`` is the text model's. ``query_heads`` and ``head_dim`` are those of
+    this process.
     """
     children = dict(attention.named_children())
     fused = next((name for name in _FUSED if name in children), None)

@@ -53,16 +53,7 @@ CANDIDATES = ("saw-int4", "kivi-tq-4", "kivi-4", "octopus-4", "int-8", "fp8")
 
 @dataclass(frozen=True)
 class KeyProbe:
-    """What the probe found in one layer.
-
-    Parameters
-    ----------
-    layer : int
-    outlier_ratio : float
-        K_max / K_median of the norms of four-channel chunks.
-    channel_error : float
-        Relative error of the median channel, worst head; see the module's text.
-    """
+    """What the probe found in one layer; see the module's text."""
 
     layer: int
     outlier_ratio: float
@@ -124,16 +115,8 @@ class _Sample:
 class OutlierProbe:
     """Watches the first prefill of a cache; warns once, or refuses.
 
-    Parameters
-    ----------
-    scheme : KVScheme
-        The scheme the user chose, for the text of the warning.
-    action : {"refuse", "warn"}
-        What to do where it breaks on outlier channels.
-    biases : KeyBiases, optional
-        What is known from the weights.
-    starts : callable
-        Whether another spec is accepted where this scheme was given; others are not named.
+    ``action``: what to do where the scheme that the user chose breaks on outlier channels. ``biases``: what is known
+    from the weights. ``starts``: whether another spec is accepted in its place; the text names no others.
     """
 
     def __init__(

@@ -40,13 +40,7 @@ def biases_of(model: Any, plan: ModelPlan) -> KeyBiases | None:
 
 
 def _layers_of(model: Any, wanted: set[int]) -> list[KeyLayer]:
-    """Layers of a transformers model that add a bias to their keys.
-
-    Raises
-    ------
-    UnsupportedError
-        If a layer has two attention modules.
-    """
+    """Layers of a transformers model that add a bias to their keys; UnsupportedError if one has two attentions."""
     decoder, found = model.get_decoder(), []
     config = model.config.get_text_config(decoder=True)
     modules = dict(decoder.named_modules())

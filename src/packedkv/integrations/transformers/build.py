@@ -267,15 +267,7 @@ def _sites(
 def _mean(
     model_or_config: Any, plan: ModelPlan, layer: int, kind: Mean, mean: Tensor | None, fits_keys: bool
 ) -> MeanRemoval | None:
-    """What a layer subtracts from its keys; None: nothing, because the weights say that the layer's bias is small.
-
-    Raises
-    ------
-    FitError
-        The mean before RoPE needs the model, and there is only a config.
-    UnsupportedError
-        It is unknown how the model rotates its keys.
-    """
+    """What a layer subtracts from its keys; None: nothing, because the weights say that the layer's bias is small."""
     if kind == "post":
         return MeanRemoval("post", None, mean, "first tokens" if mean is None else "params")
     if kind != "pre":
@@ -299,14 +291,7 @@ def _mean(
 def _kernels(
     plan: ModelPlan, sites: Sequence[LayerSite], model_or_config: Any, max_len: int | None, page_tokens: int | None
 ) -> Kernels:
-    """Choose the kernels of a model's layers.
-
-    Raises
-    ------
-    UnsupportedError
-        They do not support a layer on the model's device (with a config, which has none, this is checked at the first
-        token), or a static cache is requested for sliding layers.
-    """
+    """Choose the kernels of a model's layers; with a config, which has no device, at the first token."""
     kernels = Kernels(page_tokens, static=max_len is not None)
     device, dtype = (getattr(model_or_config, name, None) for name in ("device", "dtype"))
     for layer, site in zip(plan.kv_layers, sites, strict=True):

@@ -31,12 +31,9 @@ class DeferringLayer(Protocol):
     cache: LayerCache
     index: int
     prefill: Literal["exact", "decoded"]
-    filled: bool
-    """Whether the layer has received its first tokens."""
-    can_defer: bool
-    """Whether the first tokens may be appended at the pass's end."""
-    has_deferred: bool
-    """Whether they are to be appended then."""
+    filled: bool  # whether the layer has received its first tokens
+    can_defer: bool  # whether the first tokens may be appended at the pass's end
+    has_deferred: bool  # whether they are to be appended then
 
     def undo(self) -> Callable[[], None]:
         """Return a function that undoes every later append."""
@@ -56,32 +53,15 @@ class PendingAppend(NamedTuple):
 
 
 class PendingCheck(NamedTuple):
-    """What to read after a pass that appends several tokens to a layer.
-
-    Parameters
-    ----------
-    layer : DeferringLayer
-    tokens : int
-        How many.
-    undo : callable or None
-        None: the layer was empty.
-    flag : Tensor int ``[1]``, optional
-        Raised by the kernels that encode, if a codec cannot hold a token.
-    largest : tuple of Tensor
-        Largest magnitudes of the tokens, where these kernels do not see all of them.
-    dense : list of Tensor
-        Tensors of the cache with the tokens that they do not see.
-    earlier : Tensor int ``[1]``, optional
-        The layer's own flag: whether a token of an earlier decode step cannot be held.
-    """
+    """What to read after a pass that appends several tokens to a layer."""
 
     layer: DeferringLayer
     tokens: int
-    undo: Callable[[], None] | None = None
-    flag: Tensor | None = None
-    largest: tuple[Tensor, ...] = ()
-    dense: Sequence[Tensor] = ()
-    earlier: Tensor | None = None
+    undo: Callable[[], None] | None = None  # None: the layer was empty
+    flag: Tensor | None = None  # int [1], raised by the kernels that encode if a codec cannot hold a token
+    largest: tuple[Tensor, ...] = ()  # magnitudes of the tokens, where these kernels do not see all of them
+    dense: Sequence[Tensor] = ()  # tensors of the cache with the tokens that they do not see
+    earlier: Tensor | None = None  # int [1], the layer's own flag: of a token of an earlier decode step
 
     @property
     def disorder(self) -> Tensor | None:

@@ -281,13 +281,7 @@ def attention_modules(decoder: nn.Module, layer: int, *projections: set[str]) ->
 
 
 def check_linear(where: str, decoder: nn.Module, name: str, linear: Any) -> None:
-    """Validate that the rows of a projection can be scaled in place.
-
-    Raises
-    ------
-    UnsupportedError
-        If it is not a plain ``nn.Linear`` in memory, or its weight is shared with another module.
-    """
+    """Raise UnsupportedError unless a projection is a plain ``nn.Linear`` in memory whose weight no other shares."""
     if type(linear) is not nn.Linear or linear.weight.is_meta or linear.weight.dtype.itemsize < 2:
         weight = getattr(linear, "weight", None)
         held = f" with {weight.dtype} weights on {weight.device}" if isinstance(weight, Tensor) else ""

@@ -279,13 +279,7 @@ class PackedCacheLayer(CacheLayerMixin):  # type: ignore[misc]
             raise
 
     def _positions(self, keys: Tensor) -> Tensor | None:
-        """Positions of the newest tokens, ``[B, n]`` or ``[1, n]``, where the cache needs them; None: in order.
-
-        Raises
-        ------
-        UnsupportedError
-            They are unknown though the mean before RoPE needs them, or the mean is not what the model adds to its keys.
-        """
+        """Positions of the newest tokens, ``[B, n]`` or ``[1, n]``, where the cache needs them; None: in order."""
         if not self.cache.places_tokens:
             return None
         mean, n = self.cache.site.mean, keys.shape[2]

@@ -53,34 +53,16 @@ _OWN_CACHE = ("reformer", "xlnet", "rwkv", "xlstm", "minimax")
 
 @dataclass(frozen=True)
 class LayerPlan:
-    """Properties of one cache layer.
+    """Properties of one cache layer; sizes as the config states them for this layer."""
 
-    Parameters
-    ----------
-    index : int
-        Layer of the model. Cross-attention layers are numbered after the decoder's layers.
-    type : str
-        transformers' name of the layer type, or ``cross_attention``.
-    window : int or None
-        Tokens a query sees in a sliding or chunked layer, itself included; None for full attention.
-    holds_kv : bool
-        False for layers that keep another state, or nothing.
-    heads, head_dim : int or None
-        KV heads and channels, as the config states them for this layer.
-    value_dim : int or None
-        Channels of a value, where the config states them apart (MiMo-V2).
-    options : dict
-        Arguments of transformers' own cache layer of this type.
-    """
-
-    index: int
-    type: str
-    window: int | None = None
-    holds_kv: bool = True
-    heads: int | None = None
+    index: int  # layer of the model; cross-attention layers are numbered after the decoder's layers
+    type: str  # transformers' name of the layer type, or cross_attention
+    window: int | None = None  # tokens a query sees in a sliding or chunked layer, itself included; None: all
+    holds_kv: bool = True  # False for layers that keep another state, or nothing
+    heads: int | None = None  # KV heads
     head_dim: int | None = None
-    value_dim: int | None = None
-    options: dict[str, Any] = field(default_factory=dict, hash=False)
+    value_dim: int | None = None  # channels of a value, where the config states them apart (MiMo-V2)
+    options: dict[str, Any] = field(default_factory=dict, hash=False)  # of transformers' own layer of this type
 
     @property
     def is_cross(self) -> bool:
@@ -124,19 +106,9 @@ class ModelPlan:
 
 
 def plan_for(model_or_config: Any, attention: Attention, *, encoder_decoder: bool = False) -> ModelPlan:
-    """Read the layers of a model.
+    """Read the layers of a model, of its config, or of a model inside a wrapper.
 
-    Parameters
-    ----------
-    model_or_config : PreTrainedModel or PreTrainedConfig
-        Or a wrapper around a model.
-    attention : {"decoded", "streamed", "fused"}
-    encoder_decoder : bool
-        Whether the caller takes encoder-decoder models.
-
-    Returns
-    -------
-    ModelPlan
+    ``encoder_decoder``: whether the caller takes encoder-decoder models.
 
     Raises
     ------

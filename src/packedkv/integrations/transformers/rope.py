@@ -127,13 +127,7 @@ def _unpickled(name: str) -> PositionHook | None:
 
 
 class Rope:
-    """The rotary embedding of one model.
-
-    Raises
-    ------
-    UnsupportedError
-        The model has no rotary embedding that all layers share and that is called with positions.
-    """
+    """The rotary embedding of one model, which all layers share and which is called with positions."""
 
     def __init__(self, model: Any) -> None:
         self.name, self.config = type(model).__name__, getattr(model, "config", None)

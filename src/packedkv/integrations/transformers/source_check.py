@@ -21,13 +21,7 @@ _parsing = threading.Lock()
 
 
 def check_use_of_cached(model: Any) -> None:
-    """Validate that a model only passes cached K and V on.
-
-    Raises
-    ------
-    UnsupportedError
-        Names the first expression that uses them as tensors.
-    """
+    """Raise UnsupportedError, with the first expression, if a model uses cached K and V other than to pass them on."""
     decoder = model.get_decoder() if hasattr(model, "get_decoder") else model
     kinds: dict[Any, None] = dict.fromkeys(type(module) for module in (decoder or model).modules())
     for kind in kinds:
