@@ -311,24 +311,23 @@ def test_a_mask_is_taken_for_what_it_says(dtype: torch.dtype) -> None:
             return seen
         return torch.zeros(seen.shape).masked_fill(~seen, torch.finfo(dtype).min).to(dtype)
 
-    for window, chunk, place in ((0, 0, 0), (4, 0, 0), (0, 5, 3)):
+    for rules in (Seen(), Seen(window=4), Seen(chunk=5, place=3)):
         for start in ((0, 0), (3, 0), (9, 12)):
-            said = Seen(window=window, chunk=chunk, place=place, start=start)
-            mask = mask_of(said, 5, 12)
-            read = _read_mask(given(mask), window, chunk, place)
+            mask = mask_of(rules._replace(start=start), 5, 12)
+            read = _read_mask(given(mask), rules)
             assert read is not None
             assert torch.equal(mask_of(read, 5, 12).expand_as(mask), mask)
             assert bool(read.start) == any(s > read.first(0, 5, 12) for s in start)
             for b, i, j in ((0, 4, 11), (1, 0, 7), (1, 3, 9), (0, 2, 11), (1, 4, 0)):
                 wrong = mask.clone()
                 wrong[b, 0, i, j] = ~wrong[b, 0, i, j]
-                other = _read_mask(given(wrong), window, chunk, place)
+                other = _read_mask(given(wrong), rules)
                 assert other is None or torch.equal(mask_of(other, 5, 12).expand_as(wrong), wrong)
-    assert _read_mask(given(mask).expand(2, 3, 5, 12), 0, 0, 0) is None
+    assert _read_mask(given(mask).expand(2, 3, 5, 12), Seen()) is None
     biased = torch.zeros(1, 1, 5, 12).masked_fill(~mask_of(Seen(), 5, 12), -torch.inf)
-    assert _read_mask(biased, 0, 0, 0) == Seen()
+    assert _read_mask(biased, Seen()) == Seen()
     biased[0, 0, 0, 2] = -0.5
-    assert _read_mask(biased, 0, 0, 0) is None
+    assert _read_mask(biased, Seen()) is None
 
 
 def test_a_compiled_call_takes_several_tokens(machine: dict[str, Any]) -> None:

@@ -10,9 +10,12 @@ from typing import Any
 
 from torch import nn
 from transformers import PreTrainedModel
+from transformers import __version__ as transformers_version
 
 from packedkv.errors import UnsupportedError
 
+KNOWN_VERSIONS = "5.17 to 5.24"
+"""Versions of transformers that the tests ran with."""
 NAMES = ("cache", "past_key_values")
 """Names that are known, the newest first."""
 
@@ -29,11 +32,19 @@ def unwrapped(model_or_config: Any) -> Any:
     return model
 
 
-def cache_argument(model: Any) -> str | None:
-    """Name of the argument of ``model.forward`` that takes the cache; None: it has none of ``NAMES``."""
+def cache_argument(model: Any) -> str:
+    """Name of the argument of ``model.forward`` that takes the cache; UnsupportedError if it has none of ``NAMES``."""
     forward = model.forward
     of_class = getattr(type(model), "forward", None)
-    return _argument(of_class) if getattr(forward, "__func__", None) is of_class is not None else _find(forward)
+    name = _argument(of_class) if getattr(forward, "__func__", None) is of_class is not None else _find(forward)
+    if name is None:
+        raise UnsupportedError(
+            f"{type(model).__name__}: its forward takes no cache, neither as {NAMES[0]!r} nor as {NAMES[1]!r}. "
+            f"packedkv takes decoder-only models with attention; if this is one, transformers {transformers_version} "
+            f"gives the argument another name: install a transformers that this version of packedkv knows "
+            f"({KNOWN_VERSIONS}), or a newer packedkv."
+        )
+    return name
 
 
 def _find(forward: Any) -> str | None:
@@ -48,21 +59,10 @@ _argument = lru_cache(maxsize=64)(_find)
 def passing(model: Any, cache: Any) -> dict[str, Any]:
     """Keyword argument that hands a cache to a model, also inside a wrapper, or to its ``generate``.
 
-    Raises
-    ------
-    UnsupportedError
-        The model takes a cache by none of the names known.
+    Raises UnsupportedError if the model takes a cache by none of the names known.
 
-    Examples
-    --------
     >>> from types import SimpleNamespace
     >>> passing(SimpleNamespace(forward=lambda input_ids, past_key_values=None: None), "a cache")
     {'past_key_values': 'a cache'}
     """
-    name = cache_argument(unwrapped(model))
-    if name is None:
-        raise UnsupportedError(
-            f"{type(model).__name__}: its forward takes no cache, neither as {NAMES[0]!r} (transformers 5.24 and "
-            f"later) nor as {NAMES[1]!r}; pass a decoder-only model."
-        )
-    return {name: cache}
+    return {cache_argument(unwrapped(model)): cache}

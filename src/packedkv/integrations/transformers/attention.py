@@ -159,33 +159,30 @@ def _seen_by(mask: Tensor, layer: PackedCacheLayer, held: int) -> Seen:
 
     One synchronization per mask: the layers of a model share it, and the result is stored as its attribute.
     """
-    window, chunk, place = layer.reach(held)
-    asked = (held, window, chunk, place)
-    known: dict[tuple[int, ...], Seen | None] = getattr(mask, RULES, {})
+    asked, fitted = (held, layer.reach(held)), _fit_mask(mask, held, layer.is_sliding)
+    known: dict[tuple[int, Seen], Seen | None] = getattr(mask, RULES, {})
     if asked not in known:
-        known = {**known, asked: _read_mask(_fit_mask(mask, held, layer.is_sliding), window, chunk, place)}
+        known = {**known, asked: _read_mask(fitted, asked[1])}
         setattr(mask, RULES, known)
-    return known[asked] or Seen(mask=_fit_mask(mask, held, layer.is_sliding))
+    return known[asked] or Seen(mask=fitted)
 
 
-def _read_mask(mask: Tensor, window: int, chunk: int, place: int) -> Seen | None:
-    """Return the rules of a mask if it hides only later tokens, those out of reach and left padding.
+def _read_mask(mask: Tensor, rules: Seen) -> Seen | None:
+    """Return ``rules`` and left padding if a mask hides just that: later tokens, those out of reach, and padding.
 
-    The mask ``[B, 1, n, N]``, boolean (True = attend) or additive, is of the newest n of N tokens; ``window, chunk,
-    place`` are those of ``Seen``.
+    The mask ``[B, 1, n, N]``, boolean (True = attend) or additive, is of the newest n of N tokens.
     """
     n, held = mask.shape[-2:]
-    rules = Seen(window=window, chunk=chunk, place=place)
     if mask.shape[1] != 1:
         return None
     visible = mask if mask.dtype == torch.bool else mask == 0
     keys = torch.arange(held, device=mask.device)
     own = keys[held - n :, None]
     wanted = keys <= own
-    if window:
-        wanted &= keys > own - window
-    if chunk:
-        wanted &= (place + keys) // chunk == (place + own) // chunk
+    if rules.window:
+        wanted &= keys > own - rules.window
+    if rules.chunk:
+        wanted &= (rules.place + keys) // rules.chunk == (rules.place + own) // rules.chunk
     ever = visible.any(2)[:, 0]  # [B, N]
     start = torch.where(ever.any(-1), ever.to(torch.uint8).argmax(-1), held)
     same = (visible == (wanted & (keys >= start[:, None, None, None]))).all()

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin
 
+from packedkv.attention import Seen
 from packedkv.cache.fused import FusedLayerCache
 from packedkv.cache.layer import LayerCache, State
 from packedkv.checks import check_tensor
@@ -347,11 +348,11 @@ class PackedCacheLayer(CacheLayerMixin):  # type: ignore[misc]
         scores = 4 * batch * heads * n * chunk * 4
         return _chunk_bytes(rows) + scores + 6 * query.numel() * 4
 
-    def reach(self, held: int) -> tuple[int, int, int]:
-        """How far back a query sees with ``held`` tokens: ``window, chunk, place`` of ``Seen``."""
+    def reach(self, held: int) -> Seen:
+        """How far back a query sees with ``held`` tokens."""
         if self.kind == "chunked_attention":
-            return 0, self.window, self.get_seq_length() - held
-        return self.window, 0, 0
+            return Seen(chunk=self.window, place=self.get_seq_length() - held)
+        return Seen(window=self.window)
 
     def _past(self, seen: int) -> int:
         """How many of the tokens seen a next query sees."""

@@ -17,7 +17,7 @@ from transformers import __version__ as transformers_version
 from transformers.cache_utils import get_layer_types_and_kwargs
 
 from packedkv.errors import UnsupportedError
-from packedkv.integrations.transformers.argument import cache_argument, unwrapped
+from packedkv.integrations.transformers.argument import KNOWN_VERSIONS, cache_argument, unwrapped
 from packedkv.integrations.transformers.attention_hooks import implementation_of
 from packedkv.integrations.transformers.source_check import check_use_of_cached
 
@@ -25,9 +25,6 @@ Attention = Literal["decoded", "streamed", "fused"]
 
 ATTENTION_NAME = "packedkv"
 """Name under which the attention function is registered with transformers."""
-
-KNOWN_VERSIONS = "5.17 to 5.24"
-"""Versions of transformers that the tests ran with."""
 
 CROSS = "cross_attention"
 """Type of the layers that hold K and V of an encoder's output; transformers has no name for them."""
@@ -195,13 +192,8 @@ def _check_model(name: str, model: Any, text: Any, crossed: bool) -> None:
         raise UnsupportedError(
             f"{name}: a model without an attention cache of keys and values; packedkv takes decoders with attention."
         )
-    if model is not None and cache_argument(model) is None:
-        raise UnsupportedError(
-            f"{name}: its forward takes no cache, neither as 'cache' nor as 'past_key_values'. packedkv takes "
-            f"decoder-only models with attention; if this is one, transformers {transformers_version} gives the "
-            f"argument another name: install a transformers that this version of packedkv knows ({KNOWN_VERSIONS}), or "
-            f"a newer packedkv."
-        )
+    if model is not None:
+        cache_argument(model)  # raises if its forward takes no cache
     if (rank := getattr(text, "kv_lora_rank", None)) is not None:
         last = text.num_hidden_layers - 1
         raise UnsupportedError(
