@@ -12,6 +12,7 @@ from packedkv.codec import roundtrip
 from packedkv.codecs.rope_pairs import RopePairs
 from packedkv.errors import BrokenPresetError, FitError, FormatError, UnsupportedError
 from packedkv.fitting.fit import fit_model
+from packedkv.integrations.transformers import attention_hooks
 from packedkv.integrations.transformers.argument import passing
 from packedkv.integrations.transformers.biases import biases_of
 from packedkv.integrations.transformers.plan import plan_for
@@ -244,32 +245,21 @@ def test_auto_changes_nothing_on_a_model_without_biases(tmp_path: Any) -> None:
 def test_cpu_kernels_serve_it(model: Any, spec: str, mean: str) -> None:
     """By default where the model attends with packedkv: the report names them, and they agree with the reference."""
     sources.compile_missing()
-    ids = prompt(2, 300)
-    ids[0, :7] = 0
-    mask = torch.ones_like(ids)
-    mask[0, :7] = 0
-    model.set_attn_implementation("packedkv")
-    found = []
-    try:
+    caches, logits = [], []
+    with attention_hooks.implementation(model, "packedkv"):
         for attention in (None, "streamed"):
             cache = packedkv.cache_for(model, spec, attention=attention)  # type: ignore[arg-type]
-            made = model.generate(
-                ids, attention_mask=mask, **passing(model, cache), max_new_tokens=6, do_sample=False,
-                output_logits=True, return_dict_in_generate=True,
-            )  # fmt: skip
-            report = cache.report()
-            assert {layer["mean"] for layer in report["layers"]} == {mean}
-            if attention is None:
-                assert (report["attention"], report["unfused"]) == ("fused", "")
-                assert {layer["kernels"]["decode"] for layer in report["layers"]} == {f"cpu {library.variant()}"}
-                assert report["paths"]["fused"]
-            found.append((made.sequences, torch.stack(made.logits), [layer.decode() for layer in cache.layer_caches]))
-    finally:
-        model.set_attn_implementation("sdpa")
-    (tokens, logits, held), (same_tokens, wanted, same) = found
-    assert torch.equal(tokens, same_tokens)
-    torch.testing.assert_close(logits, wanted, rtol=0, atol=2e-3 * float(wanted.std()))
-    assert all(torch.equal(a, b) for a, b in zip(held[0], same[0], strict=True))  # later layers differ by roundings
+            turns = [prompt(2, n, seed=n) for n in (300, 1, 1, 4, 1)]
+            logits.append(torch.cat([run(model, cache, ids)[:, -1:] for ids in turns], 1))
+            caches.append(cache)
+            assert {layer["mean"] for layer in cache.report()["layers"]} == {mean}
+    report = caches[0].report()
+    assert (report["attention"], report["unfused"]) == ("fused", "")
+    assert {layer["kernels"]["decode"] for layer in report["layers"]} == {f"cpu {library.variant()}"}
+    assert report["paths"]["fused"]
+    torch.testing.assert_close(*logits, rtol=0, atol=2e-3 * float(logits[1].std()))
+    first = [cache.layer_caches[0].decode() for cache in caches]  # later layers differ by roundings
+    assert all(torch.equal(a, b) for a, b in zip(*first, strict=True))
 
 
 def test_a_recipe_decides_layer_by_layer(model: Any) -> None:

@@ -38,29 +38,6 @@ def test_wide_heads_are_not_corrupted(spec: str, dim: int) -> None:
     assert errors[-1] <= 2.0 * errors[0] + 1e-6, errors
 
 
-@pytest.mark.parametrize(
-    ("asymmetric", "plain"),
-    [("saw-int4:rotate=k", "saw-int4:rotate=kv"), ("saw-int4:rotate=none", "saw-int4:rotate=k")],
-)
-def test_options_of_one_role_are_not_ignored(asymmetric: str, plain: str) -> None:
-    """Results equal to six decimals mean that a flag is ignored: the changed role differs, the other does not."""
-    k, v = kv(1, 2, 64, 64)
-    pair = [packedkv.fake_quant(spec, k, v) for spec in (asymmetric, plain)]
-    same = [torch.equal(a, b) for a, b in zip(*pair, strict=True)]
-    assert same == ([True, False] if "kv" in plain else [False, True])
-
-
-@pytest.mark.parametrize("spec", ["saw-int4", "octopus-4"])
-def test_rotation_really_runs(spec: str) -> None:
-    """A "rotated" codec without its rotation loses to one loud channel; with it the loud channel is spread."""
-    k, v = kv(1, 1, 256, 128)
-    loud = k.clone()
-    loud[..., 7] += 30.0
-    error = (packedkv.fake_quant(spec, loud, v)[0] - loud)[..., torch.arange(128) != 7].square().mean()
-    naive = (packedkv.fake_quant("int-4", loud, v)[0] - loud)[..., torch.arange(128) != 7].square().mean()
-    assert error < naive / 5
-
-
 def test_reported_saving_is_resident_bytes() -> None:
     """A printed ratio with the 16-bit history still alive is a fake saving: count every tensor that the cache holds."""
     k, v = (x.to(torch.bfloat16) for x in kv(1, 2, 1024, 64))

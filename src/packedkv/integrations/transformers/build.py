@@ -43,6 +43,17 @@ from packedkv.store.site import MEAN, LayerSite, MeanRemoval, check_role, is_mis
 logger = logging.getLogger(__name__)
 
 
+class Request(NamedTuple):
+    """What ``cache_for`` is asked for; errors of ``build`` as there."""
+
+    model: Any  # or its config
+    scheme: KVScheme
+    options: dict[str, Any]  # prefill, attention, seed, page_tokens
+    params: LayerParams | str | Path | None
+    max_len: int | None
+    action: Probe  # the option ``probe``
+
+
 class Parts(NamedTuple):
     """Arguments of ``KVCache``."""
 
@@ -55,49 +66,37 @@ class Parts(NamedTuple):
 
 
 @without_modes
-def build(
-    model_or_config: Any,
-    scheme: KVScheme,
-    options: dict[str, Any],
-    params: LayerParams | str | Path | None,
-    max_len: int | None,
-    action: Probe,
-) -> Parts:
-    """Build the parts of an empty cache; arguments and errors as in ``cache_for``.
+def build(request: Request) -> Parts:
+    """Build the parts of an empty cache.
 
-    Parameters
-    ----------
-    options : dict
-        ``prefill, attention, seed, page_tokens``. Without ``attention`` the kernels of a CPU are used, if they serve
-        every layer; ``unfused`` of the result is the reason if they are not.
-    action : {"refuse", "warn", "off"}
-        The option ``probe``.
+    Without ``attention`` the kernels of a CPU are used, if they serve every layer; ``unfused`` of the result is the
+    reason if they are not.
     """
-    accepts, unfused = _acceptance(model_or_config, options, max_len), ""
-    rest = params, max_len, action, accepts
-    if options["attention"] is None:
-        device = getattr(model_or_config, "device", None)
-        try:
-            if device is None or device.type != "cpu":
-                raise UnsupportedError("kernels are the default on a CPU only; attention='fused' asks for them")
-            return _built(model_or_config, scheme, {**options, "attention": "fused"}, *rest)
-        except BrokenPresetError:
-            raise
-        except UnsupportedError as error:
-            options, unfused = {**options, "attention": "decoded"}, str(error)
-    return _built(model_or_config, scheme, options, *rest)._replace(unfused=unfused)
+    options, accepts = request.options, _acceptance(request)
+    if options["attention"] is not None:
+        return _built(request, accepts)
+    device = getattr(request.model, "device", None)
+    try:
+        if device is None or device.type != "cpu":
+            raise UnsupportedError("kernels are the default on a CPU only; attention='fused' asks for them")
+        return _built(request._replace(options={**options, "attention": "fused"}), accepts)
+    except BrokenPresetError:
+        raise
+    except UnsupportedError as error:
+        unfused = str(error)
+    return _built(request._replace(options={**options, "attention": "decoded"}), accepts)._replace(unfused=unfused)
 
 
-def _acceptance(model_or_config: Any, options: dict[str, Any], max_len: int | None) -> Callable[[str], bool]:
+def _acceptance(request: Request) -> Callable[[str], bool]:
     """Return whether a cache of another spec can be built, as a function that does not keep the model alive."""
-    is_model = isinstance(model_or_config, torch.nn.Module)
-    model: Callable[[], Any] = weakref.ref(model_or_config) if is_model else lambda: model_or_config
+    given, other = request.model, request._replace(model=None, params=None, action="off")
+    model: Callable[[], Any] = weakref.ref(given) if isinstance(given, torch.nn.Module) else lambda: given
 
     def accepts(spec: str) -> bool:
         if (here := model()) is None:
             return False
         try:
-            build(here, get(spec), options, None, max_len, "off")
+            build(other._replace(model=here, scheme=get(spec)))
         except KVError:
             return False
         return True
@@ -105,33 +104,24 @@ def _acceptance(model_or_config: Any, options: dict[str, Any], max_len: int | No
     return accepts
 
 
-def _built(
-    model_or_config: Any,
-    scheme: KVScheme,
-    options: dict[str, Any],
-    params: LayerParams | str | Path | None,
-    max_len: int | None,
-    action: Probe,
-    accepts: Callable[[str], bool],
-) -> Parts:
+def _built(request: Request, accepts: Callable[[str], bool]) -> Parts:
+    model, scheme, options, _, max_len, action = request
     attention, page_tokens, seed = options["attention"], options["page_tokens"], options["seed"]
     if scheme.query_error and attention == "decoded":
         raise UnsupportedError(
             f"{scheme} rounds queries inside attention, which attention='decoded' leaves to the model; "
             f"use attention='streamed' after model.set_attn_implementation('packedkv')."
         )
-    plan = plan_for(model_or_config, attention, encoder_decoder=True)
+    plan = plan_for(model, attention, encoder_decoder=True)
     schemes = layer_schemes(plan, scheme, page_tokens)
-    given = _given(params, model_or_config, plan, scheme, schemes, seed)
-    schemes = resolve_means(model_or_config, plan, scheme, schemes, given)
+    given = _given(request, plan, schemes)
+    schemes = resolve_means(model, plan, scheme, schemes, given)
     scheme = scheme.with_means([own.mean for own in schemes[: len(plan.stacks[0])]])
-    sites = _sites(model_or_config, plan, schemes, given, seed)
-    kernels = None
-    if attention == "fused":
-        kernels = _kernels(plan, sites, model_or_config, max_len, page_tokens)
+    sites = _sites(model, plan, schemes, given, seed)
+    kernels = _kernels(request, plan, sites) if attention == "fused" else None
     probe = None
     if action != "off":
-        biases = biases_of(model_or_config, plan)
+        biases = biases_of(model, plan)
         probe = OutlierProbe(scheme, action, biases, accepts)
         try:
             if biases:
@@ -156,7 +146,7 @@ def _built(
             cache, planned.index, attention, options["prefill"], deferred, window=planned.window or 0, kind=planned.type
         )
         if cache.places_tokens and not planned.is_cross:
-            layer.hook = hook_of(model_or_config)
+            layer.hook = hook_of(model)
         layers.append(layer)
     return Parts(layers, scheme, plan, options, probe)
 
@@ -182,19 +172,13 @@ def layer_schemes(plan: ModelPlan, scheme: KVScheme, page_tokens: int | None = N
     return schemes
 
 
-def _given(
-    params: LayerParams | str | Path | None,
-    model_or_config: Any,
-    plan: ModelPlan,
-    scheme: KVScheme,
-    schemes: Sequence[KVScheme],
-    seed: int,
-) -> LayerParams:
+def _given(request: Request, plan: ModelPlan, schemes: Sequence[KVScheme]) -> LayerParams:
     """Constants by layer, after verifying that they fit model, scheme and seed."""
+    scheme, params, seed = request.scheme, request.params, request.options["seed"]
     if params == "":
         raise SpecError("params='': expected the path of a file of `packedkv fit`, or None for no constants.")
     if isinstance(params, FittedParams | str | Path):
-        params = load_params(params, model_or_config, scheme, seed=seed)
+        params = load_params(params, request.model, scheme, seed=seed)
     given: LayerParams = {} if params is None else params
     check_given(plan.name, [layer.index for layer in plan.kv_layers], given)
     for layer, own in zip(plan.kv_layers, schemes, strict=True):
@@ -288,12 +272,11 @@ def _mean(
     return None
 
 
-def _kernels(
-    plan: ModelPlan, sites: Sequence[LayerSite], model_or_config: Any, max_len: int | None, page_tokens: int | None
-) -> Kernels:
+def _kernels(request: Request, plan: ModelPlan, sites: Sequence[LayerSite]) -> Kernels:
     """Choose the kernels of a model's layers; with a config, which has no device, at the first token."""
-    kernels = Kernels(page_tokens, static=max_len is not None)
-    device, dtype = (getattr(model_or_config, name, None) for name in ("device", "dtype"))
+    max_len = request.max_len
+    kernels = Kernels(request.options["page_tokens"], static=max_len is not None)
+    device, dtype = (getattr(request.model, name, None) for name in ("device", "dtype"))
     for layer, site in zip(plan.kv_layers, sites, strict=True):
         where = f"{plan.name}, layer {layer.index}"
         if layer.value_dim not in (None, layer.head_dim):

@@ -32,7 +32,7 @@ from packedkv.files.container import BROKEN_JSON
 from packedkv.files.params import LayerParams
 from packedkv.integrations.transformers.argument import unwrapped
 from packedkv.integrations.transformers.attention import packedkv_attention, packedkv_mask
-from packedkv.integrations.transformers.build import Parts, build
+from packedkv.integrations.transformers.build import Parts, Request, build
 from packedkv.integrations.transformers.layers import CrossCache, PackedCacheLayer, Prefill
 from packedkv.integrations.transformers.plan import ATTENTION_NAME, Attention, ModelPlan
 from packedkv.integrations.transformers.rope import hook_of
@@ -292,7 +292,7 @@ def cache_for(
     if max_len is not None and (not isinstance(max_len, int) or max_len < 1):
         raise SpecError(f"max_len={max_len!r}: expected a whole number of tokens, at least 1, or None.")
     options = {"prefill": prefill, "seed": seed, "page_tokens": page_tokens, "attention": attention}
-    parts = build(unwrapped(model_or_config), get(spec), options, params, max_len, probe_option(probe))
+    parts = build(Request(unwrapped(model_or_config), get(spec), options, params, max_len, probe_option(probe)))
     made = (EncoderDecoderKVCache if len(parts.plan.stacks) > 1 else KVCache)(parts)
     if made.probe is not None:
         made.probe.undo = made.reset

@@ -5,8 +5,7 @@ after the other. The host, which limits short prompts, is faster that way than b
 number synchronizes with the GPU: the numbers of all layers are read together.
 """
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from typing import Literal, NamedTuple, Protocol
 
 import torch
@@ -99,7 +98,6 @@ class Deferred:
         self.layers, self.probe, self.cache = layers, probe, new_number()
         self.checks: dict[int, PendingCheck] = {}  # of deferred appends as well
         self.appends: list[PendingAppend] = []
-        self.flags: dict[torch.device, tuple[Tensor, ...]] = {}  # 0 between passes
 
     def append(self, layer: DeferringLayer, keys: Tensor, values: Tensor, positions: Tensor | None = None) -> bool:
         """Append several tokens to a fused layer, checked by ``settle``; False: nothing was appended.
@@ -111,10 +109,8 @@ class Deferred:
             return False
         if layer.prefill != "exact" if first else cache.static:  # a static cache synchronizes anyway
             return False
-        if (flags := self.flags.get(keys.device)) is None:
-            zeros = torch.zeros(self.layers, dtype=torch.int32, device=keys.device)
-            flags = self.flags[keys.device] = zeros.split(1)
-        new = PendingAppend(layer, keys, values, positions, flags[len(self.checks) % self.layers])
+        flag = torch.zeros(1, dtype=torch.int32, device=keys.device)
+        new = PendingAppend(layer, keys, values, positions, flag)
         if first and not cache.static and layer.can_defer:
             if not self.appends:  # the GPU has little to do yet
                 cache.expect(positions, keys.shape[0])
@@ -126,8 +122,7 @@ class Deferred:
             return True
         undo = None if first else layer.undo()
         earlier = cache.bad if cache.unchecked else None
-        with self._flags_dropped():
-            cache.append(keys, values, positions, flag=new.flag)
+        cache.append(keys, values, positions, flag=flag)
         self._check_later(cache, new, undo, earlier)
         return True
 
@@ -142,15 +137,6 @@ class Deferred:
         layer = new.layer
         self.checks[layer.index] = PendingCheck(layer, new.keys.shape[2], undo, new.flag, most, dense, earlier)
 
-    @contextmanager
-    def _flags_dropped(self) -> Iterator[None]:
-        """Drop the flags after an error: one may be raised."""
-        try:
-            yield
-        except BaseException:
-            self.flags = {}
-            raise
-
     def flush(self) -> None:
         """Do the deferred appends. If one fails, its layer and the later ones are empty again."""
         appends, self.appends = self.appends, []
@@ -158,17 +144,16 @@ class Deferred:
             new.layer.has_deferred = False
         done, begun = 0, []
         try:
-            with self._flags_dropped():
-                for new in appends:  # all layers begin, so that their constants are fitted together
-                    cache = new.layer.cache
-                    assert isinstance(cache, FusedLayerCache)
-                    begun.append((cache, cache.begin_append(new.keys, new.values, new.positions, flag=new.flag)))
-                for new, (cache, leaving) in zip(appends, begun, strict=True):
-                    cache.end_append(leaving)
-                    self._check_later(cache, new, None, None)
-                    done += 1
-                    if self.probe is not None:
-                        self.probe(new.layer.index, cache, new.keys)
+            for new in appends:  # all layers begin, so that their constants are fitted together
+                cache = new.layer.cache
+                assert isinstance(cache, FusedLayerCache)
+                begun.append((cache, cache.begin_append(new.keys, new.values, new.positions, flag=new.flag)))
+            for new, (cache, leaving) in zip(appends, begun, strict=True):
+                cache.end_append(leaving)
+                self._check_later(cache, new, None, None)
+                done += 1
+                if self.probe is not None:
+                    self.probe(new.layer.index, cache, new.keys)
         finally:
             for new in appends[done:]:
                 new.layer.reset()
@@ -238,7 +223,6 @@ class Deferred:
         )
 
     def _undo(self, checks: Sequence[PendingCheck]) -> None:
-        self.flags = {}
         for check in checks:
             (check.undo or check.layer.reset)()
 
@@ -247,7 +231,6 @@ class Deferred:
         if layer.has_deferred:
             layer.has_deferred = False
             self.appends = [new for new in self.appends if new.layer is not layer]
-        if self.checks.pop(layer.index, None):
-            self.flags = {}  # its own may be raised, and is not read any more
+        self.checks.pop(layer.index, None)
         if self.probe is not None:
             self.probe.forget(layer.index)

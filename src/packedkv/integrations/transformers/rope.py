@@ -96,13 +96,12 @@ class PositionHook:
 
     def __init__(self, embedding: nn.Module) -> None:
         self._embedding = weakref.ref(embedding)
-        # a copied model has the hook of its original, whose name its own caches share
-        known = [h for h in embedding._forward_pre_hooks.values() if isinstance(h, partial) and h.func is _record]
-        names = [hook.args[0] for hook in known]
-        self.name: str = names[0] if names else uuid.uuid4().hex
-        if not names:
+        name = _name_on(embedding)  # a copied model has the hook of its original, whose name its own caches share
+        self.name = name or uuid.uuid4().hex
+        if name is None:
             handle = embedding.register_forward_pre_hook(partial(_record, self.name), with_kwargs=True)
             weakref.finalize(self, handle.remove)
+        _by_name[self.name] = self
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "PositionHook":
         """Return the owner itself."""
@@ -112,14 +111,18 @@ class PositionHook:
         """Pickle the name. The model keeps the hook from then on, for the cache that may be unpickled."""
         if (embedding := self._embedding()) is not None:
             _kept[embedding] = self
-            _by_name[self.name] = self
         return _unpickled, (self.name,)
 
 
 _LOCK = threading.RLock()
-_hooks: "weakref.WeakKeyDictionary[nn.Module, weakref.ref[PositionHook]]" = weakref.WeakKeyDictionary()
 _kept: "weakref.WeakKeyDictionary[nn.Module, PositionHook]" = weakref.WeakKeyDictionary()
 _by_name: "weakref.WeakValueDictionary[str, PositionHook]" = weakref.WeakValueDictionary()
+
+
+def _name_on(embedding: nn.Module) -> str | None:
+    """Name of the hook that records the positions of a rotary embedding."""
+    hooks = embedding._forward_pre_hooks.values()
+    return next((hook.args[0] for hook in hooks if isinstance(hook, partial) and hook.func is _record), None)
 
 
 def _unpickled(name: str) -> PositionHook | None:
@@ -150,11 +153,7 @@ class Rope:
     def hook(self) -> PositionHook:
         """Return the owner of the hook that records positions; while a cache keeps it, the same one."""
         with _LOCK:
-            known = _hooks.get(self.embedding)
-            if (found := None if known is None else known()) is None:
-                found = PositionHook(self.embedding)
-                _hooks[self.embedding] = weakref.ref(found)
-            return found
+            return _by_name.get(_name_on(self.embedding) or "") or PositionHook(self.embedding)
 
     def rotary(self, layer: int) -> Rotary:
         """How the model rotates the keys of a layer; see ``rotary_of``."""
