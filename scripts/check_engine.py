@@ -189,6 +189,12 @@ def missing_names(engine: Engine, text: str, file: str) -> Iterator[str]:
                     if base.id in LIKE and (like := engine.find(*LIKE[base.id])):
                         theirs |= engine.members(like)
                     theirs |= engine.members(imported[base.id])
+            # an argument of the constructor that becomes an attribute of the same name
+            methods = [member for member in node.body if isinstance(member, ast.FunctionDef)]
+            for given in next((method.args.args for method in methods if method.name == "__init__"), []):
+                if isinstance(given.annotation, ast.Name) and given.annotation.id in imported:
+                    for method in methods:
+                        yield from _attributes(engine, method, f"self.{given.arg}", imported[given.annotation.id], file)
             for ours in node.body if theirs else []:
                 if not isinstance(ours, ast.FunctionDef) or ours.name.startswith("_"):
                     continue
@@ -205,14 +211,16 @@ def missing_names(engine: Engine, text: str, file: str) -> Iterator[str]:
 
 
 def _attributes(engine: Engine, where: ast.FunctionDef, name: str, kind: Found, file: str) -> Iterator[str]:
-    """Attributes of an argument, and of its attributes, that are not there."""
+    """Attributes of an argument, or of ``self.NAME``, and of their attributes, that are not there."""
+    base, *inner = name.split(".")
     for node in ast.walk(where):
         chain, at = [], node
         while isinstance(at, ast.Attribute):
             chain.append(at.attr)
             at = at.value
-        if not chain or not isinstance(at, ast.Name) or at.id != name:
+        if not isinstance(at, ast.Name) or at.id != base or chain[len(chain) - len(inner) :] != inner:
             continue
+        del chain[len(chain) - len(inner) :]
         found: Found | None = kind
         for i, attribute in enumerate(reversed(chain), 1):
             if found is None or not (members := engine.members(found)):

@@ -8,7 +8,7 @@ import copy
 import pickle
 import tempfile
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -145,11 +145,14 @@ class HostStatic(FusedLayerCache):
             super()._write(new, first, bad)
 
 
+@dataclass
 class Held:
     """A cache, its oracle, the position of the next token of each sequence, and the most tokens before an eviction."""
 
-    def __init__(self, cache: LayerCache, tokens: LayerTokens, place: Tensor, kept: int = 0) -> None:
-        self.cache, self.tokens, self.place, self.kept = cache, tokens, place, kept
+    cache: LayerCache
+    tokens: LayerTokens
+    place: Tensor
+    kept: int = 0
 
 
 class Machine:
@@ -344,21 +347,16 @@ class Machine:
         of.kept = max(of.kept, keep) if n else of.kept
 
     def _take(self, of: Held, index: Tensor) -> None:
+        """Select sequences by their numbers or by a boolean mask."""
         if of.tokens.roles:
             of.cache.select(index)
-            of.tokens.select(index)
+            of.tokens.select(index.nonzero().flatten() if index.dtype == torch.bool else index)
             of.place = of.place[index]
 
     def _select(self, of: Held, n: int, seed: int, kind: int) -> None:
         batch = len(of.place)
         index = torch.randint(batch, (1 + n % 3,), generator=torch.Generator().manual_seed(seed))
-        if kind % 3 == 0 and of.tokens.roles:  # a boolean mask
-            mask = torch.zeros(batch, dtype=torch.bool).index_fill(0, index, True)
-            of.cache.select(mask)
-            of.tokens.select(mask.nonzero().flatten())
-            of.place = of.place[mask]
-        else:
-            self._take(of, index)
+        self._take(of, torch.zeros(batch, dtype=torch.bool).index_fill(0, index, True) if kind % 3 == 0 else index)
 
     def _reorder(self, of: Held, _: int, seed: int, __: int) -> None:
         self._take(of, torch.randperm(len(of.place), generator=torch.Generator().manual_seed(seed)))
@@ -413,11 +411,7 @@ class Machine:
         save_layers(path, [of.cache], {})
         (cache,), _meta = load_layers(path)
         cache.give_mean(self.site.mean)
-        tokens = of.tokens.copy()
-        if both % 3 and len(self.held) < MOST_CACHES:
-            self.held.append(Held(cache, tokens, of.place, of.kept))
-        else:
-            of.cache, of.tokens = cache, tokens
+        self._copied(of, cache, both % 3 > 0)
 
     # -- reading -----------------------------------------------------------------------------------------------------
 

@@ -10,6 +10,7 @@ import copy
 import pickle
 import tempfile
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 from random import Random
@@ -131,11 +132,14 @@ def made(setting: Setting) -> Any:
     )  # fmt: skip
 
 
+@dataclass
 class Held:
     """A cache, the ids that it has seen and which of them are tokens, not padding."""
 
-    def __init__(self, cache: Any, ids: Tensor, mask: Tensor, padding: list[int]) -> None:
-        self.cache, self.ids, self.mask, self.padding = cache, ids, mask, padding
+    cache: Any
+    ids: Tensor
+    mask: Tensor
+    padding: list[int]
 
 
 class Stopped(Exception):
@@ -177,15 +181,9 @@ class Machine:
     # -- what layers are told ----------------------------------------------------------------------------------------
 
     def update(self, layer: PackedCacheLayer, call: Callable[[], Any], keys: Tensor, values: Tensor) -> Any:
-        first, found = not layer.filled, call()
-        self._updated(layer, first, keys, values, found)
-        return found
-
-    def _updated(self, layer: PackedCacheLayer, first: bool, keys: Tensor, values: Tensor, found: Any) -> None:
+        exact, found = not layer.filled and layer.prefill == "exact", call()
         tokens, n, seen = self.tokens(layer), keys.shape[2], self.seen[id(layer)]
-        exact = first and layer.prefill == "exact"
-        past = seen
-        skip = 0
+        past, skip = seen, 0
         if layer.window:
             past = min(seen, layer.window - 1)
             skip = max(n - layer.window + 1, 0) if exact and not layer.record_past else 0
@@ -204,6 +202,7 @@ class Machine:
             tokens.check_decoded(found, held - past - n, held, of)
         if exact or layer.attention == "decoded":
             self._restrict(layer)
+        return found
 
     def _positions(self, n: int) -> Tensor:
         """Of the newest n tokens, by the mask: those of padding count down from -1."""
@@ -222,18 +221,17 @@ class Machine:
         rules = {"scale": options.get("scaling"), "sinks": options.get("s_aux"), "softcap": options.get("softcap") or 0}
         if isinstance(key, PackedKV):
             layer, tokens = key.layer, self.tokens(key.layer)
-            window, held, of = getattr(layer, "window", 0), len(tokens), f"layer {key.layer.index}: "
-            visible = causal(n, held, window) & (mask[:, None, None, mask.shape[1] - held :] > 0)
-            want = tokens.attention(query, visible, **rules)
-            largest = float(tokens.roles["value"].read.abs().max())
+            tokens.encode()
+            window, of = getattr(layer, "window", 0), f"layer {key.layer.index}: "
+            k, v = (own.read for own in tokens.roles.values())
             self._restrict(layer)
         elif query.dtype != torch.float32:
             return  # by torch, which rounds in between
         else:
-            of, held, window = "fresh keys: ", key.shape[2], options.get("sliding_window") or 0
-            visible = causal(n, held, window) & (mask[:, None, None, mask.shape[1] - held :] > 0)
-            want = attention64(query, key, value, visible, **rules)
-            largest = float(value.abs().max())
+            window, of, k, v = options.get("sliding_window") or 0, "fresh keys: ", key, value
+        held, largest = k.shape[2], float(v.abs().max())
+        visible = causal(n, held, window) & (mask[:, None, None, mask.shape[1] - held :] > 0)
+        want = attention64(query, k, v, visible, **rules)
         real = (mask[:, -n:] > 0)[:, None, :, None]  # what padding attends is nothing
         off = (found.transpose(1, 2).double() - want).abs()
         if found.dtype != torch.float32:
@@ -368,7 +366,7 @@ class Machine:
             if of.ids.shape[1]:
                 self._forward(of, 0, seed + i)
 
-    def _generate(self, of: Held, n: int, seed: int, **options: Any) -> Tensor:
+    def _generate(self, of: Held, n: int, seed: int, **options: Any) -> None:
         fresh = self._room(of, 1 + n % 20)
         ids, mask = self._fresh(of, max(1, fresh), seed)
         new = 2 + seed % 5
@@ -380,7 +378,6 @@ class Machine:
         seen = int(of.cache.get_seq_length())
         of.ids = out[:, :seen]
         of.mask = torch.cat([mask, torch.ones(len(mask), new, dtype=torch.long)], 1)[:, :seen]
-        return out
 
     def _greedy(self, of: Held, n: int, seed: int) -> None:
         self._generate(of, n, seed)
@@ -389,26 +386,20 @@ class Machine:
         self._generate(of, n, seed, do_sample=True, top_k=20)
 
     def _chunked(self, of: Held, n: int, seed: int) -> None:
-        if of.ids.shape[1]:
-            return self._greedy(of, n, seed)
-        self._generate(of, n, seed, prefill_chunk_size=8 + n % 7)  # more than any padding
-        return None
+        chunk = {"prefill_chunk_size": 8 + n % 7}  # more than any padding
+        self._generate(of, n, seed, **({} if of.ids.shape[1] else chunk))
 
     def _lookup(self, of: Held, n: int, seed: int) -> None:
-        if len(of.ids) > 1 or not self._assists(of):
-            return self._greedy(of, n, seed)
-        self._generate(of, n, seed, prompt_lookup_num_tokens=2 + n % 3)
-        return None
+        self._generate(of, n, seed, **({"prompt_lookup_num_tokens": 2 + n % 3} if self._assists(of) else {}))
 
     def _assisted(self, of: Held, n: int, seed: int) -> None:
-        if len(of.ids) > 1 or not self._assists(of) or self.setting["attention"] != "decoded":
-            return self._greedy(of, n, seed)
-        self._generate(of, n, seed, assistant_model=model_of("llama-gqa"), num_assistant_tokens=3)
-        return None
+        assists = self._assists(of) and self.setting["attention"] == "decoded"
+        draft = {"assistant_model": model_of("llama-gqa"), "num_assistant_tokens": 3} if assists else {}
+        self._generate(of, n, seed, **draft)
 
     def _assists(self, of: Held) -> bool:
         """Whether drafts are offered: transformers gives a cache that holds tokens all of them again."""
-        return not of.ids.shape[1] and self.setting["dtype"] == "float32"
+        return len(of.ids) == 1 and not of.ids.shape[1] and self.setting["dtype"] == "float32"
 
     def _beams(self, of: Held, n: int, seed: int) -> None:
         """A cache of beams is of no use afterwards."""
@@ -417,8 +408,7 @@ class Machine:
         batch, beams = len(of.ids), 2
         if of.ids.shape[1]:  # as transformers asks for it
             self._repeat(of, 1, 0)
-            ids, mask = of.ids[::2], of.mask[::2]
-            of.ids, of.mask = ids, mask
+            of.ids, of.mask = of.ids[::2], of.mask[::2]
         self._generate(of, n, seed, num_beams=beams)
         self._reset(of, 0, 0)
         of.ids, of.mask = of.ids[:batch], of.mask[:batch]
@@ -461,8 +451,7 @@ class Machine:
 
     def _copied(self, of: Held, cache: Any, both: int) -> None:
         for old, new in zip(of.cache.packed_layers, cache.packed_layers, strict=True):
-            tokens = self.tokens(old).copy()
-            self._watch(new, tokens, self.seen[id(old)])
+            self._watch(new, self.tokens(old).copy(), self.seen[id(old)])
         if both % 3 and len(self.held) < MOST_CACHES:
             self.held.append(Held(cache, of.ids, of.mask, list(of.padding)))
         else:

@@ -232,9 +232,6 @@ def test_offloading_becomes_a_connector(llama: Any) -> None:
 
 def test_skipped_layers_stay_in_16_bit(llama: Any, tmp_path: Path) -> None:
     """As a recipe that names them."""
-    from vllm.config import set_current_vllm_config
-
-    from packedkv.integrations.vllm.bind import skipping
     from packedkv.integrations.vllm.identity import digest_of
 
     recipe, kinds = tmp_path / "recipe.json", ["dense", "saw-int4", "saw-int4", "dense", "saw-int4", "saw-int4"]
@@ -254,11 +251,11 @@ def test_skipped_layers_stay_in_16_bit(llama: Any, tmp_path: Path) -> None:
             ([str(i) for i in range(6)], "leaves no layer to pack"),
         ):
             config.cache_config.kv_cache_dtype_skip_layers = names
-            with set_current_vllm_config(config), pytest.raises(UnsupportedError, match=sentence):
-                skipping(config, plain, impls)
+            with pytest.raises(UnsupportedError, match=sentence):
+                impl.model.skipping(plain)
         impl.rules = impl.rules._replace(seen=Seen(window=40))
         config.cache_config.kv_cache_dtype_skip_layers = ["sliding_window"]
-        mixed = skipping(config, plain, impls).scheme
+        mixed = impl.model.skipping(plain).scheme
         assert [str(own) for own in mixed.layer_schemes] == ["dense"] + ["saw-int4"] * 5
 
 

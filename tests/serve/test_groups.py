@@ -8,9 +8,6 @@ import torch
 import packedkv
 from packedkv.cache.layer import LayerCache
 from packedkv.codec import ROLES, roundtrip
-from packedkv.integrations.vllm.groups import GroupedLayer
-from packedkv.integrations.vllm.pending import PendingGroups
-from packedkv.kernels.tokens import Rules
 from packedkv.recipe import LayerChoice
 from packedkv.registry import write_recipe
 from tests.serve.engines import Step, check_blocks, engine, generate, joined, layers, metric, prompts, watched
@@ -156,34 +153,17 @@ def test_cancelled_requests_leave_their_slots(alone: Any, llama: Any) -> None:
             assert list(kept.outputs[0].token_ids) == want[(turn + 1) % 4]
 
 
-@pytest.mark.parametrize(("new", "kernels"), [(1, True), (6, True), (6, False)], ids=["step", "prompt", "reference"])
-def test_a_request_reads_a_block_that_another_one_fills_in_the_same_step(new: int, kernels: bool) -> None:
+@pytest.mark.parametrize("kernels", [True, False], ids=["kernels", "reference"])
+@pytest.mark.parametrize("new", [1, 6], ids=["step", "prompt"])
+def test_a_request_reads_a_block_that_another_one_fills_in_the_same_step(
+    new: int, kernels: bool, llama: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The engine finds a block in its prefix cache once the step that fills it is planned, and orders the batch."""
-    from packedkv.integrations.vllm.backend import PackedImpl, PackedMetadata
-
-    given = {"layer": 0, "heads": 2, "head_dim": 64, "dtype": torch.float32, "device": torch.device("cpu")}
-    layer = GroupedLayer(packedkv.get("kivi-2:window=0"), slots=3, **given)
-    layer.unserved = "" if kernels else "a test"
-    impl = PackedImpl.__new__(PackedImpl)  # without an engine
-    impl.rules = Rules(0.125)
-    generator, length = torch.Generator().manual_seed(0), UNIT + new
-    q, k, v = (torch.randn(length, heads, 64, generator=generator) for heads in (4, 2, 2))
-    table = torch.tensor([[1, 2], [1, 0]], dtype=torch.int32)
-    reads, fills = (0, UNIT, length), (1, 0, UNIT)  # row, first and last token
-
-    def outputs(*steps: list[tuple[int, int, int]]) -> torch.Tensor:
-        """Of the request that reads."""
-        impl.pending = PendingGroups(layer.slots, UNIT, UNIT, 4, table.device)
-        cache = torch.zeros(3, 2, UNIT, layer.token_bytes(UNIT), dtype=torch.uint8)
-        for step in steps:
-            rows, lengths = table[[row for row, *_ in step]], torch.tensor([last for *_, last in step]).int()
-            at = torch.tensor([0, *(last - first for _, first, last in step)]).cumsum(0).int()
-            own = [torch.cat([x[first:last] for _, first, last in step]) for x in (q, k, v)]
-            impl.pending.put(rows, lengths, at, torch.zeros(len(own[0]), dtype=torch.int64))
-            decodes = int(at[1] == 1)
-            chunks = [(i, int(at[i]), int(at[i + 1]), int(lengths[i])) for i in range(decodes, len(step))]
-            found = torch.full_like(own[0], torch.nan)
-            impl._forward_groups(layer, *own, cache, PackedMetadata(decodes, chunks, rows, lengths, rows), found)
-        return found[:new]
-
-    torch.testing.assert_close(outputs([reads, fills]), outputs([fills], [reads]))
+    if not kernels:
+        monkeypatch.setattr("packedkv.kernels.cpu.library.refusal", lambda _: "not here")
+    (ids,) = prompts(UNIT + new)
+    with engine(llama.folder, {"preset": "kivi-2", **BARE}, block_size=32) as llm:
+        want = generate(llm, [ids])
+        assert llm.reset_prefix_cache()
+        assert generate(llm, [ids, ids]) == 2 * want
+        assert metric(llm, "prefix_cache_hits") == UNIT

@@ -1,51 +1,31 @@
 """vLLM's attention backend, implemented by ``EngineLayer``. vLLM 0.32 and 0.33.
 
-A layer is bound when its weights are loaded: only then are its name, and so its index, scheme and constants, known. New
-weights in a running engine bind it again, with means of the new weights. A bound layer has a backend class for its
-scheme, which tells vLLM how many bytes a token takes. Layers of different schemes (outer layers, recipes) may share
-blocks: vLLM gives each its own page size.
-
-``PackedBackend`` states the bytes of a layer's tokens, ``PackedImpl`` stores the tokens and attends. ``step`` makes the
-metadata of a step's batch.
+``PackedBackend`` states the bytes of a layer's tokens, ``PackedImpl`` stores the tokens and attends. ``bind`` binds a
+layer to its scheme and constants. ``step`` makes the metadata of a step's batch.
 """
 
 import json
-from collections import Counter
 from dataclasses import replace
 from functools import lru_cache
-from math import lcm
 from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 from vllm.config import VllmConfig, get_current_vllm_config, get_current_vllm_config_or_none
-from vllm.logger import init_logger
-from vllm.model_executor.models.utils import extract_layer_index
-from vllm.platforms import current_platform
 from vllm.v1.attention.backend import AttentionBackend, AttentionImpl, AttentionType, MultipleOf
 from vllm.v1.kv_cache_interface import AttentionSpec, KVCacheLayout
 
 from packedkv.attention import Seen
 from packedkv.errors import UnsupportedError
-from packedkv.integrations.vllm.bind import bind, caching_layers, check_weights, skipping
+from packedkv.integrations.vllm.bind import ServedModel, impls_of
 from packedkv.integrations.vllm.engine_args import check_engine, leaves_bytes_to_us
 from packedkv.integrations.vllm.fitting import fitted_file
-from packedkv.integrations.vllm.flash import flash_for
 from packedkv.integrations.vllm.groups import GroupedLayer
-from packedkv.integrations.vllm.identity import digest_of
 from packedkv.integrations.vllm.layer import EngineLayer
 from packedkv.integrations.vllm.options import EXAMPLE, Options, read_options
 from packedkv.integrations.vllm.pending import PendingGroups
-from packedkv.integrations.vllm.servable import (
-    BLOCK,
-    PAGE_STEP,
-    check_layer,
-    check_page,
-    group_tokens,
-    page_step,
-    preferred_page,
-)
+from packedkv.integrations.vllm.servable import BLOCK, PAGE_STEP, check_layer, page_step, preferred_page
 from packedkv.integrations.vllm.step import (
     PackedBuilder,
     PackedMetadata,
@@ -57,12 +37,8 @@ from packedkv.integrations.vllm.step import (
 )
 from packedkv.kernels.cuda.build import LEAST
 from packedkv.kernels.tokens import Rules, StepTokens
-from packedkv.scheme import Mean
 from packedkv.store.positions import part_of
 from packedkv.store.sink_rows import rows_bytes
-from packedkv.store.site import MeanRemoval
-
-logger = init_logger("vllm.packedkv")
 
 
 @lru_cache(maxsize=8)
@@ -210,9 +186,14 @@ class PackedImpl(AttentionImpl[PackedMetadata]):  # type: ignore[misc]
                 f"--kv-cache-dtype bfloat16."
             )
         check_engine(self.config, options)
-        self.options = self._with_constants(options)
+        others = impls_of(self.config, PackedImpl)
         # vLLM builds draft models after the model is loaded
-        self.draft = any(impl.packed is not None for impl in self._impls().values())
+        self.draft = any(impl.packed is not None for impl in others.values())
+        models = [impl.model for impl in others.values()]
+        if not models:
+            made = fitted_file(self.config, options) if options.to_fit else None
+            models = [ServedModel(self.config, options_of(self.config, made) or options, PackedBackend)]
+        self.model: ServedModel = models[0]
         self.num_heads, self.head_size, self.scale = num_heads, head_size, float(scale)
         self.num_kv_heads = num_kv_heads or num_heads
         self.kv_cache_dtype = kv_cache_dtype
@@ -222,153 +203,13 @@ class PackedImpl(AttentionImpl[PackedMetadata]):  # type: ignore[misc]
         """The modules around the layer, once ``weights.find_modules`` has found them."""
         self.packed: EngineLayer | None = None
         self.digest = ""
-        self.backends: dict[tuple[str, int, int, int], type[PackedBackend]] = {}
-        self.named = ""
-        self.means: dict[int, MeanRemoval] = {}
-        self.kinds: tuple[Mean, ...] = ()
         self.shared: SharedStep | None = None
         self.pending: PendingGroups | None = None
         self.leads = False
-        self.stopped = ""
-        """Why the engine runs no further step."""
-
-    def _impls(self) -> dict[str, "PackedImpl"]:
-        """Return the implementations of this process, by their layers' names."""
-        layers = self.config.compilation_config.static_forward_context
-        found = {name: getattr(layer, "impl", None) for name, layer in layers.items()}
-        return {name: impl for name, impl in found.items() if isinstance(impl, PackedImpl)}
-
-    def _with_constants(self, options: Options) -> Options:
-        """Return the options with the constants that are fitted at the start, once for all layers."""
-        if not options.to_fit:
-            return options
-        for impl in self._impls().values():
-            return impl.options
-        found = options_of(self.config, fitted_file(self.config, options))
-        assert found is not None
-        return found
-
-    # -- binding -------------------------------------------------------------------------------------------------------
 
     def process_weights_after_loading(self, act_dtype: torch.dtype) -> None:
-        """Bind the layer, or bind it to new weights; see the module's text.
-
-        Raises
-        ------
-        UnsupportedError
-            It cannot be served. With new weights the engine runs no further step.
-        """
-        again = any(impl.shared is not None for impl in self._impls().values())
-        try:
-            self._bind(act_dtype, again)
-        except Exception as error:
-            for impl in self._impls().values() if again else ():
-                impl.stopped = f"packedkv: the weights were replaced, and they cannot be served: {error}"
-            raise
-
-    def _bind(self, act_dtype: torch.dtype, again: bool) -> None:
-        layers = self.config.compilation_config.static_forward_context
-        name = next(n for n, layer in layers.items() if getattr(layer, "impl", None) is self)
-        layer, target = layers[name], self.kv_sharing_target_layer_name
-        self._check_weights(again)
-        if target is not None:
-            if isinstance(layers[target].impl.packed, GroupedLayer):
-                raise UnsupportedError(
-                    f"packedkv: {name} reads another layer's cache, but not the tokens of its unfinished groups; serve "
-                    f"the model with a preset that encodes each token alone, such as saw-int4."
-                )
-            self.packed = None  # ``bound_layer`` returns the earlier layer, whose pages this one reads
-            return
-        if not layer.attn_backend.__module__.startswith("packedkv."):
-            # a class derived by vLLM, which passes other block tables
-            kind = layer.attn_backend.__name__
-            raise UnsupportedError(
-                f"packedkv: {name} is attention of a kind of its own ({kind}), which is not served from packed pages; "
-                f"serve the model without packedkv in --additional-config."
-            )
-        digest = digest_of(self.options, self.head_size, act_dtype, self.kinds)
-        if again and digest != self.digest:
-            self._check_running()
-        mean = None if self.draft else self.means.get(extract_layer_index(name))
-        if self.packed is None or not self.packed.renew(mean):
-            if again:
-                self._check_running()
-            self.packed = self._layer(name, layer, act_dtype)
-        self.digest, self.named = digest, self.named or layer.attn_backend.get_name()
-        layer.attn_backend = self._backend(self.packed)
-
-    def _layer(self, name: str, layer: Any, act_dtype: torch.dtype) -> EngineLayer:
-        """Make what stores and attends the tokens of vLLM's layer of this name."""
-        cache_config = self.config.cache_config
-        packed = bind(self, name, layer, act_dtype, [] if self.draft else caching_layers(self.config, self._impls()))
-        if cache_config.user_specified_block_size:
-            check_page(packed.scheme, cache_config.block_size)
-        if packed.device.type != "cpu":
-            packed.flash = flash_for(self.head_size, self.rules.seen.softcap > 0)
-            packed.find_kernels(preferred_page(packed.scheme))  # raises before memory is allocated
-        return packed
-
-    def _check_running(self) -> None:
-        """Raise if other servers or captured graphs depend on what the bytes of the pages mean."""
-        compilation = self.config.compilation_config
-        who = ""
-        if self.config.kv_transfer_config is not None:
-            who = "a KV connector has announced"
-        elif compilation.cudagraph_mode.has_full_cudagraphs() and not current_platform.is_cpu():
-            who = "CUDA graphs have captured"
-        if who:
-            raise UnsupportedError(
-                f"packedkv: with the new weights {self.options.scheme} removes other means from keys than {who}; start "
-                f"the server anew with these weights."
-            )
-
-    def _backend(self, packed: EngineLayer) -> type[PackedBackend]:
-        """Return the backend of layers whose tokens take as many bytes as this one's; the first layer caches them."""
-        sink_bytes, unit = rows_bytes(packed.sink, self.head_size), group_tokens(packed.scheme)
-        token_bytes = packed.layout(packed.step).page_bytes // packed.step
-        # an engine's own, as two may differ in block size, which cache_config knows before vLLM asks for the name
-        backends, cache_config = next(iter(self._impls().values())).backends, self.config.cache_config
-        if (key := (self.digest, token_bytes, sink_bytes, unit)) not in backends:
-            name, sizes = f"{self.named}-{self.digest}", [MultipleOf(lcm(PAGE_STEP, unit))]
-            members = {
-                "token_bytes": token_bytes,
-                "sink_bytes": sink_bytes,
-                "forward_includes_kv_cache_update": unit > 1,
-                "get_name": staticmethod(lambda: f"{name}-{cache_config.block_size}"),
-                "get_supported_kernel_block_sizes": staticmethod(lambda kv_cache_spec=None: sizes),
-                "__doc__": PackedBackend.__doc__,
-                "__module__": __name__,
-            }
-            # vLLM distinguishes backends by class name
-            label = f"PackedBackend{token_bytes}x{unit}" + f"and{sink_bytes}" * (sink_bytes > 0)
-            backends[key] = type(label, (PackedBackend,), members)
-        return backends[key]
-
-    def _check_weights(self, again: bool) -> None:
-        """Check the preset against the model's key biases and decide means, once, when the first layer is bound."""
-        impls = {name: impl for name, impl in self._impls().items() if not impl.draft}
-        if next(iter(impls.values())) is not self:  # the first layer has set the results
-            return
-        options = self.options if again else skipping(self.config, self.options, impls)
-        if options is not self.options:
-            skipped = self.config.cache_config.kv_cache_dtype_skip_layers
-            logger.info("packedkv: --kv-cache-dtype-skip-layers keeps layers in 16 bit: %s", ", ".join(skipped))
-        means, kinds = check_weights(self.config, options, impls)
-        for (kind, source), count in Counter((mean.kind, mean.source) for mean in means.values()).items():
-            side = "before" if kind == "pre" else "after"
-            logger.info(
-                "packedkv: %d layers hold keys without their mean %s RoPE, which the %s give", count, side, source
-            )
-        if again:
-            logger.info("packedkv: the weights were replaced; means of keys are those of the new weights")
-            if kinds != self.kinds:
-                logger.warning(
-                    "packedkv: other layers than before hold keys without their mean; reset the prefix cache"
-                )
-            if options.params is not None:
-                logger.warning("packedkv: the constants of %s were fitted to other weights", options.params.file)
-        for impl in impls.values():
-            impl.options, impl.means, impl.kinds = options, means, kinds
+        """Bind the layer, or bind it to new weights."""
+        self.model.bind(self, act_dtype)
 
     # -- a step --------------------------------------------------------------------------------------------------------
 

@@ -9,7 +9,7 @@ planes of a page are not rows of tokens.
 
 import hashlib
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -49,19 +49,14 @@ def digest_of(options: Options, head_dim: int, dtype: torch.dtype, means: Sequen
 
 def folders(transfer: Any) -> list[Path]:
     """List the folders that a connector's configuration names, at any depth; none without a connector."""
-
-    def named(value: Any) -> Iterable[Path]:
+    found, values = list[Path](), [] if transfer is None else [transfer.kv_connector_extra_config]
+    for value in values:  # which grow
         if isinstance(value, dict):
-            for key, item in value.items():
-                if key in _FOLDERS and isinstance(item, str):
-                    yield Path(item)
-                else:
-                    yield from named(item)
+            found += [Path(x) for key, x in value.items() if key in _FOLDERS and isinstance(x, str)]
+            values += value.values()
         elif isinstance(value, list):
-            for item in value:
-                yield from named(item)
-
-    return [] if transfer is None else list(named(transfer.kv_connector_extra_config))
+            values += value
+    return found
 
 
 def claim(transfer: Any, digest: str, what: str) -> None:

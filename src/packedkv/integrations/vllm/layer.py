@@ -35,7 +35,6 @@ from torch import Tensor
 from packedkv.attention import attend_parts, rounded_queries
 from packedkv.codec import FP16_MAX, ROLES, Params, Role, storage_dtype
 from packedkv.errors import ShapeError, UnsupportedError
-from packedkv.integrations.vllm.servable import page_step
 from packedkv.kernels.choose import choose
 from packedkv.kernels.cuda.decode import MOST_SEQUENCES
 from packedkv.kernels.cuda.encode import SlotWriter
@@ -160,11 +159,6 @@ class EngineLayer:
         self.layouts: dict[int, PageLayout] = {}
         self.pools: dict[tuple[int, torch.Size], tuple[SlotWriter, ChunkReader]] = {}
         self.bad = torch.zeros(1, dtype=torch.int32, device=device)
-
-    @property
-    def step(self) -> int:
-        """A page is a multiple of this many tokens."""
-        return page_step(self.scheme)
 
     def token_bytes(self, page_tokens: int) -> int:
         """Bytes per token and KV head for this page size, keys, values and sink rows included."""

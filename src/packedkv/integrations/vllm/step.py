@@ -22,6 +22,7 @@ from vllm.v1.attention.backends.utils import split_decodes_and_prefills
 from vllm.v1.kv_cache_interface import AttentionSpec
 
 from packedkv.errors import UnsupportedError
+from packedkv.integrations.vllm.bind import impls_of
 from packedkv.integrations.vllm.groups import GroupedLayer
 from packedkv.integrations.vllm.identity import claim
 from packedkv.integrations.vllm.layer import EngineLayer, visible
@@ -217,14 +218,12 @@ class PackedBuilder(AttentionMetadataBuilder[PackedMetadata]):  # type: ignore[m
         self.drafts = all(impl.draft for impl in impls)
         self.most_queries = (self.reorder_batch_threshold or 1) + self.drafts
         self.joint = all(layer.takes_several(impl.rules) for layer, impl in zip(layers, impls, strict=True))
-        options, block = self.leader.options, vllm_config.cache_config.block_size
+        model, block = self.leader.model, vllm_config.cache_config.block_size
+        options = model.options
         what = f"{options.scheme} with seed {options.seed} in blocks of {block} tokens"
         claim(vllm_config.kv_transfer_config, f"{self.leader.digest}-{block}", what)
-        everywhere = [
-            layer.impl for layer in context.values() if isinstance(getattr(layer, "impl", None), type(impls[0]))
-        ]
-        if all(impl.shared is None for impl in everywhere):  # the first builder
-            _log_preset([impl for impl in everywhere if not impl.draft], block)
+        if all(impl.shared is None for impl in impls_of(vllm_config, type(self.leader)).values()):  # the first builder
+            _log_preset([*model.impls().values()], block)
         _log_kernels(layers, self.page_tokens)
         if device.type == "cuda":
             precompile(impls, self.page_tokens, vllm_config, device, self.most_queries)
@@ -276,8 +275,8 @@ class PackedBuilder(AttentionMetadataBuilder[PackedMetadata]):  # type: ignore[m
     ) -> PackedMetadata:
         """Return the metadata of a step; only prompt chunks need numbers on the host."""
         c = common_attn_metadata
-        if self.leader.stopped:
-            raise UnsupportedError(self.leader.stopped)
+        if self.leader.model.stopped:
+            raise UnsupportedError(self.leader.model.stopped)
         rows, decodes = self._split(c)
         if self.pending is not None:
             queries = None if self.vllm_config.speculative_config is None else decodes
@@ -346,18 +345,18 @@ class PackedBuilder(AttentionMetadataBuilder[PackedMetadata]):  # type: ignore[m
 
 def _log_preset(impls: list[Any], page_tokens: int) -> None:
     """Log the preset of this process's layers, in numbers that compare servers."""
-    lead = impls[0]
+    lead, options = impls[0], impls[0].model.options
     layers = [impl.packed for impl in impls if impl.kv_sharing_target_layer_name is None]
     numbers = sum(2 * layer.heads * layer.head_dim for layer in layers)
     bits = 8 * sum(layer.heads * layer.token_bytes(page_tokens) for layer in layers) / numbers
-    params = lead.options.params
+    params = options.params
     logger.info(
         "packedkv: preset %s: %.4g bits a number, %.2fx as many tokens as 16 bit",
-        *(lead.options.scheme, bits, 16 / bits),
+        *(options.scheme, bits, 16 / bits),
     )
     logger.info(
         "packedkv: seed %d, params %s, %d of %d layers hold keys without their mean, identity %s-%d",
-        *(lead.options.seed, "none" if params is None else f"{params.file} ({params.sha256[:12]})"),
+        *(options.seed, "none" if params is None else f"{params.file} ({params.sha256[:12]})"),
         *(sum(layer.mean is not None for layer in layers), len(layers), lead.digest, page_tokens),
     )
 
