@@ -1,14 +1,20 @@
 """Inputs and sites of the conformance tests."""
 
+import json
 from collections.abc import Iterator
+from pathlib import Path
 
 import torch
 from hypothesis import settings
 from hypothesis import strategies as st
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 import packedkv
+from packedkv.cache.layer import LayerCache
 from packedkv.codec import ROLES, Codec, Params, Payload, Role, Sample, Site
+from packedkv.files import container
+from packedkv.files.container import Kind
 from packedkv.scheme import KVScheme
 
 HEAD_DIMS = (64, 80, 96, 128, 192, 256)
@@ -102,6 +108,36 @@ def raw(x: Tensor) -> Tensor:
 
 def same_bits(a: Tensor, b: Tensor) -> bool:
     return a.shape == b.shape and a.dtype == b.dtype and torch.equal(raw(a), raw(b))
+
+
+def assert_alike(a: LayerCache, b: LayerCache, where: str = "") -> None:
+    """Same tokens, bytes and constants; same split into sink, pages and window."""
+    assert (a.scheme, len(a), a.start, a.batch) == (b.scheme, len(b), b.start, b.batch), where
+    assert (a.store is None) == (b.store is None), where
+    if a.store is not None:
+        assert all(same_bits(x, y) for x, y in zip(a.decode(), b.decode(), strict=True)), where
+    for role, state in a.roles.items():
+        other = b.roles[role]
+        assert (state.runs, state.params is None) == (other.runs, other.params is None), f"{where}, {role}"
+        assert all(same_bits(x, other.params[name]) for name, x in (state.params or {}).items()), f"{where}, {role}"
+        for part in ("sink", "window"):
+            x, y = getattr(state, part), getattr(other, part)
+            assert same_bits(x, y) if isinstance(x, Tensor) else x == y, f"{where}, {role}, {part}"
+
+
+def contents(path: Path, kind: Kind) -> tuple[dict, dict[str, Tensor]]:
+    """Header and tensors of a file."""
+    raw = path.read_bytes()
+    length = int.from_bytes(raw[:8], "little")
+    return json.loads(json.loads(raw[8 : 8 + length])["__metadata__"][kind.mark]), load_file(path)
+
+
+def signed(path: Path, kind: Kind, header: dict, tensors: dict[str, Tensor]) -> None:
+    """Write a changed file with a fitting sha256."""
+    header = {name: value for name, value in header.items() if name != "sha256"}
+    tensors = {name: x.contiguous() for name, x in tensors.items()}
+    header["sha256"] = container.digest(header, tensors)
+    save_file(tensors, path, metadata={kind.mark: json.dumps(header, sort_keys=True)})
 
 
 def relative_mse(x: Tensor, y: Tensor) -> float:

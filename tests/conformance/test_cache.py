@@ -22,6 +22,7 @@ from .conftest import CALIBRATED, beside_presets, in_turn
 from .support import (
     DTYPES,
     HEAD_DIMS,
+    assert_alike,
     block_of,
     cache_of,
     dim_of,
@@ -33,18 +34,6 @@ from .support import (
     same_bits,
     supported_dims,
 )
-
-
-def assert_same(cache: packedkv.LayerCache, other: packedkv.LayerCache) -> None:
-    """Same tokens, same bits, same split into sink, pages and window."""
-    assert len(cache) == len(other)
-    for a, b in zip(cache.decode(), other.decode(), strict=True):
-        assert same_bits(a.contiguous(), b.contiguous())
-    for role, state in cache.roles.items():
-        twin = other.roles[role]
-        assert state.runs == twin.runs
-        assert same_bits(state.sink, twin.sink.contiguous())
-        assert same_bits(state.window, twin.window.contiguous())
 
 
 def filled(scheme, k, v, *cuts: int, **options) -> packedkv.LayerCache:
@@ -71,7 +60,7 @@ def total(scheme):
 @beside_presets(*CALIBRATED)
 def test_token_by_token_is_one_prefill(scheme, total):
     k, v = kv(total, batch=1, heads=1, dim=dim_of(scheme))
-    assert_same(filled(scheme, k, v, *range(1, total)), filled(scheme, k, v))
+    assert_alike(filled(scheme, k, v, *range(1, total)), filled(scheme, k, v))
 
 
 def test_any_split_at_an_edge_is_one_prefill(scheme, total):
@@ -79,8 +68,8 @@ def test_any_split_at_an_edge_is_one_prefill(scheme, total):
     whole = filled(scheme, k, v)
     edges = [n for n in edge_lengths(scheme) if n <= total]
     for edge in edges:
-        assert_same(filled(scheme, k, v, edge), whole)
-        assert_same(filled(scheme, k, v, edge, min(edge + 1, total)), whole)
+        assert_alike(filled(scheme, k, v, edge), whole)
+        assert_alike(filled(scheme, k, v, edge, min(edge + 1, total)), whole)
 
 
 def test_one_prefill_is_compress(scheme, total):
@@ -133,15 +122,15 @@ def test_constants_of_a_prefill_are_each_sequences_own(spec, tmp_path):
     for cache in (both, loaded):
         assert all(torch.equal(a[1:], b) for a, b in zip(cache.decode(), alone.decode(), strict=True))
         cache.select(torch.tensor([1]))
-        assert_same(cache, alone)
+        assert_alike(cache, alone)
 
 
 def test_page_size_and_reserve_change_nothing(scheme, total):
     k, v = kv(total, batch=2, heads=1, dim=dim_of(scheme))
     whole = filled(scheme, k, v)
     page = scheme.page_layout(dim_of(scheme)).page_tokens
-    assert_same(filled(scheme, k, v, page_tokens=2 * page), whole)
-    assert_same(filled(scheme, k, v, 1, capacity=4 * total), whole)
+    assert_alike(filled(scheme, k, v, page_tokens=2 * page), whole)
+    assert_alike(filled(scheme, k, v, 1, capacity=4 * total), whole)
 
 
 def test_reading_a_range_is_a_slice_of_everything(scheme, total):

@@ -10,36 +10,18 @@ import random
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
 
 import packedkv
 from packedkv.cache.layer import LayerCache
 from packedkv.codec import ROLES, Codec
-from packedkv.files import caches, container, params
+from packedkv.files import caches, params
 from packedkv.files.params import FittedParams, ModelIdentity, read_params
 from packedkv.recipe import LayerChoice, read_choices, write_choices
 
-from .support import block_of, dim_of, fit, gaussian, kv, site_of
+from .support import block_of, contents, dim_of, fit, gaussian, kv, signed, site_of
 
-FORGED = (
-    -1,
-    0,
-    1,
-    7,
-    2**31 - 1,
-    2**63,
-    10**30,
-    0.5,
-    float("nan"),
-    "",
-    "key",
-    None,
-    True,
-    [],
-    [0],
-    {},
-    [[5, 1], [0, 9]],
-)
+NUMBERS = -1, 0, 1, 7, 2**31 - 1, 2**63, 10**30, 0.5, float("nan")
+FORGED = (*NUMBERS, "", "key", None, True, [], [0], {}, [[5, 1], [0, 9]])
 SAMPLE = 12
 """Files of each preset in every run; the others are nightly."""
 
@@ -59,19 +41,6 @@ def saved_params(path, spec) -> None:
     fitted = {role: fit(scheme.codec(role), site_of(role, dim=dim)) for role in ROLES}
     model = ModelIdentity("tiny", "llama", (0,), 2, dim, {"weight": (3, 0.5, 0.25)})
     FittedParams(scheme, model, {0: fitted}, 0, False, 9, 1, 9).save(path)
-
-
-def contents(path, kind) -> tuple[dict, dict[str, torch.Tensor]]:
-    raw = path.read_bytes()
-    length = int.from_bytes(raw[:8], "little")
-    return json.loads(json.loads(raw[8 : 8 + length])["__metadata__"][kind.mark]), load_file(path)
-
-
-def signed(path, kind, header, tensors) -> None:
-    header = {name: value for name, value in header.items() if name != "sha256"}
-    tensors = {name: x.contiguous() for name, x in tensors.items()}
-    header["sha256"] = container.digest(header, tensors)
-    save_file(tensors, path, metadata={kind.mark: json.dumps(header, sort_keys=True)})
 
 
 def leaves(value, at=()) -> list[tuple]:
@@ -176,22 +145,12 @@ def forged_params(path, spec, seeds) -> None:
         assert finite(*numbers) or not declared, f"{spec}, seed {seed}, {what}"
 
 
-def test_forged_caches_are_refused_or_finite(spec, tmp_path):
-    forged_caches(tmp_path / "file", spec, range(SAMPLE))
-
-
-@pytest.mark.nightly
-def test_all_forged_caches_are_refused_or_finite(spec, tmp_path):
-    forged_caches(tmp_path / "file", spec, range(SAMPLE, 2000))
-
-
-def test_forged_params_are_refused_or_finite(spec, tmp_path):
-    forged_params(tmp_path / "file", spec, range(SAMPLE))
-
-
-@pytest.mark.nightly
-def test_all_forged_params_are_refused_or_finite(spec, tmp_path):
-    forged_params(tmp_path / "file", spec, range(SAMPLE, 2000))
+@pytest.mark.parametrize("forge", [forged_caches, forged_params])
+@pytest.mark.parametrize(
+    "seeds", [range(SAMPLE), pytest.param(range(SAMPLE, 2000), marks=pytest.mark.nightly)], ids=["some", "all"]
+)
+def test_forged_files_are_refused_or_finite(spec, forge, seeds, tmp_path):
+    forge(tmp_path / "file", spec, seeds)
 
 
 def flipped(path, read, choose: random.Random, times: int) -> None:

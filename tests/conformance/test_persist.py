@@ -12,14 +12,21 @@ from packedkv.files import container
 from packedkv.files.caches import KIND, load_layers, save_layers
 
 from .conftest import CALIBRATED, beside_presets, in_turn
-from .support import DTYPES, block_of, cache_of, dim_of, fit, gaussian, given_params, kv, same_bits, site_of
-
-
-def assert_equal_caches(a: packedkv.LayerCache, b: packedkv.LayerCache) -> None:
-    assert (len(a), a.batch, a.start) == (len(b), b.batch, b.start)
-    assert a.scheme == b.scheme
-    for x, y in zip(a.decode(), b.decode(), strict=True):
-        assert same_bits(x.contiguous(), y.contiguous())
+from .support import (
+    DTYPES,
+    assert_alike,
+    block_of,
+    cache_of,
+    contents,
+    dim_of,
+    fit,
+    gaussian,
+    given_params,
+    kv,
+    same_bits,
+    signed,
+    site_of,
+)
 
 
 @in_turn("dtype", DTYPES, ids=lambda d: str(d)[6:])
@@ -37,12 +44,12 @@ def test_saved_caches_come_back_and_go_on_the_same(spec, dtype, tmp_path):
     back, meta = load_layers(path)
     assert meta == {"model": "tiny", "spec": spec}
     for old, new in zip(layers, back, strict=True):
-        assert_equal_caches(old, new)
+        assert_alike(old, new)
         more = kv(n, batch=old.batch, dim=dim, seed=9, dtype=dtype)
         for cache in (old, new):
             cache.append(*more)
             cache.evict(3)
-        assert_equal_caches(old, new)
+        assert_alike(old, new)
         q = gaussian(old.batch, 4, 1, dim, dtype=dtype)
         assert same_bits(old.attend(q), new.attend(q))
 
@@ -93,7 +100,7 @@ def test_given_constants_are_saved_once_and_survive_reset(spec, tmp_path):
     assert len(names) <= sum(len(p) for p in given.values()), "constants shared by three layers are written once"
     back, _ = load_layers(tmp_path / "c")
     for old, new in zip(layers, back, strict=True):
-        assert_equal_caches(old, new)
+        assert_alike(old, new)
         for role in ("key", "value"):
             assert all(same_bits(new.site.fitted[role][n], t) for n, t in given[role].items())
 
@@ -113,50 +120,36 @@ def saved(tmp_path):
     return path
 
 
-def header_of(path) -> tuple[dict, dict[str, torch.Tensor]]:
-    raw = path.read_bytes()
-    length = int.from_bytes(raw[:8], "little")
-    return json.loads(json.loads(raw[8 : 8 + length])["__metadata__"][KIND.mark]), load_file(path)
-
-
-def resave(path, header, tensors, *, sign: bool = True) -> None:
-    """Write a changed file, with a fitting sha256 unless told not to."""
-    header = {k: v for k, v in header.items() if k != "sha256" or not sign}
-    if sign:
-        header["sha256"] = container.digest(header, tensors)
-    save_file(tensors, path, metadata={KIND.mark: json.dumps(header, sort_keys=True)})
-
-
 def test_a_newer_format_says_update(saved):
-    header, tensors = header_of(saved)
-    resave(saved, {**header, "version": 2, "packedkv": "9.9"}, tensors)
+    header, tensors = contents(saved, KIND)
+    signed(saved, KIND, {**header, "version": 2, "packedkv": "9.9"}, tensors)
     with pytest.raises(packedkv.FormatError, match=r"version 2, written by packedkv 9\.9.*Update packedkv"):
         load_layers(saved)
 
 
 @pytest.mark.parametrize(("change", "cure"), [(1, "update packedkv"), (-1, "load it with the packedkv that wrote it")])
 def test_another_layout_version_of_the_codec_is_refused(saved, change, cure):
-    header, tensors = header_of(saved)
+    header, tensors = contents(saved, KIND)
     header["layers"][0]["held"]["roles"]["key"]["layout_version"] += change
-    resave(saved, header, tensors)
+    signed(saved, KIND, header, tensors)
     with pytest.raises(packedkv.FormatError, match=cure):
         load_layers(saved)
 
 
 def test_an_unknown_codec_class_is_refused(saved):
-    header, tensors = header_of(saved)
+    header, tensors = contents(saved, KIND)
     header["schemes"][0] = re.sub(r'"codec": "\w+"', '"codec": "NeverWritten"', header["schemes"][0])
-    resave(saved, header, tensors)
+    signed(saved, KIND, header, tensors)
     with pytest.raises(packedkv.FormatError, match="unknown codec class 'NeverWritten'"):
         load_layers(saved)
 
 
 def test_state_and_tensors_that_disagree_are_refused(saved):
-    header, tensors = header_of(saved)
+    header, tensors = contents(saved, KIND)
     for change in ({"length": 3}, {"heads": 5}, {"page_bytes": 16}, {"roles": {}}, {"dtype": "nonsense"}):
         broken = json.loads(json.dumps(header))
         broken["layers"][0]["held"].update(change)
-        resave(saved, broken, tensors)
+        signed(saved, KIND, broken, tensors)
         with pytest.raises(packedkv.FormatError, match=str(saved)):
             load_layers(saved)
 

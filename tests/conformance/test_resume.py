@@ -13,10 +13,9 @@ from packedkv.files.caches import load_layers, save_layers
 from packedkv.kernels.choose import refusal
 from packedkv.ops.rope import Rotary
 from packedkv.store.site import LayerSite, MeanRemoval
-from tests.conftest import tiny_config
 
 from .conftest import SPECS
-from .support import dim_of, edge_lengths, gaussian, kv, same_bits
+from .support import assert_alike, dim_of, edge_lengths, gaussian, kv
 
 LENGTHS = (0, 1, 3, 5, 63, 65, 127, 128, 129, 131, 133, 300, 511, 512, 513, 515, 516, 517, 600)
 MORE = 530
@@ -46,16 +45,6 @@ def held(cache: LayerCache) -> list[torch.Tensor]:
     return [x.contiguous() for x in cache.decode()] if cache.store is not None else []
 
 
-def alike(a: LayerCache, b: LayerCache, where: str) -> None:
-    assert (len(a), a.start, a.batch) == (len(b), b.start, b.batch), where
-    assert len(held(a)) == len(held(b)), where
-    assert all(same_bits(x, y) for x, y in zip(held(a), held(b), strict=True)), where
-    for role, state in a.roles.items():
-        other = b.roles[role]
-        assert (state.params is None) == (other.params is None), where
-        assert all(same_bits(x, other.params[name]) for name, x in (state.params or {}).items()), f"{where}, {role}"
-
-
 def resumes(path, spec: str, mean: str, kind: str, n: int, most: int | None = None) -> None:
     site = new_site(spec, mean, most)
     dim = dim_of(site.scheme)
@@ -72,17 +61,17 @@ def resumes(path, spec: str, mean: str, kind: str, n: int, most: int | None = No
     loaded.site.mean = site.mean  # how keys are rotated is in the model
     if loaded.mean is None and site.mean is not None:
         loaded.mean = site.mean.given
-    alike(cache, loaded, where)
+    assert_alike(cache, loaded, where)
     for first, last in ((n, n + 1), (n + 1, n + MORE)):
         for each in (cache, loaded):
             each.append(keys[:, :, first:last], values[:, :, first:last])
-        alike(cache, loaded, f"{where}, then {last}")
+        assert_alike(cache, loaded, f"{where}, then {last}")
     if n:
         fresh = KINDS[kind](site)
         loaded.reset()
         for each in (fresh, loaded):
             each.append(keys[:, :, :MORE], values[:, :, :MORE])
-        alike(fresh, loaded, f"{where}, reset")
+        assert_alike(fresh, loaded, f"{where}, reset")
 
 
 def cases(spec: str) -> list[tuple[str, str, int]]:
@@ -130,10 +119,3 @@ def test_a_remembering_cache_reads_what_is_left_after_evictions(mean):
         for a, b in zip(held(remembering), held(plain), strict=True):
             assert torch.allclose(a, b, atol=1e-5)
         assert remembering.nbytes() == plain.nbytes()
-
-
-@pytest.mark.parametrize("params", [5, "", [1], {0: 5}])
-def test_params_of_another_form_are_refused_by_cache_for(params):
-    config = tiny_config("llama-gqa")
-    with pytest.raises(packedkv.KVError, match="params"):
-        packedkv.cache_for(config, "int-4", params=params)
