@@ -19,12 +19,7 @@ from packedkv.scheme import KVScheme, page_layout
 
 
 def choose(
-    scheme: KVScheme,
-    head_dim: int,
-    device: torch.device,
-    page_tokens: int | None = None,
-    *,
-    static: bool = False,
+    scheme: KVScheme, head_dim: int, device: torch.device, page_tokens: int | None = None, *, static: bool = False
 ) -> Engine:
     """Return the engine for a layer's scheme; nothing is compiled.
 
@@ -91,20 +86,15 @@ class Kernels:
             return served[1]
         if scheme.recent is not None:
             choose(scheme, head_dim, device)  # says why not
-        chosen = self._choose(scheme, head_dim, dtype, device)
-        self._served[same] = scheme, chosen
-        return chosen
-
-    def _choose(self, scheme: KVScheme, head_dim: int, dtype: torch.dtype, device: torch.device) -> Chosen:
         asked = scheme.key, scheme.value, head_dim, dtype, device
-        if (known := self._chosen.get(asked)) is not None:
-            return known
-        key, value = (scheme.codec(role).for_dtype(dtype) for role in ROLES)
-        engine = choose(KVScheme(key, value), head_dim, device, self.page_tokens, static=self.static)
-        layout = page_layout(key, value, head_dim, head_dim, self.page_tokens)
-        by = tuple(engine.written_by(role) for role in ROLES)
-        chosen = Chosen(engine, layout, _name(key, value, head_dim, device, layout.page_tokens, by))
-        self._chosen[asked] = chosen
+        if (chosen := self._chosen.get(asked)) is None:
+            key, value = (scheme.codec(role).for_dtype(dtype) for role in ROLES)
+            engine = choose(KVScheme(key, value), head_dim, device, self.page_tokens, static=self.static)
+            layout = page_layout(key, value, head_dim, head_dim, self.page_tokens)
+            by = tuple(engine.written_by(role) for role in ROLES)
+            name = _name(key, value, head_dim, device, layout.page_tokens, by)
+            chosen = self._chosen[asked] = Chosen(engine, layout, name)
+        self._served[same] = scheme, chosen
         return chosen
 
 

@@ -85,7 +85,7 @@ def reader(codec: Ghost, head_dim: int, role: Role) -> Reader:
         by_head=own,
         tables=lambda params: read_tables(params, total),
         factor="" if mixed else sizes,
-        matrix=(value_lines if values else key_lines) if mixed else None,
+        matrix=partial(read_lines, values=values) if mixed else None,
     )
 
 
@@ -121,15 +121,13 @@ def way_back(params: Params) -> Tensor:
     return params["inverse"].double() / params["factor"].double().unsqueeze(-1)
 
 
-def key_lines(params: Params) -> Tensor:
-    """What multiplies queries, then what multiplies unpacked keys: uint8 ``[2, H, bytes]`` of mixed.cuh."""
+def read_lines(params: Params, values: bool) -> Tensor:
+    """What multiplies outputs and unpacked values, or queries and then unpacked keys: uint8 ``[1 or 2, H, bytes]``.
+
+    In the form of mixed.cuh.
+    """
     back = way_back(params)
-    return torch.cat([_over_unit(back.mT), _over_unit(back)])
-
-
-def value_lines(params: Params) -> Tensor:
-    """What multiplies outputs and unpacked values: uint8 ``[1, H, bytes]`` of mixed.cuh."""
-    return _over_unit(way_back(params))
+    return torch.cat([_over_unit(x) for x in ((back,) if values else (back.mT, back))])
 
 
 def _over_unit(matrix: Tensor) -> Tensor:
@@ -187,20 +185,11 @@ def encoder(codec: Ghost, head_dim: int, role: Role) -> Encoder:
 def cpu_reader(codec: Ghost, head_dim: int, role: Role) -> CpuReader:
     """Channels by their widths; the sizes multiply queries and outputs, or a matrix does (``klt``)."""
     _check_cpu(codec, head_dim, "read")
-    name, options = f"ghost{codec.total}", (int(role == "value"),)
+    name, values = f"ghost{codec.total}", role == "value"
+    found = CpuReader(name, (int(values),), tables=cpu_read_tables)
     if codec.transform == "klt":
-        return CpuReader(name, options, tables=cpu_read_tables, matrix=out_of_places if options[0] else into_places)
-    return CpuReader(name, options, tables=cpu_read_tables, factor=sizes)
-
-
-def into_places(params: Params) -> Tensor:
-    """What multiplies queries: float32 ``[1, H, D, D]``."""
-    return way_back(params).mT.float()
-
-
-def out_of_places(params: Params) -> Tensor:
-    """What multiplies outputs: float32 ``[1, H, D, D]``."""
-    return way_back(params).float()
+        return replace(found, matrix=lambda params: (way_back(params) if values else way_back(params).mT).float())
+    return replace(found, factor=sizes)
 
 
 def cpu_encoder(codec: Ghost, head_dim: int, role: Role) -> CpuEncoder:

@@ -236,35 +236,30 @@ def cell_rivals(table: Tensor, side: int = SIDE) -> tuple[Tensor, Tensor, Tensor
     """
     cells = _cells(side, table.device)
     # the wide boxes rule out most products
-    few = _packed(_rivals(cells.wide @ table.mT[:, None]))
-    names, held = few.names[:, cells.inside], few.held[:, cells.inside]
+    names, held = (x[:, cells.inside] for x in _packed(_rivals(cells.wide @ table.mT[:, None])))
     some = table.gather(1, names.flatten(1)[..., None].expand(-1, -1, 4)).unflatten(1, names.shape[1:])
     scores = (cells.corners @ some.mT).masked_fill_(~held[:, :, None], -torch.inf)
-    near = _packed(_rivals(scores))
+    near, there = _packed(_rivals(scores))
     # of those left, drop what another one beats
-    scores = scores.gather(3, near.names[:, :, None].expand(-1, -1, 8, -1))
-    beaten = torch.ones(*near.held.shape, near.held.shape[2], dtype=torch.bool, device=table.device)
+    scores = scores.gather(3, near[:, :, None].expand(-1, -1, 8, -1))
+    beaten = torch.ones(*there.shape, there.shape[2], dtype=torch.bool, device=table.device)
     for score in scores.unbind(2):
         beaten &= score[..., None] > score[..., None, :] + MARGIN
-    beaten &= near.held[..., None]
-    return cells.place, names.gather(2, near.names), near.held & ~beaten.any(2)
+    beaten &= there[..., None]
+    return cells.place, names.gather(2, near), there & ~beaten.any(2)
 
 
-class _Packed(NamedTuple):
-    """Numbers of the set bits of rows, side by side, and which of these places are taken."""
+def _packed(bits: Tensor) -> tuple[Tensor, Tensor]:
+    """Number the set bits along the last axis, ascending: ``[..., n]`` -> ``[..., w]``; one host sync.
 
-    names: Tensor
-    held: Tensor
-
-
-def _packed(bits: Tensor) -> _Packed:
-    """Number the set bits along the last axis, ascending: ``[..., n]`` -> ``[..., w]`` each; one host sync."""
+    Also returns which of these places are taken.
+    """
     count = bits.sum(-1, keepdim=True)
     width = int(count.max())
     to = torch.where(bits, bits.cumsum(-1) - 1, width)
     number = torch.arange(bits.shape[-1], device=bits.device).expand(bits.shape)
     names = to.new_zeros(*bits.shape[:-1], width + 1).scatter_(-1, to, number)[..., :-1]
-    return _Packed(names, torch.arange(width, device=bits.device) < count)
+    return names, torch.arange(width, device=bits.device) < count
 
 
 def _rivals(scores: Tensor) -> Tensor:

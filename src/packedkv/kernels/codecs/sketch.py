@@ -68,20 +68,16 @@ def written(stage: Callable[[Params], Tensor], levels: str) -> Callable[[Params]
 
     The stage's tables, its levels (the constant of that name) and what ``Sketch`` of csrc/encode_qjl.cuh reads.
     """
-    return lambda params: _with_sketch(params, stage(params), _filled(params[levels]))
 
+    def build(params: Params) -> Tensor:
+        signs = params["sketch"][0]
+        heads, dim = signs.shape
+        numbers = torch.nn.functional.pad(params[levels].float(), (0, -params[levels].shape[-1] % 4))  # whole 16 bytes
+        parts = [x.expand(heads, -1) for x in (stage(params), numbers.view(torch.uint8))]
+        parts.append(signs.float().contiguous().view(torch.uint8))
+        if dim & (dim - 1):
+            minus = hadamard_matrix(dim, str(signs.device)) < 0
+            parts.append(pack(minus.to(torch.uint8), 1).flatten()[None].expand(heads, -1))
+        return torch.cat(parts, 1)
 
-def _filled(numbers: Tensor) -> Tensor:
-    """Bytes of float32 ``[1, n]``, filled up to a multiple of 16: uint8 ``[1, m]``."""
-    return torch.nn.functional.pad(numbers.float(), (0, -numbers.shape[-1] % 4)).view(torch.uint8)
-
-
-def _with_sketch(params: Params, *stage: Tensor) -> Tensor:
-    """Stage tables ``[1, n]`` and what ``Sketch`` of csrc/encode_qjl.cuh reads, per head."""
-    signs = params["sketch"][0]
-    heads, dim = signs.shape
-    parts = [*(part.expand(heads, -1) for part in stage), signs.float().contiguous().view(torch.uint8)]
-    if dim & (dim - 1):
-        minus = hadamard_matrix(dim, str(signs.device)) < 0
-        parts.append(pack(minus.to(torch.uint8), 1).flatten()[None].expand(heads, -1))
-    return torch.cat(parts, 1)
+    return build

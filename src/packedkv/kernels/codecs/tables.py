@@ -93,12 +93,7 @@ def filled_walls(walls: Tensor, bits: int) -> Tensor:
 
 def nearest_level(bits: int) -> Callable[[Params], Tensor]:
     """Return the function that builds the table of boundaries between a codec's levels."""
-
-    def build(params: Params) -> Tensor:
-        levels = params["levels"]
-        return wall_table(midpoints(levels[0].double()), bits)[None].to(levels.device)
-
-    return build
+    return lambda params: wall_table(midpoints(params["levels"][0].double()), bits)[None].to(params["levels"].device)
 
 
 def wall_table(walls: Tensor, bits: int, error: float | None = None) -> Tensor:

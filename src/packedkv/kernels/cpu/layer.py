@@ -1,7 +1,9 @@
 """Attention by the CPU kernels over the tokens of a cache that the host schedules: sink, runs of slots, window."""
 
+from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import accumulate, pairwise
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -66,6 +68,9 @@ class CpuAttention:
         first, total = part or (0, tokens)
         if seen.mask is not None:
             rules = rules._replace(seen=seen._replace(mask=seen.mask[..., first : first + tokens]))
+        if (visible := ranges(seen, batch, q.shape[2], total)) is not None:  # counted from the part's first token
+            low, high = ((x - first).clamp(0, tokens) for x in visible)
+            visible = low, high
         out, lse = attend(
             q, store.pages, store.table,
             [pieces] * batch if mean is None or runs is None else _with_positions(pieces, runs, batch), rules,
@@ -74,7 +79,7 @@ class CpuAttention:
                 concatenated(roles["key"].sink, roles["key"].window),
                 concatenated(roles["value"].sink, roles["value"].window),
             ),
-            seen=_of_part(ranges(seen, batch, q.shape[2], total), first, tokens),
+            seen=visible,
             mean=None if mean is None or self.mean is None else self.mean[1],
         )  # fmt: skip
         return Partial(out, lse)
@@ -94,50 +99,40 @@ class CpuAttention:
 
 def _pieces(key: RoleState, value: RoleState) -> list[Piece]:
     """Where the tokens of a cache lie; those held dense are numbered from the sink on."""
-    pieces, sides = [], [list(_segments(state)) for state in (key, value)]
-    at, ends = 0, [0, 0]
-    total = sum(count for count, _ in sides[0])
-    current = [(0, 0), (0, 0)]
-    while at < total:
-        for i, side in enumerate(sides):
-            while ends[i] <= at:
-                current[i] = side.pop(0)
-                ends[i] += current[i][0]
-        count = min(ends) - at
-        k, v = (
-            place + done if place >= 0 else place - done
-            for (size, place), end in zip(current, ends, strict=True)
-            for done in (size - (end - at),)
-        )
-        pieces.append(Piece(count, k, v))
-        at += count
-    return pieces
+    return [
+        Piece(count, *(_behind(place, done) for place, done in both))
+        for count, both in _cut(list(_segments(key)), list(_segments(value)))
+    ]
 
 
 def _with_positions(pieces: Sequence[Piece], runs: Runs, batch: int) -> list[list[Piece]]:
     """The pieces of each sequence with their positions; they are cut where these are not consecutive."""
-    ends = list(accumulate(piece.tokens for piece in pieces))
-    edges = {0, *ends, *(end for end in accumulate(count for count, _ in runs) if end < ends[-1])}
-    starts = [first.expand(batch).tolist() for _, first in runs]
-    found: list[list[Piece]] = [[] for _ in range(batch)]
-    i, j, before, placed = 0, 0, 0, 0  # the piece and the run, and how many tokens precede them
+    starts = [(count, first.expand(batch).tolist()) for count, first in runs]
+    cuts = list(_cut([(piece.tokens, piece) for piece in pieces], starts))
+    return [
+        [
+            Piece(count, _behind(piece.key, done), _behind(piece.value, done), first[b] + more)
+            for count, ((piece, done), (first, more)) in cuts
+        ]
+        for b in range(batch)
+    ]
+
+
+def _cut(*runs: Sequence[tuple[int, Any]]) -> Iterator[tuple[int, list[tuple[Any, int]]]]:
+    """Cut lists of ``(tokens, item)`` at the edges of all of them, up to the end of the first.
+
+    Yields the tokens of each part, and the item of each list with how many of its tokens come before the part.
+    """
+    ends = [list(accumulate(count for count, _ in one)) for one in runs]
+    edges = {0, *(end for one in ends for end in one if end <= ends[0][-1])}
     for at, end in pairwise(sorted(edges)):
-        while at >= before + pieces[i].tokens:
-            i, before = i + 1, before + pieces[i].tokens
-        while at >= placed + runs[j][0]:
-            j, placed = j + 1, placed + runs[j][0]
-        _, k, v, _ = pieces[i]
-        done = at - before
-        for b, own in enumerate(found):
-            own.append(
-                Piece(
-                    end - at,
-                    k + done if k >= 0 else k - done,
-                    v + done if v >= 0 else v - done,
-                    starts[j][b] + at - placed,
-                )
-            )
-    return found
+        places = [bisect_right(own, at) for own in ends]
+        yield end - at, [(one[i][1], at - own[i] + one[i][0]) for one, own, i in zip(runs, ends, places, strict=True)]
+
+
+def _behind(place: int, tokens: int) -> int:
+    """So many tokens behind a place of a ``Piece``."""
+    return place + tokens if place >= 0 else place - tokens
 
 
 def _segments(state: RoleState) -> Iterator[tuple[int, int]]:
@@ -160,11 +155,3 @@ def ranges(seen: Seen, batch: int, n: int, total: int) -> tuple[Tensor, Tensor] 
     if seen.causal:
         high = torch.arange(total - n + 1, total + 1, dtype=torch.int32)
     return low, high.expand(batch, n)
-
-
-def _of_part(seen: tuple[Tensor, Tensor] | None, first: int, held: int) -> tuple[Tensor, Tensor] | None:
-    """``ranges`` of the tokens ``[first, first + held)`` alone, counted from the first of them."""
-    if seen is None:
-        return None
-    low, high = ((x - first).clamp(0, held) for x in seen)
-    return low, high

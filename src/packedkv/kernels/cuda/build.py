@@ -250,13 +250,7 @@ class Kernel:
         self.params = (ctypes.c_void_p * 1)()
 
     def launch(
-        self,
-        grid: tuple[int, int, int],
-        threads: int,
-        shared: int,
-        args: ctypes.Structure,
-        *,
-        early: bool = False,
+        self, grid: tuple[int, int, int], threads: int, shared: int, args: ctypes.Structure, *, early: bool = False
     ) -> None:
         """Start ``grid`` blocks of threads on torch's current stream, each with ``shared`` bytes of dynamic memory.
 

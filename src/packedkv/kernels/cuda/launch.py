@@ -193,12 +193,7 @@ def _config(
 
 
 def configs_for(
-    spec: DecodeSpec,
-    machine: Machine,
-    dense: bool,
-    heads: int,
-    units: tuple[int, ...] = (),
-    capacity: int = 0,
+    spec: DecodeSpec, machine: Machine, dense: bool, heads: int, units: tuple[int, ...] = (), capacity: int = 0
 ) -> list[Config]:
     """Return all that ``config_for`` may choose, with one split, which programs do not depend on.
 

@@ -64,13 +64,9 @@ def tile_tokens(spec: DecodeSpec) -> int:
 def shared_bytes(spec: DecodeSpec, warps: int = WARPS, table_shrink: int = 0) -> int:
     """Bytes of dynamic shared memory of the kernel; the program asserts that its own number is this one."""
     spec = spec.halved(table_shrink)
-    tables = _round(sum(align(n) for x in (spec.key, spec.value) for n in (x.shared, x.by_head)))
-    need = tables + warps * (_round(spec.tile_bytes(tile_tokens(spec))) + 32 * (spec.head_dim + 8))
+    tables = align(sum(align(n) for x in (spec.key, spec.value) for n in (x.shared, x.by_head)), 128)
+    need = tables + warps * (align(spec.tile_bytes(tile_tokens(spec)), 128) + 32 * (spec.head_dim + 8))
     return max(need, spec.key.min_shared, spec.value.min_shared)
-
-
-def _round(n: int) -> int:
-    return -(-n // 128) * 128
 
 
 def config_for(spec: DecodeSpec, machine: Machine) -> tuple[int, int]:
@@ -196,17 +192,11 @@ def _room(
     It is freed after the call, so that the next layer reuses it. Sizes are rounded up to eighths of a power of two, so
     that a growing history reuses it too.
     """
-    pitch = _pitch(rows)
+    pitch = align(rows, max(32, 1 << max(0, rows.bit_length() - 4)))
     size = batch * pitch * heads * dim
     both = torch.empty(2 * size, dtype=dtype, device=device)
     shape, strides = (batch, heads, rows, dim), (pitch * heads * dim, dim, heads * dim, 1)
     return both.as_strided(shape, strides), both.as_strided(shape, strides, size)
-
-
-def _pitch(rows: int) -> int:
-    """Number of rows to allocate."""
-    step = max(32, 1 << max(0, rows.bit_length() - 4))
-    return -(-rows // step) * step
 
 
 # -- attention ---------------------------------------------------------------------------------------------------------
@@ -329,7 +319,7 @@ def workspace_bytes(q: Tensor, heads: int, packed: int, dense: int, flash: bool 
     rows, tokens = min(n, rows_at_once(q)), packed + dense
     token = _token_bytes(batch, heads, dim)
     most = min(max(STAGING_BYTES // (1 if flash else 4), 32 * token), (tokens + 32) * token)
-    staged = most * 9 // 8 + (64 + 4 * dense) * token  # ``_pitch``; copies of dense tokens
+    staged = most * 9 // 8 + (64 + 4 * dense) * token  # rounded up by ``_room``; copies of dense tokens
     if flash:
         # partial results: with few queries flash attention splits the keys
         blocks = batch * num_q_heads * -(-rows // 64)
