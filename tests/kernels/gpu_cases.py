@@ -237,7 +237,7 @@ def fill(
     if kernels and (target.key is not None or target.value is not None):
         less = None
         if mean is not None and target.mean:
-            less = encode.Turned(mean.mean, *mean.at(0, tokens), mean.rotary.interleaved)
+            less = encode.RotatedMean(mean.mean, *mean.at(0, tokens), mean.rotary.interleaved)
         new = {role: x for role, x in given.items() if x is not None}
         encode.encode_to_pages(
             NewTokens(new, first, bad, less), store.pages, store.table, spec=specs.text_of(target), key=held["key"],

@@ -28,7 +28,7 @@ from packedkv.kernels.cpu.compile import HERE
 from packedkv.kernels.cpu.encode import encode, prepared
 from packedkv.kernels.cpu.engine import CpuEngine
 from packedkv.kernels.cpu.spec import cpu_spec
-from packedkv.kernels.mean import Turned
+from packedkv.kernels.mean import RotatedMean
 from packedkv.kernels.tokens import NewTokens
 from packedkv.ops.lloyd_max import midpoints
 from packedkv.ops.rope import NOT_TURNED, Rotary
@@ -108,7 +108,7 @@ def _written(
     rest = x.float()
     if removed is not None:
         turn, mean, positions = removed
-        less = Turned(mean, *turn.angles(positions), turn.interleaved)
+        less = RotatedMean(mean, *turn.angles(positions), turn.interleaved)
         rest = rest - turn.turn(mean[:, :, None], positions)
     params = codec.fit(Site(0, role, HEADS, dim), Sample(rest))
     slots = first + x.shape[2]

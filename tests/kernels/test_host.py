@@ -192,7 +192,7 @@ def encode_call(**changes: Any) -> None:
 
 MEAN = torch.ones(1, 2, 64)
 HELD = key_mean(MEAN, [1.0] * 32)
-LESS = encode.Turned(MEAN, torch.ones(1, 3, 32), torch.ones(1, 3, 32))
+LESS = encode.RotatedMean(MEAN, torch.ones(1, 3, 32), torch.ones(1, 3, 32))
 PLACED = torch.zeros(2, dtype=torch.int32)
 
 

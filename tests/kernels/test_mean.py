@@ -150,7 +150,7 @@ def test_an_engine_holds_keys_without_their_mean(dim: int, device: torch.device)
         turns = (x.float().contiguous().to(device) for x in (mean, angle.cos(), angle.sin()))
         new: dict[Role, Tensor] = {"key": keys.to(device), "value": values.to(device)}
         zeros, bad = (torch.zeros(n, dtype=torch.int32, device=device) for n in (2, 1))
-        engine.encode(NewTokens(new, zeros, bad, encode.Turned(*turns)), store)
+        engine.encode(NewTokens(new, zeros, bad, encode.RotatedMean(*turns)), store)
         assert not bad.item()
         q = torch.randn(2, 4, 5, dim, generator=rng)
         placed = torch.tensor(means.first, dtype=torch.int32, device=device)

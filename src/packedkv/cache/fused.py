@@ -29,7 +29,7 @@ from packedkv.codec import ROLES, Role
 from packedkv.errors import ShapeError, UnsupportedError
 from packedkv.kernels.choose import Kernels
 from packedkv.kernels.engine import Engine, FirstTokens
-from packedkv.kernels.mean import Turned
+from packedkv.kernels.mean import RotatedMean
 from packedkv.kernels.tokens import ChunkTokens, NewTokens, Rules, StepTokens
 from packedkv.ops.precision import without_modes
 from packedkv.scheme import KVScheme
@@ -596,7 +596,7 @@ class FusedLayerCache(LayerCache):
             _, turning, angles = removed
         else:
             return {}
-        return {"less": Turned(self.mean, *angles, turning.interleaved)}
+        return {"less": RotatedMean(self.mean, *angles, turning.interleaved)}
 
     def _placed(self) -> dict[str, Any]:
         """The engine's arguments for reading keys that are encoded without their mean."""

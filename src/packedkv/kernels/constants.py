@@ -19,37 +19,20 @@ from packedkv.shared import SHARED
 
 @dataclass(frozen=True, kw_only=True)
 class Side:
-    """Which constants the kernels of one role take; the base of readers and encoders for GPUs and CPUs.
+    """Which constants the kernels of one role take; the base of readers and encoders for GPUs and CPUs."""
 
-    Parameters
-    ----------
-    tables : callable, optional
-        Params -> uint8 ``[H or 1, bytes]``, or by sequence ``[B or 1, H, bytes]``, on their device: look-up tables.
-    factor : str or callable
-        Name of the constant ``[B or 1, H, D]`` that multiplies queries (keys), outputs (values) or new tokens, or a
-        function of the constants that returns it; empty: none.
-    divide : bool
-        Whether new tokens are divided by the factor.
-    own : str
-        Name of a constant ``[B or 1, H]`` that takes the place of a factor; empty: none.
-    order : int
-        Hadamard order; 1 for none.
-    matrix : callable, optional
-        Params -> ``[n, H, ...]``: what mixes the channels of a head, in place of a factor and a rotation.
-    layer_invariant : bool
-        Whether the tables are the same in all layers, unless their constants come from a sample.
-    tables_of : Codec, optional
-        Whose constants the tables follow from, if not the codec's itself.
-    """
-
+    # look-up tables: params -> uint8 [H or 1, bytes], or by sequence [B or 1, H, bytes], on their device
     tables: Callable[[Params], Tensor] | None = field(default=None, repr=False, compare=False)
+    # name of the constant [B or 1, H, D] that multiplies queries (keys), outputs (values) or new tokens, or a function
+    # of the constants that returns it; empty: none
     factor: str | Callable[[Params], Tensor] = ""
-    divide: bool = False
-    own: str = ""
-    order: int = 1
+    divide: bool = False  # whether new tokens are divided by the factor
+    own: str = ""  # name of a constant [B or 1, H] that takes the place of a factor; empty: none
+    order: int = 1  # Hadamard order; 1 for none
+    # params -> [n, H, ...]: what mixes the channels of a head, in place of a factor and a rotation
     matrix: Callable[[Params], Tensor] | None = field(default=None, repr=False, compare=False)
-    layer_invariant: bool = False
-    tables_of: Codec | None = None
+    layer_invariant: bool = False  # whether the tables are the same in all layers, unless they come from a sample
+    tables_of: Codec | None = None  # whose constants the tables follow from, if not the codec's itself
     type: str
 
     @property

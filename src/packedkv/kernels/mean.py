@@ -33,7 +33,7 @@ class KeyMean(NamedTuple):
     pairs: int  # number of these, rounded up to BLOCK; programs are compiled for it (decode_spec)
 
 
-class Turned(NamedTuple):
+class RotatedMean(NamedTuple):
     """What is subtracted from keys before they are encoded: their mean before RoPE, turned as the model turns it.
 
     The reference's operations are repeated one by one in float32, so bytes are the reference's if cosines and sines

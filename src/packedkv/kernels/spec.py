@@ -33,74 +33,37 @@ HEAD_DIMS = (64, 80, 96, 128, 192, 256, 512)
 
 @dataclass(frozen=True)
 class Reader(Side):
-    """How the decode kernels read one role.
+    """How the decode kernels read one role; raises SpecError if ``shared`` has neither ``tables`` nor ``computes``.
 
-    Parameters
-    ----------
-    type, header, folder : str
-        The C++ struct with its template arguments, the file that defines it, and where that file is.
-    tables, matrix : callable, optional
-        Of ``Side``: what the struct's ``fill`` reads, by sequence of an ORDERED struct (tile.cuh); uint8 lines of
-        mixed.cuh, of queries into the basis of the codes (keys, n = 2), and of outputs (values, n = 1) or, as the last
-        of n, unpacked tokens out of it. The struct is ``Mixed`` then.
-    block : int
-        Tokens per block.
-    shared : int
-        Bytes of look-up tables in shared memory, the struct's ``TABLE``.
-    fewer : tuple of int
-        ``shared`` with half of the room for copies of the tables, with a quarter and so on (``KV_HALVINGS``).
-    computes : bool
-        Whether ``fill`` computes the look-up tables and reads nothing.
-    shares_table_with, borrowing_type : str
-        Name of the tables' contents, and the struct that reads the tables of keys of the same name: values then need
-        none of their own.
-    by_head : int
-        Bytes of shared memory, beside ``shared``, for what of the tables belongs to a sequence and head: the struct's
-        ``OWN``. What is in ``shared`` is then the same for all.
-    paired_type : str
-        The struct when one codec has keys and values; empty: ``type``.
-    also : tuple of str
-        Further files that the struct needs.
-    queries : int
-        Vectors that the kernel makes of a query; 2 for sketches.
-    scratch : int
-        Bytes of shared memory that each warp needs for itself, the struct's ``SCRATCH``.
-    min_shared : int
-        Least bytes of shared memory that ``paired_type`` takes, its ``REACH``.
-    tile : int
-        The longest tile for many sequences; look-ups with bank conflicts need more warps instead.
-    warps : int
-        Warps of a CTA where two share a multiprocessor; of keys.
-    team_warps : int
-        Warps of all teams of a CTA, at most; of keys. 0 of either role: no teams, as tables differ by sequence.
-    uneven : bool
-        Whether the struct takes a head_dim that is no multiple of 32: 80.
-
-    Raises
-    ------
-    SpecError
-        ``shared`` without ``tables``, and ``fill`` does not compute them.
+    ``tables`` return what the struct's ``fill`` reads, by sequence of an ORDERED struct (tile.cuh). ``matrix`` returns
+    uint8 lines of mixed.cuh, of queries into the basis of the codes (keys, n = 2), and of outputs (values, n = 1) or,
+    as the last of n, unpacked tokens out of it. The struct is ``Mixed`` then.
     """
 
-    type: str
-    header: str
-    folder: str = str(CSRC)
-    block: int = 1
-    shared: int = 0
-    fewer: tuple[int, ...] = ()
-    computes: bool = False
+    type: str  # the C++ struct with its template arguments
+    header: str  # the file that defines it
+    folder: str = str(CSRC)  # where that file is
+    block: int = 1  # tokens per block
+    shared: int = 0  # bytes of look-up tables in shared memory, the struct's TABLE
+    fewer: tuple[int, ...] = ()  # ``shared`` with half of the room for copies of the tables, a quarter, ... KV_HALVINGS
+    computes: bool = False  # whether ``fill`` computes the look-up tables and reads nothing
+    # name of the tables' contents, and the struct that reads the tables of keys of the same name: values then need none
+    # of their own
     shares_table_with: str = ""
     borrowing_type: str = ""
+    # bytes of shared memory, beside ``shared``, for what of the tables belongs to a sequence and head: the struct's
+    # OWN. What is in ``shared`` is then the same for all
     by_head: int = 0
-    paired_type: str = ""
-    also: tuple[str, ...] = ()
-    queries: int = 1
-    scratch: int = 0
-    min_shared: int = 0
-    tile: int = 64
-    warps: int = 4
+    paired_type: str = ""  # the struct when one codec has keys and values; empty: ``type``
+    also: tuple[str, ...] = ()  # further files that the struct needs
+    queries: int = 1  # vectors that the kernel makes of a query; 2 for sketches
+    scratch: int = 0  # bytes of shared memory that each warp needs for itself, the struct's SCRATCH
+    min_shared: int = 0  # least bytes of shared memory that ``paired_type`` takes, its REACH
+    tile: int = 64  # the longest tile for many sequences; look-ups with bank conflicts need more warps instead
+    warps: int = 4  # warps of a CTA where two share a multiprocessor; of keys
+    # warps of all teams of a CTA, at most; of keys. 0 of either role: no teams, as tables differ by sequence
     team_warps: int = 8
-    uneven: bool = False
+    uneven: bool = False  # whether the struct takes a head_dim that is no multiple of 32: 80
 
     def __post_init__(self) -> None:
         """Refuse look-up tables without contents: ``fill`` would read address 0."""
@@ -116,33 +79,24 @@ Form = Literal["rows", "blocks", "table"]
 
 @dataclass(frozen=True)
 class Encoder(Side):
-    """How the encode kernels write one role.
+    """How the encode kernels write one role; the fields that are not described are as of ``Reader``.
 
-    Parameters
-    ----------
-    type, header, folder, block, uneven
-        As ``Reader``.
-    form : {"rows", "blocks", "table"}
-        Kernel around the struct: ``encode_side`` of encode.cuh (a row at a time), ``encode_blocks`` of
-        encode_blocks.cuh (a block of tokens), ``encode_with_table`` of encode_table.cuh. A ``matrix``, as of ``Reader``
-        with n = 1, is of form "table".
-    resident : int
-        Blocks of threads that share a multiprocessor, if each makes tables of its own: no more are launched than run
-        at once on 132 of them. 0: as many as there are rows for.
-    team : int
-        Lanes that share a row, of form "table".
-    small_batch : Encoder, optional
-        The same bytes by a struct that shares rows among more lanes: sooner where there are few rows.
+    A ``matrix``, as of ``Reader`` with n = 1, is of form "table".
     """
 
     type: str
     header: str
     folder: str = str(CSRC)
     block: int = 1
+    # the kernel around the struct: "rows", encode_side of encode.cuh (a row at a time), "blocks", encode_blocks of
+    # encode_blocks.cuh (a block of tokens), or "table", encode_with_table of encode_table.cuh
     form: Form = "rows"
+    # blocks of threads that share a multiprocessor, if each makes tables of its own: no more are launched than run at
+    # once on 132 of them. 0: as many as there are rows for
     resident: int = 0
     uneven: bool = False
-    team: int = 8
+    team: int = 8  # lanes that share a row, of form "table"
+    # the same bytes by a struct that shares rows among more lanes: sooner where there are few rows
     small_batch: "Encoder | None" = None
 
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from packedkv.attention import BEFORE_IT, Seen
 from packedkv.codec import Role
-from packedkv.kernels.mean import Turned
+from packedkv.kernels.mean import RotatedMean
 
 Dense = tuple[Tensor, Tensor]
 """Keys and values ``[B, H, t, D]`` in 16 bit, model basis."""
@@ -34,7 +34,7 @@ class NewTokens(NamedTuple):
     # int32 [1], raised to 1 by numbers that codecs cannot represent (NaN, Inf, magnitudes above 65504), whose block is
     # stored as zero bytes; to 2 by tokens behind the pages, which are dropped
     bad: Tensor | None = None
-    less: Turned | None = None  # the rotated mean that is subtracted from keys first, in float32
+    less: RotatedMean | None = None  # the rotated mean that is subtracted from keys first, in float32
     kept: int = 0  # so many first tokens of every page are also written in 16 bit, store.sink_rows
 
 

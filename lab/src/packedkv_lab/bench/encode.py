@@ -25,7 +25,7 @@ from packedkv.codec import ROLES, Params, Role, Sample, Site
 from packedkv.errors import UnsupportedError
 from packedkv.kernels.constants import Constants, constants_for
 from packedkv.kernels.cuda import build, encode
-from packedkv.kernels.mean import Turned
+from packedkv.kernels.mean import RotatedMean
 from packedkv.kernels.spec import encode_spec, text_of
 from packedkv.kernels.tokens import NewTokens
 from packedkv.scheme import KVScheme
@@ -133,7 +133,7 @@ def writer(
     text, less = text_of(target), None
     if mean is not None and mean.given is not None:
         at = torch.arange(shape.tokens, device=first.device)[None]
-        less = Turned(mean.given, *mean.turning.angles(at), mean.turning.interleaved)
+        less = RotatedMean(mean.given, *mean.turning.angles(at), mean.turning.interleaved)
 
     def write(keys: Tensor | None, values: Tensor | None) -> None:
         own = less if less is None or keys is None else less._replace(

@@ -42,7 +42,7 @@ from packedkv.kernels.cuda.engine import CudaEngine
 from packedkv.kernels.cuda.prefill import STAGING_BYTES, ChunkReader, Chunks, workspace_bytes
 from packedkv.kernels.engine import Engine
 from packedkv.kernels.flash import WIDEST, Flash
-from packedkv.kernels.mean import Turned
+from packedkv.kernels.mean import RotatedMean
 from packedkv.kernels.tokens import ChunkTokens, NewTokens, Rules, StepTokens
 from packedkv.layout import PageLayout
 from packedkv.scheme import KVScheme
@@ -217,11 +217,11 @@ class EngineLayer:
             return None
         return self.site.mean.at(self.mean, self._needed(positions))
 
-    def _turned(self, positions: Tensor | None) -> Turned | None:
+    def _turned(self, positions: Tensor | None) -> RotatedMean | None:
         """The mean at these positions, as kernels take it."""
         if self.mean is None:
             return None
-        return Turned(self.mean, *angles_at(self._needed(positions), self.turning), self.turning.interleaved)
+        return RotatedMean(self.mean, *angles_at(self._needed(positions), self.turning), self.turning.interleaved)
 
     def _needed(self, positions: Tensor | None) -> Tensor:
         if positions is None:
@@ -398,7 +398,7 @@ class EngineLayer:
         block_table: Tensor,
         first: Tensor,
         positions: Tensor | None = None,
-        less: Turned | None = None,
+        less: RotatedMean | None = None,
     ) -> None:
         """Encode tokens ``[B, H, n, D]`` into the slots from ``first [B]`` on of each request's blocks."""
         engine = self.engine(cache.shape[2])

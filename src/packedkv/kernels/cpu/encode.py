@@ -12,7 +12,7 @@ from packedkv.kernels.cpu import library
 from packedkv.kernels.cpu.attend import fill_constants
 from packedkv.kernels.cpu.library import EncodeArgsStruct
 from packedkv.kernels.cpu.spec import CpuSpec
-from packedkv.kernels.mean import Turned
+from packedkv.kernels.mean import RotatedMean
 from packedkv.kernels.structs import KINDS, step_of
 from packedkv.kernels.tokens import NewTokens
 
@@ -64,7 +64,7 @@ def encode(
     del held  # alive until here
 
 
-def _fill_less(struct: Any, less: Turned) -> list[Tensor]:
+def _fill_less(struct: Any, less: RotatedMean) -> list[Tensor]:
     """Set what is subtracted from keys; returns tensors that must outlive the call."""
     mean, cosines, sines = (x.contiguous() for x in less[:3])
     struct.mean, struct.cosines, struct.sines = mean.data_ptr(), cosines.data_ptr(), sines.data_ptr()

@@ -26,18 +26,11 @@ WIDEST = 512
 class CpuReader(Side):
     """How the CPU kernels read one role.
 
-    Parameters
-    ----------
-    name : str
-        Of a function listed in ``readers.h``.
-    options : tuple of int
-        Up to eight numbers for it.
-    matrix : callable, optional
-        Of ``Side``: float32 ``[1, H, D, D]``, what rows of queries (keys) or outputs (values) are multiplied with.
+    ``matrix`` returns float32 ``[1, H, D, D]``, what rows of queries (keys) or outputs (values) are multiplied with.
     """
 
-    name: str
-    options: tuple[int, ...] = ()
+    name: str  # of a function listed in readers.h
+    options: tuple[int, ...] = ()  # up to eight numbers for it
     type: str = field(init=False)
     kind: ClassVar = "cpu"
 

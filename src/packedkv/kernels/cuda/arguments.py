@@ -10,7 +10,7 @@ import ctypes
 from torch import Tensor
 
 from packedkv.kernels.constants import Constants
-from packedkv.kernels.mean import KeyMean, Turned
+from packedkv.kernels.mean import KeyMean, RotatedMean
 from packedkv.kernels.spec import CSRC
 from packedkv.kernels.structs import fields, step_of, structure
 
@@ -78,7 +78,7 @@ class EncodeMeanArgs(ctypes.Structure):
 
     _fields_ = fields(CSRC / "encode_args.cuh", "EncodeMean")
 
-    def fill(self, turned: Turned) -> None:
+    def fill(self, turned: RotatedMean) -> None:
         """Set all fields."""
         mean, cosines, sines, self.interleaved = turned
         self.mean, self.cosines, self.sines = mean.data_ptr(), cosines.data_ptr(), sines.data_ptr()

@@ -21,7 +21,7 @@ from packedkv.kernels.constants import Constants, constants_of, tensors_of
 from packedkv.kernels.cuda.arguments import EncodeArgs
 from packedkv.kernels.cuda.build import Kernel, Program, load
 from packedkv.kernels.cuda.decode import MOST_SEQUENCES
-from packedkv.kernels.mean import Turned
+from packedkv.kernels.mean import RotatedMean
 from packedkv.kernels.spec import Encoder, EncodeSpec, spec_of, text_of
 from packedkv.kernels.structs import KINDS
 from packedkv.kernels.tokens import NewTokens
@@ -193,7 +193,7 @@ class SlotWriter:
         self.few_tokens = 2 * MULTIPROCESSORS // (len(ROLES) * args.heads) * TABLE_WARPS
         self.held = pages, key, value, bad
 
-    def write(self, keys: Tensor, values: Tensor, slots: Tensor, less: Turned | None = None) -> None:
+    def write(self, keys: Tensor, values: Tensor, slots: Tensor, less: RotatedMean | None = None) -> None:
         """Encode tokens ``keys, values [T, H, D]``, model basis; nothing synchronises.
 
         ``slots``, int64 ``[T]``: slot s is place ``s % P`` of page ``s // P``; below 0: the token is not stored. With
@@ -240,7 +240,7 @@ def _op(
     constants: Sequence[Tensor | None], less: Sequence[Tensor], interleaved: bool, kept: int,
 ) -> None:  # fmt: skip
     given = {role: part for role, part in zip(ROLES, x, strict=True) if part is not None}
-    turned = Turned(less[0], less[1], less[2], interleaved) if less else None
+    turned = RotatedMean(less[0], less[1], less[2], interleaved) if less else None
     _encode(NewTokens(given, first, bad, turned, kept), pages, table, text, *constants_of(constants, (1, 1)))
 
 
@@ -302,7 +302,7 @@ def _check(new: NewTokens, pages: Tensor, table: Tensor, spec: str) -> None:
         raise ShapeError(f"{name}: keys are {x['key'].dtype}, values {x['value'].dtype}; use one dtype.")
 
 
-def _check_turned(name: str, spec: EncodeSpec, less: Turned | None, keys: Tensor) -> None:
+def _check_turned(name: str, spec: EncodeSpec, less: RotatedMean | None, keys: Tensor) -> None:
     if (less is None) == spec.mean:
         raise UnsupportedError(
             f"{name}: the spec is made {'with' if spec.mean else 'without'} a mean of the keys, and "

@@ -2,7 +2,7 @@
 
 from collections.abc import Hashable, Mapping, Sequence
 from functools import lru_cache
-from typing import Any, NamedTuple, Self
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -18,27 +18,20 @@ from packedkv.kernels.cuda.prefill import ChunkReader, Packed, attend_chunk, unp
 from packedkv.kernels.cuda.prefill_groups import GroupChunkReader, attend_groups
 from packedkv.kernels.engine import Engine, FirstTokens, Fitted
 from packedkv.kernels.flash import Flash
-from packedkv.kernels.mean import KeyMean, Turned, key_mean
+from packedkv.kernels.mean import KeyMean, RotatedMean, key_mean
 from packedkv.kernels.spec import Encoder, Reader, decode_spec, encode_spec, reader, text_of
 from packedkv.kernels.tokens import ChunkTokens, GroupTokens, NewTokens, Rules, StepTokens
 from packedkv.ops.rope import Rotary
 from packedkv.store.pages import PageStore
 
 
-class _Kernels(NamedTuple):
-    """Names of the specs by which launches know them, and the specs of each role."""
-
-    decode: str
-    encode: str
-    readers: Mapping[Role, Reader]
-    encoders: Mapping[Role, Encoder | None]
-    fitters: Sequence[Fitter]
-
-
 @lru_cache(maxsize=256)  # for every layer of a cache whose means come with its first tokens
-def _kernels(key: Codec, value: Codec, head_dim: int, page_tokens: int, pairs: int) -> _Kernels:
+def _kernels(
+    key: Codec, value: Codec, head_dim: int, page_tokens: int, pairs: int
+) -> tuple[str, str, Mapping[Role, Reader], Mapping[Role, Encoder | None], Sequence[Fitter]]:
+    """Names of the specs by which launches know them, readers and encoders of each role, and fitters."""
     written = encode_spec(key, value, head_dim, page_tokens, mean=pairs > 0)
-    return _Kernels(
+    return (
         text_of(decode_spec(key, value, head_dim, page_tokens, pairs)),
         text_of(written),
         {role: reader(codec, head_dim, role) for role, codec in zip(ROLES, (key, value), strict=True)},
@@ -148,7 +141,7 @@ class CudaEngine(Engine):
         if self.mean is not None:  # the programs of the layers, with a mean of zeros
             none = keys.new_zeros(1, keys.shape[1], self.head_dim, dtype=torch.float32)
             angle = none.new_zeros(1, count, self.head_dim // 2)
-            less, mean = Turned(none, angle, angle), KeyMean(none, self.mean.table[:1], self.mean.pairs)
+            less, mean = RotatedMean(none, angle, angle), KeyMean(none, self.mean.table[:1], self.mean.pairs)
         # passed as values as well: the program for both roles is compiled already
         new = NewTokens({role: keys for role in ROLES if self.encoders[role] is not None}, begin, less=less)
         encode_to_pages(new, page.pages, page.table, spec=self.encode_spec, key=write["key"], value=write["value"])
