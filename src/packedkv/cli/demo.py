@@ -9,7 +9,7 @@ from typing import Any
 from packedkv.cli.measure.compare import Settings, about, compare
 from packedkv.cli.measure.rows import Row, check_writable, plain, table, write_json
 from packedkv.cli.page.compare import write_report
-from packedkv.models.loading import LoadedModel, SampleText, load
+from packedkv.models.loading import SampleText, load
 from packedkv.models.windows import WINDOW_TOKENS
 from packedkv.progress import Progress
 from packedkv.registry import get
@@ -74,7 +74,7 @@ def run_demo(
 ) -> tuple[list[Row], dict[str, Any], list[Path]]:
     """Measure, and write ``results.json``, the picture and the page into ``out``.
 
-    ``specs`` are by default ``SPECS`` without those that break on the model's key biases. No window is started that
+    ``specs`` are by default ``SPECS``; those that break on the model's key biases are left out. No window is started that
     would end after ``budget`` seconds. Returns the rows, information about the run (``recommendation``, ``protocol``,
     ``left_out``, ...), and the files written.
     """
@@ -89,9 +89,7 @@ def run_demo(
         text_name=text.name,
         text_sha256=text.sha256,
     )
-    left_out = {} if specs or chosen.probe != "refuse" else _breaking(loaded)
-    measured = specs or [spec for spec in SPECS if spec not in left_out]
-    rows = compare(loaded, measured, text.text, chosen, progress=progress)
+    rows = compare(loaded, specs or SPECS, text.text, chosen, progress=progress)
     prompt = loaded.tokenizer(text.text[: chosen.prompt_tokens * 16], verbose=False)["input_ids"][
         : chosen.prompt_tokens
     ]
@@ -108,7 +106,7 @@ def run_demo(
         "versions": rows[0]["versions"],
         "seconds": sum(r["seconds"] for r in rows),
     }
-    if left_out:
+    if left_out := rows[0].get("left_out"):
         meta["left_out"] = left_out
     if loaded.sha256:
         meta["sha256"] = loaded.sha256
@@ -117,23 +115,11 @@ def run_demo(
     return rows, meta, [results, *write_report(plain(rows), out, meta)]
 
 
-def _breaking(model: LoadedModel) -> dict[str, str]:
-    """Return which presets of the demo break on the model's key biases, and how."""
-    from packedkv.integrations.transformers.biases import biases_of
-    from packedkv.integrations.transformers.plan import plan_for
-
-    if not (biases := biases_of(model.model, plan_for(model.model, "decoded"))):
-        return {}
-    return biases.broken(SPECS)
-
-
 def show(rows: Sequence[Row], meta: Mapping[str, Any], paths: Sequence[Path]) -> str:
     """Return the demo's output: table, continuation, files, recommendation."""
     parts = ["", table(plain(rows)), "", about(rows)]
     if said := continuations(rows, str(meta.get("prompt", ""))):
         parts += ["", *said]
-    if meta.get("left_out"):
-        parts += ["", *(f"left out, as {why}" for why in meta["left_out"].values())]
     parts += ["", *(f"written: {path}" for path in paths), "", str(meta["recommendation"])]
     return "\n".join(parts)
 

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from packedkv.attention import rounded_queries
+from packedkv.attention import attend_parts, rounded_queries
 from packedkv.compressed import compress
 from packedkv.files.params import LayerParams
 from packedkv.integrations.transformers.attention_hooks import watched
@@ -50,24 +50,10 @@ class LayerRecord:
 
     def output(self, k: Tensor, v: Tensor) -> Tensor:
         """Attention output ``[B, HQ, n, D]`` on other keys and values; float32."""
-        b, hq, n, d = self.q.shape
-        h, total = k.shape[1], k.shape[2]
-        scores = self.q.float().reshape(b, h, hq // h * n, d) @ k.float().transpose(2, 3) * self.scale
-        scores = scores.reshape(b, hq, n, total)
-        if self.softcap:
-            scores = torch.tanh(scores / self.softcap) * self.softcap
-        if self.mask is None:
-            rows = torch.arange(total - n, total, device=k.device)[:, None]
-            scores = scores.masked_fill(torch.arange(total, device=k.device) > rows, -torch.inf)
-        elif self.mask.dtype == torch.bool:
-            scores = scores.masked_fill(~self.mask, -torch.inf)
-        else:
-            scores = scores + self.mask.float()
-        if self.sinks is not None:
-            extra = self.sinks.float().reshape(1, hq, 1, 1).expand(b, hq, n, 1)
-            scores = torch.cat([scores, extra], -1)
-        weights = scores.softmax(-1)[..., :total]
-        return (weights.reshape(b, h, hq // h * n, total) @ v.float()).reshape(b, hq, n, v.shape[-1])
+        q, total = self.q.float(), k.shape[2]
+        return attend_parts(
+            q, [(k, v)], total, scale=self.scale, mask=self.mask, sinks=self.sinks, softcap=self.softcap
+        )
 
 
 @dataclass(frozen=True)
