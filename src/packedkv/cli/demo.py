@@ -74,9 +74,9 @@ def run_demo(
 ) -> tuple[list[Row], dict[str, Any], list[Path]]:
     """Measure, and write ``results.json``, the picture and the page into ``out``.
 
-    ``specs`` are by default ``SPECS``; those that break on the model's key biases are left out. No window is started that
-    would end after ``budget`` seconds. Returns the rows, information about the run (``recommendation``, ``protocol``,
-    ``left_out``, ...), and the files written.
+    ``specs`` are by default ``SPECS``; those that break on the model's key biases are left out. No window is started
+    that would end after ``budget`` seconds. Returns the rows, information about the run (``recommendation``,
+    ``protocol``, ``left_out``, ...), and the files written.
     """
     for spec in specs or ():
         get(spec)

@@ -31,7 +31,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from packedkv.cli.measure.generation import FORMS, attention_backends
+from packedkv.cli.measure.generation import FORMS, attention_backends, uncompressed_cache
 from packedkv.description import describe
 from packedkv.integrations.transformers.argument import passing
 from packedkv.registry import presets
@@ -75,7 +75,7 @@ class Runner:
 
     def dense(self) -> Any:
         """Return an empty DynamicCache."""
-        return importlib.import_module("transformers").DynamicCache(config=self.model.config)
+        return uncompressed_cache(self.model)
 
     def packed(self, spec: str) -> Any:
         """Return an empty packed cache, as a user makes it."""

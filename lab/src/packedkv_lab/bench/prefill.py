@@ -26,7 +26,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.bias import causal_lower_right
 from torch.nn.functional import scaled_dot_product_attention
 
-from packedkv.attention import rounded_queries
+from packedkv.attention import attend_parts, rounded_queries
 from packedkv.errors import SpecError
 from packedkv.kernels.cuda.engine import CudaEngine
 from packedkv.kernels.tokens import ChunkTokens, Rules
@@ -104,9 +104,7 @@ def dense_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         mask = causal_lower_right(q.shape[2], k.shape[2])
         with sdpa_kernel([SDPBackend.FLASH_ATTENTION]):
             return scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=True)
-    hidden = torch.arange(k.shape[2])[None] > torch.arange(q.shape[2])[:, None] + k.shape[2] - q.shape[2]
-    bias = torch.zeros(hidden.shape, dtype=q.dtype).masked_fill_(hidden, -torch.inf)
-    return scaled_dot_product_attention(q, k, v, attn_mask=bias, enable_gqa=True)
+    return attend_parts(q, [(k, v)], k.shape[2], scale=q.shape[3] ** -0.5)
 
 
 @torch.no_grad()

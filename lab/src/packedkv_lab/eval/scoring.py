@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from packedkv.cli.measure.caches import CacheMaker, Prefill
+from packedkv.cli.measure.generation import uncompressed_cache
 from packedkv.cli.measure.perplexity import EXACT_CALL_TOKENS, Reference, TokenScores
 from packedkv.cli.measure.quantized_cache import QuantizedCacheMaker, QuantizedCacheSpec, quantized_cache_of
 from packedkv.cli.page.rows import UNCOMPRESSED
@@ -66,9 +67,7 @@ class Reader:
     @contextmanager
     def reading(self) -> Iterator[None]:
         """Set the attention that the scheme needs for the block; collect warnings in ``notes``, each once."""
-        from transformers import DynamicCache
-
-        own = nullcontext(lambda: DynamicCache(config=self.model.config))
+        own = nullcontext(lambda: uncompressed_cache(self.model))
         with (
             torch.no_grad(),
             warnings.catch_warnings(record=True) as caught,
