@@ -20,6 +20,7 @@ Tensors are ``[B, H, N, D]`` as Hugging Face caches are; B batch, H KV heads, N 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
+from functools import lru_cache
 from typing import Any, Literal, get_args, get_origin
 
 import torch
@@ -27,7 +28,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from packedkv.errors import ShapeError, SpecError
-from packedkv.layout import Field, Layout
+from packedkv.layout import Field, Layout, PageLayout, page_tokens_for
 
 Role = Literal["key", "value"]
 ROLES: tuple[Role, Role] = ("key", "value")
@@ -316,6 +317,13 @@ class Dense(Codec):
     def decode(self, payload: Payload, params: Params) -> Tensor:
         """Cast back to float32."""
         return payload["data"].float()
+
+
+@lru_cache(maxsize=256)  # called for every layer of every cache
+def page_layout(key: Codec, value: Codec, key_dim: int, value_dim: int, page_tokens: int | None = None) -> PageLayout:
+    """Byte map of a page of two codecs; ``page_tokens`` defaults to 64, rounded up to whole blocks."""
+    layouts = key.layout(key_dim), value.layout(value_dim)
+    return PageLayout(*layouts, page_tokens or page_tokens_for(*layouts))
 
 
 def roundtrip(codec: Codec, x: Tensor, params: Params) -> Tensor:

@@ -15,12 +15,12 @@ import json
 import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
-from functools import cached_property, lru_cache
+from functools import cached_property
 from typing import Any, Literal, get_args
 
-from packedkv.codec import ROLES, Codec, Dense, Role
+from packedkv.codec import ROLES, Codec, Dense, Role, page_layout
 from packedkv.errors import SpecError
-from packedkv.layout import PageLayout, page_tokens_for
+from packedkv.layout import PageLayout
 
 Mean = Literal["auto", "pre", "post", "none"]
 """What is subtracted from keys before they are encoded; see ``KVScheme``."""
@@ -263,13 +263,6 @@ def _check_recent(scheme: KVScheme, recent: KVScheme) -> None:
                 f"recent={recent}: {type(codec).__name__} encodes tokens in groups, is fitted on data or rounds "
                 f"queries; tokens stay recent one by one, so give a preset that does none of it, e.g. int-8 or fp8."
             )
-
-
-@lru_cache(maxsize=256)  # called for every layer of every cache
-def page_layout(key: Codec, value: Codec, key_dim: int, value_dim: int, page_tokens: int | None = None) -> PageLayout:
-    """Byte map of a page of two codecs; ``page_tokens`` as in ``KVScheme.page_layout``."""
-    layouts = key.layout(key_dim), value.layout(value_dim)
-    return PageLayout(*layouts, page_tokens or page_tokens_for(*layouts))
 
 
 def mix_of(layers: Sequence[KVScheme], spec: str = "") -> KVScheme:

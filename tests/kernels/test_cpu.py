@@ -10,7 +10,7 @@ from torch.nn.functional import scaled_dot_product_attention
 import packedkv
 from packedkv.cache.fused import FusedLayerCache
 from packedkv.cache.layer import LayerCache, attend
-from packedkv.codec import ROLES, Codec, Role, Sample, Site
+from packedkv.codec import ROLES, Codec, Role, Sample, Site, page_layout
 from packedkv.codecs.ghost import ALLOWED, Ghost
 from packedkv.codecs.group_int import BITS, GroupInt
 from packedkv.codecs.hqmq import Hqmq
@@ -35,7 +35,6 @@ from packedkv.kernels.cpu.mean import cpu_mean
 from packedkv.kernels.cpu.spec import cpu_spec
 from packedkv.kernels.tokens import Rules
 from packedkv.ops.rope import NOT_TURNED, Rotary
-from packedkv.scheme import page_layout
 from packedkv.store.pages import PageStore
 from tests.kernels.cpu_variants import ABLE, use
 from tests.kernels.decode_cases import two_dims_in_turn

@@ -9,7 +9,7 @@ from torch import Tensor
 import packedkv
 from packedkv.cache.fused import FusedLayerCache
 from packedkv.cache.layer import LayerCache
-from packedkv.codec import FP16_MAX, ROLES, Codec, Dense, DenseDtype, Role, Sample, Site
+from packedkv.codec import FP16_MAX, ROLES, Codec, Dense, DenseDtype, Role, Sample, Site, page_layout
 from packedkv.codecs.fp8 import Fp8
 from packedkv.codecs.ghost import ALLOWED, Ghost
 from packedkv.codecs.group_int import GroupInt
@@ -32,7 +32,7 @@ from packedkv.kernels.mean import RotatedMean
 from packedkv.kernels.tokens import NewTokens
 from packedkv.ops.lloyd_max import midpoints
 from packedkv.ops.rope import NOT_TURNED, Rotary
-from packedkv.scheme import KVScheme, page_layout
+from packedkv.scheme import KVScheme
 from packedkv.store.pages import PageStore
 from tests.kernels.cpu_variants import ABLE, use
 from tests.kernels.klt import Klt

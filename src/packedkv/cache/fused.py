@@ -380,7 +380,8 @@ class FusedLayerCache(LayerCache):
             roles, self.engine = build()
         # pages of a growing cache come with the tokens that leave, which may have to wait
         store = PageStore(chosen.layout, keys.shape[0], heads, keys.device, self.reserve)
-        self._hold(keys, empty_roles(roles, keys), store)
+        self.roles, self.store, self.dtype = empty_roles(roles, keys), store, keys.dtype
+        self.mean = None if self.mean is None else self.mean.to(keys.device)
         if self.static:
             self._start_static(store, self.engine)
 

@@ -185,7 +185,8 @@ class LayerCache:
         check_tensors(keys, values)
         check_shapes(keys, values, *self.held)
         if first := self.store is None:
-            self._hold(keys, *self.site.start(keys, values, self.page_tokens, self.reserve))
+            self.roles, self.store = self.site.allocate(keys, values, self.page_tokens, self.reserve)
+            self.dtype, self.mean = keys.dtype, None if self.mean is None else self.mean.to(keys.device)
         assert self.store is not None
         n, before = keys.shape[2], self.state()
         try:
@@ -196,10 +197,8 @@ class LayerCache:
             leaving = self._pass_dense(self._rounded(keys, values), self._waits())
             for role, x in leaving.items():
                 if count := x.shape[2]:
-                    of = self.roles[role]
-                    self.store.ensure(of.next_slot + count, exact=count > 1 and not of.runs)
-                    self._encode(of, x)
-                    of.extend(count)
+                    self._encode(self.roles[role], x)
+                    self.roles[role].extend(count)
             if self.recent is not None and leaving:
                 self.recent._remove(0, leaving["key"].shape[2])
         except BaseException:  # out of memory, an interrupt: keep keys and values consistent
@@ -209,11 +208,6 @@ class LayerCache:
                 self._restore(before)
             raise
         self.length += n
-
-    def _hold(self, keys: Tensor, roles: dict[Role, RoleState], store: PageStore) -> None:
-        """Start an empty cache for tokens like ``keys``."""
-        self.roles, self.store, self.dtype = roles, store, keys.dtype
-        self.mean = None if self.mean is None else self.mean.to(keys.device)
 
     def state(self) -> State:
         """What an append replaces."""
@@ -308,10 +302,12 @@ class LayerCache:
     def _encode(self, state: RoleState, x: Tensor) -> None:
         """Encode tokens into the next slots of a role."""
         assert self.store is not None
-        at = state.sink.shape[2] + state.encoded
-        if (mean := self._mean(state.role, at, at + x.shape[2])) is not None:
+        n, at = x.shape[2], state.sink.shape[2] + state.encoded
+        if (mean := self._mean(state.role, at, at + n)) is not None:
             x = x.float() - mean
-        self.store.write(state.role, state.next_slot, state.encode(x))
+        payload = state.encode(x)
+        self.store.ensure(state.next_slot + n, exact=n > 1 and not state.runs)
+        self.store.write(state.role, state.next_slot, payload)
 
     def _pass_dense(self, new: Mapping[Role, Tensor], waits: bool = False) -> dict[Role, Tensor]:
         """Put new tokens into sinks and windows; return tokens that leave the windows, in whole blocks.

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import torch
 
-from packedkv.codec import ROLES, Codec
+from packedkv.codec import ROLES, Codec, page_layout
 from packedkv.errors import UnsupportedError
 from packedkv.kernels.cpu import library
 from packedkv.kernels.cpu.engine import CpuEngine
@@ -15,7 +15,7 @@ from packedkv.kernels.cuda.engine import CudaEngine
 from packedkv.kernels.engine import Engine
 from packedkv.kernels.spec import decode_spec, encoder
 from packedkv.layout import PageLayout
-from packedkv.scheme import KVScheme, page_layout
+from packedkv.scheme import KVScheme
 
 
 def choose(

@@ -36,9 +36,9 @@ class PageStore:
         self.layout, self.heads, self.in_order = layout, heads, True
         self.growth_bytes = 0  # largest pool that was copied to grow: both copies existed for a moment
         columns = -(-capacity // layout.page_tokens)
+        self.table = _ids(0, batch, columns, device, stream_of(device))
         # zeroed, not empty: unused slots must not hold NaN scales that a masked kernel could multiply by 0
         self.pages = zeroed_pool((batch * columns, heads, layout.page_bytes), device)
-        self.table = _ids(0, batch, columns, device, stream_of(device))
 
     @classmethod
     def over(cls, layout: PageLayout, pages: Tensor, table: Tensor) -> "PageStore":

@@ -12,11 +12,11 @@ import torch
 from torch import Tensor
 
 from packedkv.checks import check_constant, check_constants, params_by_role
-from packedkv.codec import LIMIT, ROLES, Codec, Constant, Dense, Params, Role, Site
+from packedkv.codec import LIMIT, ROLES, Codec, Constant, Dense, Params, Role, Site, page_layout
 from packedkv.errors import FitError, UnsupportedError
 from packedkv.ops.rope import NOT_TURNED, Rotary
 from packedkv.ops.sums import sum_by_halves
-from packedkv.scheme import KVScheme, page_layout
+from packedkv.scheme import KVScheme
 from packedkv.shared import drawn
 from packedkv.store.pages import PageStore
 from packedkv.store.role import RoleSite, RoleState, empty_roles
@@ -196,7 +196,7 @@ class LayerSite:
             made[role] = RoleSite(role, codec, site, params, given is None)
         return made
 
-    def start(
+    def allocate(
         self, keys: Tensor, values: Tensor, page_tokens: int | None, capacity: int
     ) -> tuple[dict[Role, RoleState], PageStore]:
         """Return the constants, no tokens and the pages of a cache for tokens like these; errors as in ``roles``."""
