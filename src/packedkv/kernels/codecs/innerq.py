@@ -11,9 +11,8 @@ from packedkv.codecs.innerq import GROUP, InnerQ
 from packedkv.errors import UnsupportedError
 from packedkv.kernels.constants import Constants
 from packedkv.kernels.cpu.spec import CpuEncoder, CpuReader
-from packedkv.kernels.cuda.arguments import FitNormArgs
+from packedkv.kernels.cuda.arguments import FitNormArgs, aligned_rows
 from packedkv.kernels.cuda.build import Kernel, Program, load
-from packedkv.kernels.cuda.encode import aligned_rows
 from packedkv.kernels.cuda.fit import FitBuffers
 from packedkv.kernels.engine import FirstTokens, Fitted
 from packedkv.kernels.spec import Encoder, Reader, flag
@@ -91,7 +90,7 @@ def fit(
 
 
 def _fit(head_dim: int, x: Tensor, buffers: FitBuffers) -> Fitted:
-    x = aligned_rows(x)
+    x = aligned_rows(x, 4)
     batch, heads, tokens, _ = x.shape
     shape = batch, heads, head_dim
     norm, reciprocal = buffers.take((shape, x.device), partial(_allocate, shape, x.device))

@@ -16,12 +16,8 @@ from packedkv.kernels.codecs import hqmq
 from packedkv.kernels.constants import Side
 from packedkv.kernels.cpu.spec import CpuReader
 from packedkv.kernels.cpu.spec import cpu_reader as cpu_reader_of
-from packedkv.kernels.spec import Encoder, Reader
-
-SHARED_BLOCK = 232448
-"""Bytes of shared memory of a block on sm_90."""
-WARPS = 8
-"""Warps that a multiprocessor needs to hide memory latency; as in ``config_for``."""
+from packedkv.kernels.cuda.launch import H200, WARPS
+from packedkv.kernels.spec import Encoder, Reader, align
 
 
 def reader(codec: Med, head_dim: int, role: Role) -> Reader:
@@ -106,7 +102,7 @@ def passes_of(codec: Med, head_dim: int, tables: int) -> tuple[int, int]:
     scratch = 32 * (head_dim * 4 // 3 if wide else head_dim)
     stage = 2 * 16 * sum(field.nbytes for field in codec.layout(head_dim).fields)
     query = 40 * head_dim + 64
-    fixed, ring = (-(-n // 128) * 128 for n in (2 * tables + query, stage))
-    fits = fixed + WARPS * (2 * ring + scratch) <= SHARED_BLOCK
+    fixed, ring = (align(n, 128) for n in (2 * tables + query, stage))
+    fits = fixed + WARPS * (2 * ring + scratch) <= H200.shared_block
     passes = 1 if fits or head_dim < 128 else 2
     return passes, scratch // passes

@@ -7,12 +7,20 @@ packing all of them.
 
 import ctypes
 
+import torch
 from torch import Tensor
 
 from packedkv.kernels.constants import Constants
 from packedkv.kernels.mean import KeyMean, RotatedMean
 from packedkv.kernels.spec import CSRC
 from packedkv.kernels.structs import fields, step_of, structure
+
+
+def aligned_rows(x: Tensor, numbers: int) -> Tensor:
+    """Return a tensor, or a copy, for vector loads: contiguous channels, strides in multiples of so many numbers."""
+    if x.stride(3) != 1 or x.data_ptr() % 16 or any(stride % numbers for stride in x.stride()[:3]):
+        return x.clone(memory_format=torch.contiguous_format)
+    return x
 
 
 class RoleArgs(ctypes.Structure):

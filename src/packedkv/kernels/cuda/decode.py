@@ -21,7 +21,7 @@ from torch import Tensor
 from packedkv.attention import Seen
 from packedkv.errors import ShapeError, UnsupportedError
 from packedkv.kernels.constants import Constants, constants_of, tensors_of
-from packedkv.kernels.cuda.arguments import DecodeArgs
+from packedkv.kernels.cuda.arguments import DecodeArgs, aligned_rows
 from packedkv.kernels.cuda.build import Kernel, Program, load
 from packedkv.kernels.cuda.launch import Config, asked_bytes, config_for, machine, shared_bytes, shares_tables
 from packedkv.kernels.mean import KeyMean, checked
@@ -68,14 +68,6 @@ def program(
         ],
         (spec.key.folder, spec.value.folder),
     )
-
-
-def _rows(x: Tensor) -> Tensor:
-    """16-bit rows aligned for 16-byte copies: the tensor itself, or a copy."""
-    x = x.half() if x.dtype == torch.float32 else x
-    if x.stride(3) != 1 or x.data_ptr() % 16 or any(stride % 8 for stride in x.stride()[:3]):
-        return x.clone(memory_format=torch.contiguous_format)
-    return x
 
 
 # -- the operator ------------------------------------------------------------------------------------------------------
@@ -149,7 +141,7 @@ def _attend(
     args = DecodeArgs()
     dense_kind, dense_k, dense_v = -1, tokens.dense_k, tokens.dense_v
     if dense_k is not None and dense_v is not None and dense_k.shape[2]:
-        dense_k, dense_v = _rows(dense_k), _rows(dense_v)
+        dense_k, dense_v = (aligned_rows(x.half() if x.dtype == torch.float32 else x, 8) for x in (dense_k, dense_v))
         dense_kind, args.dense_width = KINDS[dense_k.dtype], dense_k.shape[2]
         args.dense_k, args.dense_v = dense_k.data_ptr(), dense_v.data_ptr()
         args.dense_k_batch, args.dense_k_head, args.dense_k_token, _ = dense_k.stride()

@@ -18,9 +18,10 @@ from torch import Tensor
 from packedkv.codec import ROLES, Role
 from packedkv.errors import ShapeError, UnsupportedError
 from packedkv.kernels.constants import Constants, constants_of, tensors_of
-from packedkv.kernels.cuda.arguments import EncodeArgs
+from packedkv.kernels.cuda.arguments import EncodeArgs, aligned_rows
 from packedkv.kernels.cuda.build import Kernel, Program, load
 from packedkv.kernels.cuda.decode import MOST_SEQUENCES
+from packedkv.kernels.cuda.launch import H200
 from packedkv.kernels.mean import RotatedMean
 from packedkv.kernels.spec import Encoder, EncodeSpec, spec_of, text_of
 from packedkv.kernels.structs import KINDS
@@ -34,9 +35,6 @@ ROWS_PER_WARP = 4
 """Of the encoders of form "rows" whose rows are held by eight lanes; the others take four steps."""
 MOST_BLOCKS = 1 << 16
 """Along the rows of a sequence; more rows than that share blocks."""
-
-MULTIPROCESSORS = 132
-"""Of an H100 or H200: for how many a grid of blocks with tables of their own is made."""
 
 
 def _factor(encoder: Encoder) -> str:
@@ -137,13 +135,6 @@ def _launches(
     return found
 
 
-def aligned_rows(x: Tensor) -> Tensor:
-    """Align for vector loads: contiguous channels, strides in multiples of four elements, start at 16 bytes."""
-    if x.stride(3) != 1 or x.data_ptr() % 16 or any(stride % 4 for stride in x.stride()[:3]):
-        return x.clone(memory_format=torch.contiguous_format)
-    return x
-
-
 def _common(spec: EncodeSpec, pages: Tensor, bad: Tensor | None, kept: int) -> Any:
     """Arguments that do not depend on the tokens."""
     args = EncodeArgs()
@@ -156,7 +147,7 @@ def _common(spec: EncodeSpec, pages: Tensor, bad: Tensor | None, kept: int) -> A
 
 def _encode(new: NewTokens, pages: Tensor, table: Tensor, text: str, key: Constants, value: Constants) -> None:
     spec = spec_of(text, EncodeSpec)
-    x = {role: aligned_rows(new.x[role]) for role in ROLES if role in new.x and new.x[role].numel()}
+    x = {role: aligned_rows(new.x[role], 4) for role in ROLES if role in new.x and new.x[role].numel()}
     if not x:
         return
     some = next(iter(x.values()))
@@ -190,7 +181,7 @@ class SlotWriter:
             _launches(text_of(one), ROLES, kept > 0, pages.device, True) for one in (known, known.small_batch)
         )
         # while all blocks of both roles run at once
-        self.few_tokens = 2 * MULTIPROCESSORS // (len(ROLES) * args.heads) * TABLE_WARPS
+        self.few_tokens = 2 * H200.sms // (len(ROLES) * args.heads) * TABLE_WARPS
         self.held = pages, key, value, bad
 
     def write(self, keys: Tensor, values: Tensor, slots: Tensor, less: RotatedMean | None = None) -> None:
@@ -228,7 +219,7 @@ def _blocks(encoder: Encoder, heads: int, tokens: int) -> int:
         return max(1, min(heads * (tokens // encoder.block), MOST_BLOCKS))
     if encoder.form == "table":  # a block serves one head and loads its tables first, which a few steps amortise
         rows = TABLE_WARPS * (32 // encoder.team) * (2 if encoder.team == 8 else 1)
-        most = encoder.resident * MULTIPROCESSORS or MOST_BLOCKS
+        most = encoder.resident * H200.sms or MOST_BLOCKS
         return heads * max(1, min(-(-tokens // rows), most // heads))
     return max(1, min(-(-heads * tokens // (ROWS_PER_WARP * ROW_THREADS // 32)), MOST_BLOCKS))
 
