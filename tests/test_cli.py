@@ -416,7 +416,7 @@ def test_files_that_are_no_results(capsys, tmp_path):
     (tmp_path / "b.json").write_text('[{"spec": "den')
     assert "holds no result rows" in refused(capsys, "report", str(tmp_path / "a.json"))
     assert "b.json is not JSON" in refused(capsys, "report", str(tmp_path / "b.json"))
-    assert "cannot be read: No such file" in refused(capsys, "report", str(tmp_path / "c.json"))
+    assert "holds no c.json (No such file" in refused(capsys, "report", str(tmp_path / "c.json"))
     assert "was not found" in refused(capsys, "--codec-file", "no.py", "list")
 
 

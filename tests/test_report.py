@@ -117,5 +117,5 @@ def test_the_uncompressed_model_has_a_row_and_is_what_continuations_are_compared
 
 def test_folder_that_cannot_be_written_is_named(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    with pytest.raises(packedkv.KVError, match=r"report folder .*file.* cannot be written .*pass another folder"):
+    with pytest.raises(packedkv.KVError, match=r"file.* cannot be written .*choose another file"):
         write_report(ROWS, tmp_path / "file", META)

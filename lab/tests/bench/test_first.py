@@ -5,7 +5,6 @@ import itertools
 import json
 
 import pytest
-import torch
 
 from lab.tests.bench.gpu_stubs import CPU, recorder
 from packedkv.cli.main import main
@@ -103,13 +102,6 @@ def test_the_clock_runs_from_the_making_of_the_cache_to_the_token(model, monkeyp
     assert (ms, cache.get_seq_length()) == (1000.0, 105)  # none of the filling
 
 
-def test_what_no_kernel_serves_says_so_and_the_next_is_timed(model):
-    rows = timed(["fp8", "int-4"], model, prompts=(16,), new=(3,), repeats=2)
-    assert [(r["status"], r["values"]) for r in rows if r["spec"] == "fp8"] == [("no kernel: no kernel for it", None)]
-    assert [r["caches_before"] for r in rows if r["metric"] == "first_cache_ms" and r["values"]] == [1]
-    assert len([r for r in rows if r["spec"] == "int-4"]) == 3
-
-
 def test_a_run_goes_on_where_the_last_one_stopped(model, tmp_path):
     path, small = tmp_path / "first.jsonl", {"prompts": (16,), "new": (3,), "repeats": 2}
     timed(["int-4"], model, path, **small)
@@ -128,10 +120,3 @@ def test_the_command_names_the_part(monkeypatch, capsys):
     assert main(["bench", "first", "--device", "cuda", "--specs", "int-4,kivi-2"]) == 0
     assert main(["bench", "first", "--device", "cuda"]) == 0
     assert told == [["int-4", "kivi-2"], first.served()]
-
-
-def test_several_caches_end_when_their_time_is_over(monkeypatch):
-    clock = itertools.count(0.0, 4.0)
-    monkeypatch.setattr(first.time, "monotonic", lambda: next(clock))
-    values, found = first.repeated(lambda: (5.0, torch.zeros(1)), 7)
-    assert (values["p50"], found) == (5.0, {"caches": 2})

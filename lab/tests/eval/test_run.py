@@ -111,13 +111,6 @@ def test_processes_that_share_the_specs_read_each_item_once(whole, model, data, 
     assert values(rows) == pytest.approx(values(whole[0].rows), rel=1e-5, abs=1e-7, nan_ok=True)
 
 
-def test_short_prompts_come_before_long_ones(model, data, tmp_path):
-    task = replace(settings_for(data).task, lengths=(400, 480), limits={"needle": 4})
-    evaluate(model, SPECS[:1], ["needle"], tmp_path, RunSettings(task))
-    lengths = [line["group"]["length"] for line in lines_of(tmp_path)]
-    assert lengths == [400] * 4 + [480] * 4, "both specs"
-
-
 # -- what a run gives --------------------------------------------------------------------------------------------------
 
 
@@ -188,16 +181,6 @@ def test_an_exact_prefill_is_said_in_every_line_and_row(model, data, tmp_path):
     found = evaluate(model, ["int-4"], ["kl", "kv_retrieval"], tmp_path, settings_for(data, prefill="exact"))
     assert {line["prefill"] for line in lines_of(tmp_path)} == {"exact"}
     assert {row["prefill"] for row in found.rows} == {"exact"}
-
-
-def test_a_window_is_read_uncompressed_once_for_all_specs_and_tasks(model, data, tmp_path, monkeypatch):
-    calls, read = [], []
-    original, window = module.uncompressed, Reader.window
-    monkeypatch.setattr(module, "uncompressed", lambda *a: calls.append(1) or original(*a))
-    monkeypatch.setattr(Reader, "window", lambda self, *a: read.append(self.name) or window(self, *a))
-    evaluate(model, SPECS, ["perplexity", "kl"], tmp_path, settings_for(data))
-    assert len(calls) == 2
-    assert Counter(read) == Counter({UNCOMPRESSED: 2, "dense": 2, "int-4": 2})
 
 
 def test_fitted_constants_of_a_file_are_used_and_named(model, data, tmp_path):

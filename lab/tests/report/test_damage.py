@@ -28,7 +28,7 @@ def test_a_folder_that_is_not_there_or_holds_no_run(capsys, folder: Path, tmp_pa
     assert "not exist; name the folder that `packedkv eval --output` wrote" in refused(capsys, str(tmp_path / "no"))
     (tmp_path / "empty").mkdir()
     told = refused(capsys, str(tmp_path / "empty"))
-    assert "holds no run.json (No such file or directory); pass the folder that `packedkv eval --output` wrote." in told
+    assert "holds no run.json (No such file or directory): pass the folder that `packedkv eval --output` wrote." in told
     with pytest.raises(FormatError, match=r"holds no run.json \(Not a directory\)"):
         read_folder(folder / RUN)
 

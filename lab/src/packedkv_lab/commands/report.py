@@ -77,11 +77,6 @@ def run(args: argparse.Namespace) -> Result:
         page = _eval_page(args)
         return Result([str(page)], f"written: {page}")
     _check_options(args)
-    for path in args.files:
-        try:
-            Path(path).open("rb").close()
-        except OSError as error:
-            raise FormatError(f"{path} cannot be read: {error.strerror or error}.") from error
     rows = read_rows(args.files)
     if not rows:
         raise FormatError(f"{', '.join(args.files)} holds no result rows; pass what compare --json or demo wrote.")
@@ -94,7 +89,7 @@ def run(args: argparse.Namespace) -> Result:
 
 def _eval_page(args: argparse.Namespace) -> Path:
     """Write the page of a run; return its path."""
-    from packedkv.cli.measure.rows import write_whole
+    from packedkv.cli.page.rows import write_whole
     from packedkv_lab.report.evaluation import page_html
 
     folder = Path(args.files[0])

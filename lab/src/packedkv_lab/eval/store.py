@@ -15,6 +15,7 @@ from types import TracebackType
 from typing import Any
 
 from packedkv.cli.measure.rows import Row, check_writable, plain, write_json
+from packedkv.cli.page.rows import read_bytes, read_json, read_json_lines
 from packedkv.errors import FormatError, KVError, check_former_name
 
 FORMAT, VERSION = "packedkv-eval", 1
@@ -41,14 +42,7 @@ class Run:
 def read_run(folder: str | Path) -> Run:
     """Read a folder without writing; a truncated last line is ignored."""
     path = Path(folder)
-    try:
-        about = json.loads((path / RUN).read_text(encoding="utf-8"))
-    except OSError as error:
-        raise FormatError(
-            f"{path} holds no {RUN} ({error.strerror or error}); pass the folder that `packedkv eval --output` wrote."
-        ) from error
-    except ValueError as error:
-        raise FormatError(f"{path / RUN} is not JSON ({error}); it was altered. Begin another folder.") from error
+    about = read_json(path / RUN, "pass the folder that `packedkv eval --output` wrote")
     mark = about.get("format") if isinstance(about, dict) else None
     check_former_name(path / RUN, (mark,), FORMAT, f'set its "format" to "{FORMAT}"')
     if mark != FORMAT:
@@ -146,23 +140,16 @@ def key_of(line: Mapping[str, Any]) -> Key:
 
 def _read_lines(path: Path) -> tuple[list[Row], int]:
     """Lines of ``items.jsonl``, each item once, and the bytes up to the end of the last whole line."""
-    try:
-        data = path.read_bytes()
-    except FileNotFoundError:
+    if not path.exists():
         return [], 0
-    except OSError as error:
-        raise KVError(f"{path} cannot be read ({error.strerror or error}).") from error
-    whole = data.rfind(b"\n") + 1
+    data = read_bytes(path, "give another folder")
     found: dict[Key, Row] = {}
-    for number, raw in enumerate(data[:whole].splitlines(), 1):
+    for at, line in enumerate(read_json_lines(path, data), 1):
         try:
-            line = json.loads(raw)
             found.setdefault(key_of(line), line)
-        except (ValueError, KeyError, TypeError) as error:
-            raise FormatError(
-                f"{path}, line {number} is damaged ({error}); remove that line, and the item is done again."
-            ) from error
-    return list(found.values()), whole
+        except (KeyError, TypeError) as error:
+            raise FormatError(f"{path}, line {at} is damaged ({error}); remove that line.") from error
+    return list(found.values()), data.rfind(b"\n") + 1
 
 
 def _open_locked(path: Path) -> int:

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 from packedkv.cli.page import figures, html
 from packedkv.cli.page.figures import SPEED_TITLES
 from packedkv.cli.page.html import Cell, Section
-from packedkv.cli.page.rows import Json, read_rows
+from packedkv.cli.page.rows import Json, read_rows, write_whole
 from packedkv.cli.page.words import DASH, bits_text
 from packedkv.errors import KVError
 from packedkv_lab.bench import PARTS
@@ -122,7 +122,8 @@ def write_page(out: Path, say: Callable[[str], None], add: Path | None = None) -
     rows = {part: found for part in PARTS if (found := _gather(part, folders, say))}
     if not rows:
         raise KVError(f"bench page: {out} holds no rows ({', '.join(f'{part}.jsonl' for part in PARTS)}).")
-    _write(out / "bench.html", page_html(rows), say)
+    write_whole(out / "bench.html", page_html(rows))
+    say(f"written: {out / 'bench.html'}")
     return [row for part in rows.values() for row in part]
 
 
@@ -132,13 +133,7 @@ def _gather(part: str, folders: Sequence[Path], say: Callable[[str], None]) -> l
     rows = newest(read_rows([path for path in files if path.is_file()], NEEDED))
     if rows and any(path.is_file() for path in files[1:]):
         # one row per line, for readable diffs of committed files
-        _write(folders[0] / f"{part}.json", "[\n" + ",\n".join(map(json.dumps, rows)) + "\n]\n", say)
+        target = folders[0] / f"{part}.json"
+        write_whole(target, "[\n" + ",\n".join(map(json.dumps, rows)) + "\n]\n")
+        say(f"written: {target}")
     return rows
-
-
-def _write(path: Path, text: str, say: Callable[[str], None]) -> None:
-    try:
-        path.write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise KVError(f"cannot write {path}: {error.strerror or error}; pass another folder.") from error
-    say(f"written: {path}")

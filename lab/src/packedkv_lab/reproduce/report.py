@@ -5,9 +5,9 @@ from pathlib import Path
 from typing import Any
 
 from packedkv.cli.measure.rows import Row, check_writable, plain, write_json
+from packedkv.cli.page.rows import write_whole
 from packedkv.cli.page.tables import aligned
 from packedkv.cli.stamp import versions
-from packedkv.errors import KVError
 from packedkv_lab.reproduce.claims import PAPERS
 from packedkv_lab.reproduce.rate_distortion import STUDY
 
@@ -87,9 +87,5 @@ def write_folder(rows: Sequence[Row], out: str | Path, about: Mapping[str, Any])
     data = {"about": about, "claims": claims, "not_recomputed": missing, "rate_distortion": study}
     write_json(folder / JSON, plain(data))
     head = ["# The papers' numbers, recomputed", "", *(f"{key}: {value}  " for key, value in about.items()), ""]
-    try:
-        text = "\n".join([*head, "```", terminal(rows), "```", ""])
-        (folder / MARKDOWN).write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise KVError(f"{folder / MARKDOWN} cannot be written ({error.strerror or error}).") from error
+    write_whole(folder / MARKDOWN, "\n".join([*head, "```", terminal(rows), "```", ""]))
     return [folder / MARKDOWN, folder / JSON]

@@ -8,8 +8,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from packedkv.atomic import whole_file
-from packedkv.cli.page.rows import read_json_lines
+from packedkv.cli.page.rows import read_json_lines, write_whole
 from packedkv.cli.page.tables import aligned, cell, columns_of, with_reference
 from packedkv.errors import KVError
 
@@ -69,16 +68,6 @@ def resumed_lines(path: Path) -> list[Any]:
         with path.open("r+b") as file:
             file.truncate(whole)
     return read_json_lines(path, data)
-
-
-def write_whole(path: Path, text: str) -> None:
-    """Write a text file atomically: an existing file is kept if it fails."""
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with whole_file(path) as part:
-            part.write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise KVError(f"{path} cannot be written ({error.strerror or error}); choose another file.") from error
 
 
 def check_writable(folder: str | Path) -> Path:

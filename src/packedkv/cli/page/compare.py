@@ -6,9 +6,8 @@ from typing import Any
 
 from packedkv.cli.page import figures, html, svg
 from packedkv.cli.page.html import Cell, Head, Section, escape
-from packedkv.cli.page.rows import UNCOMPRESSED
+from packedkv.cli.page.rows import UNCOMPRESSED, write_whole
 from packedkv.cli.page.tables import Row, cell, columns_of, with_reference
-from packedkv.errors import KVError
 
 SVG_NAME, HTML_NAME = "quality.svg", "report.html"
 DETAILS_FIRST = ("model", "text", "windows", "prefill", "protocol", "device", "versions", "seconds")
@@ -28,15 +27,9 @@ def write_report(rows: Sequence[Row], out_dir: Path, meta: Mapping[str, Any]) ->
     about = [str(meta[k]) for k in ("model", "text") if meta.get(k)]
     plot = figures.quality(rows, " on ".join(about) or str(meta.get("title", "quality over effective bits")))
     plots = [plot] if plot.points else []
-    try:
-        out_dir.mkdir(parents=True, exist_ok=True)
-        if plots:
-            picture.write_text(svg.standalone(svg.draw(plot)), encoding="utf-8")
-        page.write_text(page_html(with_reference(rows), meta, plots), encoding="utf-8")
-    except OSError as error:
-        raise KVError(
-            f"the report folder {str(out_dir)!r} cannot be written ({error.strerror or error}); pass another folder."
-        ) from error
+    if plots:
+        write_whole(picture, svg.standalone(svg.draw(plot)))
+    write_whole(page, page_html(with_reference(rows), meta, plots))
     return [picture, page] if plots else [page]
 
 

@@ -1,4 +1,4 @@
-"""Result files, read and checked before anything is shown; nothing here knows how the numbers were measured.
+"""Result files, read and checked before anything is shown, and pages written whole; nothing here measures.
 
 Every file holds rows: objects with some of the fields of ``FIELDS``, and others of its command. A file is a list of
 rows, an object with ``rows``, or lines of one row each (``.jsonl``). A missing field is None; one of a wrong type is an
@@ -11,7 +11,8 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from packedkv.errors import FormatError
+from packedkv.atomic import whole_file
+from packedkv.errors import FormatError, KVError
 
 Json = dict[str, Any]
 
@@ -115,3 +116,13 @@ def _json(path: Path, at: int, raw: bytes) -> Any:
         return json.loads(raw)
     except ValueError as error:
         raise FormatError(f"{path}, line {at} is damaged ({error}); remove that line.") from error
+
+
+def write_whole(path: Path, text: str) -> None:
+    """Write a text file atomically: an existing file is kept if it fails."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with whole_file(path) as part:
+            part.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise KVError(f"{path} cannot be written ({error.strerror or error}); choose another file.") from error
