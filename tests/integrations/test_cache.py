@@ -16,7 +16,7 @@ from packedkv.errors import FormatError, ShapeError, SpecError, UnsupportedError
 from packedkv.integrations.transformers import KVCache, cache_for, layers, load_cache
 from packedkv.integrations.transformers.argument import passing
 from tests.conftest import tiny_config, tiny_model
-from tests.integrations.test_generate import SPECS, assert_same, prompt, run
+from tests.integrations.test_generate import assert_same, prompt, run
 from tests.kernels.decode_cases import each_in_turn
 
 BLOCKED = "kivi-2:window=4"
@@ -245,18 +245,6 @@ def test_keys_and_values_of_different_width() -> None:
 
 
 # -- saving ------------------------------------------------------------
-
-
-@pytest.mark.parametrize(("spec", "name"), each_in_turn(SPECS, ["llama-gqa", "gemma3"]))
-def test_saved_cache_goes_on_as_the_original(tiny: Any, tmp_path: Path, name: str, spec: str) -> None:
-    model = tiny(name)
-    cache = filled(model, _cache(model, spec), 1)
-    cache.save(tmp_path / "chat.safetensors")
-    loaded = load_cache(tmp_path / "chat.safetensors", model)
-    assert isinstance(loaded, KVCache)
-    assert loaded.report()["bytes"] == cache.report()["bytes"]
-    ids = torch.cat([prompt(1), prompt(1, 8, seed=3)], 1)
-    assert_same(run(model, loaded, ids), run(model, cache, ids))
 
 
 def test_a_saved_cache_is_loaded_with_another_attention(tiny: Any, tmp_path: Path) -> None:

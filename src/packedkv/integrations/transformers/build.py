@@ -44,10 +44,9 @@ logger = logging.getLogger(__name__)
 
 
 class Request(NamedTuple):
-    """What ``cache_for`` is asked for; errors of ``build`` as there."""
+    """Arguments of ``cache_for`` besides the scheme."""
 
     model: Any  # or its config
-    scheme: KVScheme
     options: dict[str, Any]  # prefill, attention, seed, page_tokens
     params: LayerParams | str | Path | None
     max_len: int | None
@@ -66,25 +65,26 @@ class Parts(NamedTuple):
 
 
 @without_modes
-def build(request: Request) -> Parts:
-    """Build the parts of an empty cache.
+def build(request: Request, scheme: KVScheme) -> Parts:
+    """Build the parts of an empty cache; errors as in ``cache_for``.
 
-    Without ``attention`` the kernels of a CPU are used, if they serve every layer; ``unfused`` of the result is the
-    reason if they are not.
+    With ``attention=None`` a model on a CPU gets the kernels, if they support every layer. Otherwise ``unfused`` of the
+    result is the reason.
     """
     options, accepts = request.options, _acceptance(request)
     if options["attention"] is not None:
-        return _built(request, accepts)
+        return _built(request, scheme, accepts)
     device = getattr(request.model, "device", None)
     try:
         if device is None or device.type != "cpu":
             raise UnsupportedError("kernels are the default on a CPU only; attention='fused' asks for them")
-        return _built(request._replace(options={**options, "attention": "fused"}), accepts)
+        return _built(request._replace(options={**options, "attention": "fused"}), scheme, accepts)
     except BrokenPresetError:
         raise
     except UnsupportedError as error:
         unfused = str(error)
-    return _built(request._replace(options={**options, "attention": "decoded"}), accepts)._replace(unfused=unfused)
+    request = request._replace(options={**options, "attention": "decoded"})
+    return _built(request, scheme, accepts)._replace(unfused=unfused)
 
 
 def _acceptance(request: Request) -> Callable[[str], bool]:
@@ -96,7 +96,7 @@ def _acceptance(request: Request) -> Callable[[str], bool]:
         if (here := model()) is None:
             return False
         try:
-            build(other._replace(model=here, scheme=get(spec)))
+            build(other._replace(model=here), get(spec))
         except KVError:
             return False
         return True
@@ -104,8 +104,8 @@ def _acceptance(request: Request) -> Callable[[str], bool]:
     return accepts
 
 
-def _built(request: Request, accepts: Callable[[str], bool]) -> Parts:
-    model, scheme, options, _, max_len, action = request
+def _built(request: Request, scheme: KVScheme, accepts: Callable[[str], bool]) -> Parts:
+    model, options, _, max_len, action = request
     attention, page_tokens, seed = options["attention"], options["page_tokens"], options["seed"]
     if scheme.query_error and attention == "decoded":
         raise UnsupportedError(
@@ -114,7 +114,7 @@ def _built(request: Request, accepts: Callable[[str], bool]) -> Parts:
         )
     plan = plan_for(model, attention, encoder_decoder=True)
     schemes = layer_schemes(plan, scheme, page_tokens)
-    given = _given(request, plan, schemes)
+    given = _given(request, plan, scheme, schemes)
     schemes = resolve_means(model, plan, scheme, schemes, given)
     scheme = scheme.with_means([own.mean for own in schemes[: len(plan.stacks[0])]])
     sites = _sites(model, plan, schemes, given, seed)
@@ -172,9 +172,9 @@ def layer_schemes(plan: ModelPlan, scheme: KVScheme, page_tokens: int | None = N
     return schemes
 
 
-def _given(request: Request, plan: ModelPlan, schemes: Sequence[KVScheme]) -> LayerParams:
+def _given(request: Request, plan: ModelPlan, scheme: KVScheme, schemes: Sequence[KVScheme]) -> LayerParams:
     """Constants by layer, after verifying that they fit model, scheme and seed."""
-    scheme, params, seed = request.scheme, request.params, request.options["seed"]
+    params, seed = request.params, request.options["seed"]
     if params == "":
         raise SpecError("params='': expected the path of a file of `packedkv fit`, or None for no constants.")
     if isinstance(params, FittedParams | str | Path):

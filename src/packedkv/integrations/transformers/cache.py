@@ -292,7 +292,8 @@ def cache_for(
     if max_len is not None and (not isinstance(max_len, int) or max_len < 1):
         raise SpecError(f"max_len={max_len!r}: expected a whole number of tokens, at least 1, or None.")
     options = {"prefill": prefill, "seed": seed, "page_tokens": page_tokens, "attention": attention}
-    parts = build(Request(unwrapped(model_or_config), get(spec), options, params, max_len, probe_option(probe)))
+    model, scheme, action = unwrapped(model_or_config), get(spec), probe_option(probe)
+    parts = build(Request(model, options, params, max_len, action), scheme)
     made = (EncoderDecoderKVCache if len(parts.plan.stacks) > 1 else KVCache)(parts)
     if made.probe is not None:
         made.probe.undo = made.reset
