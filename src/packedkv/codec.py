@@ -107,6 +107,11 @@ class Constant:
     each: bool = False
 
     @classmethod
+    def sizes(cls, *shape: int) -> "Constant":
+        """Divisors of channels: float32 above 0, of which fp16 holds the largest; one for each sequence."""
+        return cls(shape, low=LEAST, high=FP16_MAX, each=True)
+
+    @classmethod
     def order(cls, *shape: int, each: bool = False) -> "Constant":
         """Numbers of channels, int16: each of 0 to D - 1 once in a row."""
 

@@ -59,20 +59,7 @@ import torch
 from torch import Tensor
 
 from packedkv.checks import needed
-from packedkv.codec import (
-    FP16_MAX,
-    LEAST,
-    NO_SAMPLE,
-    Codec,
-    Constant,
-    Constants,
-    Params,
-    Part,
-    Payload,
-    Sample,
-    Site,
-    one_of,
-)
+from packedkv.codec import FP16_MAX, NO_SAMPLE, Codec, Constant, Constants, Params, Part, Payload, Sample, Site, one_of
 from packedkv.codecs.group_int import Along, grid_fields
 from packedkv.errors import SpecError
 from packedkv.layout import Layout, check_head_dim
@@ -149,8 +136,7 @@ class InnerQ(Codec):
         return Layout(head_dim, self.block_tokens, fields, nominal_bits=float(self.width))
 
     def constants(self, site: Site) -> Constants:
-        norm = Constant((site.num_heads, site.head_dim), low=LEAST, high=FP16_MAX, each=True)
-        return {"norm": norm} if self.norm else {}
+        return {"norm": Constant.sizes(site.num_heads, site.head_dim)} if self.norm else {}
 
     def fit(self, site: Site, sample: Sample = NO_SAMPLE) -> Params:
         """Take the norms of each sequence: ``norm [B, H, D]`` float32, or nothing without ``norm``."""

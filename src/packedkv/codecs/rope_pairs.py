@@ -55,20 +55,7 @@ import torch
 from torch import Tensor
 
 from packedkv.checks import check_fitted, needed
-from packedkv.codec import (
-    FP16_MAX,
-    LEAST,
-    NO_SAMPLE,
-    Codec,
-    Constant,
-    Constants,
-    Params,
-    Part,
-    Payload,
-    Sample,
-    Site,
-    one_of,
-)
+from packedkv.codec import FP16_MAX, NO_SAMPLE, Codec, Constant, Constants, Params, Part, Payload, Sample, Site, one_of
 from packedkv.codecs.turboquant import TurboQuant
 from packedkv.layout import Field, Layout, check_head_dim
 from packedkv.ops.bitpack import pack, packed_bytes, unpack
@@ -152,7 +139,7 @@ class RopePairs(Codec):
         row, total = (site.num_heads, site.head_dim), self.bits * site.head_dim // STEP
         return {
             "order": Constant.order(*row, each=True),
-            "scale": Constant(row, low=LEAST, high=FP16_MAX, each=True),
+            "scale": Constant.sizes(*row),
             "widths": Constant(
                 (site.num_heads, site.head_dim // STEP), torch.uint8, 0, WIDEST,
                 lambda x: bool((x.sum(-1) == total).all()), f"of sum {total} in a head", each=True,
