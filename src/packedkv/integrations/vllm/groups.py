@@ -122,7 +122,7 @@ class GroupedLayer(EngineLayer):
     def prefill_own(
         self, q: Tensor, cache: Tensor, blocks: Tensor, seq_len: int, rules: Rules, recent: dict[Role, Tensor]
     ) -> Tensor:
-        """As ``attend_own``, by kernels; on a GPU soft caps and sliding windows use the reference."""
+        """Attention of one request's newest queries by kernels; a GPU's take no window and no soft cap."""
         engine, pages = self.engine(cache.shape[2]), self.pages(cache)[1]
         if self.batched and (rules.seen.window or rules.seen.softcap):
             return self.attend_own(q, cache, blocks, seq_len, rules, recent)
@@ -132,7 +132,7 @@ class GroupedLayer(EngineLayer):
     # -- prompts of several requests, by a GPU's kernels, one launch per stage -----------------------------------------
 
     def prefill_bytes(self, tokens: int, length: int, query_heads: int, rules: Rules) -> int:
-        """As ``EngineLayer.prefill_bytes``, plus a copy of the new tokens next to the groups before them."""
+        """Add a copy of the new tokens next to the groups before them."""
         row = 2 * self.heads * self.head_dim
         beside = row * (3 * tokens + self.unit) * torch.float32.itemsize
         return super().prefill_bytes(tokens, length, query_heads, rules) + beside
@@ -166,9 +166,9 @@ class GroupedLayer(EngineLayer):
         at, place = pending.at[:n], pending.place[:n]
         dense: dict[Role, Tensor] = {}
         for role, x in zip(ROLES, (keys, values), strict=True):
-            self.slot_rows[role][at, :, place] = x.to(self.slot_rows[role].dtype)
-        for role in ROLES:
-            dense[role] = self.slot_rows[role].index_select(0, at)
+            rows = self.slot_rows[role]
+            rows[at, :, place] = x.to(rows.dtype)
+            dense[role] = rows.index_select(0, at)
         # an incomplete group is sent behind its page, where nothing is stored
         self._encode(dense, cache, pending.page[:n, None], pending.first[:n])
         return dense

@@ -237,9 +237,9 @@ class EngineLayer:
     def write(
         self, keys: Tensor, values: Tensor, cache: Tensor, slots: Tensor, positions: Tensor | None = None
     ) -> None:
-        """Encode tokens into their slots with the codec itself; ``positions [n]``. This synchronises on a GPU."""
+        """Encode tokens into their slots with the codec itself. This synchronises on a GPU."""
         stored = slots >= 0
-        where = None if positions is None else positions[stored][None]
+        where = None if positions is None else positions[:, stored]
         for role, x in zip(ROLES, (keys, values), strict=True):
             self._put(role, x[stored].transpose(0, 1)[None], cache, slots[stored][None], where)
 

@@ -42,30 +42,15 @@ EXAMPLE = """--additional-config '{"packedkv": {"preset": "saw-int4"}}'"""
 
 @dataclass(frozen=True)
 class Options:
-    """Validated options.
+    """Validated options."""
 
-    Parameters
-    ----------
-    scheme : KVScheme
-        Of the model; a mixture has one per layer.
-    params : FittedParams or None
-    seed : int
-    probe : {"refuse", "warn", "off"}
-    draft : KVScheme
-        Of a draft model's layers.
-    to_fit : str
-        The preset as the user wrote it, if the server fits its constants and has not done so yet.
-    names_draft : bool
-        Whether the user gave ``draft``.
-    """
-
-    scheme: KVScheme
+    scheme: KVScheme  # of the model; a mixture has one per layer
     params: FittedParams | None = None
     seed: int = 0
     probe: Probe = "refuse"
-    draft: KVScheme = field(default_factory=lambda: get("dense"))
-    to_fit: str = ""
-    names_draft: bool = False
+    draft: KVScheme = field(default_factory=lambda: get("dense"))  # of a draft model's layers
+    to_fit: str = ""  # the preset as the user wrote it, if the server fits its constants and has not done so yet
+    names_draft: bool = False  # whether the user gave ``draft``
 
     @property
     def fitted(self) -> bool:
@@ -78,12 +63,7 @@ def read_options(
 ) -> Options | None:
     """Read the engine's ``additional_config`` and KV-cache dtype; None if no preset is named.
 
-    Parameters
-    ----------
-    additional : mapping or None
-    cache_dtype : str
-    made : Path, optional
-        The file that ``"params": "fit"`` stands for, once there is one.
+    ``made``: the file that ``"params": "fit"`` stands for, once there is one.
 
     Raises
     ------
@@ -150,17 +130,13 @@ def _check_keys(additional: Mapping[str, Any]) -> None:
     ------
     SpecError
     """
-
-    def is_misspelled(key: Any, value: Any) -> bool:
-        letters = re.sub(r"[^a-z0-9]", "", str(key).lower())
-        preset = value.get("preset") if isinstance(value, Mapping) else None
-        named = isinstance(preset, str) and preset.partition(":")[0] in presets()
-        return named or letters == FORMER_NAME or SequenceMatcher(None, letters, KEY).ratio() >= ALIKE
-
     for key, value in additional.items():
         if key == KEY:
             continue
-        if is_misspelled(key, value):
+        letters = re.sub(r"[^a-z0-9]", "", str(key).lower())
+        preset = value.get("preset") if isinstance(value, Mapping) else None
+        names_preset = isinstance(preset, str) and preset.partition(":")[0] in presets()
+        if names_preset or letters == FORMER_NAME or SequenceMatcher(None, letters, KEY).ratio() >= ALIKE:
             raise SpecError(f"packedkv: --additional-config has {key!r}. Did you mean {KEY!r}? E.g. {EXAMPLE}.")
         if key == "preset" or (KEY in additional and key in NAMES):
             raise SpecError(

@@ -76,17 +76,6 @@ class PendingGroups:
         Of a slot: 2 with drafts, of which a request may have fewer than G in a step.
     longest : int
         Tokens from there on, of drafts behind the longest request, are in no group; 0: there are none.
-
-    Attributes
-    ----------
-    slot : Tensor int64 ``[rows]``
-        Slot of the row's request.
-    at, place : Tensor int64 ``[rows]``
-        Half of a slot that has the row's newest token, or the query's; and its place there.
-    packed, dense_len : Tensor int32 ``[rows]``
-        Tokens that are read from pages, and from the slot.
-    page, first : Tensor int32 ``[rows]``
-        Block and place to which a group that this step completes is encoded; place ``page_tokens``: none is completed.
     """
 
     def __init__(
@@ -102,7 +91,10 @@ class PendingGroups:
         self.slots, self.unit, self.page_tokens, self.device = slots, unit, page_tokens, device
         self.halves, self.longest = halves, longest
         self.order = torch.arange(rows, dtype=torch.int32, device=device)
+        # slot of the row's request; half of a slot that has the row's newest token, or the query's; its place there
         self.slot, self.at, self.place = torch.zeros(3, rows, dtype=torch.int64, device=device)
+        # tokens that are read from pages, and from the slot; block and place to which a group that this step completes
+        # is encoded; place ``page_tokens``: none is completed
         self.packed, self.dense_len, self.page, self.first = torch.zeros(4, rows, dtype=torch.int32, device=device)
         # of each slot: the blocks that its halves' groups belong to, its request's tokens, the step of its last use
         self.block = torch.full((halves, slots + 1), FREE, dtype=torch.int64, device=device)

@@ -40,17 +40,9 @@ def preferred_page(scheme: KVScheme) -> int:
 
 
 class Rule(NamedTuple):
-    """One reason not to serve a layer's scheme.
+    """One reason not to serve a layer's scheme; ``reason`` and ``cure`` are a sentence, with ``{s}`` for the scheme."""
 
-    Parameters
-    ----------
-    broken : callable
-        (scheme, fitted) -> whether the scheme breaks it; ``fitted``: constants come from a file.
-    reason, cure : str
-        Two halves of the sentence, with ``{s}`` for the scheme.
-    """
-
-    broken: Callable[[KVScheme, bool], bool]
+    broken: Callable[[KVScheme, bool], bool]  # (scheme, whether constants come from a file)
     reason: str
     cure: str
 

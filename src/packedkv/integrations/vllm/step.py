@@ -42,35 +42,19 @@ Prompts = tuple[list[Any], list[Chunk]]
 
 @dataclass
 class PackedMetadata(AttentionMetadata):  # type: ignore[misc]
-    """One step's batch: queries of decode steps first, then prompt chunks.
+    """One step's batch of B requests: queries of decode steps first, then prompt chunks."""
 
-    Parameters
-    ----------
-    decodes : int
-        Queries of decode steps, each a sequence of its own: one of each request, or with speculative decoding a
-        request's newest token and its drafts.
-    chunks : list of Chunk
-        The other queries.
-    block_table : Tensor int32 ``[B, M]``
-        Of the requests.
-    seq_lens : Tensor int32 ``[decodes]`` or longer
-        Tokens visible to each decode query, itself included.
-    query_table : Tensor int32 ``[decodes, M]`` or longer
-        Blocks of each decode query's request.
-    prompts : dict of int to Prompts
-        On a GPU: the chunks as layers with each sliding window read them.
-    starts, totals : Tensor int32 ``[B + 1]``, ``[B]``, optional
-        First decode query and tokens of each request, if kernels read a request's pages once for all of its queries.
-    """
-
+    # queries of decode steps, each a sequence of its own: one of each request, or its newest token and its drafts
     decodes: int
-    chunks: list[Chunk]
-    block_table: Tensor
-    seq_lens: Tensor
-    query_table: Tensor
-    prompts: dict[int, Prompts] = field(default_factory=dict)
+    chunks: list[Chunk]  # the other queries
+    block_table: Tensor  # int32 [B, M]
+    seq_lens: Tensor  # int32 [decodes] or longer: tokens visible to each decode query, itself included
+    query_table: Tensor  # int32 [decodes, M] or longer: blocks of each decode query's request
+    prompts: dict[int, Prompts] = field(default_factory=dict)  # on a GPU: by sliding window of the layers
+    # int32 [B + 1], [B]: first decode query and tokens of each request, if kernels read its pages for all its queries
     starts: Tensor | None = None
     totals: Tensor | None = None
+    longest: int = 0  # tokens of the longest request, where there are ``starts``
 
 
 def bound_layer(impl: Any) -> EngineLayer:
@@ -98,17 +82,8 @@ class SharedStep:
     """What layers that share blocks compute once in a step, and their workspace.
 
     The first of them computes it (``PackedImpl.leads``). The tensors keep their addresses, because captured graphs hold
-    them.
-
-    Parameters
-    ----------
-    tokens, requests : int
-        Upper bounds for a step.
-    queries, most : int
-        Upper bounds of the decode queries of a request, and of a step.
-    layers : set of (int, int)
-        Sink and window of the layers.
-    device : torch.device
+    them. ``tokens, requests``: upper bounds for a step. ``queries, most``: upper bounds of the decode queries of a
+    request, and of a step. ``layers``: sink and window of each layer.
     """
 
     def __init__(
@@ -305,7 +280,7 @@ class PackedBuilder(AttentionMetadataBuilder[PackedMetadata]):  # type: ignore[m
         own.put(c, rows, decodes, self.longest)
         found = PackedMetadata(decodes, chunks, table, own.seq_lens, own.block_table, prompts)
         if self.joint and rows < decodes:
-            found.starts, found.totals = c.query_start_loc[: rows + 1], c.seq_lens[:rows]
+            found.starts, found.totals, found.longest = c.query_start_loc[: rows + 1], c.seq_lens[:rows], self.longest
         return found
 
     def _chunks(self, c: CommonAttentionMetadata, first: int) -> list[Chunk]:

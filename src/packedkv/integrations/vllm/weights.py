@@ -208,16 +208,8 @@ class Rotaries:
     ``rotary(layer)`` gives the rotary embedding. ``mean_after(layer)`` gives the mean after RoPE of keys of random
     states at the first positions: float32 ``[1, H, D]`` on the CPU. Both raise ``UnsupportedError`` if it is not known.
 
-    Parameters
-    ----------
-    impls : mapping
-        The implementations by layer.
-    hidden, dtype
-        Width and dtype of the states.
-    most : int
-        Tokens of the longest request.
-    axes : bool
-        Whether a token has positions on several axes (M-RoPE).
+    ``impls``: the implementations by layer. ``hidden, dtype``: width and dtype of the states. ``most``: tokens of the
+    longest request. ``axes``: whether a token has positions on several axes (M-RoPE).
     """
 
     def __init__(self, impls: Mapping[int, Any], hidden: int, dtype: torch.dtype, most: int, axes: bool) -> None:
@@ -336,8 +328,7 @@ def means_of(
     UnsupportedError
         ``mean=pre`` is not supported for a layer, or nothing gives the mean.
     """
-    means: dict[int, MeanRemoval] = {}
-    order = list(kinds)
+    means, order = dict[int, MeanRemoval](), list(kinds)
     for index in rotaries.impls:
         if (kind := kinds[index]) not in ("pre", "post"):
             continue
