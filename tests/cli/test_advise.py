@@ -234,7 +234,7 @@ def test_per_class_of_bits_the_least_error_is_chosen_and_the_useless_are_left_ou
         row("int-8", "key", 8.2, 0.001),
     ]
     values = [row("int-4", "value", 4.2, 0.02), row("int:bits=4", "value", 4.2, 0.02)]
-    found = choose({"key": keys, "value": values}, each=2)
+    found = choose({"key": keys, "value": values})
     assert found["key"] == ["turboquant-2", "saw-int4", "int-8"]
     assert found["value"] == ["int-4"]
     with pytest.raises(KVError, match="compresses values"):

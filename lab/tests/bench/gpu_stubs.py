@@ -30,7 +30,7 @@ class Clock:
 
     clean = eager = cold
 
-    def warm(self, call: Callable[[], object], calls: int = 20, reps: int = 10) -> dict[str, float]:
+    def warm(self, call: Callable[[], object], calls: int = 20) -> dict[str, float]:
         return self.cold(call)
 
 

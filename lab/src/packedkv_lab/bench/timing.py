@@ -119,8 +119,8 @@ class Timer:
         # one at a time: a queue of several calls would hide the gaps
         return spread([self._times(call, self._dirty, 1)[0] for _ in range(reps)], 3)
 
-    def warm(self, call: Callable[[], object], calls: int = 20, reps: int = 10) -> Spread:
+    def warm(self, call: Callable[[], object], calls: int = 20) -> Spread:
         """Time `calls` calls in one graph, per call."""
         graph = capture(call, calls)
         self._times(graph.replay, lambda: None, 2)
-        return spread([t / calls for t in self._times(graph.replay, lambda: None, reps)], 3)
+        return spread([t / calls for t in self._times(graph.replay, lambda: None, 10)], 3)

@@ -41,12 +41,12 @@ class SpeedPoint(NamedTuple):
     speedup: float
 
 
-def speed_points(rows: Sequence[Row], shapes: Sequence[str] = tuple(SPEED_TITLES)) -> list[SpeedPoint]:
+def speed_points(rows: Sequence[Row]) -> list[SpeedPoint]:
     """Return a point per shape and measured preset."""
     found = [row for row in newest([dict(row) for row in rows]) if row["metric"] == SPEEDUP and row.get("values")]
     return [
         SpeedPoint(row["spec"], shape, float(row["effective_bits"]), float(row["values"]["p50"]))
-        for shape in shapes
+        for shape in SPEED_TITLES
         for row in found
         if row["shape"] == shape
     ]

@@ -46,11 +46,11 @@ def polar(quick: bool) -> Found:
         yield f"b={bits}, length kept", "|k^|/|k|", float(length.mean())
 
 
-def closed_form(bits: int, dim: int = 128) -> float:
+def closed_form(bits: int) -> float:
     """2 (1 - E cos); level 1's angle is uniform, the others have the law of ``angle_levels``."""
     half = math.pi / 2**bits
     cos = math.sin(half) / half
-    for level in tree(dim):
+    for level in tree(128):
         _, m, n = level[0]
         cos *= _mean_cos(angle_levels(m, n, bits), m)
     return 2 * (1 - cos)

@@ -100,11 +100,6 @@ def recomputes(paper: str, table: str, *, seconds: float = 1.0) -> Callable[[Rec
     return add
 
 
-def available() -> dict[str, list[str]]:
-    """Tables that can be recomputed, by paper."""
-    return {paper: [table for p, table in _TABLES if p == paper] for paper in PAPERS}
-
-
 def reproduce_rows(
     papers: Sequence[str] | None = None, *, quick: bool = False, progress: Progress | None = None
 ) -> Iterator[Row]:

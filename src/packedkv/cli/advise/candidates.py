@@ -106,8 +106,8 @@ def assess(
     return found
 
 
-def choose(candidates: Mapping[Role, Sequence[Candidate]], *, each: int = 1) -> dict[Role, list[str]]:
-    """Choose the ``each`` best candidates per role and class of bits; a codec with several names counts once."""
+def choose(candidates: Mapping[Role, Sequence[Candidate]]) -> dict[Role, list[str]]:
+    """Choose the best candidate per role and class of bits; a codec with several names counts once."""
     chosen: dict[Role, list[str]] = {}
     for role in ROLES:
         seen: set[Any] = set()
@@ -120,7 +120,7 @@ def choose(candidates: Mapping[Role, Sequence[Candidate]], *, each: int = 1) -> 
         kept: list[Candidate] = []
         for low, high in zip((0.0, *CLASSES[:-1]), CLASSES, strict=True):
             inside = sorted((c for c in unlike if low < c.bits <= high), key=lambda c: (c.error, c.bits))
-            kept += inside[:each]
+            kept += inside[:1]
         # dominated: more bits than another, and no better
         kept = [c for c in kept if not any(o.bits <= c.bits and o.error < c.error for o in kept)]
         chosen[role] = [c.spec for c in kept]

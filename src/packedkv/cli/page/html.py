@@ -40,7 +40,6 @@ def page(
     title: str,
     sections: Iterable[Section | str],
     *,
-    subtitle: str = "",
     top: str = "",
     footer: str = "",
 ) -> str:
@@ -60,7 +59,7 @@ def page(
         '<meta name="viewport" content="width=device-width, initial-scale=1">',
         '<meta name="color-scheme" content="light dark">',
         f"<title>{escape(title)}</title><style>{_style_sheet()}{svg.style_sheet()}</style></head><body>",
-        f"<header><h1>{escape(title)}</h1>{paragraph(subtitle, 'soft') if subtitle else ''}</header>",
+        f"<header><h1>{escape(title)}</h1></header>",
         "<main>",
         top,
         f"<nav aria-label='sections'>{links}</nav>" if links else "",

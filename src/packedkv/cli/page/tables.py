@@ -1,4 +1,4 @@
-"""Tables as plain text and as Markdown, and the columns of the rows of ``packedkv compare``."""
+"""Tables as plain text, and the columns of the rows of ``packedkv compare``."""
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -27,18 +27,6 @@ def aligned(lines: Sequence[Sequence[str]], *, text: Collection[int] = (0,), rul
         lines = [lines[0], rule, *lines[1:]]
     placed = [str.ljust if i in text else str.rjust for i in range(len(widths))]
     return ["  ".join(put(x, w) for put, x, w in zip(placed, line, widths, strict=True)).rstrip() for line in lines]
-
-
-def markdown(headings: Sequence[str], lines: Sequence[Sequence[str]], *, text: Collection[int] = (0,)) -> str:
-    """A table in Markdown, numbers to the right; ``text`` as in ``aligned``.
-
-    >>> print(markdown(["preset", "bits"], [["`int-4`", "4.50"]]))
-    | preset | bits |
-    | --- | ---: |
-    | `int-4` | 4.50 |
-    """
-    rule = ["---" if i in text else "---:" for i in range(len(headings))]
-    return "\n".join(f"| {' | '.join(line)} |" for line in (headings, rule, *lines))
 
 
 # -- rows of packedkv compare ------------------------------------------------------------------------------------------
