@@ -1,6 +1,6 @@
 """The packed cache inside ``generate``: every operation equals the same operation on decoded K and V."""
 
-from itertools import product
+from itertools import cycle, product
 from typing import Any
 
 import pytest
@@ -44,6 +44,7 @@ FILLED = ["forward", 0, 45, 0]  # 46 tokens
 STEP = ["step", 0, 1, 0]
 PROGRAMS: dict[str, list[list[Any]]] = {
     "turns": [FILLED, ["greedy", 0, 8, 3], ["forward", 0, 6, 1], ["sample", 0, 5, 3], STEP],
+    "stored": [FILLED, STEP],
     "beams": [["beams", 0, 19, 3]],
     "beams of a second turn": [FILLED, ["beams", 0, 9, 3]],
     "look-up": [["lookup", 0, 19, 8]],
@@ -59,18 +60,22 @@ PROGRAMS: dict[str, list[list[Any]]] = {
 }
 ALONE = ("look-up", "assistant")
 """Programs on one sequence."""
+ATTENTIONS = ("decoded", "streamed", "fused")
 SLIDING = ("gemma3", "mistral", "gpt-oss", "gemma2")
 CASES = [
     f"{program} {spec} {SLIDING[i % 4] if program == 'roll-back' else models.MODELS[i % len(models.MODELS)]}"
-    for i, (program, spec) in enumerate(product(PROGRAMS, SPECS))
+    for i, (spec, program) in enumerate(product(SPECS, PROGRAMS))
 ]
-
-
 FURTHER = [(f"turns saw-int4 {name}", "decoded") for name in ("llama4", "gemma3n", "gemma4", "lfm2")]
 """Layers that attend chunks, borrow K and V, differ in heads and head_dim, or are convolutions."""
+MEANS = [
+    (f"{program} saw-int4:mean=pre {name}", attention)
+    for program, name, attention in zip(PROGRAMS, cycle(["qwen2", "mistral", "glm", "phi"]), cycle(ATTENTIONS))
+]
+"""Keys without their mean before RoPE: windows, and partial and interleaved rotations."""
 
 
-@pytest.mark.parametrize(("case", "attention"), [*each_in_turn(CASES, ["decoded", "streamed", "fused"]), *FURTHER])
+@pytest.mark.parametrize(("case", "attention"), [*each_in_turn(CASES, ATTENTIONS), *FURTHER, *MEANS])
 def test_a_program_equals_the_oracle(case: str, attention: str) -> None:
     """Every layer, at every call: what it holds, returns and attends."""
     program, spec, name = case.rsplit(" ", 2)
@@ -79,7 +84,7 @@ def test_a_program_equals_the_oracle(case: str, attention: str) -> None:
         "model": name,
         "spec": spec,
         "attention": attention,
-        "prefill": "exact",
+        "prefill": "decoded" if program == "stored" else "exact",
         "batch": batch,
         "seed": 0,
         "padding": [0, 7][:batch],
