@@ -5,12 +5,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from packedkv.codec import NO_SAMPLE, Sample, Site, roundtrip
+from packedkv.codec import Sample, Site, roundtrip
 from packedkv.codecs.fp8 import Fp8
 from packedkv.codecs.group_int import GroupInt
+from packedkv.codecs.hessian import HessianRotated
 from packedkv.codecs.hqmq import Hqmq
 from packedkv.codecs.outliers import Med
 from packedkv.codecs.saw_int4 import SawInt4
+from packedkv.codecs.ultra_tq import UltraTQ
 from packedkv.codecs.wrapper import inside
 from packedkv.ops.bitpack import unpack
 from tests.codecs.draws import normal_fp16, relative_mse
@@ -183,45 +185,23 @@ def test_a_sample_of_zeros_has_no_outliers(inner):
     assert not roundtrip(codec, torch.zeros(1, 1, 8, 64), params).any()
 
 
-def lumpy(*shape):
-    """Normal values, every third token with one long chunk, every fifth with four."""
-    x = normal_fp16(*shape)
-    x[..., ::3, 8:12] *= 40
-    x[..., ::5, 16:32] *= 20
-    return x.half().float()
-
-
 # -- around any codec ------------------------------------------------------------------------------------------------
 
 
-def test_the_inner_codec_is_fitted_calibrated_and_settled_on_the_rest():
-    seen = {}
-
-    class Listening(GroupInt):
-        needs = frozenset({"tensor", "queries"})
-
-        def fit(self, site, sample=NO_SAMPLE):
-            if sample.queries is None:
-                seen["fit"] = sample.tensor
-                return {"mark": torch.zeros(1)}
-            seen["calibrate"], seen["queries"] = sample.tensor, sample.queries
-            return {"mark": torch.ones(1)}
-
-        def settle(self, fitted):
-            seen["settle"] = [list(params) for params in fitted]
-            return [{"mark": params["mark"] + 1} for params in fitted]
-
-    codec, x, q = Med(Listening(4, 0)), lumpy(1, 1, 64, 64), normal_fp16(1, 2, 64, 64)
-    site = Site(0, "key", 1, 64)
-    plain = codec.fit(site, Sample(x))
+def test_the_inner_codec_is_fitted_and_settled_on_the_rest():
+    inner, site = UltraTQ(table="calibrated", refit=0.5), Site(0, "key", 1, 64)
+    codec, q = Med(inner), normal_fp16(1, 2, 64, 64)
+    assert Med(HessianRotated(SawInt4())).needs == {"tensor", "queries"}
+    _, x, _ = with_a_long_chunk(1)
+    x = x[..., :64]
+    plain, text = codec.fit(site, Sample(x)), codec.fit(site, Sample(x, q))
     rest = x.masked_fill(flags_of(codec, codec.encode(x, plain), 64).repeat_interleave(4, -1), 0)
     assert relative_mse(x, rest) > 0.5
-    assert torch.equal(seen["fit"], rest)
-    params = codec.fit(site, Sample(x, q))
-    assert "queries" in codec.needs
-    assert torch.equal(seen["calibrate"], rest)
-    assert seen["queries"] is q
-    assert torch.equal(params["threshold"], plain["threshold"])
-    settled = codec.settle([params, params])
-    assert seen["settle"] == [["mark"], ["mark"]]
-    assert all(float(p["inner.mark"]) == 2 and torch.equal(p["threshold"], plain["threshold"]) for p in settled)
+    first, second = codec.settle([text, text])
+    own, gaussian = inner.settle([inner.fit(site, Sample(rest, q))] * 2)
+    cases = (plain, inner.fit(site, Sample(rest))), (text, inner.fit(site, Sample(rest, q))), (first, own)
+    for params, wanted in (*cases, (second, gaussian)):
+        assert inside(params).keys() == wanted.keys()
+        assert all(torch.equal(x, wanted[name]) for name, x in inside(params).items())
+        assert torch.equal(params["threshold"], plain["threshold"])
+    assert not torch.equal(own["levels"], gaussian["levels"])
