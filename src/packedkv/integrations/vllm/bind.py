@@ -59,7 +59,7 @@ def impls_of(config: VllmConfig, kind: type) -> dict[str, Any]:
 
 
 class ServedModel:
-    """What the layers of a model share in a process: options, means of keys, and the backends that vLLM asks.
+    """State that the layers of a model share in a process: options, means of keys, and the backend classes.
 
     ``config``: of the model; the implementation of a draft model's layer has its own. ``options``: with the constants
     that the server fits. ``backend``: ``PackedBackend``.
@@ -298,7 +298,7 @@ class ServedModel:
             )
 
     def _layer(self, impl: Any, index: int, mean: MeanRemoval | None, dtype: torch.dtype, layer: Any) -> EngineLayer:
-        """Make what stores and attends the tokens of vLLM's ``layer``."""
+        """Make the ``EngineLayer`` of vLLM's ``layer``."""
         config, options, heads, head_dim = impl.config, self.options, impl.num_kv_heads, impl.head_size
         where = f"packedkv, layer {index}"
         scheme, fitted = options.draft.for_layer(0, 1), None

@@ -50,7 +50,7 @@ def digest_of(options: Options, head_dim: int, dtype: torch.dtype, means: Sequen
 def folders(transfer: Any) -> list[Path]:
     """List the folders that a connector's configuration names, at any depth; none without a connector."""
     found, values = list[Path](), [] if transfer is None else [transfer.kv_connector_extra_config]
-    for value in values:  # which grow
+    for value in values:  # the list grows
         if isinstance(value, dict):
             found += [Path(x) for key, x in value.items() if key in _FOLDERS and isinstance(x, str)]
             values += value.values()

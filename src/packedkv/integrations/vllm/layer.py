@@ -354,7 +354,7 @@ class EngineLayer:
         return self.engines[page_tokens]
 
     def pool(self, cache: Tensor) -> tuple[SlotWriter, ChunkReader]:
-        """What writes these blocks on a GPU, and what reads them for prompts; cached, because they hold addresses."""
+        """Return the writer of these blocks on a GPU and their reader for prompts, cached: both hold addresses."""
         if (found := self.pools.get((cache.data_ptr(), cache.shape))) is None:
             engine, (_, pages) = self.engine(cache.shape[2]), self.pages(cache)
             assert isinstance(engine, CudaEngine)
@@ -475,7 +475,7 @@ class EngineLayer:
         )
 
     def prefill(self, q: Tensor, cache: Tensor, blocks: Tensor, seq_len: int, rules: Rules) -> Tensor:
-        """As ``attend``, by kernels; on a GPU for chunks that ``attend_chunks`` does not take."""
+        """Attention of one request's newest queries by kernels; on a GPU for chunks that ``attend_chunks`` refuses."""
         sink = self._sink(cache, blocks, seq_len)
         first = 0 if sink is None else sink[0].shape[2]
         pages, placed = self.pages(cache)[1], self._first_positions(1)

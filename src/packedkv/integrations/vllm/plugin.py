@@ -1,4 +1,4 @@
-"""What the plugin registers with vLLM: backends by dotted path, KV-cache dtypes, checks of the engine's options."""
+"""Register with vLLM: backends by dotted path, KV-cache dtypes, and checks of the engine's options."""
 
 from contextlib import suppress
 from typing import Any

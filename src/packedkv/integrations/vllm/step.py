@@ -79,7 +79,7 @@ def longest_sequence(config: VllmConfig) -> int:
 
 
 class SharedStep:
-    """What layers that share blocks compute once in a step, and their workspace.
+    """Results that layers with shared blocks compute once per step, and their workspace.
 
     The first of them computes it (``PackedImpl.leads``). The tensors keep their addresses, because captured graphs hold
     them. ``tokens, requests``: upper bounds for a step. ``queries, most``: upper bounds of the decode queries of a

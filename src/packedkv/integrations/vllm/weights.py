@@ -203,7 +203,7 @@ def _embeddings(around: Sequence[nn.Module]) -> list[nn.Module]:
 
 
 class Rotaries:
-    """How the layers of this process rotate keys, and their means after RoPE; both computed on demand.
+    """Rotary embeddings of this process's layers, and their means of keys after RoPE; both computed on demand.
 
     ``rotary(layer)`` gives the rotary embedding. ``mean_after(layer)`` gives the mean after RoPE of keys of random
     states at the first positions: float32 ``[1, H, D]`` on the CPU. Both raise ``UnsupportedError`` if it is not known.
