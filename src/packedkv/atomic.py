@@ -13,7 +13,7 @@ except ImportError:  # Windows: folders of killed processes stay
     fcntl = None  # type: ignore[assignment]
 
 SUFFIX = ".packedkv.part"
-"""Of the folders in which files are written."""
+"""Suffix of the folders in which files are written."""
 
 
 @contextmanager

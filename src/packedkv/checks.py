@@ -1,4 +1,4 @@
-"""What codecs refuse to store or to be fitted on: tensors of another kind, NaN, Inf, numbers beyond fp16."""
+"""Validate tensors and constants: shapes, dtypes, NaN, Inf, numbers beyond fp16."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace

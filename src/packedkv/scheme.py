@@ -5,7 +5,7 @@ tokens between are encoded, oldest first, in units of the codec's ``block_tokens
 
     encoded_end = sink + unit * max(0, (N - sink - window) // unit)
 
-Encoded data never changes, whatever the split into prefill and decode. With ``recent`` other codecs pack the newest
+Encoded data never changes, and does not depend on the split into calls. With ``recent`` other codecs pack the newest
 tokens. Tokens that leave the window are then dequantized and encoded. From old to new, tokens have 16 bit (sink), few
 bits, 8 bits. A ``KVScheme`` applies to every layer of a model, or to a mixture of one scheme per layer (``layers``);
 ``for_layer`` returns the scheme of one layer.
@@ -23,7 +23,7 @@ from packedkv.errors import SpecError
 from packedkv.layout import PageLayout
 
 Mean = Literal["auto", "pre", "post", "none"]
-"""What is subtracted from keys before they are encoded; see ``KVScheme``."""
+"""Mean that is subtracted from keys before they are encoded; see ``KVScheme``."""
 MEANS = get_args(Mean)
 
 

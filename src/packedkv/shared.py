@@ -102,9 +102,9 @@ class Shared:
 
 
 SHARED = Shared(512 << 20)
-"""Of this process: constants that codecs draw (``drawn``), and the kernel tables made from them."""
+"""Constants that codecs sample from a seed (``seeded_params``), and the kernel tables made from them."""
 
 
-def drawn(codec: Codec, site: Site) -> Params:
+def seeded_params(codec: Codec, site: Site) -> Params:
     """Constants of a codec that needs no sample: ``codec.fit(site)``, the same tensors every time."""
-    return SHARED.get(("drawn", codec, site), site.device, lambda: codec.fit(site))
+    return SHARED.get(("seeded", codec, site), site.device, lambda: codec.fit(site))

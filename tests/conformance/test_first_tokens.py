@@ -14,7 +14,7 @@ from packedkv.codecs.rope_pairs import RopePairs
 from packedkv.errors import FitError
 from packedkv.ops.rope import Rotary
 from packedkv.scheme import KVScheme
-from packedkv.shared import drawn
+from packedkv.shared import seeded_params
 from packedkv.store.site import MEAN_TOKENS, LayerSite, MeanRemoval
 
 DIM = 32
@@ -76,7 +76,7 @@ def defined(
     mean = sample(turned64(keys, positions, -1)).mean(2, keepdim=True)
     removed = turned64(mean, positions)
     codec = cache.roles["key"].codec
-    params = drawn(codec, cache.roles["key"].site)
+    params = seeded_params(codec, cache.roles["key"].site)
     coded = roundtrip(codec, (keys.double() - removed).float(), params).double() + removed
     return torch.cat([keys.double()[:, :, :first], coded[:, :, first:]], 2)
 

@@ -33,7 +33,7 @@ from packedkv.kernels.cuda.engine import CudaEngine
 from packedkv.kernels.spec import encoder, reader
 from packedkv.probe import OutlierProbe
 from packedkv.scheme import KVScheme
-from packedkv.shared import SHARED, Shared, drawn
+from packedkv.shared import SHARED, Shared, seeded_params
 from packedkv.store.site import LayerSite
 from tests.conftest import tiny_config, tiny_model
 from tests.kernels.conftest import unsynchronised
@@ -277,8 +277,8 @@ def test_what_is_shared_is_bounded_and_serves_every_mode() -> None:
     shared.clear()
     assert shared.get(9, CPU, lambda: build(9))["x"][0] == 9
     site = Site(0, "key", 2, DIM)
-    assert drawn(Octopus(3, 1), site) is drawn(Octopus(3, 1), replace(site))
-    assert drawn(Octopus(3, 1), site) is not drawn(Octopus(3, 1), replace(site, seed=1))
+    assert seeded_params(Octopus(3, 1), site) is seeded_params(Octopus(3, 1), replace(site))
+    assert seeded_params(Octopus(3, 1), site) is not seeded_params(Octopus(3, 1), replace(site, seed=1))
     assert SHARED.limit >= 1 << 28
 
 

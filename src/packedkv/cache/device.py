@@ -139,7 +139,7 @@ class StepPositions:
     sink : int
         Tokens before slot 0.
     rotary : Rotary, optional
-        How the mean of the keys turns; None: the keys keep it.
+        Rotation of the keys' mean; None: the keys keep their mean.
     """
 
     cropped = False

@@ -4,7 +4,7 @@ A frame is a block of tokens that see each other and every cached frame. A rollo
 are evicted, but for the first ones (sinks). Video diffusion passes a frame several times while it is denoised:
 ``replace`` overwrites the newest frame.
 
-Keys keep the positions to which the model rotated them, whatever is evicted: ``seen`` counts frames from the beginning.
+Keys keep the positions to which the model rotated them; ``seen`` counts frames from the beginning.
 Where positions count within the cache instead, all frames but the sinks move alike, which changes no score; ``turn``
 replaces the sinks' keys.
 
@@ -171,7 +171,7 @@ class FrameCache:
     def turn(self, keys: Tensor) -> None:
         """Replace the sinks' keys ``[B, H, F * sinks, D]`` by the same keys rotated to other positions.
 
-        For positions that count within the cache: when a frame is evicted, the sinks come a frame nearer to all others.
+        For positions that count within the cache: each evicted frame moves the sinks one frame nearer to all others.
         The model stores their keys before RoPE. A call that a CUDA graph captures does not check the numbers.
 
         Raises

@@ -163,7 +163,7 @@ class FusedLayerCache(LayerCache):
         return may or (not self.static and self.site.fit_tokens > 1 and not self.is_fitted)
 
     def kernels(self) -> dict[str, str]:
-        """What serves this layer: ``decode``, ``encode.key``, ``encode.value``; empty before the first append."""
+        """Return the kernels by use: ``decode``, ``encode.key``, ``encode.value``; empty before the first append."""
         if self.engine is None:
             return {}
         return {"decode": self.engine.name, **{f"encode.{role}": self.engine.written_by(role) for role in ROLES}}
@@ -371,14 +371,14 @@ class FusedLayerCache(LayerCache):
                 engine.prepare(roles)
             return roles, engine
 
-        if site.is_drawn and (mean is None or mean.given is not None):  # the same in all caches, and never written to
+        if site.is_seeded and (mean is None or mean.given is not None):  # the same in all caches, and never written to
             key = *where, None if mean is None else mean.name
             roles, self.engine = SHARED.get(
                 key, keys.device, build, lambda ready: [*_constants_of(ready[0]), *ready[1].tensors()]
             )
         else:
             roles, self.engine = build()
-        # pages of a growing cache come with the tokens that leave, which may have to wait
+        # a growing cache gets pages when the first tokens leave the window
         store = PageStore(chosen.layout, keys.shape[0], heads, keys.device, self.reserve)
         self.roles, self.store, self.dtype = empty_roles(roles, keys), store, keys.dtype
         self.mean = None if self.mean is None else self.mean.to(keys.device)
@@ -490,7 +490,7 @@ class FusedLayerCache(LayerCache):
         self.positions.extend(n)
 
     def _place_steps(self, n: int, positions: Tensor | None, empty: bool, lengths: DeviceLengths) -> None:
-        """As ``_place``, of a static cache: a single token's position is compared on the device."""
+        """``_place`` for a static cache: compare the position of a single token on the device."""
         assert self.steps is not None
         if n > 1 and self.needs_order:
             self.steps.check(positions)
@@ -515,7 +515,7 @@ class FusedLayerCache(LayerCache):
             )
 
     def _renumber(self, slot: int) -> None:
-        """The next token that is encoded goes to ``slot``, whatever was freed before."""
+        """Number the slots so that the next encoded token has ``slot``."""
         if self.slots is not None:
             key = self.roles["key"]
             token = self.start + key.sink.shape[2] + key.encoded  # of all that were appended
@@ -543,7 +543,7 @@ class FusedLayerCache(LayerCache):
         """Return the tokens on which kernels fit constants, and the keys' mean, by role; arguments as in ``_fit``."""
         slots, sink, tokens, mean = self.slots, self.roles["key"].sink.shape[2], self.site.fit_tokens, self.site.mean
         missing = [self.roles[role] for role in ROLES if self.roles[role].params is None and engine.fits(role)]
-        if tokens <= 1:  # all that came
+        if tokens <= 1:  # all tokens of the call
             if whole is None:
                 whole = {s.role: torch.cat([s.sink, s.pending(behind[s.role])], 2) for s in missing}
             return {s.role: FirstTokens(whole[s.role]) for s in missing if s.role == "value" or mean is None}
@@ -571,7 +571,7 @@ class FusedLayerCache(LayerCache):
         return samples
 
     def removed_from_newest(self, n: int) -> Removed | None:
-        """As ``LayerCache.removed_from_newest``; layers share the angles."""
+        """Return the removed mean as ``LayerCache``; layers share the angles."""
         mean = self.site.mean
         if self.static:
             return super().removed_from_newest(n)
@@ -580,7 +580,7 @@ class FusedLayerCache(LayerCache):
         return self._removed(self._slot(self.slots, self.start + self.length - n), n)
 
     def _removed(self, slot: int, count: int) -> Removed | None:
-        """What is subtracted from the keys of ``count`` slots from ``slot`` on; None: they keep their mean."""
+        """Return what is subtracted from the keys of ``count`` slots from ``slot`` on; None: they keep their mean."""
         mean = self.site.mean
         if mean is None or self.slots is None or self.mean is None:
             return None
@@ -842,12 +842,12 @@ class FusedLayerCache(LayerCache):
         if self.steps is not None:
             self.steps.select(index)
         own_mean = self.site.mean is not None and self.site.mean.given is None
-        if self.engine is not None and (own_mean or not self.site.is_drawn):
+        if self.engine is not None and (own_mean or not self.site.is_seeded):
             self.engine.ready = False  # constants may belong to a sequence
         self.refresh()
 
     def evict(self, n: int, keep: int = 0) -> None:
-        """As ``LayerCache.evict``.
+        """Evict as ``LayerCache``.
 
         Raises
         ------

@@ -33,7 +33,7 @@ from packedkv.store.site import WITHOUT_MODEL, LayerSite, MeanRemoval, Removed
 
 
 class State(NamedTuple):
-    """What an append replaces. No tensor is copied: sink and window are new tensors after an append."""
+    """Attributes that an append replaces. No tensor is copied: sink and window are new tensors after an append."""
 
     cache: dict[str, Any]
     roles: dict[Role, dict[str, Any]]
@@ -210,7 +210,7 @@ class LayerCache:
         self.length += n
 
     def state(self) -> State:
-        """What an append replaces."""
+        """Return a copy of what an append replaces."""
         roles = {role: {**vars(of), "runs": [*of.runs]} for role, of in self.roles.items()}
         return State({**vars(self)}, roles, [*self.positions.runs], self._recent_tokens)
 
@@ -415,7 +415,7 @@ class LayerCache:
         return torch.cat(parts, 2) if len(parts) > 1 else parts[0]
 
     def _recall(self, state: RoleState, first: int, last: int, dtype: torch.dtype) -> Tensor:
-        """As ``_decode_slots``, in one piece; tokens that were decoded before are taken from memory, in float32."""
+        """Return dequantized tokens in one piece, each dequantized once and then kept in float32."""
         known = [] if state.remembered is None else [state.remembered]
         if last > (count := known[0].shape[2] if known else 0):
             state.remembered = torch.cat([*known, *self._decode_slots(state, count, last, torch.float32)], 2)
@@ -502,7 +502,7 @@ class LayerCache:
     def evict(self, n: int, keep: int = 0) -> None:
         """Drop the oldest ``n`` tokens after the first ``keep``.
 
-        ``keep > 0`` is the StreamingLLM pattern: the first tokens stay, the middle goes. Keys keep the
+        ``keep > 0`` is the StreamingLLM pattern: the first tokens stay, tokens behind them are dropped. Keys keep the
         rotary positions with which they were appended; renumbering positions is left to the caller.
         """
         if n < 0 or keep < 0 or keep + n > self.length:
@@ -642,7 +642,7 @@ class LayerCache:
         return parts
 
     def constant_bytes(self) -> int:
-        """Bytes of the sites' constants (signs, codebooks): fixed per layer, whatever the length."""
+        """Bytes of the sites' constants (signs, codebooks): their size does not depend on the length."""
         size = sum(p.nbytes for s in self.roles.values() if s.params is not None for p in s.params.values())
         return size if self.recent is None else size + self.recent.constant_bytes()
 

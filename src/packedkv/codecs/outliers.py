@@ -51,7 +51,7 @@ from packedkv.errors import SpecError
 from packedkv.layout import Field, Layout
 from packedkv.ops.bitpack import pack, packed_bytes, unpack
 from packedkv.ops.quaternion import chunk_lengths, split_chunks
-from packedkv.shared import drawn
+from packedkv.shared import seeded_params
 
 Outliers = Literal["off", 3, 4, 5]
 """What recipes offer: off, or C."""
@@ -115,7 +115,7 @@ class Med(Wrapper):
         if self.inner.needs or sample.queries is not None:
             inner = self.inner.fit(site, replace(sample, tensor=bulk()))
         else:  # a cache shares random constants
-            inner = drawn(self.inner, site)
+            inner = seeded_params(self.inner, site)
         return around({"threshold": threshold.to(site.device)}, inner)
 
     def encode(self, x: Tensor, params: Params) -> Payload:

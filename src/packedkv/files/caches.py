@@ -1,7 +1,7 @@
 """Save packed caches and load them: one safetensors file (``container.py``), written atomically.
 
 The pages go to disk as they lie in memory (``layout.py``); sinks and windows follow in 16 bit. Constants that derive
-from the seed are not written: they are drawn again, and a fingerprint verifies that the draw gives the same constants.
+from the seed are not written: they are sampled again, and a fingerprint verifies that the constants are the same.
 Constants that were fitted on data are written once, however many layers share them. See ``docs/format.md``.
 """
 
@@ -145,7 +145,7 @@ def _live_pages(layer: LayerCache, columns: int) -> Tensor:
 
 
 def _fingerprint(params: Params) -> dict[str, list[Any]]:
-    """Shape and two moments per constant: distinguishes another draw from rounding on another machine."""
+    """Shape and two moments per constant: distinguishes other samples from rounding on another machine."""
     out: dict[str, list[Any]] = {}
     for name, value in params.items():
         x = value.detach().cpu().double().flatten()
@@ -154,7 +154,7 @@ def _fingerprint(params: Params) -> dict[str, list[Any]]:
     return out
 
 
-def _same_draw(now: Mapping[str, Sequence[Any]], then: Mapping[str, Sequence[Any]]) -> bool:
+def _same_sample(now: Mapping[str, Sequence[Any]], then: Mapping[str, Sequence[Any]]) -> bool:
     return now.keys() == then.keys() and all(
         list(a[0]) == list(b[0]) and all(abs(p - q) <= 1e-4 * b[3] + 1e-12 for p, q in zip(a[1:], b[1:], strict=True))
         for a, b in ((now[name], then[name]) for name in now)
@@ -188,7 +188,7 @@ def _rebuild(name: str, state: Mapping[str, Any], saved: _Saved, aged: LayerCach
     if aged is not None and (aged.site.recent is None or scheme != aged.site.recent.scheme):
         raise FormatError(f"{name} is saved as {scheme}, which is not the newest tier of {aged.scheme}.")
     fitted = {_role(role): load_params(p, saved.tensors, saved.device) for role, p in state["fitted"].items()}
-    mean = MeanRemoval("pre") if scheme.mean == "pre" else None  # how keys are turned is in the model, not in the file
+    mean = MeanRemoval("pre") if scheme.mean == "pre" else None  # the rotation of keys is in the model, not in the file
     first_head = _count(state, "first_head") if "first_head" in state else 0
     most = None if state.get("most") is None else _count(state, "most", 1)
     seed = state["seed"]
@@ -292,7 +292,7 @@ def _rebuild_role(
         check_constants(state.codec, site, state.params, batch)
     elif "fingerprint" in entry:
         state.params = state.codec.fit(site)
-        if not _same_draw(_fingerprint(state.params), entry["fingerprint"]):
+        if not _same_sample(_fingerprint(state.params), entry["fingerprint"]):
             raise FormatError(
                 f"the constants that {type(state.codec).__name__} draws from seed {site.seed} are not those the file "
                 f"was written with; load it with the packedkv and torch that wrote it."

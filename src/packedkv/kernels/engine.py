@@ -97,7 +97,7 @@ class Engine(ABC):
                 state = roles[role]
                 assert state.params is not None
                 kept[role] = constants(
-                    found, self.codecs[role], state.site, state.params, kept.get(role), drawn=state.drawn
+                    found, self.codecs[role], state.site, state.params, kept.get(role), drawn=state.seeded
                 )
         self.ready = True
 

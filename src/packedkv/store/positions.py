@@ -1,4 +1,4 @@
-"""Positions of the tokens that a cache holds: what RoPE turned each key by."""
+"""Positions of cached tokens, by which RoPE rotated their keys."""
 
 from collections.abc import Callable, Hashable, Iterator
 from functools import cached_property
@@ -88,7 +88,7 @@ class Positions:
         return (start + count)[:, None] + torch.arange(n, device=device)
 
     def extend(self, n: int) -> None:
-        """As ``append``, of n tokens that are known to continue the last run, so that their positions are not read."""
+        """Add n tokens that continue the last run, without reading their positions."""
         self.runs[-1] = (self.runs[-1][0] + n, self.runs[-1][1])
 
     def of(self, first: int, last: int) -> Tensor:
@@ -135,7 +135,7 @@ def shared(positions: Tensor) -> Tensor:
 
 
 def computed_of(positions: Tensor) -> dict[Any, Any]:
-    """What layers share of this tensor, by name."""
+    """Return what layers share of this tensor, by name."""
     computed: dict[Any, Any] | None = getattr(positions, COMPUTED, None)
     if computed is None:
         computed = {}
@@ -193,7 +193,7 @@ def angles_near(positions: Tensor, rotary: Rotary, offset: int, count: int) -> t
 
 
 def angles_at(positions: Tensor, rotary: Rotary) -> tuple[Tensor, Tensor]:
-    """``Rotary.angles`` of the positions, whatever their order."""
+    """``Rotary.angles`` of positions in any order."""
     return _once(positions, rotary.name, lambda: rotary.angles(positions))
 
 
@@ -237,7 +237,7 @@ class SlotPositions:
 
     @classmethod
     def starting(cls, positions: Tensor, batch: int, sink: int) -> "SlotPositions":
-        """Of a cache whose first tokens have ``positions [B or 1, n]``; ``sink`` tokens lie before slot 0."""
+        """Return those of a cache that begins at ``positions [B or 1, n]``; ``sink`` tokens lie before slot 0."""
 
         def begin() -> SlotPositions:
             first = _call_of(positions).first

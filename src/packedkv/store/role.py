@@ -27,12 +27,14 @@ class RoleSite:
     site : Site
     params : Params, optional
         None: they are fitted on the first prefill.
-    drawn : bool
+    seeded : bool
         Whether constants that need no sample follow from codec and site alone; False for constants of a file.
     """
 
-    def __init__(self, role: Role, codec: Codec, site: Site, params: Params | None = None, drawn: bool = False) -> None:
-        self.role, self.codec, self.site, self.params, self.drawn = role, codec, site, params, drawn
+    def __init__(
+        self, role: Role, codec: Codec, site: Site, params: Params | None = None, seeded: bool = False
+    ) -> None:
+        self.role, self.codec, self.site, self.params, self.seeded = role, codec, site, params, seeded
 
     def check_batch(self, batch: int) -> None:
         """Validate the number of sequences of the constants.
@@ -77,7 +79,7 @@ class RoleState(RoleSite):
     """
 
     def __init__(self, of: RoleSite, sink: Tensor, window: Tensor) -> None:
-        super().__init__(of.role, of.codec, of.site, of.params, of.drawn)
+        super().__init__(of.role, of.codec, of.site, of.params, of.seeded)
         self.sink, self.window = sink, window
         self.runs: list[tuple[int, int]] = []
         self.remembered: Tensor | None = None

@@ -17,7 +17,7 @@ from packedkv.errors import FitError, UnsupportedError
 from packedkv.ops.rope import NOT_TURNED, Rotary
 from packedkv.ops.sums import sum_by_halves
 from packedkv.scheme import KVScheme
-from packedkv.shared import drawn
+from packedkv.shared import seeded_params
 from packedkv.store.pages import PageStore
 from packedkv.store.role import RoleSite, RoleState, empty_roles
 
@@ -105,7 +105,7 @@ class Removed(NamedTuple):
     angles: tuple[Tensor, Tensor]
 
     def first(self) -> "Removed":
-        """Of the first sequence alone."""
+        """Return what is removed from the first sequence."""
         if self.mean.shape[0] == 1 and self.angles[0].shape[0] == 1:
             return self
         cosines, sines = self.angles
@@ -192,7 +192,7 @@ class LayerSite:
             if given is not None:
                 params = {k: v.to(device) for k, v in given.items()}
             elif "tensor" not in codec.needs:
-                params = drawn(codec, site)
+                params = seeded_params(codec, site)
             made[role] = RoleSite(role, codec, site, params, given is None)
         return made
 
@@ -248,7 +248,7 @@ class LayerSite:
         return LayerSite(scheme, self.layer, self.seed, first_head=self.first_head, mean=mean)
 
     @property
-    def is_drawn(self) -> bool:
+    def is_seeded(self) -> bool:
         """Whether every constant follows from the scheme, layer and seed alone: equal sites share them."""
         return not self.fitted and "tensor" not in self.scheme.key.needs | self.scheme.value.needs
 

@@ -92,7 +92,7 @@ class CpuAttention:
         old = self.constants.get(state.role)
         if old is None or old[0] is not state.params:
             side = spec.key if state.role == "key" else spec.value
-            made = constants(side, state.codec, state.site, state.params, None, drawn=state.drawn)
+            made = constants(side, state.codec, state.site, state.params, None, drawn=state.seeded)
             old = self.constants[state.role] = state.params, made
         return old[1]
 
