@@ -67,7 +67,7 @@ class Job:
     deadline: float | None = _option(None, "begin nothing later than this", type=float, metavar="SECONDS")
     # as the programs would be where shared memory is short, to bound their times: docs/kernels.md
     shared_memory: int | None = _option(None, argparse.SUPPRESS, type=int, metavar="KB")
-    engine: str = _text("engine", "the kernels to time; there is one engine, cuda", "cuda")
+    engine: str = _text("cuda", "the kernels to time; there is one engine, cuda", "cuda")
     shapes: str | None = _text("A,B", "names of shapes, and of groups of them")
     also: Sequence[str] | None = _option(None, "with --device cuda: also these specs at these shapes; may be repeated; "
                                      "without --shapes nothing else", metavar="A,B@X,Y", action="append")  # fmt: skip
@@ -98,19 +98,19 @@ class Job:
 DEVICE = ("specs", "device", "seed", "no_libraries")
 SIZES = ("batch", "kv_heads", "query_heads", "head_dim", "tokens", "repeats", "dtype")
 OUT = ("out", "commit", "rows_only")
-GPU = (*DEVICE, *OUT, "deadline", "shared_memory")
+GPU = (*OUT, "deadline", "shared_memory")
 SESSIONS = ("sessions", "rounds", "shared", "context", "turn", "answer", "pause")
 BENCHES: dict[str, tuple[str, tuple[str, ...]]] = {
     "cache": ("append, decode and attend beside SDPA; without a name it is this one", (*DEVICE, *SIZES)),
     "codec": ("encode and decode of K and V, beside int-4, hqq and quanto", (*DEVICE, *SIZES)),
     "decode": (
         "decode attention: on a GPU beside 16-bit attention, on a CPU beside PyTorch, llama.cpp and QuantizedCache",
-        (*GPU, *SIZES, "engine", "shapes", "also"),
+        (*DEVICE, *SIZES, *GPU, "engine", "shapes", "also"),
     ),
-    "encode": ("encoding into pages on a GPU", (*GPU, "engine", "shapes")),
-    "prefill": ("new tokens over packed history on a GPU", (*GPU, "shapes")),
-    "generate": ("decode steps of a whole model on a GPU", (*GPU, "shapes", "ways", "turns", "no_dense")),
-    "first": ("time to the first token on a GPU", GPU),
+    "encode": ("encoding into pages on a GPU", (*DEVICE, *GPU, "engine", "shapes")),
+    "prefill": ("new tokens over packed history on a GPU", (*DEVICE, *GPU, "shapes")),
+    "generate": ("decode steps of a whole model on a GPU", (*DEVICE, *GPU, "shapes", "ways", "turns", "no_dense")),
+    "first": ("time to the first token on a GPU", (*DEVICE, *GPU)),
     "serve": (
         "sessions of several rounds against a running server",
         (*SESSIONS, "label", "model", "vocabulary", "timeout", "header", "seed", *OUT),
