@@ -12,14 +12,11 @@ import packedkv
 from packedkv.cache.fused import FusedLayerCache
 from packedkv.cache.layer import LayerCache, attend
 from packedkv.codec import ROLES, Dense
-from packedkv.codecs.hqmq import Hqmq
 from packedkv.codecs.octopus_qjl import OctopusQJL
-from packedkv.codecs.outliers import Med
 from packedkv.errors import ShapeError, UnsupportedError
 from packedkv.kernels.choose import choose, refusal
 from packedkv.kernels.cuda.engine import CudaEngine
 from packedkv.scheme import KVScheme
-from tests.kernels.decode_cases import each_in_turn
 
 DIM, HEADS, BATCH = 64, 1, 2
 CPU = torch.device("cpu")
@@ -54,52 +51,12 @@ def same(fused: FusedLayerCache, reference: LayerCache, seed: int = 1, **options
 
 
 WINDOWED = {
-    "saw": scheme("saw-int4", 2, 5),
     "kivi": scheme("kivi-2", 0, 5),
-    "kivi of 64": scheme("kivi-g64-3", 4, 5),
-    "kivi of 128": scheme("kivi-tq-4", 0, 5),
     "innerq": scheme("innerq-hybrid", 3, 6),
     "octopus": scheme("octopus-3", 0, 4),
     "hqmq": scheme("hqmq-s24_r3"),
-    "outliers": KVScheme(key=Med(Hqmq(24, 3), 1.5), value=Med(Hqmq(24, 3), 1.5), window=5),
     "sinks": scheme("int-8", 2, 3),
 }
-
-
-@pytest.mark.parametrize(
-    ("name", "capacity"), each_in_turn(("kivi of 64", "kivi of 128", "innerq", "outliers"), (0, 192))
-)
-def test_a_cache_filled_in_any_way_attends_as_the_reference(name: str, capacity: int, machine: dict[str, Any]) -> None:
-    k, v = rows(200)
-    fused, reference = FusedLayerCache(WINDOWED[name], capacity=capacity), Reference(WINDOWED[name])
-    sinks = torch.tensor([0.3, -0.5])
-    at, unit = 0, fused.unit
-    for n in (unit + 3 if unit > 32 else 40, 1, 1, 30, *(1,) * 36):  # through the end of a block, token by token
-        for cache in (fused, reference):
-            cache.append(k[:, :, at : at + n], v[:, :, at : at + n])
-        at += n
-        if n > 1 or at % 12 == 0 or at in (73, 74, 75):
-            same(fused, reference, sinks=sinks)
-    assert fused.kernels() == {"decode": "cuda", "encode.key": "cuda", "encode.value": "cuda"}
-    encoded = max(0, (at - fused.scheme.sink - fused.scheme.window) // unit * unit)
-    fused.decode()  # brings the host's state up to date
-    assert fused.roles["key"].encoded == fused.roles["value"].encoded == encoded
-    for decoded, wanted in zip(fused.decode(3, 30), reference.decode(3, 30), strict=True):
-        assert torch.equal(decoded, wanted)  # the same bytes, where both have encoded
-    fused.crop(at - 2)
-    reference.crop(at - 2)
-    same(fused, reference)
-    for cache in (fused, reference):
-        cache.select(torch.tensor([1, 0, 1]))
-    same(fused, reference)
-    for cache in (fused, reference):
-        cache.append(k[[1, 0, 1], :, :1], v[[1, 0, 1], :, :1])
-    same(fused, reference)
-    fused.check()
-
-
-PROMPT = [s for s in packedkv.presets() if packedkv.get(s).key.fit_tokens == 1]
-"""Presets that encode from the first token on."""
 
 
 @pytest.mark.parametrize("name", ["kivi", "hqmq", "sinks"])
@@ -167,14 +124,6 @@ def test_refusals_name_the_reason() -> None:
         FusedLayerCache(scheme("e8-2")).append(*rows(3))
 
 
-def test_an_amd_gpu_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.version, "hip", "6.4")
-    for spec in ("saw-int4", "int-4", "kivi-2"):
-        assert refusal(scheme(spec), 128, torch.device("cuda")) == (
-            "the CUDA kernels do not run on an AMD GPU, which the PyTorch reference serves"
-        )
-
-
 @pytest.mark.parametrize("size", [66_000.0, -3e5])
 @pytest.mark.parametrize("spec", ["saw-int4", "int-8"])
 def test_a_token_beyond_fp16_is_flagged(spec: str, size: float, machine: dict[str, Any]) -> None:
@@ -205,30 +154,6 @@ def test_kernels_are_listed_as_they_are_chosen(machine: dict[str, Any]) -> None:
         else:
             assert listed == {"encode": "none", "decode": "none"}, spec
             assert refusal(made, 128, CPU), spec
-
-
-@pytest.mark.parametrize("name", ["innerq", "octopus", "hqmq"])
-def test_a_step_of_a_static_cache_is_one_graph(name: str, machine: dict[str, Any]) -> None:
-    """Traced without a break, and once: tokens leave the window, or not, by what the device knows."""
-    k, v = rows(80)
-    traced, plain = (FusedLayerCache(WINDOWED[name], capacity=192) for _ in range(2))
-    q = torch.randn(BATCH, 2, 1, DIM, generator=torch.Generator().manual_seed(5))
-
-    def step(cache: FusedLayerCache, k: torch.Tensor, v: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
-        cache.append(k, v)
-        return cache.attend(q)
-
-    for cache in (traced, plain):
-        cache.append(k[:, :, :40], v[:, :, :40])
-    torch._dynamo.reset()
-    torch._dynamo.utils.counters.clear()
-    compiled = torch.compile(step, fullgraph=True, backend="eager")
-    with torch.no_grad():
-        for at in range(40, 80):
-            new = k[:, :, at : at + 1], v[:, :, at : at + 1]
-            assert torch.equal(compiled(traced, *new, q), step(plain, *new, q))
-    assert len(traced) == len(plain) == 80
-    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
 
 
 ROTATED = ("turboquant-4", "ultra-tq", "hqmq-s24_r3", "octopus-3", "saw-int4")

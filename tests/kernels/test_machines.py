@@ -8,13 +8,11 @@ import pytest
 import torch
 
 import packedkv
-from packedkv.cache.fused import FusedLayerCache
-from packedkv.cache.layer import LayerCache
 from packedkv.codec import ROLES, Site
 from packedkv.errors import KVError, UnsupportedError
 from packedkv.kernels.constants import constants_for
-from packedkv.kernels.cuda import build, encode, launch, prefill
 from packedkv.kernels.cuda import decode as attention
+from packedkv.kernels.cuda import encode, launch, prefill
 from packedkv.kernels.cuda.arguments import EncodeArgs
 from packedkv.kernels.cuda.launch import Config, machine_of
 from packedkv.kernels.spec import HEAD_DIMS, DecodeSpec, decode_spec, encode_spec, text_of
@@ -114,26 +112,6 @@ def test_launch_constants_without_room_are_refused(preset: str, teams: int, mach
             spec=text_of(pair), key=key, value=value, config=config,
         )  # fmt: skip
     assert "kv_decode" not in machine
-
-
-@pytest.mark.parametrize("preset", ["hqmq-s24_r3", "hqmq-s96_r4", "octopus-3"])
-def test_a_cache_on_99_kb_holds_the_same_and_attends_alike(
-    preset: str, asked: list[build.Program], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The whole way, with fewer copies of tables: encoding, decode steps, several queries at once."""
-    for module in (attention, prefill):
-        monkeypatch.setattr(module, "machine", lambda device: SMALL["99 KB"])
-    dim, made = 128, packedkv.get(preset).for_layer(8, 24)
-    fused, reference = FusedLayerCache(made), LayerCache(made)
-    k, v = torch.randn(2, 1, 2, 150, dim, generator=torch.Generator().manual_seed(0)).half()
-    for cache in (fused, reference):
-        cache.append(k, v)
-    for queries in (1, 3):
-        q = torch.randn(1, 4, queries, dim, generator=torch.Generator().manual_seed(1))
-        torch.testing.assert_close(fused.attend(q), reference.attend(q), rtol=0, atol=4e-3)
-    for got, wanted in zip(fused.decode(), reference.decode(), strict=True):
-        assert torch.equal(got, wanted)
-    assert any(program.source.startswith("#define KV_HALVINGS") for program in asked)
 
 
 @pytest.mark.parametrize("preset", ["hqmq-s192_r6", "octopus-4", "ghost-4", "octopus-qjl-4"])

@@ -17,6 +17,7 @@ from packedkv.ops.rope import Rotary
 from packedkv.store.site import LayerSite, MeanRemoval
 from tests.conftest import tiny_model
 from tests.integrations.test_generate import padded
+from tests.kernels.test_fused import WINDOWED
 from tests.test_key_bias import biased
 
 DIM, HEADS, BATCH = 64, 2, 2
@@ -189,10 +190,16 @@ def test_a_static_cache_fits_on_the_call_that_fills_it(spec: str, machine: dict[
     assert held == [x.data_ptr() for x in pair.fused.engine.tensors()]
 
 
-@pytest.mark.parametrize("spec", ["saw-int4", "turboquant-3:sink=4", "octopus-3:window=16"])
+@pytest.mark.parametrize(
+    "spec", ["saw-int4", "turboquant-3:sink=4", "octopus-3:window=16", "innerq", "octopus", "hqmq"]
+)
 def test_a_step_of_a_static_cache_is_one_graph(spec: str, machine: dict[str, Any]) -> None:
+    """Traced without a break, and once: tokens leave the window, or not, by what the device knows."""
     k, v = rows(60, 3, rotary(), mean_of_keys(), placed(0, 60))
-    (traced, _), (plain, _) = (both(spec, rotary(), 128) for _ in range(2))
+    if spec in WINDOWED:  # keys with their mean
+        traced, plain = (FusedLayerCache(WINDOWED[spec], capacity=192) for _ in range(2))
+    else:
+        (traced, _), (plain, _) = (both(spec, rotary(), 128) for _ in range(2))
     q = torch.randn(BATCH, 2 * HEADS, 1, DIM, generator=torch.Generator().manual_seed(5))
 
     def step(cache: FusedLayerCache, k: Tensor, v: Tensor, positions: Tensor, q: Tensor) -> Tensor:
