@@ -2,7 +2,6 @@
 
 import torch
 
-import packedkv
 from packedkv.codec import Sample, Site
 from packedkv.codecs.hessian import HessianRotated, hessian_rotation, second_moment
 from packedkv.codecs.oscar import OscarRotated
@@ -48,9 +47,3 @@ def test_behind_it_every_channel_weighs_the_same_in_the_scores():
         code = codec.query_to_code(queries.unflatten(1, (2, 2)).flatten(2, 3), fitted(codec))
         weight = code.double().square().mean(2)
         assert bool((weight.amax(-1) < 1.0001 * weight.amin(-1)).all()) == even
-
-
-def test_the_option():
-    scheme = packedkv.get("saw-int4:oscar=true")
-    assert (scheme.key, scheme.value) == (OscarRotated(SawInt4()), SawInt4(1))
-    assert packedkv.from_json(scheme.to_json()) == scheme
