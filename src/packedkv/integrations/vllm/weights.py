@@ -132,10 +132,7 @@ def check_biases(
 
 
 class _Keys(Exception):
-    """Ends a layer's forward pass where its keys are known."""
-
-    def __init__(self, keys: Tensor) -> None:
-        self.keys = keys
+    """Ends a layer's forward pass where its keys, the argument, are known."""
 
 
 def keys_at(impl: Any, states: Tensor, positions: Tensor) -> Tensor:
@@ -162,7 +159,8 @@ def keys_at(impl: Any, states: Tensor, positions: Tensor) -> Tensor:
         with torch.no_grad():
             attention(**_arguments(around, states, positions))
     except _Keys as found:
-        return found.keys.detach().reshape(len(positions), -1, impl.head_size).float()
+        keys: Tensor = found.args[0]
+        return keys.detach().reshape(len(positions), -1, impl.head_size).float()
     finally:
         del inner.forward
     raise UnsupportedError(f"{type(attention).__name__} does not call its attention layer")
