@@ -341,10 +341,13 @@ def test_a_bad_single_token_is_refused_at_once(spec: str, dtype: torch.dtype) ->
         assert torch.equal(other.attend(q), clean.attend(q))
 
 
-@pytest.mark.parametrize("spec", ["int-4", "saw-int4", "turboquant-4", "ultraquant"])
-def test_single_tokens_of_float32_are_held_as_fp16(spec: str) -> None:
+@pytest.mark.parametrize(
+    "spec", ["int-4", "int-3:group=32", "saw-int4", "turboquant-4", "ultraquant", "octopus-3:window=0", "hqmq-s24_r3"]
+)
+def test_single_tokens_of_float32_are_held_as_fp16(spec: str, variant: str) -> None:
     """Kernels round them; in one call with others they are rounded before."""
     tokens = draw(2, 2, 2, 9, 64) * torch.logspace(-8, 4, 64)
+    tokens[..., 4, :] = torch.linspace(1, 1 + 2.0**-6, 64)  # half-way between two fp16 numbers, among others
     one, many = FusedLayerCache(packedkv.get(spec)), FusedLayerCache(packedkv.get(spec))
     for i in range(9):
         one.append(*tokens[..., i : i + 1, :])

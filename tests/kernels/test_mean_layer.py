@@ -140,29 +140,26 @@ def test_a_static_cache_keeps_the_mean_and_its_addresses(
 ) -> None:
     """Left padding, steps, chunks, crops, beams and a second filling; addresses stay."""
     pair = Pair(spec, rotary(), 256, kind=kind)
+
+    def addresses() -> list[int]:
+        return [x.data_ptr() for x in (pair.fused._placed()["placed"], *pair.fused.engine.tensors())]
+
     pair.append(90)
-    held = pair.fused._placed()["placed"].data_ptr(), [x.data_ptr() for x in pair.fused.engine.tensors()]
-    pair.agree()
-    for n in (1, 1, 7, 1):
-        pair.append(n)
-    pair.agree()
-    for cache in (pair.fused, pair.plain):
-        cache.crop(80)
-    pair.at = 80
-    pair.append(70)
-    pair.append(1)
-    pair.agree()
-    for cache in (pair.fused, pair.plain):
-        cache.select(torch.tensor([1, 0]))
-    pair.agree()
+    held = addresses()
+    changes: list[tuple[Any, int, tuple[int, ...]]] = [
+        (lambda cache: cache.crop(80), 80, (1, 1, 70, 1)),
+        (lambda cache: cache.select(torch.tensor([1, 0])), 0, ()),
+        (lambda cache: cache.reset(), 0, (30, 1)),
+    ]
+    for change, at, tokens in changes:
+        change(pair.fused)
+        change(pair.plain)
+        pair.at = at
+        for n in tokens:
+            pair.append(n)
+        pair.agree()
     pair.fused.check()
-    for cache in (pair.fused, pair.plain):
-        cache.reset()
-    pair.at = 0
-    for n in (30, 1):
-        pair.append(n)
-    pair.agree()
-    assert held == (pair.fused._placed()["placed"].data_ptr(), [x.data_ptr() for x in pair.fused.engine.tensors()])
+    assert held == addresses()
 
 
 @pytest.mark.parametrize("spec", ["saw-int4", "octopus-3:window=16", "ghost-3"])
