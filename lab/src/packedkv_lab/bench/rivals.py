@@ -43,7 +43,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
-from packedkv.cli.measure.quantized_cache import tensors_of
+from packedkv.cli.measure.quantized_cache import PACKAGES, tensors_of
 from packedkv.errors import KVError
 from packedkv.kernels.flash import WIDEST
 from packedkv.ops.hadamard import block_hadamard
@@ -399,8 +399,8 @@ def cpu_rivals() -> list[CpuRival]:
             for name, (number, error) in GGML_TYPES.items()
         ),
         *(
-            CpuRival(f"quantized-cache-{name}", package, module, 0.5, partial(_quantized_cache, layer))
-            for name, package, module, layer in QUANTIZED_CACHES
+            CpuRival(f"quantized-cache-{name}", package, module, 0.5, partial(_quantized_cache, QUANTIZED_CACHES[name]))
+            for name, (module, package) in PACKAGES.items()
         ),
     ]
 
@@ -503,10 +503,8 @@ def _llama(kind: int, q: Tensor, k: Tensor, v: Tensor) -> tuple[Call, int]:
     return call, call.nbytes
 
 
-QUANTIZED_CACHES = (
-    ("quanto", "optimum-quanto", "optimum.quanto", "QuantoQuantizedLayer"),
-    ("hqq", "hqq", "hqq.core.quantize", "HQQQuantizedLayer"),
-)
+QUANTIZED_CACHES = {"quanto": "QuantoQuantizedLayer", "hqq": "HQQQuantizedLayer"}
+"""Layers of transformers by backend."""
 
 
 def _quantized_cache(layer: str, q: Tensor, k: Tensor, v: Tensor) -> tuple[Call, int]:
@@ -574,16 +572,16 @@ def _quanto_back(packed: Any) -> Tensor:
     return found
 
 
-QUANTIZERS: dict[str, tuple[str, Callable[[int, int, Tensor], Any], Callable[[Any], Tensor]]] = {
-    "hqq": ("hqq.core.quantize", _hqq, _hqq_back),
-    "quanto": ("optimum.quanto", _quanto, _quanto_back),
+QUANTIZERS: dict[str, tuple[Callable[[int, int, Tensor], Any], Callable[[Any], Tensor]]] = {
+    "hqq": (_hqq, _hqq_back),
+    "quanto": (_quanto, _quanto_back),
 }
 
 
 def quantizer_rivals(head_dim: int) -> list[QuantizerRival]:
     """Quantizers that do the job of ``int-4`` and ``int-2`` at this head_dim, installed or not."""
     return [
-        QuantizerRival(f"{library}-{bits}", module, f"int-{bits}", partial(encode, bits, head_dim), decode)
-        for library, (module, encode, decode) in QUANTIZERS.items()
+        QuantizerRival(f"{name}-{bits}", PACKAGES[name][0], f"int-{bits}", partial(encode, bits, head_dim), decode)
+        for name, (encode, decode) in QUANTIZERS.items()
         for bits in (4, 2)
     ]
