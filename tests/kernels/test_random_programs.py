@@ -57,7 +57,8 @@ def program_of(spec: str, dim: int, kind: str, seed: int) -> tuple[dict[str, Any
         "heads": 1, "ratio": random.choice((3, 8)), "batch": 2, "padding": [0, random.choice((0, 5))],
     }  # fmt: skip
     unit = max(packedkv.get(spec).codec(role).block_tokens for role in ROLES)
-    first = ["append", 0, max(MEAN_TOKENS // 2, unit) + random.randrange(60), random.randrange(1 << 16), 0]
+    tokens = max(MEAN_TOKENS // 2, unit) + 16 + random.randrange(60)  # more than static caches fit on, with padding
+    first = ["append", 0, tokens, random.randrange(1 << 16), 0]
     # a single token that cannot be stored is told by the next check, not at once
     others = [step for step in found.operations if step[0] != "refused" or step[2] % 40]
     return setting, [first, ["attend", 0, 1, 5, 1], ["attend", 0, 4, 6, 1], *others]
