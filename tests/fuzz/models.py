@@ -116,7 +116,7 @@ def program_of(seed: int) -> tuple[Setting, list[Operation]]:
 def attending(setting: Setting) -> Iterator[None]:
     """Give the model the attention function that a cache of the setting needs."""
     model = model_of(setting["model"], setting["dtype"])
-    own = "eager" if model.config.model_type == "gpt_oss" else "sdpa"
+    own = "sdpa" if model._supports_sdpa else "eager"
     model.set_attn_implementation(own if setting["attention"] == "decoded" else "packedkv")
     try:
         yield
