@@ -3,11 +3,13 @@
 import pytest
 
 import packedkv
+from packedkv.codecs.ghost import Ghost
 from packedkv.errors import UnsupportedError
 from packedkv.kernels.cuda import build, encode, launch, prefill
 from packedkv.kernels.cuda import decode as attention
 from packedkv.kernels.cuda.launch import machine_of
 from packedkv.kernels.spec import DecodeSpec, decode_spec, encode_spec
+from packedkv.kernels.spec import encoder as encoder_of
 from tests.kernels.offline import ARCHITECTURES, Kernel, compile_kernels, opcode
 from tests.kernels.test_head_dims import OF_80, READ
 
@@ -94,6 +96,58 @@ def test_a_tile_takes_few_instructions(preset: str, pairs: int) -> None:
     config = launch.config_for(pair, 256, 32768, launch.H200, heads=8)
     kernel = compile_kernels(attention.program(pair, config, heads=pair.heads(8)).source)["kv_decode"]
     assert instructions(kernel, config.tile) <= BUDGETS[preset, pairs]
+
+
+ROW_BUDGETS = {
+    # 64k tokens of 4 heads, keys and values, are 524288 rows, and 132 SMs issue 290 instructions of each in 164 us
+    "Role<EncodeGroupInt<128, 4, 0, false>>": 90,
+    "Role<EncodeGroupInt<128, 2, 32, false>>": 100,
+    "Role<EncodeGroupInt<128, 3, 32, false>>": 100,
+    "Role<EncodeGroupInt<128, 8, 0, true>>": 90,
+    "Role<EncodeSaw<128>>": 87,
+    "Role<EncodeSaw<128>, 128>": 155,
+    "Role<EncodeFp8<128, true>>": 75,
+    "Role<EncodeUltraquant<128, 0x3fc3f7ced916872bull>>": 97,
+    "Role<EncodeUltraquant<128, 0x3fc3f7ced916872bull>, 128>": 165,
+    "Role<EncodeInnerq<128, 3, LITERAL>, 1, FACTOR_INVERSE>": 107,
+    "EncodeTokensInt<128, 2, 32, false>": 105,
+    "EncodeTokensInnerq<128, 3, LITERAL, false>": 100,
+    "EncodeTokensInnerq<128, 2, LITERAL, true>": 220,
+}
+"""By encoder: instructions for a row of 128 channels, loads and stores included."""
+
+
+def test_a_row_is_encoded_with_few_instructions() -> None:
+    lines = [f'#include "encode_{name}.cuh"' for name in ("saw", "fp8", "ultraquant", "innerq", "blocks")]
+    lines.append("using namespace kv;")
+    for i, kind in enumerate(ROW_BUDGETS):
+        role = kind.startswith("Role")
+        call, threads = ("encode_side", "ENCODE_THREADS") if role else ("encode_blocks", f"T{i}::THREADS")
+        lines.append(f"using T{i} = {kind};")
+        lines.append(
+            f"KV_KERNEL void KV_BOUNDS({threads}, 1) kernel_{i}(KV_GRID_CONSTANT EncodeArgs args) "
+            f"{{ {call}<T{i}>(args, args.key); }}"
+        )
+    kernels = compile_kernels("\n".join(lines), 90, fma=False)
+    for i, (kind, budget) in enumerate(ROW_BUDGETS.items()):
+        # a way around the loop stores codes; a warp does four rows, eight warps do the 32 of a block
+        stores = 1 if "Fp8" in kind else 4
+        ways = [len(loop.shortest("STG", stores)) / 4 for loop in kernels[f"kernel_{i}"].loops_with("LDG", "STG")]
+        assert ways, kind
+        assert max(ways) <= budget, f"{kind}: {max(ways)} instructions a row"
+
+
+@pytest.mark.parametrize("bits", [2, 3, 4.5])
+def test_ghost_tries_two_scales_with_few_instructions(bits: float) -> None:
+    encoder = encoder_of(Ghost(bits), 128, "key")
+    source = f"""
+        #include "{encoder.header}"
+        KV_KERNEL void KV_BOUNDS(kv::TABLE_THREADS, {encoder.resident}) kv_encode(KV_GRID_CONSTANT kv::EncodeArgs a) {{
+          kv::encode_with_table<kv::Role<{encoder.type}, 1, kv::FACTOR_TIMES>>(a, kv::block_z() ? a.value : a.key);
+        }}
+    """
+    # 32 numbers, nine instructions each; those of the least cost and the next
+    assert len(compile_kernels(source, fma=False)["kv_encode"].loop_with("SHFL", "FMNMX").code) <= 360
 
 
 @pytest.mark.parametrize("arch", [103, 121])
