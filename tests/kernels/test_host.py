@@ -16,6 +16,7 @@ from packedkv.codecs.group_int import GroupInt
 from packedkv.codecs.saw_int4 import SawInt4
 from packedkv.errors import ShapeError, SpecError, UnsupportedError
 from packedkv.kernels import spec as specs
+from packedkv.kernels import structs
 from packedkv.kernels.constants import Constants, constants_for
 from packedkv.kernels.cuda import arguments, build, encode, launch
 from packedkv.kernels.cuda import decode as attention
@@ -67,6 +68,15 @@ def test_structs_are_laid_out_as_the_compiler_does(header: str, struct: type[cty
     assert ask("size") == ctypes.sizeof(struct) == sum(size for *_, size in fields)  # no field of C++ is left out
     for i, (field, offset, size) in enumerate(fields):
         assert (ask("offset", i), ask("bytes", i)) == (offset, size), field
+
+
+def test_a_struct_that_no_source_declares_is_refused(tmp_path: pathlib.Path) -> None:
+    (tmp_path / "a.cuh").write_text("\nstruct Args {\n  float* x;\n};\n")
+    assert structs.fields(tmp_path / "a.cuh", "Args") == [("x", ctypes.c_void_p)]
+    with pytest.raises(ValueError, match=r"a\.cuh has no struct Other"):
+        structs.fields(tmp_path / "a.cuh", "Other")
+    with pytest.raises(FileNotFoundError, match=r"b\.cuh"):
+        structs.fields(tmp_path / "b.cuh", "Args")
 
 
 # -- the cache of compiled programs ----------------------------------------------------------------------------------

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 KINDS = {torch.float16: 0, torch.bfloat16: 1, torch.float32: 2}
-"""Numbers of the dtypes in the structs."""
+"""The number of each dtype in the structs."""
 _NUMBERS = {
     "float": ctypes.c_float,
     "double": ctypes.c_double,
@@ -20,10 +20,14 @@ _NUMBERS = {
 def fields(path: Path, struct: str, **named: Any) -> list[tuple[str, Any]]:
     """Return ``_fields_`` of a C++ struct: the declarations that begin two spaces deep, one on a line.
 
-    ``named``: ctypes structures of the structs within, and sizes of arrays, by their names in C++.
+    ``named``: ctypes structures of the structs within, and sizes of arrays, by their names in C++. Raises ValueError if
+    the file has no such struct.
     """
     source = re.sub(r" *//.*", "", path.read_text())
-    body = source.partition(f"\nstruct {struct} {{\n")[2].partition("\n};")[0]
+    _, begin, rest = source.partition(f"\nstruct {struct} {{\n")
+    body, end, _ = rest.partition("\n};")
+    if not (begin and end):
+        raise ValueError(f"{path} has no struct {struct}; reinstall packedkv.")
     found = []
     for kind, names in re.findall(r"^  (?:const )?(\w+)\b([^(;]+);$", body, re.M):
         for name in names.split(","):
@@ -39,5 +43,5 @@ def structure(path: Path, struct: str, **named: Any) -> Any:
 
 
 def step_of(x: Tensor) -> int:
-    """Numbers from one entry of the first axis to the next one; 0: there is one for all."""
+    """Return the stride of the first axis, in numbers; 0 if its only entry serves all."""
     return 0 if x.shape[0] == 1 else x.stride(0)
