@@ -65,44 +65,45 @@ def constants_of(tensors: Sequence[Tensor | None], orders: tuple[int, int]) -> t
     return Constants(a, b, key, c), Constants(d, e, value, f)
 
 
-Own = Callable[[str, Callable[[], Tensor]], Tensor]
-"""Return what a function builds, or what has been built before: the constants of this name in ``Constants``."""
+Lookup = Callable[[str, Callable[[], Tensor]], Tensor]
+"""Return the tensor of a field of ``Constants``: an existing one, or the result of the function."""
 
 
 def constants_for(
-    kernel: Side, params: Params, heads: int, head_dim: int, own: Own = lambda _, build: build()
+    kernel: Side, params: Params, heads: int, head_dim: int, lookup: Lookup = lambda _, build: build()
 ) -> Constants:
     """Build the tensors of one role from the site's constants.
 
-    Raises UnsupportedError if there is no constant of the name that ``kernel`` has, or not of the shape that kernels
-    take.
+    Raises UnsupportedError if ``params`` lack a constant that ``kernel`` names, or if tables have another shape or
+    dtype than kernels take.
     """
     return Constants(
-        own("tables", partial(_tables, kernel.tables, kernel.type, params, heads)) if kernel.tables else None,
-        own("factor", partial(_factor, kernel, params, heads, head_dim)) if kernel.multiplies else None,
+        lookup("tables", partial(_tables, kernel.tables, kernel.type, params, heads)) if kernel.tables else None,
+        lookup("factor", partial(_factor, kernel, params, heads, head_dim)) if kernel.multiplies else None,
         kernel.order,
-        own("matrix", partial(_matrix, kernel.matrix, params)) if kernel.matrix else None,
+        lookup("matrix", partial(_matrix, kernel.matrix, params)) if kernel.matrix else None,
     )
 
 
 def constants(
-    kernel: Side, codec: Codec, site: Site, params: Params, old: Constants | None, *, drawn: bool
+    kernel: Side, codec: Codec, site: Site, params: Params, old: Constants | None, *, seeded: bool
 ) -> Constants:
-    """As ``constants_for`` the params of a site, shared where that is possible.
+    """Build as ``constants_for`` does from the params of a site, and share tensors among caches where possible.
 
-    ``old`` is what the cache had before: its own constants are copied into these tensors where shapes allow, because
-    captured graphs hold their addresses. ``drawn``: whether constants that need no sample follow from codec and site.
+    New constants that belong to one cache are copied into the tensors of ``old``, its earlier constants, where shapes
+    allow, because captured graphs hold their addresses. ``seeded``: whether constants that need no sample follow from
+    codec and site.
     """
 
-    def own(part: str, build: Callable[[], Tensor]) -> Tensor:
-        of: Codec = codec
-        where: Hashable = site
+    def lookup(part: str, build: Callable[[], Tensor]) -> Tensor:
+        source: Codec = codec
+        scope: Hashable = site
         if part == "tables":
-            of, where = kernel.tables_of or codec, (site.head_dim, site.device) if kernel.layer_invariant else site
-        name = (part, kernel.type, of, where) if part != "matrix" and drawn and not of.needs else None
+            source, scope = kernel.tables_of or codec, (site.head_dim, site.device) if kernel.layer_invariant else site
+        name = (part, kernel.type, source, scope) if part != "matrix" and seeded and not source.needs else None
         return _shared(name, site.device, None if old is None else getattr(old, part), build)
 
-    return constants_for(kernel, params, site.num_heads, site.head_dim, own)
+    return constants_for(kernel, params, site.num_heads, site.head_dim, lookup)
 
 
 def _shared(name: Hashable, device: torch.device, before: Tensor | None, build: Callable[[], Tensor]) -> Tensor:

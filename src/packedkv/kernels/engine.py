@@ -97,7 +97,7 @@ class Engine(ABC):
                 state = roles[role]
                 assert state.params is not None
                 kept[role] = constants(
-                    found, self.codecs[role], state.site, state.params, kept.get(role), drawn=state.seeded
+                    found, self.codecs[role], state.site, state.params, kept.get(role), seeded=state.seeded
                 )
         self.ready = True
 

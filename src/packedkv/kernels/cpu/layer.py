@@ -92,7 +92,7 @@ class CpuAttention:
         old = self.constants.get(state.role)
         if old is None or old[0] is not state.params:
             side = spec.key if state.role == "key" else spec.value
-            made = constants(side, state.codec, state.site, state.params, None, drawn=state.seeded)
+            made = constants(side, state.codec, state.site, state.params, None, seeded=state.seeded)
             old = self.constants[state.role] = state.params, made
         return old[1]
 
@@ -131,7 +131,7 @@ def _cut(*runs: Sequence[tuple[int, Any]]) -> Iterator[tuple[int, list[tuple[Any
 
 
 def _behind(place: int, tokens: int) -> int:
-    """So many tokens behind a place of a ``Piece``."""
+    """Return the place of a ``Piece`` that lies so many tokens after another one."""
     return place + tokens if place >= 0 else place - tokens
 
 
