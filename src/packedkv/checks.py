@@ -63,14 +63,14 @@ def check_tensors(keys: Tensor, values: Tensor, *more: Tensor) -> list[float]:
     return [x.item() for x in more]
 
 
-def check_shapes(keys: Tensor, values: Tensor, sinks: Sequence[Tensor] = (), dtype: torch.dtype | None = None) -> None:
+def check_shapes(keys: Tensor, values: Tensor, cached: Sequence[Tensor] = (), dtype: torch.dtype | None = None) -> None:
     """Raise ShapeError unless new tokens fit each other and the cached tokens.
 
     Parameters
     ----------
     keys, values : Tensor ``[B, H, n, D]``
-    sinks : sequence of Tensor ``[B, H, t, D]``
-        Cached keys and values; empty: nothing is cached.
+    cached : sequence of Tensor ``[B, H, t, D]``
+        Some cached keys and values, t may be 0; an empty sequence: nothing is cached.
     dtype : torch.dtype, optional
         Dtype of the tensors that were appended.
     """
@@ -80,10 +80,10 @@ def check_shapes(keys: Tensor, values: Tensor, sinks: Sequence[Tensor] = (), dty
             f"pass both as [batch, kv_heads, tokens, head_dim]."
         )
     if keys.dtype != values.dtype or dtype not in (None, keys.dtype):
-        held_dtype = "" if dtype is None else f"; the cache was filled with {dtype}"
-        raise ShapeError(f"keys are {keys.dtype}, values {values.dtype}{held_dtype}; use one dtype throughout.")
-    for role, x, sink in zip(ROLES, (keys, values), sinks, strict=False):
-        batch, heads, _, head_dim = sink.shape
+        filled = "" if dtype is None else f"; the cache was filled with {dtype}"
+        raise ShapeError(f"keys are {keys.dtype}, values {values.dtype}{filled}; use one dtype throughout.")
+    for role, x, old in zip(ROLES, (keys, values), cached, strict=False):
+        batch, heads, _, head_dim = old.shape
         if (x.shape[0], x.shape[1], x.shape[3]) != (batch, heads, head_dim):
             raise ShapeError(
                 f"{role}s {tuple(x.shape)} do not fit the cache, which holds batch={batch}, "

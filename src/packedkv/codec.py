@@ -108,7 +108,7 @@ class Constant:
 
     @classmethod
     def sizes(cls, *shape: int) -> "Constant":
-        """Divisors of channels: float32 above 0, of which fp16 holds the largest; one for each sequence."""
+        """Divisors of the channels of each sequence: float32 from ``LEAST`` to ``FP16_MAX``."""
         return cls(shape, low=LEAST, high=FP16_MAX, each=True)
 
     @classmethod

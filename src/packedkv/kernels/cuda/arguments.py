@@ -102,4 +102,4 @@ FitGhostLayers = structure(CSRC / "fit_ghost.cuh", "FitGhostLayers", FitGhostArg
 Rows = structure(CSRC / "basis.cuh", "Rows")
 BasisArgs = structure(CSRC / "basis.cuh", "BasisArgs", Rows=Rows)
 FIT_LAYERS, MOST_PARTS = len(FitGhostLayers().keys), len(BasisArgs().parts)
-"""Of the arrays of ``FitGhostLayers`` and ``BasisArgs``."""
+"""Lengths of the arrays of ``FitGhostLayers`` and ``BasisArgs``."""

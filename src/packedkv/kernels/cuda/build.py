@@ -113,7 +113,10 @@ def shared_memory(device: torch.device) -> int:
 
 
 def included(program: Program) -> dict[str, bytes]:
-    """Return the files that the program includes, directly or not: path -> contents, in order of inclusion."""
+    """Return the files that the program includes, directly or not: path -> contents, in order of inclusion.
+
+    Raises FileNotFoundError if an included file is in none of the folders.
+    """
     found: dict[str, bytes] = {}
 
     def visit(text: str, beside: tuple[str, ...]) -> None:

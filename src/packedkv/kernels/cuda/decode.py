@@ -253,8 +253,9 @@ def decode_attention(
 
     ``q [B, HQ, 1, D]`` is in the model's basis (not rotated), fp16, bf16 or fp32. A query sees all live tokens; the
     soft cap is the only field of ``rules.seen`` that is used. ``spec`` is ``spec.text_of`` a spec: codecs, head_dim,
-    page size, and the ``pairs`` of ``mean``, which encoded keys are stored without, but not dense ones. ``config``:
-    launch constants instead of the table's.
+    page size, and the ``pairs`` of ``mean``, which encoded keys are stored without, but not dense ones. ``key`` and
+    ``value`` are the layer's constants, ``constants.constants_for`` the readers. ``config``: launch constants instead
+    of the table's.
 
     Returns the output ``[B, HQ, 1, D]`` of q's dtype, and the log-sum-exp of the scores, float32 ``[B, HQ]`` (natural,
     sinks included); both are arbitrary for queries of no sequence. Raises ShapeError and UnsupportedError.

@@ -23,9 +23,8 @@ class Config(NamedTuple):
     stages: int  # tiles of a warp's ring buffer
     resident: int  # CTAs that share a multiprocessor: bounds the registers
     splits: int  # CTAs, or teams, that share the tokens of a sequence
-    teams: int = (
-        1  # of a CTA: above 1 they share its look-up tables, and each takes one sequence and head after another
-    )
+    # teams of a CTA: above 1 they share its look-up tables, and each takes one sequence and head after another
+    teams: int = 1
     table_shrink: int = 0  # how often the room of look-up tables is halved: fewer copies, for less shared memory
     overlap_prologue: int = 0  # 1: what only the start of a piece needs lies where the ring's later stages will be
 

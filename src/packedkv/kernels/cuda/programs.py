@@ -147,7 +147,10 @@ class Compiled(NamedTuple):
 
 
 def compile_programs(needed: Iterable[LabelledProgram], arch: str, workers: int = 1) -> Iterator[Compiled]:
-    """Compile for ``arch``, e.g. ``sm_90``, what is not in the cache folder yet, by so many processes."""
+    """Compile for ``arch``, e.g. ``sm_90``, what is not in the cache folder yet, by so many processes.
+
+    Raises UnsupportedError as ``build.compile_program``.
+    """
     each = functools.partial(_compile, arch=arch)
     if workers == 1:
         yield from map(each, needed)
