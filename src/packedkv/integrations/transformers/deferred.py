@@ -98,6 +98,7 @@ class Deferred:
         self.layers, self.probe, self.cache = layers, probe, new_number()
         self.checks: dict[int, PendingCheck] = {}  # of deferred appends as well
         self.appends: list[PendingAppend] = []
+        self.flags: dict[torch.device, list[Tensor]] = {}  # zeros that no append has used
 
     def append(self, layer: DeferringLayer, keys: Tensor, values: Tensor, positions: Tensor | None = None) -> bool:
         """Append several tokens to a fused layer, checked by ``settle``; False: nothing was appended.
@@ -109,7 +110,9 @@ class Deferred:
             return False
         if layer.prefill != "exact" if first else cache.static:  # a static cache synchronizes anyway
             return False
-        flag = torch.zeros(1, dtype=torch.int32, device=keys.device)
+        if not (flags := self.flags.setdefault(keys.device, [])):  # one launch for all layers
+            flags += torch.zeros(self.layers, dtype=torch.int32, device=keys.device).split(1)
+        flag = flags.pop()
         new = PendingAppend(layer, keys, values, positions, flag)
         if first and not cache.static and layer.can_defer:
             if not self.appends:  # the GPU has little to do yet
