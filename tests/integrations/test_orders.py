@@ -6,12 +6,14 @@ Every test compares with the same calls made one after the other by one cache of
 import ast
 import contextlib
 import copy
+import gc
 import io
 import pickle
 import subprocess
 import sys
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -22,7 +24,7 @@ from torch import Tensor
 
 import packedkv
 from packedkv.errors import UnsupportedError
-from packedkv.integrations.transformers import attention_hooks, source_check
+from packedkv.integrations.transformers import attention_hooks, rope, source_check
 from packedkv.integrations.transformers.argument import passing
 from tests.conftest import tiny_model
 from tests.integrations.test_generate import prompt
@@ -165,6 +167,29 @@ def test_a_copied_model_tells_the_positions_of_its_pass(shared_model: Any) -> No
     own = new_cache(copied, spec, "decoded")
     for each in (cache, own):
         assert torch.equal(logits(copied, each, ids), wanted)
+
+
+def test_a_pickled_cache_of_a_copied_model_outlives_the_original() -> None:
+    ids, spec, original = prompt(1, 40), "saw-int4:mean=pre", biased()
+    first = new_cache(original, spec, "decoded")
+    wanted, copied = logits(original, first, ids), copy.deepcopy(original)
+    pickled = pickle.dumps(new_cache(copied, spec, "decoded"))
+    del original, first
+    gc.collect()
+    assert torch.equal(logits(copied, pickle.loads(pickled), ids), wanted)
+
+
+def test_a_cache_made_while_the_last_one_is_freed_has_a_hook_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another thread has freed the name of the hook's owner, but not yet removed the hook."""
+    model, ids, spec = biased(), prompt(1, 40), "saw-int4:mean=pre"
+    last = new_cache(model, spec, "decoded")
+    wanted = logits(model, last, ids)
+    with monkeypatch.context() as freed:
+        freed.setattr(rope, "_by_name", weakref.WeakValueDictionary())
+        cache = new_cache(model, spec, "decoded")
+    del last
+    gc.collect()
+    assert torch.equal(logits(model, cache, ids), wanted)
 
 
 def test_caches_leave_a_model_as_they_found_it() -> None:

@@ -90,17 +90,16 @@ def _record(hook: str, module: nn.Module, args: tuple[Any, ...], options: dict[s
 class PositionHook:
     """Owner of the hook that records positions on one rotary embedding; the hook is removed with its owner.
 
-    A copied model records under the same ``name``. A deep copy of the owner is the owner itself. Pickled, it is a name,
-    by which this process finds it again; another process finds nothing.
+    A copied model has the hook of its original, which records under the same ``name``, so their caches share the owner.
+    A copied hook without an owner stays; the newest hook of an embedding records last. A deep copy of the owner is the
+    owner itself. Pickled, it is a name, by which this process finds it again; another process finds nothing.
     """
 
     def __init__(self, embedding: nn.Module) -> None:
-        self._embedding = weakref.ref(embedding)
-        name = _name_on(embedding)  # a copied model has the hook of its original, whose name its own caches share
-        self.name = name or uuid.uuid4().hex
-        if name is None:
-            handle = embedding.register_forward_pre_hook(partial(_record, self.name), with_kwargs=True)
-            weakref.finalize(self, handle.remove)
+        self.name = uuid.uuid4().hex
+        self.embeddings = weakref.WeakSet[nn.Module]()  # of the copies too
+        handle = embedding.register_forward_pre_hook(partial(_record, self.name), with_kwargs=True)
+        weakref.finalize(self, handle.remove)
         _by_name[self.name] = self
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "PositionHook":
@@ -109,7 +108,7 @@ class PositionHook:
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickle the name. The model keeps the hook from then on, for the cache that may be unpickled."""
-        if (embedding := self._embedding()) is not None:
+        for embedding in list(self.embeddings):
             _kept[embedding] = self
         return _unpickled, (self.name,)
 
@@ -120,8 +119,8 @@ _by_name: "weakref.WeakValueDictionary[str, PositionHook]" = weakref.WeakValueDi
 
 
 def _name_on(embedding: nn.Module) -> str | None:
-    """Name of the hook that records the positions of a rotary embedding."""
-    hooks = embedding._forward_pre_hooks.values()
+    """Name of the newest hook that records the positions of a rotary embedding."""
+    hooks = reversed(embedding._forward_pre_hooks.values())
     return next((hook.args[0] for hook in hooks if isinstance(hook, partial) and hook.func is _record), None)
 
 
@@ -153,7 +152,9 @@ class Rope:
     def hook(self) -> PositionHook:
         """Return the owner of the hook that records positions; while a cache keeps it, the same one."""
         with _LOCK:
-            return _by_name.get(_name_on(self.embedding) or "") or PositionHook(self.embedding)
+            owner = _by_name.get(_name_on(self.embedding) or "") or PositionHook(self.embedding)
+            owner.embeddings.add(self.embedding)
+            return owner
 
     def rotary(self, layer: int) -> Rotary:
         """How the model rotates the keys of a layer; see ``rotary_of``."""
@@ -218,8 +219,8 @@ def rotary_of(model: nn.Module, layer: int) -> Rotary:
     Raises
     ------
     UnsupportedError
-        The layer is not found, the frequencies change with the length, positions are not one number per token, or the
-        rotation is unknown here.
+        The layers do not share one rotary embedding that is called with positions, the layer is not found, the
+        frequencies change with the length, positions are not one number per token, or the rotation is unknown here.
     """
     return _rope_of(model).rotary(layer)
 
