@@ -238,10 +238,11 @@ class OutlierProbe:
         if name == str(self.scheme) or not keys.shape[2]:
             return None
         try:
-            params = codec.fit(Site(0, "key", keys.shape[1], keys.shape[3], device=keys.device), Sample(keys))
-            return channel_error(keys, roundtrip(codec, keys, params))
-        except ShapeError:  # of head_dim
+            codec.layout(keys.shape[3])
+        except ShapeError:  # the codec does not support this head_dim
             return None
+        params = codec.fit(Site(0, "key", keys.shape[1], keys.shape[3], device=keys.device), Sample(keys))
+        return channel_error(keys, roundtrip(codec, keys, params))
 
 
 def _starts_nothing(spec: str) -> bool:
