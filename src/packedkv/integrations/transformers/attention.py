@@ -28,7 +28,7 @@ START = "packedkv_start"
 RULES = "packedkv_rules"
 """Attribute of a mask tensor: results of ``_seen_by``, by its arguments."""
 HIDES = "packedkv_hides"
-"""Attribute of a mask tensor: results of ``_hides``, by the kind of the layer: cross-attention, static cache."""
+"""Attribute of a mask tensor: results of ``_hides``, by ``is_cross`` and ``is_compileable`` of the layer."""
 QUERY_CHUNK = 256
 """Query rows scored at a time where SDPA cannot be used (learned sinks, soft caps)."""
 
@@ -227,7 +227,7 @@ def _hides(mask: Tensor, layer: PackedCacheLayer) -> bool:
         if layer.is_compileable and not layer.is_cross:  # masked to its full capacity: nothing behind the newest token
             last = seen.shape[1] - 1 - seen.any(0).flip(0).to(torch.uint8).argmax()
             seen = seen[:, : int(last) + 1]
-        # of an encoder's output any hidden token counts: its padding is on either side
+        # padding of an encoder's output is on either side, so any hidden token counts there
         known[kind] = bool((~seen if layer.is_cross else seen[:, :-1] & ~seen[:, 1:]).any())
         setattr(mask, HIDES, known)
     return known[kind]

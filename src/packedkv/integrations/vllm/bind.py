@@ -90,8 +90,9 @@ class ServedModel:
         if self.config.parallel_config.pipeline_parallel_size > 1:
             plan = plan_for(self.config.model_config.hf_config, "decoded")
             return [layer.index for layer in plan.kv_layers if layer.window or not window]
-        own = {name: impl for name, impl in self.impls().items() if impl.kv_sharing_target_layer_name is None}
-        return sorted({extract_layer_index(name) for name, impl in own.items() if impl.rules.seen.window or not window})
+        impls = {name: impl for name, impl in self.impls().items() if impl.kv_sharing_target_layer_name is None}
+        windows = {name: impl.rules.seen.window for name, impl in impls.items()}
+        return sorted({extract_layer_index(name) for name, tokens in windows.items() if tokens or not window})
 
     def skipping(self, options: Options) -> Options:
         """Return the options with the layers of ``--kv-cache-dtype-skip-layers`` in 16 bit, as in a recipe.

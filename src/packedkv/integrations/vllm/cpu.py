@@ -11,7 +11,7 @@ from packedkv.integrations.vllm.backend import PackedImpl, current_options
 
 
 class Attention(CPUAttentionBackend):  # type: ignore[misc]
-    """``CPU_ATTN``; a bound layer has its own backend (``backend.backend_for``)."""
+    """``CPU_ATTN``; a bound layer has its own backend (``bind.ServedModel``)."""
 
     @staticmethod
     def get_impl_cls() -> Any:

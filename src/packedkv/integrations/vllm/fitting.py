@@ -120,7 +120,8 @@ def fit_of(config: Any, options: Options) -> Fit:
         try:
             folder = folder_of(config)
         except Exception as error:  # of the network and of the hub's client
-            why = f"it is neither a folder nor in reach on the hub ({str(error).splitlines()[0]})"
+            reason = str(error).partition("\n")[0]
+            why = f"it is neither a folder nor in reach on the hub ({reason})"
     if why:
         raise FitError(
             f'packedkv: "params": "{FIT}" fits {options.to_fit} to the unquantized model as transformers loads it, and '
@@ -138,7 +139,7 @@ def folder_of(config: Any, local_files_only: bool = False) -> Path:
     model = config.model_config
     if (folder := Path(model.model).expanduser()).is_dir():
         return folder.resolve()
-    found: str = snapshot_download(
+    path: str = snapshot_download(
         model.model,
         revision=model.revision,
         cache_dir=config.load_config.download_dir,
@@ -146,7 +147,7 @@ def folder_of(config: Any, local_files_only: bool = False) -> Path:
         ignore_patterns=["original/**", "consolidated*"],  # the same weights once more
         local_files_only=local_files_only,
     )
-    return Path(found)
+    return Path(path)
 
 
 def _device(fit: Fit) -> str:

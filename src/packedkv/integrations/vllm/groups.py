@@ -122,7 +122,7 @@ class GroupedLayer(EngineLayer):
     def prefill_own(
         self, q: Tensor, cache: Tensor, blocks: Tensor, seq_len: int, rules: Rules, recent: dict[Role, Tensor]
     ) -> Tensor:
-        """Attention of one request's newest queries by kernels; a GPU's take no window and no soft cap."""
+        """Attention of one request's newest queries by kernels; on a GPU, windows and soft caps use the reference."""
         engine, pages = self.engine(cache.shape[2]), self.pages(cache)[1]
         if self.batched and (rules.seen.window or rules.seen.softcap):
             return self.attend_own(q, cache, blocks, seq_len, rules, recent)

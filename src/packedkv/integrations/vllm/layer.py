@@ -58,7 +58,7 @@ CHUNK_TOKENS = 1024
 def visible(seq_lens: Tensor, sink: int, window: int) -> dict[str, Any]:
     """Return the fields of ``StepTokens`` that say which tokens of requests of ``seq_lens`` decode steps attend to.
 
-    ``start``: the first packed token. ``[dense_start, dense_lens)``: dense first tokens.
+    Each is int32 ``[B]``. ``start``: the first packed token. ``[dense_start, dense_lens)``: dense first tokens.
     """
     oldest = (seq_lens - window).clamp_(min=0) if window else None
     if not sink:
@@ -456,10 +456,8 @@ class EngineLayer:
     def prefill_bytes(self, tokens: int, length: int, query_heads: int, rules: Rules) -> int:
         """Upper bound of the bytes that prompts need: ``tokens`` new ones, of requests of ``length`` together."""
         q = torch.empty(1, query_heads, tokens, self.head_dim, dtype=self.dtype, device="meta")
-        ways = {
-            self.takes_chunks(rules) or not rules.seen.softcap,
-            not rules.seen.softcap,
-        }  # too long ones are attended alone
+        alone = not rules.seen.softcap  # of chunks that are too long to join others
+        ways = {self.takes_chunks(rules) or alone, alone}
         return max(workspace_bytes(q, self.heads, length, self.sink, way and self.head_dim <= WIDEST) for way in ways)
 
     def workspace_bytes(self, requests: int, query_heads: int, cache: Tensor, columns: int, rules: Rules) -> int:

@@ -54,7 +54,7 @@ class PackedMetadata(AttentionMetadata):  # type: ignore[misc]
     # int32 [B + 1], [B]: first decode query and tokens of each request, if kernels read its pages for all its queries
     starts: Tensor | None = None
     totals: Tensor | None = None
-    longest: int = 0  # tokens of the longest request, where there are ``starts``
+    longest: int = 0  # upper bound of the tokens of a request, where there are ``starts``
 
 
 def bound_layer(impl: Any) -> EngineLayer:
@@ -274,14 +274,15 @@ class PackedBuilder(AttentionMetadataBuilder[PackedMetadata]):  # type: ignore[m
         prompts, table = self._prompts(chunks, c.block_table_tensor), c.block_table_tensor
         if self.vllm_config.speculative_config is None:
             return PackedMetadata(rows, chunks, table, c.seq_lens, table, prompts)
-        if (own := self.draft_queries) is None:
+        if (queries := self.draft_queries) is None:
             # the first batch is one of a profiling run: graphs that are captured later find these addresses
-            own = self.draft_queries = DraftQueries(max(self.shared.most, self.widest), table.shape[1], self.device)
-        own.put(c, rows, decodes, self.longest)
-        found = PackedMetadata(decodes, chunks, table, own.seq_lens, own.block_table, prompts)
+            queries = DraftQueries(max(self.shared.most, self.widest), table.shape[1], self.device)
+            self.draft_queries = queries
+        queries.put(c, rows, decodes, self.longest)
+        step = PackedMetadata(decodes, chunks, table, queries.seq_lens, queries.block_table, prompts)
         if self.joint and rows < decodes:
-            found.starts, found.totals, found.longest = c.query_start_loc[: rows + 1], c.seq_lens[:rows], self.longest
-        return found
+            step.starts, step.totals, step.longest = c.query_start_loc[: rows + 1], c.seq_lens[:rows], self.longest
+        return step
 
     def _chunks(self, c: CommonAttentionMetadata, first: int) -> list[Chunk]:
         """Prompt chunks of the rows from ``first`` on: row, first and last query, tokens of the request."""
