@@ -4,7 +4,9 @@ import pytest
 import torch
 
 from packedkv.codecs.hqmq import pack_digits, packed_digit_bytes, unpack_digits
+from packedkv.ops import quaternion
 from packedkv.ops.quaternion import (
+    MANY,
     UNITS,
     conjugate,
     decode_lengths,
@@ -82,14 +84,14 @@ def test_ties_take_the_lowest_product():
 
 
 def vectors(kind: str) -> torch.Tensor:
-    n, g = 5000, generator(11)
+    n, g = MANY + 900, generator(11)  # enough for a search in cells
     if kind == "gaussian":
         return torch.randn(n, 4, generator=g).half()
     if kind == "extreme":
         return torch.where(torch.randn(n, 4, generator=g) > 0, 65504.0, -65504.0)
     if kind == "wide":
         return torch.randn(n, 4, generator=g) * 2.0 ** torch.randint(-24, 15, (n, 4), generator=g)
-    if kind == "integers":  # on borders between units, and zeros
+    if kind == "integers":  # on walls between faces and cells, and zeros
         return torch.randint(-2, 3, (n, 4), generator=g).float()
     return torch.randn(n, 4, generator=g) * (torch.rand(n, 4, generator=g) < 0.3)
 
@@ -99,8 +101,11 @@ KINDS = ["gaussian", "extreme", "wide", "integers", "sparse"]
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("secondary", ["S1", "S24", "S192", "twice", "units"])
-def test_both_searches_find_the_lowest_of_the_best(secondary, kind):
-    """Ties included: q_s twice ties every row, Hurwitz units as q_s tie products and put vectors on borders."""
+def test_every_search_finds_the_lowest_of_the_best(secondary, kind, monkeypatch):
+    """In cells and, of few vectors or on a GPU, by closed form or by trying all entries.
+
+    Ties included: q_s twice ties every row, Hurwitz units as q_s tie products and put vectors on borders.
+    """
     q = random_units(24, generator(12))
     q = {"twice": torch.cat([q, q]), "units": torch.cat([UNITS, q])}.get(secondary)
     q = random_units(int(secondary[1:]), generator(12)) if q is None else q
@@ -109,6 +114,12 @@ def test_both_searches_find_the_lowest_of_the_best(secondary, kind):
     expected = (score == score.amax(1, keepdim=True)).int().argmax(1)
     assert torch.equal(nearest_product(x, q), expected)
     assert torch.equal(nearest_entry(x, table, "angle"), expected)
+    monkeypatch.setattr(quaternion, "_cells_pay", lambda x: False)
+    monkeypatch.setattr(quaternion, "_in_cells", lambda *_: pytest.fail("searched in cells"))
+    for scores in (quaternion.SCORES, quaternion.WIDE_SCORES):
+        monkeypatch.setattr(quaternion, "SCORES", scores)
+        assert torch.equal(nearest_product(x, q), expected)
+        assert torch.equal(nearest_entry(x, table, "angle"), expected)
 
 
 @pytest.mark.gpu

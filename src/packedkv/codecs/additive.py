@@ -27,8 +27,8 @@ Deviations from the paper
 3. sigma / 2 is stored, as in hqmq: a chunk of fp16 values may be longer than fp16 can hold.
 
 Pitfalls: the paper's 3 to 12 times higher perplexity fits ``raw`` or ``greedy``; normalised sums are only 3 to 24 %
-worse than as many of HQMQ's products. The search has no closed form: all K^2 sums are tried, several times slower than
-HQMQ's, an order of magnitude at K = 96.
+worse than as many of HQMQ's products. The search has no closed form: many normalised sums are searched in cells
+(ops/quaternion); ``raw`` tries all K^2 sums, an order of magnitude slower than HQMQ's.
 
 Use: measuring what HQMQ's product structure gains at equal bits.
 

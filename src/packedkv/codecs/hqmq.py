@@ -7,7 +7,7 @@
     x^ = (r_q sigma / L) c
 
 The search never touches 24 S candidates: <x, p q> = <x conj(q), p>, and the best p is the 24-cell corner nearest to
-v = x conj(q), worth max(max |v_i|, sum |v_i| / 2): S of these, one p for the winner.
+v = x conj(q), worth max(max |v_i|, sum |v_i| / 2): S of these, one p for the winner. Many: cells (ops/quaternion).
 
 Block, ``packing=ceil`` (one token of one head; w = ceil(log2 24 S): 10, 11, 12, 13 bits)::
 

@@ -7,10 +7,15 @@ The units are +-1, +-i, +-j, +-k and (+-1 +-i +-j +-k)/2: a group (closed under 
 
 and <x, p q> = <x conj(q), p>, so the best of 24 S products p q_s costs S products and S closed forms.
 
+Many vectors are searched faster in cells. The nearest of +-1, +-i, +-j, +-k turns a vector to the front, where y_0 is
+the largest component; cells are boxes of (y_1, y_2, y_3) / y_0, each with the few entries that can win in it. That is
+exact as well: the same indices, ties included. A GPU, where each small product is a launch, tries everything at once.
+
 Random units are cut to multiples of 2^-10. Products with Hurwitz units are then multiples of 2^-11 of size at most 1,
 which fp16 holds exactly: a table of products in fp16 IS the product set, and a search in float64 makes no rounding.
 """
 
+import itertools
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Literal
@@ -28,6 +33,10 @@ WIDE_SCORES = 1 << 25
 """The same on a GPU: 256 MB, so that a search is a few launches."""
 THREADED = 1 << 18
 """Elements of all heads from which one thread per head pays."""
+MANY = 4096
+"""Number of vectors from which setting up cells pays."""
+GRID_CELLS = 4
+"""Cells along each of three axes of a face."""
 
 
 def multiply(a: Tensor, b: Tensor) -> Tensor:
@@ -64,6 +73,9 @@ So the lowest bit of a code is a sign, and the next one a product with i, which 
 and a quarter of all, need not be stored in a table. p is 1, j, then (1 - i +-j +-k)/2, + before -, j slower.
 """
 
+FACE_UNITS = (multiply(UNITS[:8, None], UNITS) @ UNITS.T).max(-1).indices
+"""Row of ``p_f p`` for the units p_f = +-1, +-i, +-j, +-k: int64 ``[8, 24]``."""
+
 
 def conjugate(q: Tensor) -> Tensor:
     """``(w, -x, -y, -z)``, the inverse of a unit quaternion."""
@@ -82,9 +94,9 @@ def products(secondary: Tensor) -> Tensor:
     return multiply(units, secondary.unsqueeze(-2)).flatten(-3, -2)
 
 
-def corner_score(v: Tensor) -> Tensor:
-    """Largest inner product of ``v [4, ...]`` with a Hurwitz unit: ``[...]``."""
-    a, b, c, d = v.abs()  # pairwise and in place: much faster than a reduction over so short an axis
+def corner_score(v: Tensor, dim: int = -1) -> Tensor:
+    """Largest inner product of ``v`` with a Hurwitz unit; the four components lie along ``dim``, which is dropped."""
+    a, b, c, d = v.abs().unbind(dim)  # pairwise and in place: much faster than a reduction over so short an axis
     half = a.add(b).add_(c).add_(d).mul_(0.5)
     for other in (b, c, d, half):
         torch.maximum(a, other, out=a)
@@ -104,9 +116,54 @@ def scaled(x: Tensor) -> Tensor:
 def nearest_product(x: Tensor, secondary: Tensor) -> Tensor:
     """Index ``24 s + p`` of the product with the largest inner product with each of ``x [n, 4]``: int64 ``[n]``.
 
-    The lowest one on ties; zero gives index 0. ``secondary``, float64 ``[S, 4]``, comes from ``random_units``.
+    The lowest one on ties; zero gives index 0. A few vectors are searched by the closed form, many in cells:
+    ``<p_f y, p_f p q> = <y, p q>``, so one face's cells serve all eight faces. Both are exact and agree, ties included.
+    ``secondary``, float64 ``[S, 4]``, comes from ``random_units``.
     """
     x = scaled(x.T.contiguous())
+    if not _cells_pay(x):
+        return _by_closed_form(x, secondary)
+    rows, sizes, y = _by_face(x)
+    found = _in_cells(y, products(secondary))
+    first = torch.arange(0, 24 * len(secondary), 24, device=x.device)[:, None]
+    index = torch.empty_like(rows)
+    for units, mine, its in zip(FACE_UNITS.to(x.device), rows.split(sizes), found.split(sizes), strict=True):
+        names = torch.cat([(first + units).flatten(), first.new_tensor([-1])])  # p q of y is (p_f p) q of x; -1 stays
+        index[mine] = names[its]
+    return _settle(index, x, lambda part: _by_closed_form(part, secondary))
+
+
+def nearest_entry(x: Tensor, table: Tensor, by: Literal["angle", "distance"]) -> Tensor:
+    """Row of ``table`` nearest to each of ``x [n, 4]``, the lowest one on ties: int64 ``[n]``.
+
+    ``angle``: largest inner product, for entries of one length; many vectors are searched in cells. ``distance``:
+    smallest distance, all entries are tried; x is at most 2 long and rounded to 2^-38, so that every sum is exact.
+    ``table``, float64 ``[m, 4]``, holds multiples of 2^-11 of at most 2 in size.
+    """
+    x = scaled(x.T.contiguous()) if by == "angle" else (x.T.double() * FINE).round_().div_(FINE).contiguous()
+    # |x - e|^2 = |x|^2 - 2 (<x, e> - |e|^2 / 2)
+    offset = table.square().sum(1, keepdim=True) * (-0.5 if by == "distance" else 0.0)
+    if by == "distance" or not _cells_pay(x):
+        return _by_trial(x, table, offset)
+    rows, sizes, y = _by_face(x)
+    index = torch.empty_like(rows)
+    for unit, mine, part in zip(UNITS[:8].to(table), rows.split(sizes), y.split(sizes, 1), strict=True):
+        index[mine] = _in_cells(part, multiply(conjugate(unit), table))
+    return _settle(index, x, lambda part: _by_trial(part, table, offset))
+
+
+def _cells_pay(x: Tensor) -> bool:
+    """Whether ``x [4, n]`` is searched in cells: thousands of small products, which are fast only on a CPU."""
+    return x.device.type == "cpu" and x.shape[1] >= MANY
+
+
+def _most(x: Tensor, rows: int) -> int:
+    """Columns of ``x`` that are searched together where each has ``rows`` scores."""
+    return max(1, (SCORES if x.device.type == "cpu" else WIDE_SCORES) // rows)
+
+
+def _by_closed_form(x: Tensor, secondary: Tensor) -> Tensor:
+    """``nearest_product`` of scaled ``x [4, n]`` by S products and as many closed forms."""
     basis = torch.eye(4, dtype=torch.float64, device=x.device)
     count = len(secondary)
     # row (component c, s) . x = component c of x conj(q_s); exact, so neither order nor shape of the sums matters
@@ -115,29 +172,97 @@ def nearest_product(x: Tensor, secondary: Tensor) -> Tensor:
     found = []
     for part in x.split(_most(x, 4 * count), 1):
         turned = (turn @ part).unflatten(0, (4, count))
-        best = corner_score(turned).max(0).indices
+        best = corner_score(turned, 0).max(0).indices
         v = turned.gather(1, best.expand(4, 1, -1))[:, 0]
         found.append(best * 24 + (units @ v).max(0).indices)
     return torch.cat(found)
 
 
-def nearest_entry(x: Tensor, table: Tensor, by: Literal["angle", "distance"]) -> Tensor:
-    """Row of ``table`` nearest to each of ``x [n, 4]``, the lowest one on ties: int64 ``[n]``.
-
-    All entries are tried. ``angle``: largest inner product, for entries of one length. ``distance``: smallest
-    distance; x is at most 2 long and rounded to 2^-38, so that every sum is exact. ``table``, float64 ``[m, 4]``, holds
-    multiples of 2^-11 of at most 2 in size.
-    """
-    x = scaled(x.T.contiguous()) if by == "angle" else (x.T.double() * FINE).round_().div_(FINE).contiguous()
-    # |x - e|^2 = |x|^2 - 2 (<x, e> - |e|^2 / 2)
-    offset = table.square().sum(1, keepdim=True) * (-0.5 if by == "distance" else 0.0)
+def _by_trial(x: Tensor, table: Tensor, offset: Tensor) -> Tensor:
+    """Row of the largest ``<x, e> + offset`` for each of ``x [4, n]``."""
     found = [(table @ part).add_(offset).max(0).indices for part in x.split(_most(x, len(table)), 1)]
     return torch.cat(found)
 
 
-def _most(x: Tensor, rows: int) -> int:
-    """Columns of ``x`` that are searched together where each has ``rows`` scores."""
-    return max(1, (SCORES if x.device.type == "cpu" else WIDE_SCORES) // rows)
+def _settle(index: Tensor, x: Tensor, search: Callable[[Tensor], Tensor]) -> Tensor:
+    """Replace -1 by 0 for columns of ``x`` that are zero, by what ``search`` finds for the others."""
+    tied = (index < 0).nonzero()[:, 0]
+    index[tied] = 0
+    tied = tied[(x[:, tied] != 0).any(0)]
+    index[tied] = search(x[:, tied])
+    return index
+
+
+def _by_face(x: Tensor) -> tuple[Tensor, list[int], Tensor]:
+    """Sort ``x [4, n]`` by the unit p_f of +-1, +-i, +-j, +-k nearest to it, and rotate that unit to 1.
+
+    Returns columns of x, face by face; how many belong to each of the eight faces; and ``conj(p_f) x [4, n]`` of the
+    columns, whose first component is the largest.
+    """
+    largest = x.abs().amax(0)
+    face = torch.zeros_like(largest, dtype=torch.uint8)
+    for number in reversed(range(7)):
+        part = x[number // 2]
+        face = (part > -largest if number % 2 else part < largest) * (1 + face)
+    face, rows = face.sort()
+    sizes = face.bincount(minlength=8).tolist()
+    y = x.index_select(1, rows)
+    for unit, part in zip(UNITS[:8].to(x), y.split(sizes, 1), strict=True):
+        part.copy_(multiply(conjugate(unit), torch.eye(4).to(x)).T @ part)
+    return rows, sizes, y
+
+
+def _in_cells(y: Tensor, table: Tensor) -> Tensor:
+    """Row of ``table [m, 4]`` with the largest inner product, for ``y [4, n]`` whose first component is the largest.
+
+    -1 where several rows are best.
+    """
+    # a ratio just below a wall may be rounded onto it, see _rivals; zero goes to any cell
+    ratio = (y[1:] / y[0].clamp_min(MANTISSA**-1)).add_(1).mul_(GRID_CELLS / 2)
+    a, b, c = ratio.to(torch.uint8).clamp_(max=GRID_CELLS - 1)
+    cell, order = ((a * GRID_CELLS + b) * GRID_CELLS + c).sort()
+    y = y.index_select(1, order)
+    front = _rivals(table, 2).any(0).nonzero()[:, 0]  # eight large boxes rule out most rows for this face
+    keep = _rivals(table[front], GRID_CELLS)
+    rivals = front[keep.nonzero()[:, 1]]
+    counts = keep.sum(1).tolist()
+    tell = torch.stack([torch.ones_like(rivals), rivals]).to(table).split(counts, 1)
+    found = torch.empty_like(y[:2])
+    space = torch.empty(SCORES + len(table), dtype=y.dtype, device=y.device)  # reused, so that it stays in cache
+    start = 0
+    sizes = cell.bincount(minlength=len(counts)).tolist()
+    for entries, names, own, count in zip(table[rivals].split(counts), tell, y.split(sizes, 1), counts, strict=True):
+        most = SCORES // count + 1
+        # nearly all cells are small: a split of one costs as much as a product
+        for part in (own,) if own.shape[1] <= most else own.split(most, 1):
+            score = space[: count * part.shape[1]].view(count, -1)
+            torch.mm(entries, part, out=score)
+            torch.ge(score, score.amax(0), out=score)
+            # one matrix product counts and names the best rows: much faster than a reduction that keeps indices
+            torch.mm(names, score, out=found[:, start : start + part.shape[1]])
+            start += part.shape[1]
+    index = torch.where(found[0] == 1, found[1], -1.0).long()
+    return torch.empty_like(order).index_copy_(0, order, index)
+
+
+def _rivals(table: Tensor, g: int) -> Tensor:
+    """Which rows of ``table [m, 4]`` may be the best somewhere in each of g^3 cells: bool ``[g^3, m]``.
+
+    A cell is what eight corners (1, r) span. Inner products are linear: a row that another one beats at all corners is
+    beaten in the whole cell. It is left out when that is the row which is best at the cell's middle. Corners are
+    multiples of 2^-1, so all is exact, in float32 too, and what beats does so by 2^-12 or more: enough for a vector
+    that rounding put 2^-52 outside its cell.
+    """
+    walls = torch.linspace(-1, 1, g + 1, dtype=torch.float32).to(table)
+    one = walls[-1:]
+    middle = (walls[1:] + walls[:-1]) / 2
+    score = (torch.cartesian_prod(one, walls, walls, walls) @ table.T).float().view(g + 1, g + 1, g + 1, -1)
+    best = (torch.cartesian_prod(one, middle, middle, middle) @ table.T).max(1).indices.view(g, g, g, 1)
+    keep = torch.zeros(g, g, g, len(table), dtype=torch.bool, device=table.device)
+    for i, j, k in itertools.product((0, 1), repeat=3):
+        corner = score[i : i + g, j : j + g, k : k + g]
+        keep |= corner >= corner.gather(3, best)
+    return keep.flatten(0, 2)
 
 
 def split_chunks(x: Tensor) -> Tensor:
@@ -194,8 +319,8 @@ def decode_chunks(table: Tensor, codes: Tensor, radius: Tensor, scale: Tensor, b
 def search_heads(chunks: Tensor, search: Callable[[Tensor, int], Tensor]) -> Tensor:
     """Search ``chunks [B, H, N, n, 4]`` of each head: int64 ``[B, H, N, n]``.
 
-    ``search`` maps vectors ``[m, 4]`` of a head to indices. Its temporaries are too small for several threads, so on a
-    CPU each head gets a thread where there are enough elements.
+    ``search`` maps vectors ``[m, 4]`` of a head to indices. A search in cells is thousands of small matrix products,
+    each too small for several threads, so on a CPU each head gets a thread where there are enough elements.
     """
 
     def run(head: int) -> Tensor:
