@@ -152,6 +152,12 @@ def test_state_and_tensors_that_disagree_are_refused(saved):
         signed(saved, KIND, broken, tensors)
         with pytest.raises(packedkv.FormatError, match=str(saved)):
             load_layers(saved)
+    broken = json.loads(json.dumps(header))
+    for role in broken["layers"][0]["held"]["roles"].values():  # as many tokens, behind the pages
+        role["runs"] = [[first + 4096, last + 4096] for first, last in role["runs"]]
+    signed(saved, KIND, broken, tensors)
+    with pytest.raises(packedkv.FormatError, match="expected ranges in order"):
+        load_layers(saved)
 
 
 def test_constants_drawn_differently_are_noticed(tmp_path, monkeypatch):

@@ -360,6 +360,8 @@ class Machine:
     def _record(self, of: Held, _: int, __: int) -> None:
         if hasattr(of.cache, "activate_past_recording"):
             of.cache.activate_past_recording()
+            if not all(layer.record_past for layer in of.cache.packed_layers if layer.window):
+                raise Mismatch("a window does not record what leaves it")
 
     def _step(self, of: Held, n: int, seed: int) -> None:
         for i in range(1 + n % 3):
