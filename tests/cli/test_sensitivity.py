@@ -137,9 +137,10 @@ def test_rows_of_something_else_are_refused(model, windows, tmp_path):
         sensitivity(model, windows, specs, path=path, text="abc")
     with stress(model.model, 2.0, 30), pytest.raises(FormatError, match="other weights"):
         sensitivity(model, windows[:1], specs, path=path, text="abc")
-    path.write_text("no rows\n")
+    path.write_text("no rows\nand no end")
     with pytest.raises(FormatError, match="no sensitivity rows"):
         sensitivity(model, windows[:1], specs, path=path, text="abc")
+    assert path.read_text() == "no rows\nand no end"
 
 
 def test_mistakes_come_before_any_work(model, windows, tmp_path, monkeypatch):

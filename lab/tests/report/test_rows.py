@@ -11,10 +11,11 @@ from packedkv_lab.report.results import runs_of
 
 def test_files_of_every_form_are_read_in_order(tmp_path: Path) -> None:
     for name, text in {"a.json": '[{"spec": "a"}]', "b.json": '{"rows": [{"spec": "b"}]}', "c.json": '{"spec": "c"}',
-                       "d.jsonl": '{"spec": "d"}\n{"spec": "e", "kl": null}\n{"sp'}.items():  # fmt: skip
+                       "d.jsonl": '{"spec": "d"}\n{"spec": "e", "kl": null}\n{"sp',
+                       "e.jsonl": '{"spec": "f"}'}.items():  # fmt: skip
         (tmp_path / name).write_text(text)
     rows = read_rows(sorted(tmp_path.iterdir()))
-    assert "".join(row["spec"] for row in rows) == "abcde"
+    assert "".join(row["spec"] for row in rows) == "abcdef"
 
 
 @pytest.mark.parametrize(

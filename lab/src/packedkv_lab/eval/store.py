@@ -143,13 +143,14 @@ def _read_lines(path: Path) -> tuple[list[Row], int]:
     if not path.exists():
         return [], 0
     data = read_bytes(path, "give another folder")
+    end = data.rfind(b"\n") + 1
     found: dict[Key, Row] = {}
-    for at, line in enumerate(read_json_lines(path, data), 1):
+    for at, line in enumerate(read_json_lines(path, data[:end]), 1):
         try:
             found.setdefault(key_of(line), line)
         except (KeyError, TypeError) as error:
             raise FormatError(f"{path}, line {at} is damaged ({error}); remove that line.") from error
-    return list(found.values()), data.rfind(b"\n") + 1
+    return list(found.values()), end
 
 
 def _open_locked(path: Path) -> int:

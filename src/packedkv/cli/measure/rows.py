@@ -2,6 +2,7 @@
 
 import json
 import math
+import os
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
@@ -64,10 +65,11 @@ def append_line(path: Path, row: Mapping[str, Any]) -> None:
 def resumed_lines(path: Path) -> list[Any]:
     """JSON of the lines of a file that is continued; a torn last line, left by a killed process, is cut off."""
     data = path.read_bytes()
-    if (whole := data.rfind(b"\n") + 1) != len(data):
-        with path.open("r+b") as file:
-            file.truncate(whole)
-    return read_json_lines(path, data)
+    whole = data[: data.rfind(b"\n") + 1]
+    found = read_json_lines(path, whole)
+    if len(whole) < len(data):
+        os.truncate(path, len(whole))
+    return found
 
 
 def check_writable(folder: str | Path) -> Path:

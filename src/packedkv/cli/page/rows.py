@@ -8,6 +8,7 @@ error that names the file.
 import json
 import math
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -107,8 +108,11 @@ def read_json(path: Path, otherwise: str) -> Any:
 
 def read_json_lines(path: Path, data: bytes) -> list[Any]:
     """JSON of each line; a truncated last line, left by a killed process, is ignored."""
-    whole = data[: data.rfind(b"\n") + 1]
-    return [_json(path, at, raw) for at, raw in enumerate(whole.splitlines(), 1)]
+    end = data.rfind(b"\n") + 1
+    found = [_json(path, at, raw) for at, raw in enumerate(data[:end].splitlines(), 1)]
+    with suppress(ValueError):  # a row is an object: no part of it is JSON
+        found.append(json.loads(data[end:]))
+    return found
 
 
 def _json(path: Path, at: int, raw: bytes) -> Any:
