@@ -26,7 +26,6 @@ from tests.cli.tiny import TEXT, save_tiny, tiny_llama, tiny_loaded, tiny_tokeni
 from tests.conftest import tiny_model
 
 PREFILLS = ("decoded", "exact")
-ENDINGS = (" what it reads", " every one of them", " bytes", " it")
 INSTALLED = [
     name for name, (module, _) in quantized_cache.PACKAGES.items() if importlib.util.find_spec(module.partition(".")[0])
 ]

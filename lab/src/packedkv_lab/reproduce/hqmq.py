@@ -6,10 +6,7 @@ import torch
 from torch import Tensor
 
 from packedkv.codecs.additive import Additive
-from packedkv.ops.quaternion import (
-    products,
-    random_units,
-)
+from packedkv.ops.quaternion import products, random_units
 from packedkv.registry import get
 from packedkv_lab.reproduce.claims import NOT_PRINTED, Found, recomputes
 from packedkv_lab.reproduce.measure import token_bytes

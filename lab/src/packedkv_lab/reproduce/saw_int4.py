@@ -17,15 +17,15 @@ def saw_printed(quick: bool) -> Found:
     yield "INT4, BDR", "ratio_to_bf16", 16 / get("saw-int4").effective_bits(128)
 
 
-@recomputes("saw-int4", "Tables 2, 3, 5, 8, 9, means")
+@recomputes("saw-int4", "Table 2, means")
 def saw_means(quick: bool) -> Found:
     """Mean over five tasks, and drop from BF16, of one row of Table 2."""
     yield "Table 2, Hessian+BDR-128", "drop", HESSIAN_MEAN - BF16_MEAN
     yield "Sec. 3.1, Hessian+BDR-128", "mean", sum(HESSIAN) / len(HESSIAN)
 
 
-@recomputes("saw-int4", "Tables 4, 6, 7, sums")
-def saw_sums(quick: bool) -> Found:
+@recomputes("saw-int4", "Tables 6, 7, ratios")
+def saw_ratios(quick: bool) -> Found:
     """Shares and ratios of the printed kernel times."""
     plain, fused, unfused, means = _methods(PREFILL).values()
     for kernel in ("set_kv", "flatten_dequant"):
