@@ -110,6 +110,11 @@ def test_the_command_writes_rows_and_page(served, capsys, tmp_path):
     assert "required: URL" in capsys.readouterr().err
 
 
+def test_a_header_without_a_value_is_refused(served, capsys):
+    assert main(["bench", "serve", served.url, "--header", "Authorization=x"]) == 2
+    assert "--header 'Authorization=x': expected 'NAME: VALUE'" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("option", ["--concurrency", "--start", "--load"])
 def test_options_of_a_sweep_name_vllms_own_command(capsys, option):
     with pytest.raises(SystemExit) as error:

@@ -244,7 +244,10 @@ class Run:
         from packedkv_lab.bench.sessions import Server, Sessions, session_rows
 
         job = self.job
-        headers = dict(line.split(": ", 1) for line in job.header or () if ": " in line)
+        for line in job.header or ():
+            if ": " not in line:
+                raise SpecError(f"--header {line!r}: expected 'NAME: VALUE', e.g. 'Authorization: Bearer KEY'.")
+        headers = dict(line.split(": ", 1) for line in job.header or ())
         load = Sessions(**{name: getattr(job, name) for name in SESSIONS})
         server = Server(job.url, job.model, headers, job.timeout)
         session_rows(server, load, self.recorder, label=job.label, vocabulary=job.vocabulary)
