@@ -36,7 +36,7 @@ from packedkv.kernels.cpu.spec import cpu_spec
 from packedkv.kernels.tokens import Rules
 from packedkv.ops.rope import NOT_TURNED, Rotary
 from packedkv.store.pages import PageStore
-from tests.kernels.cpu_variants import ABLE, use
+from tests.kernels.conftest import ABLE, use
 from tests.kernels.decode_cases import two_dims_in_turn
 from tests.kernels.klt import Klt
 

@@ -34,7 +34,7 @@ from packedkv.ops.lloyd_max import midpoints
 from packedkv.ops.rope import NOT_TURNED, Rotary
 from packedkv.scheme import KVScheme
 from packedkv.store.pages import PageStore
-from tests.kernels.cpu_variants import ABLE, use
+from tests.kernels.conftest import ABLE, use
 from tests.kernels.klt import Klt
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)

@@ -17,7 +17,7 @@ from packedkv.kernels.mean import chosen_pairs, pairs_of
 from packedkv.scheme import KVScheme
 from packedkv.store.site import LayerSite, MeanRemoval
 from tests.geometries import GEOMETRIES, Geometry
-from tests.kernels.cpu_variants import ABLE, use
+from tests.kernels.conftest import ABLE, use
 
 OFTEN = ("StableLM 3B", "Qwen2.5 0.5B", "GLM-4 9B", "Phi-4 mini")
 """Tried on the emulator in every run: uneven numbers of pairs, interleaved ones, partial rotary, 7 query heads."""
