@@ -134,10 +134,10 @@ def _live_pages(layer: LayerCache, columns: int) -> Tensor:
     table = layer.store.table[:, :columns].flatten().long()
     pages = layer.store.pages[table].cpu().contiguous()
     kept = torch.zeros_like(pages)
-    for plane in page.planes:
+    for role, plane in ((role, plane) for plane in page.planes for role in ROLES if role == plane.role):
         tokens = page.page_tokens // plane.blocks
         live = torch.zeros(columns * plane.blocks, dtype=torch.bool)
-        for first, last in layer.roles[_role(plane.role)].runs:
+        for first, last in layer.roles[role].runs:
             live[first // tokens : -(-last // tokens)] = True
         mask = live.view(1, columns, 1, plane.blocks).expand(layer.batch, -1, layer.store.heads, -1).flatten(0, 1)
         page.view(kept, plane)[mask] = page.view(pages, plane)[mask]
@@ -187,7 +187,7 @@ def _rebuild(name: str, state: Mapping[str, Any], saved: _Saved, aged: LayerCach
     scheme = from_json(saved.schemes[_count(state, "scheme")])
     if aged is not None and (aged.site.recent is None or scheme != aged.site.recent.scheme):
         raise FormatError(f"{name} is saved as {scheme}, which is not the newest tier of {aged.scheme}.")
-    fitted = {_role(role): load_params(p, saved.tensors, saved.device) for role, p in state["fitted"].items()}
+    fitted = {role: load_params(p, saved.tensors, saved.device) for role, p in state["fitted"].items()}
     mean = MeanRemoval("pre") if scheme.mean == "pre" else None  # the rotation of keys is in the model, not in the file
     first_head = _count(state, "first_head") if "first_head" in state else 0
     most = None if state.get("most") is None else _count(state, "most", 1)
@@ -216,8 +216,10 @@ def _rebuild(name: str, state: Mapping[str, Any], saved: _Saved, aged: LayerCach
     for role in ROLES:
         entry, codec = held["roles"][role], scheme.codec(role).for_dtype(dtype)
         layouts.append(codec.layout(_count(entry, "head_dim", 1)))
-        if aged is not None and _shape(aged, role) != (batch, heads, entry["head_dim"], dtype):
-            raise FormatError(f"{name} has other heads or sequences than the tokens behind it; save the cache again.")
+        if aged is not None:
+            b, h, _, d = aged.roles[role].sink.shape
+            if (b, h, d, aged.dtype) != (batch, heads, entry["head_dim"], dtype):
+                raise FormatError(f"{name} has other heads or sequences than the tokens behind it; save it again.")
         if (version := _count(entry, "layout_version")) != layouts[-1].version:
             cure = "update packedkv" if version > layouts[-1].version else "load it with the packedkv that wrote it"
             raise FormatError(
@@ -263,11 +265,6 @@ def _rebuild(name: str, state: Mapping[str, Any], saved: _Saved, aged: LayerCach
     if layer.roles["value"].sink.shape[2] != key.sink.shape[2] or key.sink.shape[2] > scheme.sink:
         raise FormatError(f"layer {name} has a sink of {key.sink.shape[2]} tokens, its scheme one of {scheme.sink}.")
     return layer
-
-
-def _shape(layer: LayerCache, role: Role) -> tuple[int, int, int, torch.dtype]:
-    batch, heads, _, head_dim = layer.roles[role].sink.shape
-    return batch, heads, head_dim, layer.dtype
 
 
 def _rebuild_role(
@@ -324,10 +321,3 @@ def _check_numbers(name: str, x: Tensor, reads: str = "") -> None:
         x = x.view(getattr(torch, reads)).float()
     if x.is_floating_point() and x.numel() and not float(largest(x)) <= LIMIT:
         raise FormatError(f"{name} has a number that is not finite, or too large; the file is damaged.")
-
-
-def _role(text: str) -> Role:
-    for role in ROLES:
-        if role == text:
-            return role
-    raise FormatError(f"{text!r} is none of {', '.join(ROLES)}.")

@@ -53,12 +53,7 @@ def digest_of(folder: Path) -> str:
 def other_weights(folder: Path, weights: Mapping[str, tuple[int, float, float]]) -> list[str]:
     """Return the names of a ``ModelIdentity.weights`` whose numbers differ in a checkpoint.
 
-    Names that are missing or quantized in the checkpoint are ignored.
-
-    Raises
-    ------
-    ModelError
-        The folder has no safetensors files.
+    Names that are missing or quantized in the checkpoint are ignored. Errors as ``weight_files``.
     """
     differ = []
     for path in weight_files(folder):

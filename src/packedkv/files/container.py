@@ -28,27 +28,13 @@ BROKEN_JSON = ValueError, KeyError, TypeError, AttributeError, IndexError, Overf
 
 @dataclass(frozen=True)
 class Kind:
-    """A type of file.
+    """A type of file."""
 
-    Parameters
-    ----------
-    mark : str
-        Name of the only metadata entry (several would be written in random order).
-    version : int
-        Highest version that this library writes and reads.
-    noun : str
-        Its name in messages: ``"cache"``.
-    writer : str
-        Its writer: ``"save"``.
-    again : str
-        The remedy for an unusable file: ``"save the cache again"``.
-    """
-
-    mark: str
-    version: int
-    noun: str
-    writer: str
-    again: str
+    mark: str  # name of the only metadata entry (several would be written in random order)
+    version: int  # highest version that this library writes and reads
+    noun: str  # its name in messages: "cache"
+    writer: str  # its writer: "save"
+    again: str  # the remedy for an unusable file: "save the cache again"
 
 
 def write(path: Path, kind: Kind, header: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> str:
@@ -74,7 +60,12 @@ def read(path: Path, kind: Kind) -> tuple[dict[str, Any], dict[str, Tensor]]:
     Raises FileNotFoundError or IsADirectoryError if there is no file; FormatError if the file is cut, altered, foreign,
     or newer than this packedkv: the text says which and what to do.
     """
-    _check_file(path, kind)
+    if path.is_dir():
+        raise IsADirectoryError(f"{path} is a folder; pass the file that {kind.writer} wrote.")
+    if not path.exists():
+        raise FileNotFoundError(f"{path} was not found; pass the file that {kind.writer} wrote.")
+    if not path.is_file():  # opening a FIFO would not end
+        raise FormatError(f"{path} is not a regular file; pass the file that {kind.writer} wrote.")
     while True:
         with path.open("rb") as file:
             try:
@@ -115,12 +106,11 @@ def check_target(path: Path, kind: Kind) -> None:
 
 def digest(header: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> str:
     """sha256 over the metadata and every tensor's name, dtype, shape and bytes."""
-    found = hashlib.sha256(json.dumps(dict(header), sort_keys=True).encode())
-    for name in sorted(tensors):
-        tensor = tensors[name]
-        found.update(json.dumps([name, str(tensor.dtype), list(tensor.shape)]).encode())
-        found.update(_bytes(tensor))
-    return found.hexdigest()
+    sha = hashlib.sha256(json.dumps(dict(header), sort_keys=True).encode())
+    for name, tensor in sorted(tensors.items()):
+        sha.update(json.dumps([name, str(tensor.dtype), list(tensor.shape)]).encode())
+        sha.update(_bytes(tensor))
+    return sha.hexdigest()
 
 
 def store_params(params: Mapping[str, Tensor], tensors: dict[str, Tensor]) -> dict[str, str]:
@@ -140,16 +130,6 @@ def store_params(params: Mapping[str, Tensor], tensors: dict[str, Tensor]) -> di
 def load_params(names: Mapping[str, str], tensors: Mapping[str, Tensor], device: torch.device) -> dict[str, Tensor]:
     """Take constants back out of a file's tensors: the inverse of ``store_params``."""
     return {key: tensors[name].to(device) for key, name in names.items()}
-
-
-def _check_file(path: Path, kind: Kind) -> None:
-    """Validate that a path can be read."""
-    if path.is_dir():
-        raise IsADirectoryError(f"{path} is a folder; pass the file that {kind.writer} wrote.")
-    if not path.exists():
-        raise FileNotFoundError(f"{path} was not found; pass the file that {kind.writer} wrote.")
-    if not path.is_file():  # opening a FIFO would not end
-        raise FormatError(f"{path} is not a regular file; pass the file that {kind.writer} wrote.")
 
 
 def _read_header(path: Path, file: BinaryIO, kind: Kind) -> dict[str, Any]:

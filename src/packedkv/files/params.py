@@ -24,6 +24,8 @@ LayerParams = Mapping[int, Mapping[Role, Params]]
 """Fitted constants: layer -> role -> Params."""
 
 KIND = Kind("packedkv-params", 1, "params file", "packedkv fit", "run packedkv fit again")
+OF_TEXT = "text_name", "text_sha256", "tokens", "windows", "window_tokens"
+"""Fields of ``FittedParams`` about the text."""
 WEIGHTS = 8
 """How many parameters of a model are sampled to recognise it."""
 ELEMENTS = 1 << 16
@@ -38,27 +40,14 @@ every weight moved by 1 % of the spread.
 
 @dataclass(frozen=True)
 class ModelIdentity:
-    """Identity of a model.
+    """Identity of a model."""
 
-    Parameters
-    ----------
-    name : str
-        Name given by the user; not compared.
-    type : str
-        transformers' model type, e.g. ``llama``.
-    layers : tuple of int
-        The layers that cache K and V.
-    kv_heads, head_dim : int or None
-        None if the config does not have them.
-    weights : dict
-        Parameter -> (sampled elements, their mean magnitude, their mean), float64. Empty if only a config was given.
-    """
-
-    name: str
-    type: str
-    layers: tuple[int, ...]
-    kv_heads: int | None
+    name: str  # given by the user; not compared
+    type: str  # transformers' model type, e.g. llama
+    layers: tuple[int, ...]  # the layers that cache K and V
+    kv_heads: int | None  # None, as head_dim, if the config does not have it
     head_dim: int | None
+    # parameter -> (sampled elements, their mean magnitude, their mean), float64; empty if only a config was given
     weights: dict[str, tuple[int, float, float]] = field(default_factory=dict)
 
     @property
@@ -79,8 +68,8 @@ def same_weights(model: torch.nn.Module, weights: Mapping[str, tuple[int, float,
 
 def same_figures(tensor: Tensor, weight: tuple[int, float, float]) -> bool:
     """Whether a tensor is that parameter of a ``ModelIdentity``, up to the rounding of a 16-bit load."""
-    found, allowed = _figures(tensor), TOLERANCE * weight[1] / max(weight[0], 1) ** 0.5
-    return found[0] == weight[0] and all(abs(p - q) <= allowed for p, q in zip(found[1:], weight[1:], strict=True))
+    here, allowed = _figures(tensor), TOLERANCE * weight[1] / max(weight[0], 1) ** 0.5
+    return here[0] == weight[0] and all(abs(p - q) <= allowed for p, q in zip(here[1:], weight[1:], strict=True))
 
 
 def figures(model: torch.nn.Module, names: Iterable[str]) -> dict[str, tuple[int, float, float]]:
@@ -97,35 +86,19 @@ def _figures(tensor: Tensor) -> tuple[int, float, float]:
 
 @dataclass(frozen=True, eq=False)
 class FittedParams(Mapping[int, Mapping[Role, Params]]):
-    """Constants of a model's layers for one scheme, and their source; a ``LayerParams``.
-
-    Parameters
-    ----------
-    scheme : KVScheme
-    model : ModelIdentity
-    layers : mapping
-        Layer -> role -> constants; roles whose codec has nothing to fit are absent.
-    seed : int
-    seeded : bool
-        Whether a codec sampled from the seed; if not, the constants are valid for any seed.
-    tokens, windows, window_tokens : int
-        Tokens per layer, and the number and length of their windows of text.
-    text_name, text_sha256 : str
-    file, sha256 : str
-        Name of the file and its checksum; empty before it is saved.
-    """
+    """Constants of a model's layers for one scheme, and their source; a ``LayerParams``."""
 
     scheme: KVScheme
     model: ModelIdentity
-    layers: LayerParams
+    layers: LayerParams  # roles whose codec has nothing to fit are absent
     seed: int
-    seeded: bool
-    tokens: int
-    windows: int
+    seeded: bool  # whether a codec sampled from the seed; if not, the constants are valid for any seed
+    tokens: int  # per layer
+    windows: int  # of the text
     window_tokens: int
     text_name: str = ""
     text_sha256: str = ""
-    file: str = ""
+    file: str = ""  # its name; this and the checksum are empty before it is saved
     sha256: str = ""
 
     def __getitem__(self, layer: int) -> Mapping[Role, Params]:
@@ -183,13 +156,7 @@ class FittedParams(Mapping[int, Mapping[Role, Params]]):
             "model": asdict(self.model),
             "seed": self.seed,
             "seeded": self.seeded,
-            "text": {
-                "name": self.text_name,
-                "sha256": self.text_sha256,
-                "tokens": self.tokens,
-                "windows": self.windows,
-                "window_tokens": self.window_tokens,
-            },
+            "text": {name.removeprefix("text_"): getattr(self, name) for name in OF_TEXT},
             "layers": {
                 str(layer): {role: store_tensors(params, tensors) for role, params in roles.items()}
                 for layer, roles in self.layers.items()
@@ -219,11 +186,7 @@ def read_params(path: str | Path) -> FittedParams:
             },
             seed=header["seed"],
             seeded=header["seeded"],
-            tokens=text["tokens"],
-            windows=text["windows"],
-            window_tokens=text["window_tokens"],
-            text_name=text["name"],
-            text_sha256=text["sha256"],
+            **{name: text[name.removeprefix("text_")] for name in OF_TEXT},
             file=path.name,
             sha256=header["sha256"],
         )
@@ -239,13 +202,13 @@ def sites_to_fit(scheme: KVScheme, layers: Sequence[int]) -> list[tuple[int, Rol
 
     The keys' mean is such a constant; ``mean=auto`` must be decided.
     """
-    found: list[tuple[int, Role, Codec]] = []
-    for i, layer in enumerate(layers):
-        own = scheme.for_layer(i, len(layers))
-        for role in ROLES:
-            if own.codec(role).needs or (role == "key" and own.mean in ("pre", "post")):
-                found.append((layer, role, own.codec(role)))
-    return found
+    schemes = [scheme.for_layer(i, len(layers)) for i in range(len(layers))]
+    return [
+        (layer, role, of.codec(role))
+        for layer, of in zip(layers, schemes, strict=True)
+        for role in ROLES
+        if of.codec(role).needs or (role == "key" and of.mean in ("pre", "post"))
+    ]
 
 
 def check_given(name: str, layers: Sequence[int], given: LayerParams) -> None:

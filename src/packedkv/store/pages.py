@@ -23,13 +23,7 @@ HUGE = 2 << 20
 class PageStore:
     """Pages that grow as slots are written.
 
-    Parameters
-    ----------
-    layout : PageLayout
-    batch, heads : int
-    device : torch.device
-    capacity : int
-        Slots to allocate at once; 0 grows on demand, by 1/32 (at least one page).
+    ``capacity``: slots to allocate at once; 0 grows on demand, by 1/32 (at least one page).
     """
 
     def __init__(self, layout: PageLayout, batch: int, heads: int, device: torch.device, capacity: int = 0) -> None:
@@ -138,17 +132,10 @@ def stream_of(device: torch.device) -> int:
 
 
 def write_blocks(layout: PageLayout, pages: Tensor, role: str, slots: Tensor, payload: Payload) -> None:
-    """Write blocks to any places of a pool.
+    """Write blocks to any places of a pool, ``pages`` uint8 ``[num_pages, H, page_bytes]``.
 
-    Parameters
-    ----------
-    layout : PageLayout
-    pages : Tensor uint8 ``[num_pages, H, page_bytes]``
-    role : str
-    slots : Tensor int64 ``[B, M]``
-        Slot of the pool at which each block begins: slot s is place ``s % P`` of page ``s // P``.
-    payload : Payload
-        Fields ``[B, H, M, *shape]``.
+    ``slots`` int64 ``[B, M]``: where each block begins; slot s of the pool is place ``s % P`` of page ``s // P``. The
+    fields of ``payload`` are ``[B, H, M, *shape]``.
     """
     for plane in layout.planes:
         if plane.role == role:

@@ -1,6 +1,7 @@
 """Positions of cached tokens, by which RoPE rotated their keys."""
 
 from collections.abc import Callable, Hashable, Iterator
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, NamedTuple, TypeVar
 
@@ -40,17 +41,7 @@ class Positions:
         return sum([count for count, _ in self.runs])
 
     def append(self, positions: Tensor) -> None:
-        """Add the positions of new tokens.
-
-        Parameters
-        ----------
-        positions : Tensor of int ``[B, n]`` or ``[1, n]``
-
-        Raises
-        ------
-        UnsupportedError
-            They are not consecutive.
-        """
+        """Add the positions of new tokens, ``[B or 1, n]``; UnsupportedError if they are not consecutive."""
         n = positions.shape[1]
         if n == 0:
             return
@@ -197,32 +188,23 @@ def angles_at(positions: Tensor, rotary: Rotary) -> tuple[Tensor, Tensor]:
     return _once(positions, rotary.name, lambda: rotary.angles(positions))
 
 
+@dataclass(eq=False)
 class SlotPositions:
     """Positions of the slots of a layer on a GPU, for kernels; only ``least`` synchronises.
 
     Slot s of a sequence has position ``origin + s``. What does not go on where the last call ended raises ``broken``.
     Layers that begin with the same ``shared`` positions have one, so that each step's check and angles are computed
     once.
-
-    Parameters
-    ----------
-    origin : Tensor int32 ``[B]``
-    broken : Tensor int32 ``[1]``
-    padded : bool
-        Whether sequences may hold nothing but padding: then several new tokens may move it.
-    cropped : bool
-        Whether tokens were removed since the last call, so that a single new token may move padding as well.
-    freed : int
-        By how much the numbers of the slots are lower than at first, because pages before them were freed.
     """
 
-    def __init__(
-        self, origin: Tensor, broken: Tensor, padded: bool = True, cropped: bool = False, freed: int = 0
-    ) -> None:
-        self.origin, self.broken, self.padded, self.is_cropped, self.freed = origin, broken, padded, cropped, freed
-        self._angles: tuple[Rotary, int, int, tuple[Tensor, Tensor]] | None = None
-        self._parts: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}  # of these angles
-        self._newest: dict[str, tuple[Hashable, Any]] = {}
+    origin: Tensor  # int32 [B]
+    broken: Tensor  # int32 [1]
+    padded: bool = True  # whether sequences may hold nothing but padding: then several new tokens may move it
+    is_cropped: bool = False  # whether tokens were removed since the last call: a single new token may move padding too
+    freed: int = 0  # by how much the numbers of the slots are lower than at first, because pages before them were freed
+    _angles: tuple[Rotary, int, int, tuple[Tensor, Tensor]] | None = field(default=None, init=False)
+    _parts: dict[tuple[int, int], tuple[Tensor, Tensor]] = field(default_factory=dict, init=False)  # of these angles
+    _newest: dict[str, tuple[Hashable, Any]] = field(default_factory=dict, init=False)
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Copy and pickle the constructor's arguments, without what was computed from them."""
@@ -261,7 +243,7 @@ class SlotPositions:
         expected, after = self.origin + slot, self
         if self.padded and (n > 1 or self.is_cropped):
             move = torch.where((expected <= 1) & (call.first <= 0), call.first - expected, 0).to(torch.int32)
-            expected, after = expected + move, SlotPositions(self.origin + move, self.broken, freed=self.freed)
+            expected, after = expected + move, replace(self, origin=self.origin + move, is_cropped=False)
         if not check:
             return after
         wrong = (call.first != expected).any().to(torch.int32).view(1)
@@ -272,7 +254,7 @@ class SlotPositions:
         """The same, after tokens were removed; the same object for layers that share this."""
         if not self.padded or self.is_cropped:
             return self
-        return self._once("cropped", None, lambda: SlotPositions(self.origin, self.broken, True, True, self.freed))
+        return self._once("cropped", None, lambda: replace(self, is_cropped=True))
 
     def begin(self, slot: int) -> Tensor:
         """Positions of one slot, int64 ``[B]``; the same tensor for layers of one pass, never written to."""
@@ -309,12 +291,8 @@ class SlotPositions:
 
     def moved(self, slots: int) -> "SlotPositions":
         """The same tokens in slots with numbers that are lower by ``slots``."""
-        if not slots:
-            return self
-        return SlotPositions(self.origin + slots, self.broken, self.padded, self.is_cropped, self.freed + slots)
+        return replace(self, origin=self.origin + slots, freed=self.freed + slots) if slots else self
 
     def select(self, indices: Tensor) -> "SlotPositions":
         """These sequences of the batch, in this order."""
-        return SlotPositions(
-            self.origin.index_select(0, indices), self.broken, self.padded, self.is_cropped, self.freed
-        )
+        return replace(self, origin=self.origin.index_select(0, indices))

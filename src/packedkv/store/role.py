@@ -6,6 +6,7 @@ the live slot ranges.
 """
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from functools import lru_cache
 
 import torch
@@ -16,33 +17,18 @@ from packedkv.errors import FitError
 from packedkv.store.pages import PageStore
 
 
+@dataclass(eq=False, repr=False)
 class RoleSite:
-    """Codec and constants of the keys, or of the values, of one layer.
+    """Codec and constants of the keys, or of the values, of one layer."""
 
-    Parameters
-    ----------
-    role : {"key", "value"}
-    codec : Codec
-        The codec for the model's dtype (``for_dtype``).
-    site : Site
-    params : Params, optional
-        None: they are fitted on the first prefill.
-    seeded : bool
-        Whether constants that need no sample follow from codec and site alone; False for constants of a file.
-    """
-
-    def __init__(
-        self, role: Role, codec: Codec, site: Site, params: Params | None = None, seeded: bool = False
-    ) -> None:
-        self.role, self.codec, self.site, self.params, self.seeded = role, codec, site, params, seeded
+    role: Role
+    codec: Codec  # for the model's dtype (``for_dtype``)
+    site: Site
+    params: Params | None = None  # None: they are fitted on the first prefill
+    seeded: bool = False  # whether constants that need no sample follow from codec and site alone: not those of a file
 
     def check_batch(self, batch: int) -> None:
-        """Validate the number of sequences of the constants.
-
-        Raises
-        ------
-        FitError
-        """
+        """Raise FitError unless the constants are of one sequence or of ``batch``."""
         sizes = {len(x) for x in (self.params or {}).values() if x.ndim} - {1, batch}
         if sizes:
             raise FitError(
@@ -68,15 +54,7 @@ class RoleSite:
 
 
 class RoleState(RoleSite):
-    """Keys or values of a layer: dense sink, live runs of slots in the pages, dense window.
-
-    Parameters
-    ----------
-    of : RoleSite
-        Codec and constants.
-    sink, window : Tensor ``[B, H, t, D]``
-        Dense tokens, model basis.
-    """
+    """Keys or values of a layer: dense sink and window ``[B, H, t, D]`` (model basis), live runs of slots in pages."""
 
     def __init__(self, of: RoleSite, sink: Tensor, window: Tensor) -> None:
         super().__init__(of.role, of.codec, of.site, of.params, of.seeded)
@@ -154,10 +132,7 @@ class RoleState(RoleSite):
 def empty_roles(sites: Mapping[Role, RoleSite], like: Tensor) -> dict[Role, RoleState]:
     """Return the state of an empty layer for tokens ``[B, H, n, D]`` of this batch, dtype and device.
 
-    Raises
-    ------
-    FitError
-        The constants are of another number of sequences.
+    Raises FitError if the constants are of another number of sequences.
     """
     batch, heads = like.shape[:2]
     roles = {}

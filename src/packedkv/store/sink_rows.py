@@ -23,16 +23,9 @@ def rows_bytes(sink: int, head_dim: int) -> int:
 
 
 def sink_rows(layout: PageLayout, pages: Tensor, sink: int, dtype: torch.dtype) -> Tensor:
-    """View the rows of all pages, ``[num_pages, H, 2, sink, D]``: keys, then values.
+    """View the rows of all pages as ``dtype`` (fp16 or bf16), ``[num_pages, H, 2, sink, D]``: keys, then values.
 
-    Parameters
-    ----------
-    layout : PageLayout
-    pages : Tensor uint8 ``[num_pages, H, bytes]``
-        Longer than the layout by ``rows_bytes`` or more.
-    sink : int
-    dtype : torch.dtype
-        fp16 or bf16.
+    ``pages``: uint8 ``[num_pages, H, bytes]``, longer than the layout by ``rows_bytes`` or more.
     """
     head_dim = layout.key.head_dim
     raw = pages[..., layout.page_bytes : layout.page_bytes + rows_bytes(sink, head_dim)]
@@ -42,15 +35,8 @@ def sink_rows(layout: PageLayout, pages: Tensor, sink: int, dtype: torch.dtype) 
 def write_sink_rows(layout: PageLayout, pages: Tensor, role: Role, x: Tensor, slots: Tensor, sink: int) -> None:
     """Write the rows of those new tokens that are among the first of their page; this synchronises on a GPU.
 
-    Parameters
-    ----------
-    layout, pages, sink
-        As ``sink_rows``.
-    role : Role
-    x : Tensor ``[B, H, n, D]``
-        Model basis. A row with NaN, Inf or a magnitude above 65504 is stored as zeros, as its codes are.
-    slots : Tensor int64 ``[B, n]``
-        Slot s of the pool is place ``s % P`` of page ``s // P``; below 0: the token is not stored.
+    ``x [B, H, n, D]`` is in the model basis. A row with NaN, Inf or a magnitude above 65504 is stored as zeros, as its
+    codes are. ``slots`` int64 ``[B, n]`` are as in ``pages.write_blocks``; below 0: the token is not stored.
     """
     sequence, token = ((slots >= 0) & (slots % layout.page_tokens < sink)).nonzero(as_tuple=True)
     if not len(token):

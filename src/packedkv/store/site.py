@@ -30,22 +30,11 @@ WITHOUT_MODEL = "these keys were saved without their mean; read the file with lo
 
 @dataclass(frozen=True, eq=False)
 class MeanRemoval:
-    """Mean that a layer subtracts from its keys before encoding and adds when they are dequantized.
+    """Mean that a layer subtracts from its keys before encoding and adds when they are dequantized."""
 
-    Parameters
-    ----------
-    kind : {"pre", "post"}
-        The mean before RoPE, or after it.
-    rotary : Rotary or None
-        Rotary embedding of the keys; only with ``pre``. None there: the keys are from a file, without their model.
-    given : Tensor float32 ``[1, H, D]`` or None
-        None: the mean of the first ``MEAN_TOKENS`` tokens of each sequence.
-    source : {"params", "weights", "first tokens"}
-    """
-
-    kind: Literal["pre", "post"]
-    rotary: Rotary | None = None
-    given: Tensor | None = None
+    kind: Literal["pre", "post"]  # before RoPE, or after it
+    rotary: Rotary | None = None  # of the keys, with ``pre``; None there: the keys are from a file, without their model
+    given: Tensor | None = None  # float32 [1, H, D]; None: the mean of the first MEAN_TOKENS tokens of each sequence
     source: Literal["params", "weights", "first tokens"] = "first tokens"
 
     @cached_property
@@ -63,10 +52,7 @@ class MeanRemoval:
     def at(self, mean: Tensor | None, positions: Tensor) -> Tensor:
         """Return the mean at ``positions [B, n]``: float32, broadcasts to ``[B, H, n, D]``.
 
-        Raises
-        ------
-        UnsupportedError
-            The mean is not known: the keys are from a file that was read without its model.
+        Raises UnsupportedError if the keys are from a file that was read without its model.
         """
         if mean is None:
             raise UnsupportedError(WITHOUT_MODEL)
@@ -74,13 +60,7 @@ class MeanRemoval:
 
     @property
     def turning(self) -> Rotary:
-        """Return the rotary embedding that rotates the mean; after RoPE it is the identity.
-
-        Raises
-        ------
-        UnsupportedError
-            As ``at``.
-        """
+        """Return the rotary embedding that rotates the mean; after RoPE it is the identity. Errors as ``at``."""
         return NOT_TURNED if self.kind == "post" else self._known()
 
     def _known(self) -> Rotary:
@@ -90,19 +70,11 @@ class MeanRemoval:
 
 
 class Removed(NamedTuple):
-    """Mean that was subtracted from some keys of a layer, rotated to the positions of the keys.
+    """Mean that was subtracted from some keys of a layer, rotated to the positions of the keys."""
 
-    Parameters
-    ----------
-    mean : Tensor float32 ``[1 or B, H, D]``
-    turning : Rotary
-    angles : (Tensor float32 ``[1 or B, n, R / 2]``, Tensor)
-        ``turning.angles`` of the n keys; layers of a pass may share them.
-    """
-
-    mean: Tensor
+    mean: Tensor  # float32 [1 or B, H, D]
     turning: Rotary
-    angles: tuple[Tensor, Tensor]
+    angles: tuple[Tensor, Tensor]  # ``turning.angles`` of the keys, [1 or B, n, R / 2]; layers of a pass may share them
 
     def first(self) -> "Removed":
         """Return what is removed from the first sequence."""
@@ -121,11 +93,8 @@ class LayerSite:
 
     Parameters
     ----------
-    scheme : KVScheme
-        Scheme of this layer (``scheme.for_layer``).
-    layer : int
-        Layer index; with ``seed`` it determines the random constants.
-    seed : int
+    scheme, layer, seed
+        As ``LayerCache``.
     fitted : mapping of role to Params, optional
         Fitted constants by role (``{"key": ..., "value": ...}``), the keys' mean included as ``mean``.
     first_head : int
@@ -138,12 +107,7 @@ class LayerSite:
     energy : Tensor, optional
         Mean squares of the queries of each KV head, ``[1, H, D]``, if known: as in ``Sample``.
 
-    Raises
-    ------
-    FitError
-        The scheme needs the mean before RoPE, and there is none.
-    SpecError
-        ``fitted`` has the wrong structure.
+    Raises FitError if the scheme needs the mean before RoPE and there is none, SpecError as ``params_by_role``.
     """
 
     def __init__(
@@ -176,22 +140,17 @@ class LayerSite:
     ) -> dict[Role, RoleSite]:
         """Return the constants of both roles for tensors ``[B, heads, n, head_dim]`` of this dtype on this device.
 
-        Raises
-        ------
-        FitError
-            The given constants differ from the codec's declaration.
+        Raises FitError if the given constants differ from the codec's declaration.
         """
         made: dict[Role, RoleSite] = {}
         for role, head_dim in zip(ROLES, head_dims, strict=True):
             codec = self.scheme.codec(role).for_dtype(dtype)
             site = Site(self.layer, role, heads, head_dim, self.seed, device, self.first_head)
             given = codec_params(self.fitted, role)
-            params: Params | None = None
             check_role(codec, site, self.fitted)
             self.check_energy(site)
-            if given is not None:
-                params = {k: v.to(device) for k, v in given.items()}
-            elif "tensor" not in codec.needs:
+            params = None if given is None else {k: v.to(device) for k, v in given.items()}
+            if given is None and "tensor" not in codec.needs:
                 params = seeded_params(codec, site)
             made[role] = RoleSite(role, codec, site, params, given is None)
         return made
@@ -206,12 +165,7 @@ class LayerSite:
         return empty_roles(sites, keys), PageStore(page, keys.shape[0], keys.shape[1], keys.device, capacity)
 
     def check_energy(self, site: Site) -> None:
-        """Validate the shape of the query energies.
-
-        Raises
-        ------
-        FitError
-        """
+        """Raise FitError unless the query energies are of the heads of ``site``."""
         if self.energy is not None and self.energy.shape != (1, site.num_heads, site.head_dim):
             raise FitError(
                 f"the energies of the queries of layer {self.layer} are {list(self.energy.shape)}; expected "
@@ -231,12 +185,8 @@ class LayerSite:
 
     @cached_property
     def _codecs_fit_tokens(self) -> int:
-        if not self.fitted:
-            return self.scheme.fit_tokens
-        missing = [
-            codec.fit_tokens for role in ROLES if is_missing(codec := self.scheme.codec(role), self.fitted, role)
-        ]
-        return max(missing, default=0)
+        codecs = ((role, self.scheme.codec(role)) for role in ROLES)
+        return max([codec.fit_tokens for role, codec in codecs if is_missing(codec, self.fitted, role)], default=0)
 
     @cached_property
     def recent(self) -> "LayerSite | None":
@@ -254,12 +204,7 @@ class LayerSite:
 
 
 def check_role(codec: Codec, site: Site, fitted: Mapping[Role, Params]) -> None:
-    """Validate the constants given for a role: those of its codec, and the keys' mean.
-
-    Raises
-    ------
-    FitError
-    """
+    """Raise FitError unless the constants given for a role, the keys' mean among them, are as declared."""
     mean = fitted.get("key", {}).get(MEAN) if site.role == "key" else None
     if mean is not None:
         cure = "; pass what `packedkv fit` made, or leave it out."
