@@ -18,19 +18,10 @@ SUFFIX = ".packedkv.part"
 
 @contextmanager
 def whole_file(path: Path) -> Iterator[Path]:
-    """Yield the path of a file to write, which replaces ``path`` at the end.
+    """Yield the path of a file to write, which replaces ``path`` at the end; its folder must exist (OSError).
 
     An error leaves ``path`` unchanged. The next call for the same folder removes the files of killed processes: a
     folder in use is locked, and the system releases the lock when the process ends.
-
-    Parameters
-    ----------
-    path : Path
-        Its folder must exist.
-
-    Raises
-    ------
-    OSError
     """
     _remove_unfinished(path.parent)
     own, lock = _new_folder(path.parent)

@@ -15,18 +15,10 @@ from packedkv.errors import ShapeError
 
 
 class Partial(NamedTuple):
-    """Attention over a subset of the tokens, normalised over that subset.
+    """Attention over a subset of the tokens, normalised over that subset."""
 
-    Parameters
-    ----------
-    out : Tensor ``[B, HQ, n, D]``
-        Zeros for a query that sees no token of the subset.
-    lse : Tensor float32 ``[B, HQ, n]``
-        Log-sum-exp of the scores (natural); -inf for such a query.
-    """
-
-    out: Tensor
-    lse: Tensor
+    out: Tensor  # [B, HQ, n, D]; zeros for a query that sees no token of the subset
+    lse: Tensor  # float32 [B, HQ, n]: log-sum-exp of the scores (natural); -inf for such a query
 
 
 class Seen(NamedTuple):
@@ -137,23 +129,10 @@ def attend_parts(
     sinks: Tensor | None = None,
     softcap: float = 0.0,
 ) -> Tensor:
-    """Attention of the newest queries over decoded keys and values, given in parts.
+    """Attention of the newest queries over dequantized keys and values ``[B, H, t, D]``, in one or more ``parts``.
 
-    Parameters
-    ----------
-    q : Tensor ``[B, HQ, n, D]``
-        Model basis, after ``rounded_queries``.
-    parts : iterable of (Tensor ``[B, H, t, D]``, Tensor ``[B, H, t, D]``)
-        Keys and values, oldest first; at least one.
-    total : int
-        Tokens of all parts.
-    scale : float
-    mask, causal, sinks, softcap
-        As ``packedkv.cache.layer.attend``.
-
-    Returns
-    -------
-    Tensor ``[B, HQ, n, D]`` of q's dtype.
+    ``q [B, HQ, n, D]`` is in the model basis, after ``rounded_queries``. The parts are oldest first, of ``total``
+    tokens. The result and the other arguments are as in ``packedkv.cache.layer.attend``.
     """
     first, out = 0, None
     for k, v in parts:

@@ -64,15 +64,10 @@ def check_tensors(keys: Tensor, values: Tensor, *more: Tensor) -> list[float]:
 
 
 def check_shapes(keys: Tensor, values: Tensor, cached: Sequence[Tensor] = (), dtype: torch.dtype | None = None) -> None:
-    """Raise ShapeError unless new tokens fit each other and the cached tokens.
+    """Raise ShapeError unless new tokens ``[B, H, n, D]`` fit each other and the cached tokens.
 
-    Parameters
-    ----------
-    keys, values : Tensor ``[B, H, n, D]``
-    cached : sequence of Tensor ``[B, H, t, D]``
-        Some cached keys and values, t may be 0; an empty sequence: nothing is cached.
-    dtype : torch.dtype, optional
-        Dtype of the tensors that were appended.
+    ``cached``: some cached keys and values, of which t may be 0; an empty sequence: nothing is cached. ``dtype``: of
+    the tensors that were appended.
     """
     if keys.shape[:3] != values.shape[:3]:
         raise ShapeError(

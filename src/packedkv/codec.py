@@ -84,27 +84,15 @@ LEAST = 2.0**-149
 
 @dataclass(frozen=True)
 class Constant:
-    """Declaration of one constant of a site.
+    """Declaration of one constant of a site."""
 
-    Parameters
-    ----------
-    shape : tuple of int
-        Behind the leading dimension.
-    low, high : float
-        Range of its numbers, both included; NaN lies in none.
-    rule : callable, optional
-        A further rule for a tensor ``[B, *shape]`` of that range; ``text`` says it in words.
-    each : bool
-        Whether a prefill gives one for each sequence, so that the leading dimension is 1 or the batch; else it is 1.
-    """
-
-    shape: tuple[int, ...]
+    shape: tuple[int, ...]  # behind the leading dimension
     dtype: torch.dtype = torch.float32
-    low: float = -LARGEST
+    low: float = -LARGEST  # smallest and largest number, both included; NaN lies in no range
     high: float = LARGEST
-    rule: Callable[[Tensor], bool] | None = None
-    text: str = ""
-    each: bool = False
+    rule: Callable[[Tensor], bool] | None = None  # a further rule for a tensor [B, *shape] of that range
+    text: str = ""  # the rule in words
+    each: bool = False  # whether a prefill gives one for each sequence: the leading dimension is 1 or the batch, else 1
 
     @classmethod
     def sizes(cls, *shape: int) -> "Constant":

@@ -50,14 +50,8 @@ LAYERS = 4
 
 
 def probe_option(given: bool | str) -> Probe:
-    """Read the option ``probe``: True is ``refuse``, False is ``off``.
+    """Read the option ``probe``: True is ``refuse``, False is ``off``; SpecError for another value.
 
-    Raises
-    ------
-    SpecError
-
-    Examples
-    --------
     >>> probe_option(True), probe_option("warn"), probe_option(False)
     ('refuse', 'warn', 'off')
     """

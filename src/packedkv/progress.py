@@ -11,16 +11,9 @@ WIDTH = 110
 
 
 class Progress:
-    """Show progress.
+    """Show progress on ``stream`` (default: ``sys.stderr``), if ``enabled``.
 
-    Parameters
-    ----------
-    enabled : bool
-        False: print nothing.
-    stream : text file, optional
-        Default: ``sys.stderr`` when this object is made.
-    interval : float
-        Seconds between two temporary messages if the stream is not a terminal.
+    ``interval``: seconds between two temporary messages if the stream is not a terminal.
     """
 
     def __init__(self, enabled: bool = True, stream: TextIO | None = None, interval: float = 5.0) -> None:

@@ -31,19 +31,11 @@ FORMAT, VERSION = "packedkv-recipe", 1
 
 @dataclass(frozen=True)
 class LayerChoice:
-    """One line of a recipe.
+    """One line of a recipe."""
 
-    Parameters
-    ----------
-    key, value : str
-        Specs whose key (value) codec the layer takes.
-    sink, window : int or None
-        None: the larger of the two specs' own, ``dense`` not counted.
-    """
-
-    key: str
+    key: str  # specs whose key (value) codec the layer takes
     value: str
-    sink: int | None = None
+    sink: int | None = None  # None, as for window: the larger of the two specs' own, ``dense`` not counted
     window: int | None = None
 
 
@@ -74,25 +66,16 @@ def read_choices(path: str | Path) -> tuple[list[LayerChoice], dict[str, Any]]:
 
 
 def _choice(path: str | Path, i: int, line: Any) -> LayerChoice:
+    if isinstance(line, dict) and {*ROLES} <= line.keys() <= {*ROLES, "sink", "window"}:
+        counts = [line.get("sink"), line.get("window")]
+        if all(isinstance(line[role], str) for role in ROLES) and all(c is None or type(c) is int for c in counts):
+            return LayerChoice(**line)
     wanted = "expected key and value (specs), and at most sink and window (whole numbers)"
-    if not isinstance(line, dict) or not {"key", "value"} <= line.keys() <= {"key", "value", "sink", "window"}:
-        raise FormatError(f"{path}, layer {i}: got {line!r}; {wanted}.")
-    counts = [line.get("sink"), line.get("window")]
-    if not all(isinstance(line[r], str) for r in ROLES) or not all(c is None or type(c) is int for c in counts):
-        raise FormatError(f"{path}, layer {i}: got {line!r}; {wanted}.")
-    return LayerChoice(**line)
+    raise FormatError(f"{path}, layer {i}: got {line!r}; {wanted}.")
 
 
 def write_choices(path: str | Path, choices: Sequence[LayerChoice], about: Mapping[str, Any] | None = None) -> None:
-    """Write a recipe file atomically.
-
-    Raises
-    ------
-    SpecError
-        A path that does not end in ``.json``.
-    KVError
-        If the file cannot be written.
-    """
+    """Write a recipe file atomically; SpecError unless its name ends in ``.json``, KVError if it cannot be written."""
     path = Path(path)
     if path.suffix != ".json":
         raise SpecError(f"{path}: name a recipe NAME.json, so that its path is known as one.")

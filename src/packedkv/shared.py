@@ -28,12 +28,7 @@ def _values(constants: Params) -> Iterable[Tensor]:
 class Shared:
     """An LRU store of constants: built once in a process, shared by all caches, never written to.
 
-    The least recently used entries are dropped while all tensors together exceed a limit.
-
-    Parameters
-    ----------
-    limit : int
-        Bytes.
+    The least recently used entries are dropped while all tensors together exceed ``limit`` bytes.
     """
 
     def __init__(self, limit: int) -> None:
@@ -52,15 +47,8 @@ class Shared:
     ) -> T:
         """Return the entry of this key; ``build`` makes it if it is missing.
 
-        Parameters
-        ----------
-        key
-            Everything that the entry depends on, the device included.
-        device : torch.device
-            Where its tensors are.
-        build : callable
-        tensors : callable
-            Returns the tensors of an entry; by default an entry is a mapping to tensors.
+        The key has everything that the entry depends on, the device included. ``tensors`` returns the tensors of an
+        entry, which are on ``device``; by default an entry is a mapping to tensors.
         """
         if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
             return build()  # its memory belongs to the graph, and every replay overwrites it

@@ -9,7 +9,7 @@ from torch import Tensor
 from packedkv.codec import Role
 from packedkv.errors import UnsupportedError
 from packedkv.ops.rope import Rotary
-from packedkv.store.positions import NOT_CONSECUTIVE, angles_near, consecutive, first_of
+from packedkv.store.positions import NOT_CONSECUTIVE, angles_near, first_of
 from packedkv.store.role import RoleState
 
 BROKEN_ORDER = 3
@@ -19,32 +19,20 @@ BROKEN_ORDER = 3
 class DeviceLengths:
     """Lengths, sink and window of a static cache. Every tensor keeps its address while the batch stays the same.
 
-    Parameters
-    ----------
-    roles : mapping of Role to RoleState
-    batch : int
-    sink, window, unit : int
-        Of the scheme; tokens that leave the window together.
-    device : torch.device
+    ``unit``: tokens that leave the window together.
     """
 
-    fresh = True
-    """Whether all lengths are known to be 0, so that the device is not read."""
+    fresh = True  # whether all lengths are known to be 0, so that the device is not read
 
     def __init__(
         self, roles: Mapping[Role, RoleState], batch: int, sink: int, window: int, unit: int, device: torch.device
     ) -> None:
         self.sink, self.unit, self.width = sink, unit, sink + window + unit
-        self.last = torch.zeros(batch, dtype=torch.int32, device=device)
-        """Slots written of each sequence, int32 ``[B]``."""
-        self.first = torch.zeros_like(self.last)
-        """First live slot: always 0, because evicted slots are not used again."""
-        self.bad = torch.zeros(1, dtype=torch.int32, device=device)
-        """The cache's error flag."""
-        self.dense: Tensor | None = None
-        """With a sink, window or blocks: dense tokens of each sequence, int32 ``[B]``."""
-        self.buffers: dict[Role, Tensor] = {}
-        """Dense tokens ``[B, H, width, D]``, sink first."""
+        self.last = torch.zeros(batch, dtype=torch.int32, device=device)  # slots written of each sequence
+        self.first = torch.zeros_like(self.last)  # first live slot: always 0, because evicted slots are not used again
+        self.bad = torch.zeros(1, dtype=torch.int32, device=device)  # the cache's error flag
+        self.dense: Tensor | None = None  # with a sink, window or blocks: dense tokens of each sequence, int32 [B]
+        self.buffers: dict[Role, Tensor] = {}  # dense tokens [B, H, width, D], sink first
         if self.width > 1:
             self._allocate(roles, batch)
         keep_addresses(self.last, self.first, self.bad)
@@ -131,21 +119,12 @@ class DeviceLengths:
 class StepPositions:
     """Positions of the slots of a static cache: slot s of a sequence has position ``origin + s``.
 
-    A step compares the position that the model gives its token with the next one, on the device.
-
-    Parameters
-    ----------
-    like : Tensor int32 ``[B]``
-    sink : int
-        Tokens before slot 0.
-    rotary : Rotary, optional
-        Rotation of the keys' mean; None: the keys keep their mean.
+    A step compares the position that the model gives its token with the next one, on the device. ``like`` is int32
+    ``[B]``; ``sink`` tokens lie before slot 0; ``rotary`` rotates the keys' mean (None: the keys keep it).
     """
 
-    cropped = False
-    """Whether tokens were removed since the last append."""
-    newest: Tensor | None = None
-    """In a step, the position of its token, ``[B or 1, 1]``."""
+    cropped = False  # whether tokens were removed since the last append
+    newest: Tensor | None = None  # in a step, the position of its token, [B or 1, 1]
 
     def __init__(self, like: Tensor, sink: int, rotary: Rotary | None) -> None:
         self.sink, self.rotary, self.origin = sink, rotary, torch.full_like(like, sink)
@@ -158,11 +137,6 @@ class StepPositions:
     def run(self, tokens: int) -> list[tuple[int, Tensor]]:
         """``Positions.runs`` of a cache of so many tokens."""
         return [(tokens, (self.origin - self.sink).long())] if tokens else []
-
-    def check(self, positions: Tensor | None) -> None:
-        """Raise unless the positions of several tokens count up; read once for all layers."""
-        if positions is not None and not consecutive(positions):
-            raise UnsupportedError(NOT_CONSECUTIVE)
 
     def begin(self, n: int, positions: Tensor | None) -> None:
         """Set the positions of the first n tokens."""

@@ -35,7 +35,7 @@ from packedkv.ops.precision import without_modes
 from packedkv.scheme import KVScheme
 from packedkv.shared import SHARED
 from packedkv.store.pages import PageStore, stream_of
-from packedkv.store.positions import NOT_CONSECUTIVE, SlotPositions
+from packedkv.store.positions import NOT_CONSECUTIVE, SlotPositions, consecutive
 from packedkv.store.role import RoleSite, empty_roles
 from packedkv.store.site import LayerSite, Removed
 
@@ -48,17 +48,13 @@ ONE_RUN = (
 class Leaving(NamedTuple):
     """First half of an append, for ``end_append``."""
 
-    new: dict[Role, Tensor]
-    """Tokens that leave the window, in whole blocks."""
-    tokens: int
-    """Tokens of the append."""
+    new: dict[Role, Tensor]  # tokens that leave the window, in whole blocks
+    tokens: int  # of the append
     flag: Tensor | None
+    # positions before a token that its encoder refuses at once, if it cannot be stored
     before: tuple[list[tuple[int, Tensor]], SlotPositions | None] | None
-    """Positions before a token that its encoder refuses at once, if it cannot be stored."""
-    was_broken: bool
-    """Whether positions were out of order before that token."""
-    first: bool
-    """Whether the append allocated the cache."""
+    was_broken: bool  # whether positions were out of order before that token
+    first: bool  # whether the append allocated the cache
 
 
 class FusedLayerCache(LayerCache):
@@ -83,22 +79,17 @@ class FusedLayerCache(LayerCache):
         At the first append, if the kernels cannot take the scheme, head_dim or device; the text says why.
     """
 
-    engine: Engine | None = None
-    """Reads and writes the pages; None until the first append."""
-    bad: Tensor | None = None
-    """Error flag int32 ``[1]`` on the device, set by decode steps, which do not synchronise; see ``check``."""
+    engine: Engine | None = None  # reads and writes the pages; None until the first append
+    bad: Tensor | None = None  # error flag int32 [1] on the device: decode steps do not synchronise; see ``check``
+    # of a growing cache: whether a single token was appended since the flag was last checked; positions of the slots
     unchecked = False
-    """Of a growing cache: whether a single token was appended since the flag was last checked."""
     slots: SlotPositions | None = None
-    """Of a growing cache: positions of the slots, where they are needed."""
+    # of a static cache: what is on the device, from the first append on; positions of the slots; whether nothing was
+    # appended since a reset that kept the pages; memory of a mean of first tokens, whose address captured graphs hold
     lengths: DeviceLengths | None = None
-    """Of a static cache, from the first append on."""
     steps: StepPositions | None = None
-    """Of a static cache: positions of the slots, where they are needed."""
     emptied = False
-    """Of a static cache: whether nothing was appended since a reset that kept the pages."""
     mean_address: Tensor | None = None
-    """Of a static cache: memory of a mean of first tokens, whose address captured graphs hold."""
 
     def __init__(
         self,
@@ -110,8 +101,7 @@ class FusedLayerCache(LayerCache):
     ) -> None:
         self.static = capacity > 0
         super().__init__(scheme, page_tokens=page_tokens, capacity=capacity)
-        self.unit = math.lcm(self.scheme.key.block_tokens, self.scheme.value.block_tokens)
-        """Tokens that leave the window together."""
+        self.unit = math.lcm(self.scheme.key.block_tokens, self.scheme.value.block_tokens)  # leave the window together
         self.together = self.unit if self.unit > 1 else None
         self.served_by = kernels or Kernels(page_tokens, static=self.static)
 
@@ -293,7 +283,10 @@ class FusedLayerCache(LayerCache):
         runs = self.roles["key"].runs
         last = runs[-1][1] if runs else 0
         self.store.ensure(last + count, exact=n > 1)
-        self._renumber(last)
+        if self.slots is not None:  # the next encoded token has slot ``last``
+            key = self.roles["key"]
+            token = self.start + key.sink.shape[2] + key.encoded  # of all that were appended
+            self.slots = self.slots.moved(self._slot(self.slots, token) - last)
         if flag is None and (flag := self.bad) is None:
             flag = self.bad = torch.zeros(1, dtype=torch.int32, device=new["key"].device)
         self._write(new, _number(last, self.batch, new["key"].device), flag)
@@ -311,23 +304,19 @@ class FusedLayerCache(LayerCache):
     def _end_static(self, leaving: Leaving, lengths: DeviceLengths) -> None:
         self._prepare()  # even without tokens: the next step may be captured
         if count := leaving.new["key"].shape[2]:
-            if self.holds_dense or count > 1:
-                self._check_room(count, lengths)
+            assert self.store is not None
+            capacity = self.store.capacity  # evicted slots stay used
+            if (self.holds_dense or count > 1) and (0 if lengths.fresh else int(lengths.last[0])) + count > capacity:
+                raise ShapeError(
+                    f"the static cache holds {capacity} tokens per sequence; {self.length} + {count} do not fit. Make "
+                    f"it larger (max_len) or crop it."
+                )
             self._write(leaving.new, lengths.last, lengths.bad if leaving.flag is None else leaving.flag)
             lengths.last.add_(count)
         lengths.write_dense(self.roles, self.batch)
         lengths.fresh = lengths.fresh and leaving.tokens == 0
         if self.steps is not None:
             self.steps.newest = None
-
-    def _check_room(self, n: int, lengths: DeviceLengths) -> None:
-        """Raise if a static cache has no slots for n tokens (evicted slots stay used)."""
-        assert self.store is not None
-        if (0 if lengths.fresh else int(lengths.last[0])) + n > self.store.capacity:
-            raise ShapeError(
-                f"the static cache holds {self.store.capacity} tokens per sequence; {self.length} + {n} do not "
-                f"fit. Make it larger (max_len) or crop it."
-            )
 
     def _step(self, new: Mapping[Role, Tensor], lengths: DeviceLengths) -> None:
         """Append one token to a static cache with a sink or window, without reading the lengths.
@@ -492,8 +481,8 @@ class FusedLayerCache(LayerCache):
     def _place_steps(self, n: int, positions: Tensor | None, empty: bool, lengths: DeviceLengths) -> None:
         """``_place`` for a static cache: compare the position of a single token on the device."""
         assert self.steps is not None
-        if n > 1 and self.needs_order:
-            self.steps.check(positions)
+        if n > 1 and self.needs_order and positions is not None and not consecutive(positions):
+            raise UnsupportedError(NOT_CONSECUTIVE)
         if empty or (n > 1 and self.length == 0):
             self.steps.begin(n, positions)
             self.positions.runs = self.steps.run(n)
@@ -513,13 +502,6 @@ class FusedLayerCache(LayerCache):
                 f"{f' behind {beside}' if beside else ''}, and the first call brings {n}: a static cache does not wait "
                 f"for more. Pass params= from `packedkv fit`, or leave max_len (capacity) out."
             )
-
-    def _renumber(self, slot: int) -> None:
-        """Number the slots so that the next encoded token has ``slot``."""
-        if self.slots is not None:
-            key = self.roles["key"]
-            token = self.start + key.sink.shape[2] + key.encoded  # of all that were appended
-            self.slots = self.slots.moved(self._slot(self.slots, token) - slot)
 
     def _most_padding(self, sink: int) -> int:
         if self.slots is None or self.start:

@@ -49,9 +49,8 @@ class LayerCache:
     scheme : KVScheme or LayerSite
         Scheme of this layer (``scheme.for_layer``); or its site, which includes ``layer``, ``seed``, ``params`` and
         ``first_head``.
-    layer : int
-        Layer index; with ``seed`` it determines the random constants.
-    seed : int
+    layer, seed : int
+        Layer index and seed, which determine the random constants.
     params : mapping of role to Params, optional
         Fitted constants by role (``{"key": ..., "value": ...}``).
     page_tokens : int, optional
@@ -74,18 +73,12 @@ class LayerCache:
     (100, torch.Size([1, 4, 1, 64]))
     """
 
-    store: PageStore | None = None
-    """The pages; None until the first append."""
-    static = False
-    """Whether lengths lie on the device, where a captured step changes them."""
-    recent: "LayerCache | None" = None
-    """With age tiers, the newest tokens, behind the pages."""
-    together: int | None = None
-    """Tokens of both roles that leave the window together, where kernels wrote the tokens of a loaded cache."""
-    rolls = False
-    """Whether pages without a live token are reused instead of freed."""
-    dtype: torch.dtype
-    """Dtype of the appended tensors; unset before the first append."""
+    store: PageStore | None = None  # the pages; None until the first append
+    static = False  # whether lengths lie on the device, where a captured step changes them
+    recent: "LayerCache | None" = None  # with age tiers, the newest tokens, behind the pages
+    together: int | None = None  # tokens of both roles that leave the window together, where kernels wrote some
+    rolls = False  # whether pages without a live token are reused instead of freed
+    dtype: torch.dtype  # of the appended tensors; unset before the first append
 
     def __init__(
         self,
@@ -256,20 +249,10 @@ class LayerCache:
         return (self.positions.padding() - sink).clamp_min(0)
 
     def _fit(self, behind: Mapping[Role, Tensor], whole: Mapping[Role, Tensor] | None) -> None:
-        """Fit the missing constants.
-
-        Parameters
-        ----------
-        behind : mapping of Role to Tensor
-            New tokens behind the sink.
-        whole : mapping of Role to Tensor, optional
-            All tokens, where one call brought them.
-        """
-        for role in ROLES:
-            state = self.roles[role]
+        """Fit the missing constants on new tokens ``behind`` the sink; ``whole``: all, where one call brought them."""
+        for role, state in self.roles.items():
             if state.params is None or (role == "key" and self.site.mean is not None and self.mean is None):
-                pending = state.pending(behind[role])
-                self._fit_role(state, pending, None if whole is None else whole[role])
+                self._fit_role(state, state.pending(behind[role]), None if whole is None else whole[role])
 
     def _fit_role(self, state: RoleState, pending: Tensor, whole: Tensor | None) -> None:
         mean = self.site.mean if state.role == "key" else None
@@ -289,8 +272,8 @@ class LayerCache:
             if (removed := self._mean(state.role, 0, sample.shape[2])) is not None:
                 sample = sample.float() - removed
         if state.params is None:
-            energy = self.site.energy if state.role == "key" else None
-            energy = None if energy is None else energy.to(sample.device)
+            of = self.site.energy if state.role == "key" else None
+            energy = None if of is None else of.to(sample.device)
             state.params = state.codec.fit(state.site, Sample(sample, energy=energy))
 
     def _rounded(self, keys: Tensor, values: Tensor) -> dict[Role, Tensor]:
@@ -302,12 +285,8 @@ class LayerCache:
     def _encode(self, state: RoleState, x: Tensor) -> None:
         """Encode tokens into the next slots of a role."""
         assert self.store is not None
-        n, at = x.shape[2], state.sink.shape[2] + state.encoded
-        if (mean := self._mean(state.role, at, at + n)) is not None:
-            x = x.float() - mean
-        payload = state.encode(x)
-        self.store.ensure(state.next_slot + n, exact=n > 1 and not state.runs)
-        self.store.write(state.role, state.next_slot, payload)
+        at = state.sink.shape[2] + state.encoded
+        state.write(self.store, x, self._mean(state.role, at, at + x.shape[2]))
 
     def _pass_dense(self, new: Mapping[Role, Tensor], waits: bool = False) -> dict[Role, Tensor]:
         """Put new tokens into sinks and windows; return tokens that leave the windows, in whole blocks.
@@ -706,13 +685,7 @@ def attend(
 
 
 def _checked_mask(q: Tensor, cache: LayerCache, mask: Tensor | None, causal: bool, chunk: int) -> Tensor | None:
-    """Validate the arguments of ``attend``; return its mask for all tokens.
-
-    Raises
-    ------
-    ShapeError
-        If they do not fit the cache or each other.
-    """
+    """Return the mask of ``attend`` for all tokens; ShapeError if arguments do not fit the cache or each other."""
     total = len(cache)
     if total == 0:
         raise ShapeError("attend: the cache is empty; append keys and values first.")

@@ -81,6 +81,12 @@ class RoleState(RoleSite):
         else:
             self.runs.append((first, first + slots))
 
+    def write(self, store: PageStore, x: Tensor, mean: Tensor | None = None) -> None:
+        """Encode whole blocks of tokens ``[B, H, n, D]``, model basis, less ``mean``, into the next slots."""
+        payload, n = self.encode(x if mean is None else x.float() - mean), x.shape[2]
+        store.ensure(self.next_slot + n, exact=n > 1 and not self.runs)
+        store.write(self.role, self.next_slot, payload)
+
     def remove(self, first: int, last: int) -> None:
         """Drop the encoded tokens ``[first, last)``, counted among the live encoded ones."""
         live, at = [], 0
