@@ -26,8 +26,9 @@ def describe(spec: str, head_dim: int = 128) -> dict[str, Any]:
     scheme = get(spec)
     every = scheme.layer_schemes
     pages = [layer.page_layout(head_dim) for layer in every]
+    layers = [{"layer": i, "scheme": str(layer)} for i, layer in enumerate(scheme.layers)]
     names = _names_of_mix(scheme) if scheme.layers else _names_of_method(spec)
-    found = {
+    return {
         "spec": str(scheme),
         **names,
         "head_dim": head_dim,
@@ -58,10 +59,8 @@ def describe(spec: str, head_dim: int = 128) -> dict[str, Any]:
             for p in page.planes
         ],
         "kernels": kernels_for(scheme, head_dim),
+        **({"layers": layers} if layers else {}),
     }
-    if scheme.layers:
-        found["layers"] = [{"layer": i, "scheme": str(layer)} for i, layer in enumerate(scheme.layers)]
-    return found
 
 
 def _names_of_method(spec: str) -> dict[str, str]:

@@ -4,7 +4,7 @@ Modules are called instead of their weights read, so quantized and offloaded wei
 after the projection (QK-norm) is applied as in the model.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -144,7 +144,9 @@ def key_layer(
         return None
     # there the rows of a KV head's queries, key and value are adjacent, unless vLLM has reordered them
     interleaved = fused == "query_key_value" and type(children[fused]).__name__ != "QKVParallelLinear"
-    norms = {side: _qk_norm(children, side) for side in "qk"}
+    norms = {
+        side: next((m for name, m in children.items() if name.startswith(side) and _is_norm(m)), None) for side in "qk"
+    }
     held = [p for m in (before, *adding) if m is not None for p in m.parameters() if p.is_floating_point()]
     if not held:
         return None
@@ -180,10 +182,6 @@ def key_layer(
 
 def _is_norm(module: nn.Module) -> bool:
     return "norm" in type(module).__name__.lower()
-
-
-def _qk_norm(children: Mapping[str, nn.Module], side: str) -> nn.Module | None:
-    return next((m for name, m in children.items() if name.startswith(side) and _is_norm(m)), None)
 
 
 def _normed(norm: nn.Module | None, x: Tensor) -> Tensor:

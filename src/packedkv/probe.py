@@ -70,25 +70,15 @@ def synchronizes(x: Tensor) -> bool:
     return x.is_cuda
 
 
-def outlier_ratio(keys: Tensor) -> float:
-    """K_max / K_median of four-channel chunk norms of ``keys [B, H, N, D]``."""
-    return float(_outlier_ratios(keys, 1))
-
-
-def channel_error(keys: Tensor, decoded: Tensor) -> float:
-    """Relative error of the median channel, worst head; see the module's text. Both ``[B, H, N, D]``."""
-    return float(_channel_errors(keys, decoded, 1))
-
-
-def _outlier_ratios(keys: Tensor, layers: int) -> Tensor:
-    """``outlier_ratio`` of layers whose heads are concatenated, ``[layers]``."""
+def outlier_ratio(keys: Tensor, layers: int = 1) -> Tensor:
+    """K_max / K_median of four-channel chunk norms of ``keys [B, H, N, D]``, of each of ``layers`` along the heads."""
     norms = keys.float().unflatten(-1, (-1, 4)).norm(dim=-1)
     norms = norms.unflatten(1, (layers, -1)).transpose(0, 1).flatten(1)
     return norms.amax(1) / norms.median(1).values.clamp_min(1e-12)
 
 
-def _channel_errors(keys: Tensor, decoded: Tensor, layers: int) -> Tensor:
-    """``channel_error`` of layers whose heads are concatenated, ``[layers]``."""
+def channel_error(keys: Tensor, decoded: Tensor, layers: int = 1) -> Tensor:
+    """Relative error of the median channel, worst head, of each of ``layers`` along the heads of ``[B, H, N, D]``."""
     keys, decoded = keys.float(), decoded.float()
     signal = keys - keys.mean(2, keepdim=True)
     error = decoded - keys
@@ -242,7 +232,7 @@ class OutlierProbe:
         except ShapeError:  # the codec does not support this head_dim
             return None
         params = codec.fit(Site(0, "key", keys.shape[1], keys.shape[3], device=keys.device), Sample(keys))
-        return channel_error(keys, roundtrip(codec, keys, params))
+        return float(channel_error(keys, roundtrip(codec, keys, params)))
 
 
 def _starts_nothing(spec: str) -> bool:
@@ -263,7 +253,7 @@ def _measured(layers: Sequence[_Sample]) -> Tensor:
         states = [one.cache.roles["key"] for one in layers]
         params = [{name: x[:1] for name, x in (state.params or {}).items()} for state in states]
         decoded = torch.cat([roundtrip(states[0].codec, x, own) for x, own in zip(rows, params, strict=True)], 1)
-    return torch.stack([_outlier_ratios(keys, len(layers)), _channel_errors(keys, decoded, len(layers))])
+    return torch.stack([outlier_ratio(keys, len(layers)), channel_error(keys, decoded, len(layers))])
 
 
 def _engine(cache: LayerCache) -> Engine | None:

@@ -18,6 +18,7 @@ import threading
 import types
 import typing
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -59,20 +60,14 @@ class Option:
     def parse(self, text: str, spec: str) -> Any:
         """Turn the text of a spec into a value of the option's type."""
         wanted = self.type.__args__ if isinstance(self.type, types.UnionType) else (self.type,)
-        if type(None) in wanted and text == "none":
-            return None
-        for kind in wanted:
-            if kind is bool and text in ("true", "false"):
-                return text == "true"
-            if typing.get_origin(kind) is Literal:
-                for choice in typing.get_args(kind):
-                    if text == str(choice):
-                        return choice
-            if kind in (int, float, str):
-                try:
-                    return kind(text)
-                except ValueError:
-                    continue
+        words = {str(choice): choice for choice in self.choices}
+        words |= {"none": None} if type(None) in wanted else {}
+        words |= {"true": True, "false": False} if bool in wanted else {}
+        if text in words:
+            return words[text]
+        for kind in (kind for kind in wanted if kind in (int, float, str)):
+            with suppress(ValueError):
+                return kind(text)
         allowed = "true|false" if bool in wanted else self.type_name
         raise SpecError(f"{spec!r}: option {self.name}={text!r} is not allowed; expected {allowed}.")
 

@@ -36,7 +36,7 @@ def key_outliers(model: Any, window: Tensor) -> list[Row]:
 
 def outliers_of(layer: int, keys: Tensor) -> Row:
     """Diagnosis of one layer's ``keys [B, H, N, D]``, D a multiple of 4."""
-    ratios = [outlier_ratio(keys[:, h : h + 1]) for h in range(keys.shape[1])]
+    ratios = outlier_ratio(keys, keys.shape[1]).tolist()
     size = keys.float().square().mean((0, 2)).sqrt()  # [H, D]
     times = size / size.median(-1, keepdim=True).values.clamp_min(1e-12)
     strongest = times.flatten().topk(min(TOP, times.numel())).indices.tolist()
@@ -46,7 +46,7 @@ def outliers_of(layer: int, keys: Tensor) -> Row:
     above = (length > C * median[:, None, None]).sum(-1).transpose(0, 1).flatten(1)
     return {
         "layer": layer,
-        "ratio": outlier_ratio(keys),
+        "ratio": float(outlier_ratio(keys)),
         "worst_head_ratio": max(ratios),
         "head_ratios": ratios,
         "above": torch.stack([above.amin(1), above.amax(1)], 1).tolist(),
