@@ -19,7 +19,9 @@ from packedkv.cli import main as cli
 from packedkv.cli.advise.run import advise
 from packedkv.cli.advise.steps import Request
 from packedkv.cli.demo import SPECS, run_demo, show
+from packedkv.cli.measure import fidelity
 from packedkv.cli.measure.compare import Settings, about, compare
+from packedkv.codec import Site, roundtrip
 from packedkv.errors import BrokenPresetError, PackedKVWarning, UnsupportedError
 from packedkv.integrations.transformers.argument import passing
 from packedkv.integrations.transformers.biases import biases_of
@@ -30,7 +32,7 @@ from packedkv.key_bias import GAIN, Probe
 from packedkv.models.loading import LoadedModel, SampleText
 from packedkv.progress import Progress
 from packedkv.scheme import mix_of
-from tests.cli.tiny import TEXT, tiny_tokenizer
+from tests.cli.tiny import TEXT, tiny_loaded
 from tests.conftest import tiny_config, tiny_model
 from tests.integrations.test_generate import prompt
 
@@ -61,7 +63,16 @@ def model() -> Any:
 
 @pytest.fixture(scope="module")
 def loaded(model: Any) -> LoadedModel:
-    return LoadedModel(model, tiny_tokenizer(), "biased", "made in the test")
+    return tiny_loaded(model, "biased")
+
+
+def judged(made: Any) -> Any:
+    return biases_of(made, plan_for(made, "decoded"))
+
+
+def read(made: Any, ids: torch.Tensor, cache: Any) -> torch.Tensor:
+    with torch.no_grad():
+        return made(ids, **passing(made, cache)).logits
 
 
 SENTENCE = (
@@ -82,11 +93,7 @@ FAMILIES: dict[str, tuple[dict[str, Any], str, bool]] = {
     "GPTBigCode": ({**GPT, "multi_query": True}, "c_attn", False),
     "Phi": ({**HEADS, "intermediate_size": 64}, "k_proj", True),
     "GPTNeoX": ({**HEADS, "intermediate_size": 64}, "query_key_value", True),
-    "Falcon": (
-        {**HEADS, "num_kv_heads": 2, "new_decoder_architecture": True, "bias": True},
-        "query_key_value",
-        True,
-    ),
+    "Falcon": ({**HEADS, "num_kv_heads": 2, "new_decoder_architecture": True, "bias": True}, "query_key_value", True),
     "Bloom": ({"hidden_size": 128, "n_head": 4, "n_layer": 2, **SMALL}, "query_key_value", False),
     "Starcoder2": ({**HEADS, "num_key_value_heads": 2, "intermediate_size": 64}, "k_proj", True),
     "OPT": ({**HEADS, "ffn_dim": 64, "word_embed_proj_dim": 128, "max_position_embeddings": 64}, "k_proj", False),
@@ -104,10 +111,8 @@ def test_the_keys_are_those_that_the_model_caches(family: str) -> None:
             weight.normal_(1.0 if name.endswith("norm.weight") else 0.0, 0.1)
             if name.endswith(f"{projection}.bias"):
                 weight.normal_(0.0, 5.0)
-    biases = biases_of(made, plan_for(made, "decoded"))
-    assert biases is not None
-    assert sorted(biases.layers) == [0, 1]
-    with torch.no_grad():
+        biases = judged(made)
+        assert sorted(biases.layers) == [0, 1]
         cache = transformers.DynamicCache(config=made.config)
         seen = made(torch.tensor([[7]]), output_hidden_states=True, **passing(made, cache))
         queries, keys = biases.layers[0].project(seen.hidden_states[0][0])
@@ -120,10 +125,6 @@ def test_the_keys_are_those_that_the_model_caches(family: str) -> None:
 
 def test_the_error_is_of_the_size_it_has_on_keys_of_the_model(model: Any) -> None:
     """Against scores of the model's own queries and keys, whose states are not Gaussian."""
-    from packedkv.cli.measure import fidelity
-    from packedkv.codec import Site, roundtrip
-
-    biases = biases_of(model, plan_for(model, "decoded"))
     ids = torch.randint(3, 256, (1, 200), generator=torch.Generator().manual_seed(0))
     with fidelity.record(model, 64) as records, torch.no_grad():
         model(ids)
@@ -133,13 +134,12 @@ def test_the_error_is_of_the_size_it_has_on_keys_of_the_model(model: Any) -> Non
             params = codec.fit(Site(r.layer, "key", 1, 64))
             e = r.q @ (roundtrip(codec, r.k.half().float(), params) - r.k.half().float()).transpose(2, 3) * r.scale
             true = float((e - e.mean(-1, keepdim=True)).pow(2).mean().sqrt())
-            assert 0.4 < biases.at(r.layer, codec).error / true < 2.5
+            assert 0.4 < judged(model).at(r.layer, codec).error / true < 2.5
 
 
 @pytest.mark.parametrize("changed", [{}, {"hidden_size": 256}], ids=["head_dim 64", "head_dim 128"])
 def test_presets_that_break_on_the_key_biases_are_refused(changed: dict[str, Any]) -> None:
-    made = biased(**changed)
-    biases = biases_of(made, plan_for(made, "decoded"))
+    biases = judged(biased(**changed))
     for spec in BROKEN:
         with pytest.raises(BrokenPresetError, match=f"{spec} breaks on the key biases"):
             biases.check(packedkv.get(spec))
@@ -150,21 +150,15 @@ def test_presets_that_break_on_the_key_biases_are_refused(changed: dict[str, Any
     assert not replace(worst, plain=0.6 * worst.error).broken, "refused for what it loses without biases"
 
 
-def test_outer_layers_held_dense_are_no_reason_to_refuse() -> None:
-    made = biased(layers=(0,), num_hidden_layers=4)
-    biases = biases_of(made, plan_for(made, "decoded"))
-    scheme = packedkv.get("octopus-4:mean=none")
+def test_layers_are_judged_one_by_one() -> None:
+    """Outer layers held dense are no reason to refuse, nor are layers of a recipe without biases."""
+    biases, scheme = judged(biased(layers=(0,), num_hidden_layers=4)), packedkv.get("octopus-4:mean=none")
     biases.check(scheme)
     with pytest.raises(BrokenPresetError, match="breaks"):
         biases.check(replace(scheme, dense_key_layers=0))
     with pytest.raises(BrokenPresetError, match=r"'octopus-4' \(outer layers dense\)"):
         biases.check(packedkv.get(RAW))
-
-
-def test_a_recipe_is_judged_layer_by_layer() -> None:
-    made = biased(layers=(1,))
-    biases = biases_of(made, plan_for(made, "decoded"))
-    saw, kivi = (packedkv.get(spec) for spec in (RAW, "kivi-4"))
+    biases, saw, kivi = judged(biased(layers=(1,))), packedkv.get(RAW), packedkv.get("kivi-4")
     biases.check(mix_of([saw, kivi]))
     with pytest.raises(BrokenPresetError, match="in layer 1,"):
         biases.check(mix_of([kivi, saw]))
@@ -180,10 +174,9 @@ def test_small_biases_and_none_are_not_looked_at(monkeypatch: pytest.MonkeyPatch
 def test_a_norm_of_the_keys_takes_the_size_of_a_bias() -> None:
     """Attention of Qwen3 with a bias before its k_norm: a hundred thousand is as much as a hundred."""
     made = tiny_model("qwen3", attention_bias=True)
-    with torch.no_grad():
-        for layer in made.model.layers:
-            layer.self_attn.k_proj.bias[29::64] = 1e5
-    biases = biases_of(made, plan_for(made, "decoded"))
+    for layer in made.model.layers:
+        layer.self_attn.k_proj.bias.data[29::64] = 1e5
+    biases = judged(made)
     assert biases.layers[0].where()[2] == pytest.approx(64**0.5, rel=0.1)
     biases.check(packedkv.get("saw-int4"))
 
@@ -195,24 +188,24 @@ def test_weights_that_cannot_be_called_give_way_to_the_first_tokens(caplog: pyte
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             raise RuntimeError("needs all ranks")
 
+    def means(spec: str) -> list[tuple[str, str]]:
+        return [(own["mean"], own["mean_from"]) for own in packedkv.cache_for(made, spec).report()["layers"]]
+
     made = biased()
     made.model.layers[1].self_attn.k_proj = Sharded()
-    biases = biases_of(made, plan_for(made, "decoded"))
-    assert biases is not None
+    biases = judged(made)
     assert (sorted(biases.known), biases.unread) == ([0], {1: "needs all ranks"})
-    layers = packedkv.cache_for(made, "saw-int4").report()["layers"]
-    assert [(own["mean"], own["mean_from"]) for own in layers] == [("pre", "weights"), ("pre", "first tokens")]
+    assert means("saw-int4") == [("pre", "weights"), ("pre", "first tokens")]
     made.model.layers[0].self_attn.k_proj = Sharded()  # looked at again: values may be read later
     with caplog.at_level("INFO", "packedkv"):
-        layers = packedkv.cache_for(made, "int-8").report()["layers"]
-    assert [(own["mean"], own["mean_from"]) for own in layers] == [("pre", "first tokens")] * 2
+        assert means("int-8") == [("pre", "first tokens")] * 2
     assert "whose values cannot be read (needs all ranks): mean=pre" in caplog.text
 
 
 def test_a_model_without_weights_is_treated_as_its_config() -> None:
     with torch.device("meta"):
         empty = transformers.Qwen2ForCausalLM(tiny_config("qwen2"))
-    assert biases_of(empty, plan_for(empty, "decoded")) is None
+    assert judged(empty) is None
     for given in (empty, empty.config):
         assert packedkv.cache_for(given, "saw-int4").report()["mean"] == "none"
 
@@ -247,14 +240,14 @@ def on_disk(made: Any, folder: Path) -> None:
 
 def in_parts(made: Any, folder: Path) -> None:
     """Half of a partly offloaded model's layers on disk."""
-    places = {"model.embed_tokens": "cpu", "model.norm": "cpu", "model.rotary_emb": "cpu", "lm_head": "cpu"}
-    places |= {"model.layers.0": "cpu", "model.layers.1": "disk"}
+    places = dict.fromkeys(("model.embed_tokens", "model.norm", "model.rotary_emb", "lm_head", "model.layers.0"), "cpu")
+    places["model.layers.1"] = "disk"
     pytest.importorskip("accelerate").dispatch_model(made, places, main_device="cpu", offload_dir=str(folder))
 
 
 @pytest.mark.parametrize("offload", [brought, on_cpu, on_disk, in_parts])
 def test_offloaded_weights_are_read_as_others(offload: Any, model: Any, tmp_path: Path) -> None:
-    made, ids = biased(), prompt(1, 40)
+    made = biased()
     offload(made, *[tmp_path] * (offload.__code__.co_argcount - 1))
     assert any(p.is_meta for p in made.parameters())
     with pytest.raises(BrokenPresetError, match=SENTENCE):
@@ -263,10 +256,8 @@ def test_offloaded_weights_are_read_as_others(offload: Any, model: Any, tmp_path
         found = []
         for own in (model, made):
             cache = packedkv.cache_for(own, spec, prefill="decoded", probe="off")
-            with torch.no_grad():
-                logits = own(ids, **passing(own, cache)).logits
-            report = cache.report()
-            found.append((logits, [(layer["mean"], layer["mean_from"]) for layer in report["layers"]]))
+            logits = read(own, prompt(1, 40), cache)
+            found.append((logits, [(layer["mean"], layer["mean_from"]) for layer in cache.report()["layers"]]))
         assert found[0][1] == found[1][1], spec
         assert torch.equal(found[0][0], found[1][0]), spec
     assert any(p.is_meta for p in made.parameters())
@@ -278,17 +269,13 @@ def test_offloaded_weights_are_read_as_others(offload: Any, model: Any, tmp_path
 @pytest.mark.parametrize("size", [40.0, LARGE])
 def test_auto_is_the_better_of_both_for_every_preset(size: float) -> None:
     """Within the margin, and none where the mean gains less than that."""
-    made = biased(size)
-    biases = biases_of(made, plan_for(made, "decoded"))
+    biases = judged(biased(size))
     kinds: dict[str, set[str]] = {"none": set(), "pre": set()}
     for spec in packedkv.presets():
         scheme = packedkv.get(spec)
-        errors = {}
-        for mean in ("none", "pre"):
-            with_it = biases.worst(replace(scheme, mean=mean))
-            errors[mean] = 0.0 if with_it is None else with_it.error
-        taken = set(biases.means(scheme)) - {"none"} or {"none"}
-        (kind,) = taken
+        worst = {mean: biases.worst(replace(scheme, mean=mean)) for mean in kinds}
+        errors = {mean: 0.0 if found is None else found.error for mean, found in worst.items()}
+        (kind,) = set(biases.means(scheme)) - {"none"} or {"none"}
         kinds[kind].add(spec)
         if scheme.key.without_mean or not errors["none"]:
             continue
@@ -351,35 +338,44 @@ def test_what_a_refusal_names_is_accepted(case: str) -> None:
     make, given = ADVISED[case]
     made = make()
     dim = made.config.hidden_size // made.config.num_attention_heads
-    spec = RAW if dim & (dim - 1) == 0 else "int-4:mean=none"
     with pytest.raises(BrokenPresetError, match="breaks on the key biases") as error:
-        packedkv.cache_for(made, spec, **given)
+        packedkv.cache_for(made, RAW if dim & (dim - 1) == 0 else "int-4:mean=none", **given)
     named = re.findall(r"'([a-z0-9_:=,-]+)' \((?:outer|\d)", str(error.value))
     assert len(named) > 1, str(error.value)
     for other in named:
-        cache = packedkv.cache_for(made, other, **given)
-        with torch.no_grad():
-            made(prompt(1, 40) % 60 + 3, **passing(made, cache))
+        read(made, prompt(1, 40) % 60 + 3, packedkv.cache_for(made, other, **given))
 
 
-def test_a_probe_names_what_is_accepted() -> None:
-    """Keys with outlier channels, found in the first prefill; the first preset in its order cannot be had here."""
+def test_a_probe_names_what_is_accepted_and_does_not_contradict_the_scores() -> None:
+    """Keys with outlier channels, found in the first prefill; the first preset in its order cannot be had here.
+
+    What ordinary channels lose beside a bias is much to the probe; to attention it is what queries make of it.
+    """
     made, ids = tiny_model("qwen2"), prompt(2)
-    with pytest.raises(BrokenPresetError, match="breaks on this model's keys") as error, torch.no_grad():
-        made(ids, **passing(made, packedkv.cache_for(made.config, "int-4")))
+    with pytest.raises(BrokenPresetError, match="breaks on this model's keys") as error:
+        read(made, ids, packedkv.cache_for(made.config, "int-4"))
     (first,) = re.findall(r"Use '([^']+)' instead", str(error.value))
     cache = packedkv.cache_for(made.config, "int-4")
     assert cache.probe is not None
     cache.probe.starts = lambda spec: spec != first
-    with pytest.raises(BrokenPresetError, match="breaks on this model's keys") as error, torch.no_grad():
-        made(ids, **passing(made, cache))
+    with pytest.raises(BrokenPresetError, match="breaks on this model's keys") as error:
+        read(made, ids, cache)
     assert repr(first) not in str(error.value)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        cache = packedkv.cache_for(made, "int-4:mean=none")
+        read(made, ids, cache)
+    assert cache.report()["keys"][0]["channel_error"] > 0.5
 
 
 # -- cache_for ---------------------------------------------------------------------------------------------------------
 
 
 def test_cache_for_refuses_and_goes_on_when_told(model: Any) -> None:
+    def generate(cache: Any) -> None:
+        with torch.no_grad():
+            model.generate(prompt(1, 40), **passing(model, cache), max_new_tokens=2, do_sample=False)
+
     for given in ({}, {"probe": True}, {"probe": "refuse"}):
         with pytest.raises(BrokenPresetError, match=SENTENCE + ".* or pass probe='warn' to go on") as error:
             packedkv.cache_for(model, RAW, **given)
@@ -388,31 +384,14 @@ def test_cache_for_refuses_and_goes_on_when_told(model: Any) -> None:
         cache = packedkv.cache_for(model, RAW, probe="warn")
     with warnings.catch_warnings():
         warnings.simplefilter("error")  # it is said once
-        with torch.no_grad():
-            model.generate(prompt(1, 40), **passing(model, cache), max_new_tokens=2, do_sample=False)
+        generate(cache)
         for spec, given in ((RAW, {"probe": False}), (RAW, {"probe": "off"}), ("kivi-4", {})):
-            cache = packedkv.cache_for(model, spec, **given)
-            with torch.no_grad():
-                model.generate(prompt(1, 40), **passing(model, cache), max_new_tokens=2, do_sample=False)
-
-
-def test_the_prefill_does_not_contradict_the_scores() -> None:
-    """What ordinary channels lose beside a bias is much to the probe; to attention it is what queries make of it."""
-    made, ids = tiny_model("qwen2"), prompt(2)
-    with torch.no_grad():
-        with pytest.raises(BrokenPresetError, match="breaks on this model's keys"):
-            made(ids, **passing(made, packedkv.cache_for(made.config, "int-4")))
-        with warnings.catch_warnings():
-            warnings.simplefilter("error")
-            cache = packedkv.cache_for(made, "int-4:mean=none")
-            made(ids, **passing(made, cache))
-    assert cache.report()["keys"][0]["channel_error"] > 0.5
+            generate(packedkv.cache_for(model, spec, **given))
 
 
 def test_a_saved_cache_is_loaded_with_a_word(model: Any, tmp_path: Any) -> None:
     cache = packedkv.cache_for(model, RAW, probe="off")
-    with torch.no_grad():
-        model(prompt(1, 40), **passing(model, cache))
+    read(model, prompt(1, 40), cache)
     cache.save(tmp_path / "cache")
     with pytest.warns(PackedKVWarning, match=SENTENCE):
         again = packedkv.load_cache(tmp_path / "cache", model)
@@ -439,10 +418,9 @@ def test_compare_leaves_out_what_breaks_and_measures_it_when_told(
 ) -> None:
     rows = compare(loaded, [RAW, "kivi-4"], TEXT, replace(SHORT, probe="warn"))
     assert [row["spec"] for row in rows] == [RAW, "kivi-4"]
-    assert sum("breaks on the key biases" in note for note in rows[0]["notes"]) == 1
-    assert not any("biases" in note for note in rows[1]["notes"])
-    rows = compare(loaded, [RAW], TEXT, replace(SHORT, probe="off"))
-    assert rows[0]["notes"] == []
+    assert [sum("breaks on the key biases" in note for note in row["notes"]) for row in rows] == [1, 0]
+    (row,) = compare(loaded, [RAW], TEXT, replace(SHORT, probe="off"))
+    assert row["notes"] == []
     (row,) = compare(loaded, ["kivi-4"], TEXT, SHORT)
     assert "left_out" not in row
     (row,) = compare(loaded, [RAW, "kivi-4"], TEXT, SHORT)
@@ -454,21 +432,18 @@ def test_compare_leaves_out_what_breaks_and_measures_it_when_told(
         compare(loaded, [RAW], TEXT, SHORT)
 
 
-ASKED = Request(context=4096, max_kl=10.0, windows=1, window_tokens=96, uniform=6)
-
-
 def test_advise_never_names_what_breaks() -> None:
-    made = LoadedModel(biased(layers=(0,), num_hidden_layers=3), tiny_tokenizer(), "biased", "made in the test")
-    found = advise(made, TEXT, ASKED)
+    made = tiny_loaded(biased(layers=(0,), num_hidden_layers=3), "biased")
+    asked = Request(context=4096, max_kl=10.0, windows=1, window_tokens=96, uniform=6)
+    found = advise(made, TEXT, asked)
     assert found["left_out"] == {}  # mean=auto
-    biases = biases_of(made.model, plan_for(made.model, "decoded"))
     for row in found["layers"]:
-        lost = biases.at(row["layer"], packedkv.get(row["key"]).key)
+        lost = judged(made.model).at(row["layer"], packedkv.get(row["key"]).key)
         assert lost is None or not lost.broken
     with pytest.raises(BrokenPresetError, match="saw-int4:mean=none breaks"):
-        advise(made, TEXT, replace(ASKED, specs=("kivi-4", RAW)))
+        advise(made, TEXT, replace(asked, specs=("kivi-4", RAW)))
     with pytest.warns(PackedKVWarning, match="saw-int4:mean=none breaks"):
-        found = advise(made, TEXT, replace(ASKED, specs=("kivi-4", RAW), probe="warn"))
+        found = advise(made, TEXT, replace(asked, specs=("kivi-4", RAW), probe="warn"))
     assert found["left_out"] == {}
     assert RAW in {row["spec"] for row in found["finalists"]}
 
@@ -476,18 +451,18 @@ def test_advise_never_names_what_breaks() -> None:
 def test_demo_leaves_out_what_breaks_and_says_so(
     loaded: LoadedModel, tmp_path: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    def demo(specs: list[str] | None = None, settings: Settings = SHORT) -> Any:
+        text, shown = SampleText(TEXT, "text", ""), Progress(False)
+        given = {"text": text, "windows": 1, "budget": None, "progress": shown, "out": tmp_path, "settings": settings}
+        rows, meta, paths = run_demo("biased", specs, **given)
+        return [row["spec"] for row in rows], "left_out" in meta, show(rows, meta, paths)
+
     monkeypatch.setattr("packedkv.cli.demo.load", lambda *_, **__: loaded)
-    given = {"text": SampleText(TEXT, "text", ""), "windows": 1, "budget": None, "progress": Progress(False)}
-    rows, meta, paths = run_demo("biased", out=tmp_path, settings=SHORT, **given)
-    assert "left_out" not in meta  # mean=auto
-    assert [row["spec"] for row in rows] == list(SPECS)
-    rows, meta, paths = run_demo("biased", ["dense", RAW], out=tmp_path, settings=SHORT, **given)
-    assert [row["spec"] for row in rows] == ["dense"]
-    assert "left out: saw-int4:mean=none breaks on the key biases" in show(rows, meta, paths)
-    told = replace(SHORT, probe="warn")
-    rows, meta, _ = run_demo("biased", ["dense", RAW], out=tmp_path, settings=told, **given)
-    assert [row["spec"] for row in rows] == ["dense", RAW]
-    assert "left_out" not in meta
+    assert demo()[:2] == (list(SPECS), False)  # mean=auto
+    specs, left_out, told = demo(["dense", RAW])
+    assert (specs, left_out) == (["dense"], True)
+    assert "left out: saw-int4:mean=none breaks on the key biases" in told
+    assert demo(["dense", RAW], replace(SHORT, probe="warn"))[:2] == (["dense", RAW], False)
 
 
 def test_the_commands_take_the_option(loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
@@ -533,11 +508,10 @@ def asked(preset: str, **more: Any) -> Any:
 
 
 def test_a_server_judges_as_the_library_does(model: Any, caplog: pytest.LogCaptureFixture) -> None:
-    library = biases_of(model, plan_for(model, "decoded"))
-    biases = find_biases(library.name, model.config, [0, 1], served(model))
+    biases = find_biases(judged(model).name, model.config, [0, 1], served(model))
     for spec in BROKEN[:2]:
         with pytest.raises(BrokenPresetError) as given:
-            library.check(packedkv.get(spec))
+            judged(model).check(packedkv.get(spec))
         with pytest.raises(BrokenPresetError) as error:
             check_biases(asked(spec), biases)
         assert str(error.value).startswith(f"packedkv: {str(given.value).split(' Use ')[0]}")
@@ -545,9 +519,8 @@ def test_a_server_judges_as_the_library_does(model: Any, caplog: pytest.LogCaptu
     assert not caplog.messages
     check_biases(asked(RAW, probe="warn"), biases)
     assert "saw-int4:mean=none breaks" in caplog.messages[0]
-    check_biases(asked(RAW, probe="off"), biases)
-    check_biases(asked("kivi-4", window=0), biases)
-    check_biases(asked("saw-int4"), biases)
+    for given in (asked(RAW, probe="off"), asked("kivi-4", window=0), asked("saw-int4")):
+        check_biases(given, biases)
     check_biases(asked(RAW), find_biases("Qwen2", model.config, [0, 1], served(biased(0.0))))
 
 

@@ -1,8 +1,10 @@
 """``advise``: fits what is asked, is no worse than the presets of its bytes, and says what it did not measure."""
 
 import argparse
+import itertools
 import json
 import math
+import random
 import shutil
 from dataclasses import replace
 
@@ -11,27 +13,30 @@ import torch
 
 import packedkv
 from packedkv.cli import main as cli
+from packedkv.cli.advise import speed as speed_module
 from packedkv.cli.advise import steps
 from packedkv.cli.advise.candidates import Candidate, check_specs, choose, default_specs
+from packedkv.cli.advise.expected import cache_bytes
 from packedkv.cli.advise.run import advise
+from packedkv.cli.advise.search import Option, best_within, frontier, least_for
 from packedkv.cli.advise.steps import Request
 from packedkv.cli.commands.advise import memory, show
-from packedkv.cli.measure import perplexity
+from packedkv.cli.measure import generation, perplexity, sensitivity
+from packedkv.cli.measure.generation import Generation
 from packedkv.cli.measure.rows import plain
 from packedkv.errors import KVError, SpecError, UnsupportedError
+from packedkv.integrations.transformers import cache_for
 from packedkv.integrations.transformers.plan import plan_for
 from packedkv.models import windows as text_windows
 from packedkv.models.loading import load_text
-from tests.cli.tiny import TEXT, save_tiny, tiny_loaded
+from packedkv.recipe import LayerChoice
+from packedkv.registry import scheme_of
+from packedkv.scheme import mix_of
+from tests.cli.tiny import TEXT, interrupting, save_tiny
 from tests.conftest import tiny_config
 
 SPECS = ("int-8", "int-4", "int-2", "saw-int4", "kivi-4", "turboquant-2")
 CONTEXT, WINDOW = 4096, 128
-
-
-@pytest.fixture(scope="module")
-def model():
-    return tiny_loaded()
 
 
 @pytest.fixture
@@ -50,9 +55,10 @@ def advised(model, tmp_path_factory):
     return advise(model, TEXT, request_for(memory=1_400_000), output=folder), folder
 
 
-def measured(model, spec, windows):
+def measured(model, spec):
+    """KL on the windows after the first, on which the search was."""
     scores = []
-    for window in windows:
+    for window in text_windows.split_windows(text_windows.tokenize(model.tokenizer, TEXT, 3 * WINDOW), 3, WINDOW)[1:]:
         reference = perplexity.uncompressed(model.model, window)
         scores.append(reference.score(perplexity.compressed_logits(model.model, spec, window)[0]))
     return perplexity.summarize(scores).kl
@@ -61,26 +67,19 @@ def measured(model, spec, windows):
 def test_the_recipe_fits_and_is_no_worse_than_any_preset_that_fits(model, advised):
     found, folder = advised
     best = found["advised"]
-    assert best["bytes"] <= 1_400_000
     assert best["spec"] == str(folder / "recipe.json")
     assert found["met"]
     fitting = [r for r in found["finalists"] if r["bytes"] <= 1_400_000]
     assert {"int-2", "turboquant-2"} <= {r["spec"] for r in fitting}
     assert best["kl"] == min(r["kl"] for r in fitting)
-    windows = text_windows.split_windows(text_windows.tokenize(model.tokenizer, TEXT, 3 * WINDOW), 3, WINDOW)[1:]
     mixture = packedkv.get(best["spec"])
-    assert measured(model, mixture.without_windows(), windows) == pytest.approx(best["kl"], rel=1e-4)
-    assert measured(model, mixture, windows) == pytest.approx(best["kl_as_served"], rel=1e-4)
-    assert best["kl"] < measured(model, "int-2", windows)
-
-
-def test_the_real_cache_takes_the_bytes_that_were_promised(model, advised):
-    found, _ = advised
-    cache = packedkv.cache_for(model.model, found["advised"]["spec"], probe=False)
-    k = torch.randn(1, 2, CONTEXT, 64)
+    assert measured(model, mixture.without_windows()) == pytest.approx(best["kl"], rel=1e-4)
+    assert measured(model, mixture) == pytest.approx(best["kl_as_served"], rel=1e-4)
+    assert best["kl"] < measured(model, "int-2")
+    cache = packedkv.cache_for(model.model, best["spec"], probe=False)
     for layer in range(3):
-        cache.update(k, k, layer)
-    assert cache.report()["total_bytes"] == found["advised"]["bytes"] <= 1_400_000
+        cache.update(*torch.randn(2, 1, 2, CONTEXT, 64), layer)
+    assert cache.report()["total_bytes"] == best["bytes"] <= 1_400_000
 
 
 def test_the_result_says_what_was_chosen_where_and_what_was_not_measured(advised):
@@ -88,25 +87,19 @@ def test_the_result_says_what_was_chosen_where_and_what_was_not_measured(advised
     assert [row["layer"] for row in found["layers"]] == [0, 1, 2]
     assert sum(row["predicted_kl"] for row in found["layers"]) == pytest.approx(found["advised"]["predicted_kl"])
     assert sum(row["bytes"] for row in found["layers"]) == found["advised"]["bytes"]
-    told = " ".join(found["not_measured"])
-    for word in ("speed", "tasks", "windows of 128 tokens, not of 4096"):
-        assert word in told
-    speed = found["speed"]
-    assert speed["tokens_per_s"] > 0
-    assert speed["uncompressed_tokens_per_s"] > 0
-    assert (speed["prompt_tokens"], speed["new_tokens"]) == (112, 16)
+    told, timed = " ".join(found["not_measured"]), found["speed"]
+    assert all(word in told for word in ("speed", "tasks", "windows of 128 tokens, not of 4096"))
+    assert min(timed["tokens_per_s"], timed["uncompressed_tokens_per_s"]) > 0
+    assert (timed["prompt_tokens"], timed["new_tokens"]) == (112, 16)
     assert repr(str(folder / "recipe.json")) in found["use"]["python"]
     assert json.loads(json.dumps(found))["keys"][0]["worst_head_ratio"] > 1
     assert len((folder / "sensitivity.jsonl").read_text().splitlines()) == 1 + len(found["sensitivity"])
 
 
 def test_a_second_request_uses_the_rows_of_the_first(model, advised, advised_folder, monkeypatch):
-    from packedkv.cli.measure import sensitivity
-
-    found, _ = advised
     monkeypatch.setattr(sensitivity, "compressed_logits", lambda *_, **__: pytest.fail("measured again"))
     again = advise(model, TEXT, request_for(memory=2_000_000), output=advised_folder)
-    assert again["advised"]["kl"] < found["advised"]["kl"]
+    assert again["advised"]["kl"] < advised[0]["advised"]["kl"]
     assert again["advised"]["bytes"] <= 2_000_000
 
 
@@ -134,31 +127,27 @@ def test_a_kl_that_is_not_reached_within_the_memory_is_said(model, advised_folde
     assert found["advised"]["bytes"] <= 1_400_000
 
 
-def test_a_preset_that_measures_better_than_the_mixture_is_advised(model, tmp_path, monkeypatch):
-    monkeypatch.setattr(steps.Search, "_measure", worse(steps.Search._measure, 100))
-    found = advise(model, TEXT, request_for(memory=1_400_000, specs=("int-4", "int-2")), output=tmp_path)
+@pytest.mark.parametrize("times", [100, math.nan])
+def test_a_preset_that_measures_better_than_the_mixture_is_advised(model, tmp_path, monkeypatch, times):
+    """Also where the mixture gives no numbers at all."""
+    asked = request_for(memory=1_400_000, specs=("int-4", "int-2"))
+    monkeypatch.setattr(steps.Search, "_measure", worse(steps.Search._measure, times))
+    found = advise(model, TEXT, asked, output=tmp_path)
     assert found["advised"]["spec"] == "int-2"
     assert found["layers"] == []
     assert not (tmp_path / "recipe.json").exists()
     assert "cache_for(model, 'int-2')" in found["use"]["python"]
-
-
-def test_what_gives_no_numbers_is_not_advised(model, tmp_path, monkeypatch):
-    monkeypatch.setattr(steps.Search, "_measure", worse(steps.Search._measure, math.nan))
-    found = advise(model, TEXT, request_for(memory=1_400_000, specs=("int-4", "int-2")), output=tmp_path)
-    assert found["advised"]["spec"] == "int-2"
     assert found["finalists"][-1]["spec"] == "(mixture)"
-    line = next(line for line in show(plain(found)).splitlines() if "(mixture)" in line)
-    assert line.split()[-4:-1] == ["-", "-", "-"]
-    monkeypatch.setattr(perplexity.Reference, "score", lambda self, _: replace(self.score_itself(), kl=math.nan))
-    with pytest.raises(KVError, match="are no numbers"):
-        advise(model, TEXT, request_for(memory=1_400_000, specs=("int-4", "int-2")), output=tmp_path)
+    if math.isnan(times):
+        line = next(line for line in show(plain(found)).splitlines() if "(mixture)" in line)
+        assert line.split()[-4:-1] == ["-", "-", "-"]
+        monkeypatch.setattr(perplexity.Reference, "score", lambda self, _: replace(self.score_itself(), kl=math.nan))
+        with pytest.raises(KVError, match="are no numbers"):
+            advise(model, TEXT, asked, output=tmp_path)
 
 
 def test_a_layer_whose_logits_are_no_numbers_is_not_taken(model, tmp_path, monkeypatch):
     """Measured or read back from the file, where NaN is null."""
-    from packedkv.cli.measure import sensitivity
-
     whole = sensitivity.compressed_logits
 
     def logits(model, scheme, window, **options):
@@ -184,32 +173,27 @@ def worse(whole, times):
     return measure
 
 
-def test_nothing_that_fits_is_refused_with_the_least_there_is(model):
-    said = r"do not go into 97\.66 KiB; the smallest candidates, turboquant-2 for keys .* take 864"
-    with pytest.raises(KVError, match=said):
-        advise(model, TEXT, request_for(memory=100_000))
+@pytest.mark.parametrize(
+    ("asked", "error", "said"),
+    [
+        ({}, SpecError, "--memory"),
+        ({"max_kl": 0.0}, SpecError, "above 0"),
+        ({"context": 0, "memory": 1}, SpecError, "at least"),
+        ({"memory": 10 << 20}, KVError, r"take 6\.00 MiB in 16 bit, which fits .* --max-kl"),
+        ({"memory": 100_000}, KVError, r"go into 97\.66 KiB; the smallest .*, turboquant-2 for keys .* take 864"),
+        ({"memory": 1_400_000, "specs": ("dense",)}, SpecError, "no candidate but dense"),
+        ({"memory": 2_000_000, "specs": ("imt-4",)}, SpecError, "unknown codec"),
+        ({"memory": 2_000_000, "specs": ("recipe.json",)}, SpecError, "not another recipe"),
+        ({"memory": 2_000_000, "window_tokens": 500}, KVError, "pass a longer text, or --window-tokens"),
+    ],
+)
+def test_mistakes_are_refused(model, asked, error, said):
+    """A request that nothing meets is answered with the least there is."""
+    with pytest.raises(error, match=said):
+        advise(model, TEXT[:900], request_for(**asked))
 
 
-def test_where_16_bit_fits_nothing_is_compressed(model):
-    with pytest.raises(KVError, match=r"take 6\.00 MiB in 16 bit, which fits .* --max-kl"):
-        advise(model, TEXT, request_for(memory=10 << 20))
-    with pytest.raises(SpecError, match="no candidate but dense"):
-        advise(model, TEXT, request_for(memory=1_400_000, specs=("dense",)))
-
-
-def test_mistakes_are_refused(model):
-    with pytest.raises(SpecError, match="--memory"):
-        Request(4096)
-    with pytest.raises(SpecError, match="above 0"):
-        Request(4096, max_kl=0.0)
-    with pytest.raises(SpecError, match="at least"):
-        Request(0, memory=1)
-    with pytest.raises(KVError, match="window"):
-        advise(model, TEXT[:150], request_for(memory=2_000_000))
-    with pytest.raises(SpecError, match="unknown codec"):
-        advise(model, TEXT, request_for(memory=2_000_000, specs=("imt-4",)))
-    with pytest.raises(SpecError, match="not another recipe"):
-        advise(model, TEXT, request_for(memory=2_000_000, specs=("recipe.json",)))
+def test_specs_that_need_a_file_are_refused():
     with pytest.raises(UnsupportedError, match="packedkv fit"):
         check_specs(["saw-int4:hessian=true"], plan_for(tiny_config("llama-gqa"), "decoded"))
 
@@ -221,100 +205,73 @@ def test_default_candidates_have_kernels_and_take_the_head_dim():
 
 
 def test_per_class_of_bits_the_least_error_is_chosen_and_the_useless_are_left_out():
-    def row(spec, role, bits, error):
-        return Candidate(spec, role, bits, error)
-
-    keys = [
-        row("int-2", "key", 2.5, 0.9),
-        row("turboquant-2", "key", 2.2, 0.3),
-        row("int-4", "key", 4.2, 0.02),
-        row("saw-int4", "key", 4.2, 0.01),
-        row("int:bits=4", "key", 4.2, 0.02),
-        row("kivi-4", "key", 5.0, 0.05),
-        row("int-8", "key", 8.2, 0.001),
-    ]
-    values = [row("int-4", "value", 4.2, 0.02), row("int:bits=4", "value", 4.2, 0.02)]
-    found = choose({"key": keys, "value": values})
-    assert found["key"] == ["turboquant-2", "saw-int4", "int-8"]
-    assert found["value"] == ["int-4"]
+    keys = {
+        "int-2": (2.5, 0.9), "turboquant-2": (2.2, 0.3), "int-4": (4.2, 0.02), "saw-int4": (4.2, 0.01),
+        "int:bits=4": (4.2, 0.02), "kivi-4": (5.0, 0.05), "int-8": (8.2, 0.001),
+    }  # fmt: skip
+    found = {"key": [Candidate(spec, "key", *figures) for spec, figures in keys.items()]}
+    values = [Candidate(spec, "value", 4.2, 0.02) for spec in ("int-4", "int:bits=4")]
+    chosen = choose(found | {"value": values})
+    assert chosen == {"key": ["turboquant-2", "saw-int4", "int-8"], "value": ["int-4"]}
     with pytest.raises(KVError, match="compresses values"):
-        choose({"key": keys, "value": []})
+        choose(found | {"value": []})
 
 
 # -- the command -------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("text", "nbytes"),
-    [
-        ("8GiB", 8 << 30),
-        ("8g", 8 << 30),
-        ("1.5GB", 1_500_000_000),
-        ("500 MB", 500_000_000),
-        ("4096", 4096),
-        ("1k", 1024),
-    ],
-)
-def test_sizes_are_parsed_with_any_unit(text, nbytes):
-    assert memory(text) == nbytes
+def test_sizes_are_parsed_with_any_unit():
+    sizes = {"8GiB": 8 << 30, "8g": 8 << 30, "1.5GB": 1_500_000_000, "500 MB": 500_000_000, "4096": 4096, "1k": 1024}
+    assert {text: memory(text) for text in sizes} == sizes
+    for text in ("", "GiB", "8XB", "-1", "0", "8 i", "1e9", "8ib"):
+        with pytest.raises(argparse.ArgumentTypeError):
+            memory(text)
 
 
-@pytest.mark.parametrize("text", ["", "GiB", "8XB", "-1", "0", "8 i", "1e9", "8ib"])
-def test_what_is_no_size_is_refused(text):
-    with pytest.raises(argparse.ArgumentTypeError):
-        memory(text)
-
-
-def test_the_command_prints_a_recipe_and_writes_what_it_says(tmp_path, capsys):
+@pytest.fixture
+def command(tmp_path):
+    """A command line without the memory, and the folder it writes."""
     folder, out, text = save_tiny(tmp_path / "model"), tmp_path / "out", tmp_path / "text.txt"
     text.write_text(TEXT)
-    arguments = f"advise {folder} --context 4k --memory 1400kb --text {text} --window-tokens 128 --output {out}".split()
-    arguments += ["--specs", "int-8,int-4,kivi-4:group=32,window=64,int-2"]
+    return f"advise {folder} --context 4k --text {text} --output {out}".split(), out
+
+
+def test_the_command_prints_a_recipe_and_writes_what_it_says(command, tmp_path, capsys):
+    arguments, out = command
+    arguments += [
+        "--memory",
+        "1400kb",
+        "--window-tokens",
+        "128",
+        "--specs",
+        "int-8,int-4,kivi-4:group=32,window=64,int-2",
+    ]
     assert cli.main([*arguments, "--json", str(tmp_path / "advice.json")]) == 0
-    told = capsys.readouterr().out
-    for part in (
-        "speed here: ",
-        f"advised: {out / 'recipe.json'}",
-        "use it",
-        f"--specs {out / 'recipe.json'},dense",
-        "not measured",
-    ):
+    told, recipe = capsys.readouterr().out, str(out / "recipe.json")
+    for part in ("speed here: ", f"advised: {recipe}", "use it", f"--specs {recipe},dense", "not measured"):
         assert part in told
     for name in ("recipe.json", "advice.json", "sensitivity.svg", "keys.svg"):
         assert (out / name).is_file()
         assert name == "recipe.json" or f"written: {out / name}" in told
-    assert json.loads((tmp_path / "advice.json").read_text())["advised"]["spec"] == str(out / "recipe.json")
-    assert cli.main(["describe", str(out / "recipe.json"), "--head-dim", "64"]) == 0
+    assert json.loads((tmp_path / "advice.json").read_text())["advised"]["spec"] == recipe
+    assert cli.main(["describe", recipe, "--head-dim", "64"]) == 0
     assert "layers 0" in capsys.readouterr().out
     assert cli.main([*arguments, "--max-kl", "0.000001"]) == 1
     assert "NOT MET" in capsys.readouterr().out
 
 
-def test_an_interrupt_keeps_what_was_measured_and_says_so(tmp_path, capsys, monkeypatch):
-    from packedkv.cli.measure import sensitivity
-
-    folder, text, whole, calls = save_tiny(tmp_path / "model"), tmp_path / "text.txt", sensitivity.compressed_logits, []
-    text.write_text(TEXT)
-
-    def logits(*args, **options):
-        calls.append(1)
-        if len(calls) == 3:
-            raise KeyboardInterrupt
-        return whole(*args, **options)
-
-    monkeypatch.setattr(sensitivity, "compressed_logits", logits)
-    out = tmp_path / "out"
-    arguments = f"advise {folder} --context 4096 --memory 2MiB --text {text} --output {out}".split()
-    assert cli.main([*arguments, "--window-tokens", "96", "--specs", "int-4,int-2"]) == 130
+def test_an_interrupt_keeps_what_was_measured_and_says_so(command, capsys, monkeypatch):
+    arguments, out = command
+    monkeypatch.setattr(sensitivity, "compressed_logits", interrupting(sensitivity.compressed_logits, 3))
+    assert cli.main([*arguments, "--memory", "2MiB", "--window-tokens", "96", "--specs", "int-4,int-2"]) == 130
     assert f"kept in {out}" in capsys.readouterr().out
     assert len((out / "sensitivity.jsonl").read_text().splitlines()) == 1 + 2
 
 
-def test_the_command_refuses_before_it_loads(tmp_path, capsys):
-    assert cli.main(["advise", "nowhere", "--context", "10", "--output", str(tmp_path)]) == 2
-    assert "--memory" in capsys.readouterr().err
-    assert cli.main(["advise", "x", "--context", "9", "--memory", "1g", "--specs", "saw-int5", "--output", "o"]) == 2
-    assert "unknown codec" in capsys.readouterr().err
+def test_the_command_refuses_before_it_loads(capsys):
+    for more, said in ("", "--memory"), ("--memory 1g --specs saw-int5", "unknown codec"):
+        assert cli.main(f"advise nowhere --context 10 --output o {more}".split()) == 2
+        assert said in capsys.readouterr().err
 
 
 @pytest.mark.nightly
@@ -328,3 +285,149 @@ def test_smollm2_fits_the_memory_and_the_recipe_is_no_worse_than_presets_of_its_
     assert best["bytes"] <= 180 << 20
     assert best["kl"] == min(row["kl"] for row in found["finalists"])
     assert "turboquant-3" in {row["spec"] for row in found["finalists"]}
+
+
+# -- the knapsack, against every combination there is ------------------------------------------------------------------
+
+
+def option(nbytes, kl):
+    return Option(LayerChoice("int-4", "int-4"), nbytes, kl)
+
+
+def groups(seed, layers=4, options=4):
+    r = random.Random(seed)
+    return [[option(r.randint(10, 90), round(r.random(), 3)) for _ in range(options)] for _ in range(layers)]
+
+
+def sums_of(found):
+    return [(sum(o.nbytes for o in c), sum(o.kl for o in c)) for c in itertools.product(*found)]
+
+
+@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("share", [0.0, 0.1, 0.2, 0.5, 0.9, 2.0])
+def test_the_least_kl_within_the_budget_and_the_fewest_bytes_for_a_kl_are_found(seed, share):
+    found = groups(seed)
+    sums = sums_of(found)
+    (low, least), (high, most) = (tuple(pick(column) for column in zip(*sums, strict=True)) for pick in (min, max))
+    budget, target = int(low + share * (high - low)), least + share * (most - least)
+    picked = best_within(found, budget)
+    assert sum(o.nbytes for o in picked) <= budget
+    assert sum(o.kl for o in picked) == pytest.approx(min(kl for size, kl in sums if size <= budget))
+    assert all(o in group for o, group in zip(picked, found, strict=True))
+    if 0 < share < 1:
+        picked = least_for(found, target)
+        assert sum(o.kl for o in picked) <= target
+        assert sum(o.nbytes for o in picked) == min(size for size, kl in sums if kl <= target)
+
+
+def test_nothing_fits_and_nothing_is_good_enough():
+    found = [[option(10, 0.5), option(20, 0.1)]] * 2
+    assert best_within(found, 19) is None
+    assert [o.nbytes for o in least_for(found, 0.01)] == [20, 20], "the best there is"
+    assert [o.nbytes for o in least_for(found, 5.0)] == [10, 10]
+    kept = frontier([option(5, 0.4), option(3, 0.4), option(9, 0.1), option(7, 0.5), option(3, 0.6)])
+    assert [(o.nbytes, o.kl) for o in kept] == [(3, 0.4), (9, 0.1)], "more for nothing is left out"
+
+
+def test_sizes_beyond_the_steps_never_exceed_the_budget():
+    found = [[option(s * 1_000_003 + i, 1 / s) for s in range(1, 9)] for i in range(40)]
+    for budget in (41_000_000, 123_456_789, 250_000_001):
+        picked = best_within(found, budget)
+        assert sum(o.nbytes for o in picked) <= budget
+        left = budget - sum(o.nbytes for o in picked)
+        cheapest = min(
+            o.nbytes - had.nbytes for group, had in zip(found, picked, strict=True) for o in group if o.kl < had.kl
+        )
+        assert left < cheapest, "what is left buys nothing more"
+
+
+# -- bytes foretold are those that the real cache reports --------------------------------------------------------------
+
+
+EXACT = (
+    "dense", "int-4", "kivi-2", "octopus-4", "innerq-hybrid", "hqmq-s24_r3:outliers=3", "ultraquant", "fp8",
+    mix_of([scheme_of(LayerChoice("kivi-4", "int-3")), scheme_of(LayerChoice("dense", "fp8"))]),
+)  # fmt: skip
+
+
+def held(config, spec, tokens, dtype=torch.float32, batch=1):
+    cache = cache_for(config, spec, probe=False, prefill="decoded")
+    k, v = torch.randn(2, batch, config.num_key_value_heads, tokens, config.head_dim, dtype=dtype)
+    for layer in range(config.num_hidden_layers):
+        cache.update(k, v, layer)
+    return cache
+
+
+def foretold(config, spec, tokens, dtype=torch.float32, **options):
+    return cache_bytes(spec, plan_for(config, "decoded"), tokens, dtype, **options)
+
+
+ONE_LAYER = tiny_config("llama-mqa", num_hidden_layers=1)
+
+
+@pytest.mark.parametrize("spec", EXACT)
+@pytest.mark.parametrize(("tokens", "batch", "dtype"), [(1, 1, "float32"), (100, 2, "bfloat16"), (777, 1, "float16")])
+def test_every_byte_of_a_prefill_is_foretold(spec, tokens, batch, dtype):
+    config, dtype = tiny_config("llama-gqa"), getattr(torch, dtype)
+    found = held(config, spec, tokens, dtype, batch).report()["total_bytes"]
+    assert foretold(config, spec, tokens, dtype, batch=batch) == found
+
+
+@pytest.mark.parametrize("spec", ["int-4", "kivi-4", "innerq-base"])
+@pytest.mark.parametrize("tokens", [4096, 4097, 8300])
+def test_a_long_prefill_that_comes_in_parts_is_foretold_as_well(spec, tokens):
+    assert foretold(ONE_LAYER, spec, tokens) == held(ONE_LAYER, spec, tokens).report()["total_bytes"]
+
+
+@pytest.mark.parametrize("spec", ["int-4", "kivi-2"])
+def test_pages_that_grow_token_by_token_stay_below_the_stated_most(spec):
+    cache = held(ONE_LAYER, spec, 50)
+    for n in range(51, 400):
+        cache.update(*torch.randn(2, 1, 1, 1, 64), 0)
+        if n % 7 == 0:
+            assert cache.report()["total_bytes"] <= foretold(ONE_LAYER, spec, n, grown=True)
+
+
+@pytest.mark.parametrize("tokens", [100, 777, 4200])
+def test_age_tiers_are_foretold_to_a_page_of_the_newer_one(tokens):
+    spec, page = "kivi-2:window=200,sink=4,recent=int-8", packedkv.get("int-8").page_layout(64).page_bytes + 4
+    assert 0 <= held(ONE_LAYER, spec, tokens).report()["total_bytes"] - foretold(ONE_LAYER, spec, tokens) <= page
+
+
+def test_sliding_layers_hold_their_window_alone():
+    config = tiny_config("mistral")
+    found = held(config, "int-4", 400).report()["total_bytes"]
+    page = packedkv.get("int-4").page_layout(64).page_bytes * config.num_key_value_heads
+    assert abs(foretold(config, "int-4", 400) - found) <= config.num_hidden_layers * (page + 4)
+    assert foretold(config, "int-4", 400) == foretold(config, "int-4", 10**6)
+
+
+@pytest.mark.parametrize("hidden", [True, False], ids=["not stated", "layers differ"])
+def test_a_config_that_hides_its_sizes_is_refused(hidden):
+    plan = plan_for(tiny_config("llama-gqa" if hidden else "gemma4"), "decoded")
+    if hidden:
+        plan = replace(plan, layers=tuple(replace(layer, heads=None) for layer in plan.layers))
+    with pytest.raises(UnsupportedError, match="one number of KV heads and one head_dim of all layers"):
+        cache_bytes("int-4", plan, 10, torch.float32)
+
+
+# -- speed is that through the advised cache ---------------------------------------------------------------------------
+
+
+def test_each_figure_is_of_its_own_cache(llama, monkeypatch):
+    scheme = packedkv.get("int-4")
+    filled, greedy = [], speed_module.greedy
+
+    def timed(model, prompt, new_tokens, cache):
+        greedy(model, prompt, new_tokens, cache)
+        filled.append(cache)
+        return Generation([], [1 / len(filled)], 0.0)
+
+    monkeypatch.setattr(speed_module, "greedy", timed)
+    monkeypatch.setattr(generation, "greedy", timed)
+    found = speed_module.speed(llama, scheme, torch.arange(3, 60), 0)
+    packed, plain = filled
+    assert {layer.cache.scheme for layer in packed.layers} == {replace(scheme, mean="none")}  # decided for this model
+    assert packed.get_seq_length() == plain.get_seq_length() == 41 + speed_module.NEW_TOKENS - 1
+    assert not isinstance(plain, type(packed))
+    assert (found["tokens_per_s"], found["uncompressed_tokens_per_s"], found["prompt_tokens"]) == (1.0, 2.0, 41)

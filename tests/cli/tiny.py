@@ -1,6 +1,9 @@
 """A tiny random llama on disk with a tokenizer of single bytes, and a text for it."""
 
+import itertools
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
@@ -37,11 +40,21 @@ def tiny_llama() -> LlamaForCausalLM:
     return LlamaForCausalLM(config).eval()
 
 
-def tiny_loaded() -> LoadedModel:
-    return LoadedModel(tiny_llama(), tiny_tokenizer(), "tiny", "made in the test")
+def tiny_loaded(model: Any = None, name: str = "tiny") -> LoadedModel:
+    return LoadedModel(model or tiny_llama(), tiny_tokenizer(), name, "made in the test")
 
 
 def save_tiny(folder: Path) -> Path:
     tiny_llama().save_pretrained(folder)
     tiny_tokenizer().save_pretrained(folder)
     return folder
+
+
+def interrupted(*args: Any, **options: Any) -> Any:
+    raise KeyboardInterrupt
+
+
+def interrupting(whole: Callable[..., Any], at: int) -> Callable[..., Any]:
+    """The function, interrupted in its ``at``-th call."""
+    calls = itertools.count(1)
+    return lambda *args, **options: (interrupted if next(calls) == at else whole)(*args, **options)
