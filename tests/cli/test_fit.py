@@ -19,7 +19,7 @@ from packedkv.integrations.transformers.argument import passing
 from packedkv.integrations.transformers.attention_hooks import watched
 from packedkv.integrations.transformers.identity import load_params
 from packedkv.models import windows as text_windows
-from packedkv.models.loading import LoadedModel, load_text
+from packedkv.models.loading import load_text
 from packedkv.progress import Progress
 from tests.cli.leaning import Leaning, leaning
 from tests.cli.tiny import TEXT, tiny_llama, tiny_loaded, tiny_tokenizer
@@ -27,11 +27,7 @@ from tests.conftest import tiny_model
 
 SMALL = {"windows": 2, "window_tokens": 96}
 LAYERS = (0, 1, 2)
-
-
-@pytest.fixture(scope="module")
-def model():
-    return tiny_loaded()
+KLT = "ghost-3:transform=klt"
 
 
 def windows_of(count=2):
@@ -49,85 +45,81 @@ def cached(model, role, layer):
     return torch.cat(parts, 2).half()
 
 
+def captured(model, spec, windows=None, **options):
+    return capture(model, windows or windows_of(), sites_to_fit(packedkv.get(spec), LAYERS), **options)
+
+
 # -- what is recorded --------------------------------------------------------------------------------------------------
 
 
-def test_keys_and_values_are_those_that_a_cache_receives(model):
-    sites = sites_to_fit(packedkv.get("hqmq-s24_r3:outliers=3"), LAYERS)
-    samples = capture(model.model, windows_of(), sites)
+def test_keys_and_values_are_those_that_a_cache_receives(llama):
+    samples = captured(llama, "hqmq-s24_r3:outliers=3")
     assert list(samples) == list(LAYERS)
     for layer, sample in samples.items():
         for role in ("key", "value"):
             held = torch.cat(getattr(sample, role), 2)
             assert held.dtype == torch.float16
-            torch.testing.assert_close(held, cached(model.model, role, layer), atol=2e-3, rtol=2e-3)
+            torch.testing.assert_close(held, cached(llama, role, layer), atol=2e-3, rtol=2e-3)
 
 
-def test_queries_are_those_of_attention_and_roles_without_constants_are_left_out(model):
+def test_queries_are_those_of_attention_and_roles_without_constants_are_left_out(llama):
     window = windows_of(1)
-    with torch.no_grad(), fidelity.record(model.model, queries=96) as records:
-        model.model(window[0][None], use_cache=False)
-    samples = capture(model.model, window, sites_to_fit(packedkv.get("innerq-base"), LAYERS))
+    with torch.no_grad(), fidelity.record(llama, queries=96) as records:
+        llama(window[0][None], use_cache=False)
+    samples = captured(llama, "innerq-base", window)
     for record in records:
         assert torch.equal(samples[record.layer].queries[0], record.q.half())
         assert samples[record.layer].value == []
 
 
-def test_tokens_beyond_the_bound_are_left_out_evenly(model):
-    sites = sites_to_fit(packedkv.get("innerq-base"), LAYERS)
-    whole, some = capture(model.model, windows_of(), sites), capture(model.model, windows_of(), sites, max_tokens=20)
-    kept = [0, 11, 21, 32, 42, 53, 63, 74, 84, 95]
-    for part in range(2):
-        assert torch.equal(some[1].key[part], whole[1].key[part][:, :, kept])
-        assert torch.equal(some[1].queries[part], whole[1].queries[part][:, :, kept])
-    assert (whole[1].tokens, some[1].tokens) == (192, 20)
+def test_tokens_beyond_the_bound_are_left_out_evenly_with_their_gradients(llama):
+    """Only codecs that ask for gradients get them."""
+    for spec in ("ghost-3", KLT):
+        whole, some = captured(llama, spec), captured(llama, spec, max_tokens=20)
+        for part in range(2):
+            kept = whole[1].places[part][some[1].places[part]]
+            assert kept.tolist() == [0, 11, 21, 32, 42, 53, 63, 74, 84, 95]
+            for name in ("key", "queries", *(["key_gradient"] if spec == KLT else ())):
+                assert torch.equal(getattr(some[1], name)[part], getattr(whole[1], name)[part][:, :, kept])
+        assert (whole[1].tokens, some[1].tokens) == (192, 20)
+        assert len(whole[1].key_gradient) == len(whole[1].value_gradient) == 2 * (spec == KLT)
+    assert not torch.equal(*whole[1].key_gradient)
 
 
 def test_a_bf16_model_is_held_in_bf16():
-    sites = sites_to_fit(packedkv.get("innerq-base"), LAYERS)
-    sample = capture(tiny_llama().bfloat16(), windows_of(1), sites)[0]
+    sample = captured(tiny_llama().bfloat16(), "innerq-base", windows_of(1))[0]
     assert (sample.key[0].dtype, sample.queries[0].dtype, sample.dtype) == (torch.bfloat16,) * 3
 
 
-def test_the_models_attention_is_its_own_again_also_after_an_error(model, monkeypatch):
-    sites = sites_to_fit(packedkv.get("innerq-base"), LAYERS)
-    monkeypatch.setattr(module, "_kept", lambda *_: 1 / 0)
-    with pytest.raises(ZeroDivisionError):
-        capture(model.model, windows_of(), sites)
-    assert model.model.config._attn_implementation == "sdpa"
-
-
 def test_keys_that_no_cache_takes_are_refused_with_their_layer():
-    model = tiny_llama()
-    with torch.no_grad():
-        model.model.layers[1].self_attn.k_proj.weight.mul_(1e6)
+    """The model's attention is its own again."""
+    made = tiny_llama()
+    made.model.layers[1].self_attn.k_proj.weight.data.mul_(1e6)
     with pytest.raises(FitError, match=r"keys of layer 1\[batch=0, .* is above 65504"):
-        capture(model, windows_of(), sites_to_fit(packedkv.get("innerq-base"), LAYERS))
+        captured(made, "innerq-base")
+    assert made.config._attn_implementation == "sdpa"
 
 
 # -- gradients ---------------------------------------------------------------------------------------------------------
 
-KLT = "ghost-3:transform=klt"
 
-
-def test_gradients_are_those_of_a_loss_with_labels_of_the_model(model):
+def test_gradients_are_those_of_a_loss_with_labels_of_the_model(llama):
     """By autograd's own cross-entropy, through keys and values that take another way into attention."""
     window = windows_of(1)[0]
-    found = capture(model.model, [window], sites_to_fit(packedkv.get(KLT), LAYERS), seed=3)
-    seen = {}
+    found, seen = captured(llama, KLT, [window], seed=3), {}
 
     def record(module, query, key, value, mask, options):
         key.retain_grad()
         value.retain_grad()
         seen[module.layer_idx] = key, value
 
-    model.model.zero_grad()
-    with watched(model.model, record):
-        logits = model.model(window[None], use_cache=False).logits[0]
+    llama.zero_grad()
+    with watched(llama, record):
+        logits = llama(window[None], use_cache=False).logits[0]
     drawn = torch.Generator().manual_seed(3)
     labels = torch.multinomial(logits.detach().softmax(-1), 1, generator=drawn)[:, 0]
     torch.nn.functional.cross_entropy(logits, labels, reduction="sum").backward()
-    model.model.zero_grad()
+    llama.zero_grad()
     assert list(seen) == list(LAYERS)
     for layer, (key, value) in seen.items():
         for own, x in ((found[layer].key_gradient, key), (found[layer].value_gradient, value)):
@@ -135,48 +127,30 @@ def test_gradients_are_those_of_a_loss_with_labels_of_the_model(model):
             torch.testing.assert_close(own[0].float(), x.grad, rtol=1e-2, atol=1e-6)
 
 
-def test_gradients_are_kept_at_the_places_of_their_tokens_and_only_where_asked_for(model):
-    sites = sites_to_fit(packedkv.get(KLT), LAYERS)
-    whole, some = capture(model.model, windows_of(), sites), capture(model.model, windows_of(), sites, max_tokens=20)
-    for part in range(2):
-        kept = whole[1].places[part][some[1].places[part]]
-        assert torch.equal(some[1].key_gradient[part], whole[1].key_gradient[part][:, :, kept])
-    assert not torch.equal(whole[1].key_gradient[0], whole[1].key_gradient[1])
-    plain = capture(model.model, windows_of(), sites_to_fit(packedkv.get("ghost-3"), LAYERS))
-    assert plain[1].key_gradient == plain[1].value_gradient == []
-
-
-def test_a_frozen_model_has_the_same_gradients_and_none_is_left_in_its_weights(model):
-    frozen = tiny_loaded()
-    frozen.model.requires_grad_(False)
-    sites = sites_to_fit(packedkv.get(KLT), LAYERS)
-    one, other = (capture(m.model, windows_of(1), sites) for m in (model, frozen))
+def test_a_frozen_model_has_the_same_gradients_and_none_is_left_in_its_weights(llama):
+    frozen = tiny_llama().requires_grad_(False)
+    one, other = (captured(made, KLT, windows_of(1)) for made in (llama, frozen))
     assert torch.equal(one[1].value_gradient[0], other[1].value_gradient[0])
-    assert all(p.grad is None for p in model.model.parameters())
+    assert all(p.grad is None for p in llama.parameters())
 
 
 def test_a_model_that_cannot_be_run_backwards_is_fitted_without_gradients(model, monkeypatch, capsys):
-    plain = fit_model(model, KLT, TEXT, text_name="mine", **SMALL)
+    plain, own = fit_model(model, KLT, TEXT, text_name="mine", **SMALL), torch.autograd.grad
+    monkeypatch.setattr(torch.autograd, "grad", lambda *given: (*own(*given)[:-1], torch.tensor(float("inf"))))
+    assert fit_model(model, KLT, TEXT, progress=Progress(), **SMALL).text_name == "a text, without gradients"
+    assert "fitting without gradients: gradients in float32 are not finite; try bfloat16." in capsys.readouterr().err
     monkeypatch.setattr(torch.autograd, "grad", lambda *_: (_ for _ in ()).throw(RuntimeError("no derivative")))
     without = fit_model(model, KLT, TEXT, text_name="mine", progress=Progress(), **SMALL)
     told = capsys.readouterr().err
     assert "fitting without gradients: LlamaForCausalLM could not be run backwards (no derivative)." in told
     assert (plain.text_name, without.text_name) == ("mine", "mine, without gradients")
     assert not torch.equal(plain[1]["value"]["matrix"], without[1]["value"]["matrix"])
-    codec = packedkv.get(KLT).value
-    sample = capture(model.model, windows_of(), sites_to_fit(packedkv.get(KLT), LAYERS), backward=False)[1]
-    site = Site(1, "value", 2, 64, 0)
-    expected = codec.fit(site, Sample(torch.cat(sample.value, 2), torch.cat(sample.queries, 2)))
+    sample = captured(model.model, KLT, backward=False)[1]
+    given = Sample(torch.cat(sample.value, 2), torch.cat(sample.queries, 2))
+    expected = packedkv.get(KLT).value.fit(Site(1, "value", 2, 64, 0), given)
     assert all(torch.equal(without[1]["value"][name], x) for name, x in expected.items())
-
-
-def test_gradients_that_are_not_finite_and_models_without_a_loss_are_said(model, monkeypatch, capsys):
-    own = torch.autograd.grad
-    monkeypatch.setattr(torch.autograd, "grad", lambda *given: (*own(*given)[:-1], torch.tensor(float("inf"))))
-    assert fit_model(model, KLT, TEXT, progress=Progress(), **SMALL).text_name == "a text, without gradients"
-    assert "fitting without gradients: gradients in float32 are not finite; try bfloat16." in capsys.readouterr().err
     with pytest.raises(FitError, match="the model returns no logits"):
-        capture(model.model.model, windows_of(1), sites_to_fit(packedkv.get(KLT), LAYERS))
+        captured(model.model.model, KLT, windows_of(1))
 
 
 # -- what codecs make of it --------------------------------------------------------------------------------------------
@@ -200,6 +174,7 @@ def test_constants_are_what_fit_gives_for_the_caches_own_site(model, spec):
 
 
 def test_queries_reach_the_codec_and_layers_are_settled_together(model, monkeypatch):
+    """Boundary layers are neither fitted nor settled."""
     calls, original = [], Leaning.fit
 
     def watched(self, site, sample):
@@ -208,37 +183,26 @@ def test_queries_reach_the_codec_and_layers_are_settled_together(model, monkeypa
         return original(self, site, sample)
 
     monkeypatch.setattr(Leaning, "fit", watched)
-    fitted = fit_model(model, leaning(), TEXT, **SMALL)
-    assert calls == [(i, "key", (1, 2, 192, 64), (1, 4, 192, 64), torch.float16) for i in LAYERS]
-    assert [fitted[i]["key"]["place"].item() for i in LAYERS] == [0, 1, 2]
-    assert max(fitted[i]["key"]["lean"].max().item() for i in LAYERS) == 1
-    assert not fitted.seeded
+    for layers, scheme in (LAYERS, leaning()), ((1,), leaning(dense_layers=1)):
+        calls.clear()
+        fitted = fit_model(model, scheme, TEXT, **SMALL)
+        assert calls == [(i, "key", (1, 2, 192, 64), (1, 4, 192, 64), torch.float16) for i in layers]
+        assert [fitted[i]["key"]["place"].item() for i in fitted] == list(range(len(layers)))
+        assert max(fitted[i]["key"]["lean"].max().item() for i in layers) == 1
+        assert not fitted.seeded
     assert fit_model(model, leaning(drawing=True), TEXT, **SMALL).seeded
-
-
-def test_boundary_layers_are_neither_fitted_nor_settled(model):
-    fitted = fit_model(model, leaning(dense_layers=1), TEXT, **SMALL)
-    assert list(fitted) == [1]
-    assert fitted[1]["key"]["place"].item() == 0
 
 
 @pytest.mark.parametrize("name", ["mistral", "gpt-oss", "gemma3n", "lfm2"])
 def test_models_with_other_layers_are_fitted_where_they_cache(name):
     more = {"vocab_size_per_layer_input": 256} if name == "gemma3n" else {}
     made = tiny_model(name, vocab_size=256, **more)
-    fitted = fit_model(LoadedModel(made, tiny_tokenizer(), name, "made here"), leaning(), TEXT, **SMALL)
+    fitted = fit_model(tiny_loaded(made, name), leaning(), TEXT, **SMALL)
     cache = packedkv.cache_for(made, leaning(), params=fitted)
     assert list(fitted) == [layer.index for layer in cache.packed_layers]
     with torch.no_grad():
         made(windows_of(1)[0][None], **passing(made, cache))
     assert cache.layer_caches[0].constant_bytes() > 0
-
-
-def test_a_short_text_gives_the_windows_it_has(model):
-    fitted = fit_model(model, "innerq-base", TEXT[:150], **SMALL)
-    assert (fitted.windows, fitted.tokens) == (1, 96)
-    text = about_text(about(fitted) | {"file": "f", "seconds": 1.0}, 2)
-    assert "1 x 96 tokens (2 asked for: the text is too short)" in text
 
 
 def test_about_says_what_was_fitted(model):
@@ -250,6 +214,10 @@ def test_about_says_what_was_fitted(model):
     assert (found["seed"], found["text"], found["tokens"], found["layers"]) == (None, "my.txt", 192, [0, 1, 2])
     text = about_text(found | {"file": "f.safetensors", "seconds": 1.0}, 2)
     assert f"keys: norm float32 [1x2x64] in 3 layers, {row['min']:.4g} .. {row['max']:.4g}" in text
+    short = fit_model(model, "innerq-base", TEXT[:150], **SMALL)
+    assert (short.windows, short.tokens) == (1, 96)
+    text = about_text(about(short) | {"file": "f", "seconds": 1.0}, 2)
+    assert "1 x 96 tokens (2 asked for: the text is too short)" in text
 
 
 # -- refusals ----------------------------------------------------------------------------------------------------------
@@ -263,45 +231,37 @@ def test_about_says_what_was_fitted(model):
         ("innerq-bse", {}, SpecError, "Did you mean 'innerq-base'"),
         ("innerq-base", {"window_tokens": 600}, ModelError, "does not fit the model, which knows 512 positions"),
         ("innerq-base", {"window_tokens": 5000}, ModelError, "the text has 1420 bytes and a window takes 5000 tokens"),
+        ("innerq-base", {"text": "é" * 50}, ModelError, "the text has 50 tokens and a window takes 96"),
     ],
-    ids=["nothing-to-fit", "all-dense", "unknown", "positions", "short"],
+    ids=["nothing-to-fit", "all-dense", "unknown", "positions", "short", "fewer tokens than bytes"],
 )
 def test_mistakes_are_refused_before_the_model_runs(model, monkeypatch, spec, options, error, message):
     monkeypatch.setattr(module, "capture", lambda *_, **__: pytest.fail("the model was run"))
+    if "text" in options:
+        monkeypatch.setattr(module, "tokenize", lambda tokenizer, text, tokens: torch.arange(len(text)))
     with pytest.raises(error, match=message):
-        fit_model(model, spec, TEXT, **{**SMALL, **options})
-
-
-def test_a_text_of_fewer_tokens_than_bytes_is_refused_before_the_model_runs(model, monkeypatch):
-    monkeypatch.setattr(module, "capture", lambda *_, **__: pytest.fail("the model was run"))
-    monkeypatch.setattr(module, "tokenize", lambda *_: torch.arange(50))
-    with pytest.raises(ModelError, match="the text has 50 tokens and a window takes 96"):
-        fit_model(model, "innerq-base", TEXT, **SMALL)
+        fit_model(model, spec, **{"text": TEXT, **SMALL, **options})
 
 
 def test_a_head_dim_or_a_model_that_does_not_fit_is_refused():
-    odd = LoadedModel(tiny_model("llama-gqa", head_dim=36, vocab_size=256), tiny_tokenizer(), "odd", "")
     with pytest.raises(ShapeError, match="head_dim=36"):
-        fit_model(odd, "innerq-base", TEXT, **SMALL)
-    latent = LoadedModel(tiny_model("deepseek-v3", vocab_size=256), tiny_tokenizer(), "latent", "")
+        fit_model(tiny_loaded(tiny_model("llama-gqa", head_dim=36, vocab_size=256)), "innerq-base", TEXT, **SMALL)
     with pytest.raises(UnsupportedError, match="multi-head latent attention"):
-        fit_model(latent, "innerq-base", TEXT, **SMALL)
+        fit_model(tiny_loaded(tiny_model("deepseek-v3", vocab_size=256)), "innerq-base", TEXT, **SMALL)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
 def test_a_real_model_is_fitted_saved_and_served(smollm2, tmp_path):
-    real = smollm2
-    text = load_text().text
-    fitted = fit_model(real, "innerq-base", text, windows=1, window_tokens=256)
+    text, real = load_text().text, smollm2.model
+    fitted = fit_model(smollm2, "innerq-base", text, windows=1, window_tokens=256)
     assert list(fitted) == list(range(30))
     fitted.save(tmp_path / "p")
-    window = text_windows.tokenize(real.tokenizer, text, 512)[256:]
-    reference = perplexity.uncompressed(real.model, window)
-    given = load_params(tmp_path / "p", real.model, "innerq-base")
+    window = text_windows.tokenize(smollm2.tokenizer, text, 512)[256:]
+    reference = perplexity.uncompressed(real, window)
     own, served = (
-        reference.score(perplexity.compressed_logits(real.model, "innerq-base", window, params=params)[0]).kl / 255
-        for params in (None, given)
+        reference.score(perplexity.compressed_logits(real, "innerq-base", window, params=params)[0]).kl / 255
+        for params in (None, load_params(tmp_path / "p", real, "innerq-base"))
     )
     assert served != own
     assert served < 0.1, "constants of one text serve the next"
@@ -323,11 +283,14 @@ def test_windows_are_drawn_by_the_models_own_probabilities():
     share = torch.bincount(ids[:, 1], minlength=len(logits)).double() / len(ids)
     apart, other = ((share - p).abs().sum() for p in (logits.softmax(-1), likely))
     assert apart < 0.2 * other
-    later = own_windows(model, 8, 24, seed=1)
+    later = torch.stack(own_windows(model, 8, 24, seed=1))
     with torch.no_grad():  # token for token with a cache, as in one call
-        whole = model(input_ids=torch.stack(later)).logits.log_softmax(-1)
-    own = whole[:, :-1].gather(-1, torch.stack(later)[:, 1:, None]).mean()
+        whole = model(input_ids=later).logits.log_softmax(-1)
+    own = whole[:, :-1].gather(-1, later[:, 1:, None]).mean()
     assert own > whole[:, :-1].mean() + 3
+    model.lm_head.weight.data.fill_(float("inf"))
+    with pytest.raises(FitError, match="not finite after 1 tokens of its own; pass --text"):
+        own_windows(model, 1, 4)
 
 
 def repeated(run):
@@ -346,7 +309,7 @@ def test_a_captured_step_draws_the_same_windows(tokens, monkeypatch):
     assert torch.equal(torch.stack(own_windows(model, 3, tokens, seed=2)), torch.stack(wanted))
 
 
-def test_steps_that_need_the_host_are_not_captured(monkeypatch):
+def test_steps_that_need_the_host_are_not_captured_and_an_eager_step_says_why(monkeypatch):
     monkeypatch.setattr(samples, "capture", repeated)
     model = tiny_llama()
     assert samples._captured(model, 1, 8) is not None
@@ -357,8 +320,6 @@ def test_steps_that_need_the_host_are_not_captured(monkeypatch):
     model.config.sliding_window = 4
     assert samples._captured(model, 1, 8) is None
 
-
-def test_a_step_that_cannot_be_captured_is_eager_and_says_why(monkeypatch):
     def fails(*given):
         raise KeyError("linear_attention")
 
@@ -371,9 +332,8 @@ def test_a_step_that_cannot_be_captured_is_eager_and_says_why(monkeypatch):
 @pytest.mark.gpu
 def test_windows_are_drawn_by_a_cuda_graph(capfd):
     model = tiny_llama().to("cuda")
-    drawn = own_windows(model, 4, 200, seed=1, progress=Progress())
+    ids = torch.stack(own_windows(model, 4, 200, seed=1, progress=Progress()))
     assert "4 windows, by a CUDA graph" in capfd.readouterr().err
-    ids = torch.stack(drawn)
     assert torch.equal(ids, torch.stack(own_windows(model, 4, 200, seed=1)))
     with torch.no_grad():
         whole = model(input_ids=ids.to("cuda")).logits.log_softmax(-1).cpu()
@@ -384,23 +344,12 @@ def test_windows_are_drawn_by_a_cuda_graph(capfd):
 
 
 def test_a_fit_without_a_text_is_of_the_models_own_samples(model):
-    fitted = fit_model(model, "ghost-3", windows=2, window_tokens=40, seed=3)
+    fitted, again, other = (fit_model(model, "ghost-3", windows=2, window_tokens=40, seed=seed) for seed in (3, 3, 4))
     assert (fitted.tokens, fitted.windows, fitted.window_tokens, fitted.seeded) == (80, 2, 40, False)
-    assert "the model's own samples (seed 3), 2 x 40 tokens" in about_text(
-        about(fitted) | {"file": "", "seconds": 0.0}, 2
-    )
-    again, other = (fit_model(model, "ghost-3", windows=2, window_tokens=40, seed=seed) for seed in (3, 4))
+    told = about_text(about(fitted) | {"file": "", "seconds": 0.0}, 2)
+    assert "the model's own samples (seed 3), 2 x 40 tokens" in told
     assert fitted.text_sha256 == again.text_sha256 != other.text_sha256
-    sites = sites_to_fit(fitted.scheme, LAYERS)
-    held = capture(model.model, own_windows(model.model, 2, 40, seed=3), sites)[1]
+    held = captured(model.model, "ghost-3", own_windows(model.model, 2, 40, seed=3))[1]
     codec = fitted.scheme.for_layer(1, 3).codec("value")
     wanted = codec.fit(Site(1, "value", 2, 64, 3), Sample(torch.cat(held.value, 2), torch.cat(held.queries, 2)))
     torch.testing.assert_close(fitted[1]["value"]["centre"], codec.settle([wanted])[0]["centre"])
-
-
-def test_a_model_that_has_no_probabilities_draws_nothing():
-    broken = tiny_llama()
-    with torch.no_grad():
-        broken.lm_head.weight.fill_(float("inf"))
-    with pytest.raises(FitError, match="not finite after 1 tokens of its own; pass --text"):
-        own_windows(broken, 1, 4)

@@ -1,40 +1,28 @@
 """What is measured: the perplexity protocol and the real model's 22.90, generation, attention errors."""
 
+import gc
 import math
+import weakref
+from types import SimpleNamespace
+
 import pytest
 import torch
+
 import packedkv
-from packedkv.cli.measure import perplexity
-from packedkv.cli.measure.compare import Settings, compare
-from packedkv.cli.measure.perplexity import Reference
-from packedkv.models import windows as text_windows
-from packedkv.models.loading import load_text
-from tests.cli.tiny import TEXT, tiny_tokenizer
-from tests.conftest import own_threads
-from types import SimpleNamespace
-from packedkv.cli.measure import generation
+from packedkv.cli.measure import fidelity, generation, perplexity
 from packedkv.cli.measure.caches import generating_cache
-from packedkv.cli.measure.generation import (
-    FORMS,
-    Generation,
-    attention_backends,
-    fill,
-    greedy,
-    in_turns,
-    long_context,
-    uncompressed,
-    uncompressed_cache,
-)
+from packedkv.cli.measure.compare import Settings, compare
+from packedkv.cli.measure.generation import Generation, fill, greedy, in_turns, long_context, uncompressed_cache
+from packedkv.cli.measure.perplexity import Reference
+from packedkv.codec import Sample, Site
 from packedkv.errors import UnsupportedError
 from packedkv.integrations.transformers.argument import passing
 from packedkv.integrations.transformers.attention_hooks import implementation
 from packedkv.kernels.cpu import library
-from tests.conftest import tiny_model
-import gc
-import weakref
-from packedkv.cli.measure import fidelity
-from packedkv.codec import Sample, Site
-
+from packedkv.models import windows as text_windows
+from packedkv.models.loading import load_text
+from tests.cli.tiny import TEXT, tiny_tokenizer
+from tests.conftest import own_threads, tiny_model
 
 FIRST = 20.98
 """Perplexity of the real model on the first 512 tokens."""
@@ -203,18 +191,20 @@ def test_the_uncompressed_cache_is_timed_both_ways_on_a_gpu_and_the_faster_count
 
     monkeypatch.setattr(generation, "greedy", timed)
     monkeypatch.setattr(generation, "uncompressed_cache", lambda model: None)
-    found = uncompressed(SimpleNamespace(device=torch.device("cuda")), torch.arange(3), 1)
+    found = generation.uncompressed(SimpleNamespace(device=torch.device("cuda")), torch.arange(3), 1)
     assert found.step_seconds == [counts]
     assert found.tokens == [1]  # what a user gets
     assert torch.backends.cuda.cudnn_sdp_enabled()
-    assert uncompressed(SimpleNamespace(device=torch.device("cpu")), torch.arange(3), 1).step_seconds == [with_cudnn]
+    assert generation.uncompressed(SimpleNamespace(device=torch.device("cpu")), torch.arange(3), 1).step_seconds == [
+        with_cudnn
+    ]
 
 
 def test_a_backend_that_is_off_stays_off():
     torch.backends.cuda.enable_cudnn_sdp(False)
     try:
-        for form in FORMS:
-            with attention_backends(form):
+        for form in generation.FORMS:
+            with generation.attention_backends(form):
                 assert not torch.backends.cuda.cudnn_sdp_enabled()
         assert not torch.backends.cuda.cudnn_sdp_enabled()
     finally:

@@ -22,7 +22,7 @@ from packedkv_lab.eval.batches import read_answers, read_window
 from packedkv_lab.eval.run import RunSettings, checked_specs, evaluate
 from packedkv_lab.eval.scoring import Reader
 from packedkv_lab.eval.tasks.base import Item, TaskSettings
-from tests.cli.tiny import TEXT, save_tiny, tiny_llama, tiny_loaded, tiny_tokenizer
+from tests.cli.tiny import TEXT, save_tiny, tiny_llama, tiny_tokenizer
 from tests.conftest import tiny_model
 
 PREFILLS = ("decoded", "exact")
@@ -31,8 +31,13 @@ INSTALLED = [
 ]
 
 
-def library(name: str):
-    return pytest.param(name, marks=pytest.mark.skipif(name not in INSTALLED, reason=f"{name} is not installed"))
+LIBRARIES = pytest.mark.parametrize(
+    "backend",
+    [
+        pytest.param(name, marks=pytest.mark.skipif(name not in INSTALLED, reason=f"{name} is not installed"))
+        for name in quantized_cache.PACKAGES
+    ],
+)
 
 
 class Lossless(cache_utils.QuantizedLayer):
@@ -70,28 +75,18 @@ def stand_in(monkeypatch):
     quantized_cache._layer_class.cache_clear()
 
 
-@pytest.fixture(scope="module")
-def model():
-    return tiny_llama()
-
-
-@pytest.fixture(scope="module")
-def tokenizer():
-    return tiny_tokenizer()
-
-
 PROMPT = [Item("t", "y", "answer", context=TEXT[:45], answers=("x",), max_new_tokens=6)]
 
 
-def answer(reader, tokenizer):
+def answer(reader):
     with reader.reading():
-        (done,) = read_answers(reader, tokenizer, PROMPT, 4, lambda: None)
+        (done,) = read_answers(reader, tiny_tokenizer(), PROMPT, 4, lambda: None)
     return done
 
 
-def window(reader, tokenizer, tokens):
+def window(reader, tokens):
     """Scores of a window beside those of the uncompressed model."""
-    ids = torch.tensor(tokenizer(TEXT[:tokens]).input_ids)
+    ids = torch.tensor(tiny_tokenizer()(TEXT[:tokens]).input_ids)
     item = Item("t", "w", "window", ids=tuple(ids.tolist()))
     with reader.reading():
         done = read_window(reader, item, uncompressed(reader.model, ids), lambda: None)
@@ -118,16 +113,18 @@ def test_specs_are_read_and_written(spec, found, name):
     assert quantized_cache_of(name) == found
 
 
-def test_other_specs_are_the_registrys():
+def test_other_specs_are_the_registrys_and_two_spellings_are_one(stand_in):
+    stand_in(Lossless)
     assert quantized_cache_of("int-4") is None
     assert str(scheme_of("int-4")) == "int-4"
-    with pytest.raises(SpecError, match="unknown codec 'quant-4'"):
-        scheme_of("quant-4")
+    with pytest.raises(SpecError, match="given twice: hqq-4"):
+        checked_specs(["hqq-4", "hf-hqq:bits=4"])
 
 
 @pytest.mark.parametrize(
     ("spec", "said"),
     [
+        ("quant-4", "unknown codec 'quant-4'"),
         ("quanto-8", "use quanto-4 or quanto-2"),
         ("hqq-3", "bits=3 is not offered"),
         ("hqq-4:grup=32", "has no option 'grup'.*group, residual"),
@@ -140,13 +137,7 @@ def test_other_specs_are_the_registrys():
 )
 def test_wrong_specs_say_what_is_wrong(spec, said):
     with pytest.raises(SpecError, match=said):
-        quantized_cache_of(spec)
-
-
-def test_two_spellings_of_one_are_given_twice(stand_in):
-    stand_in(Lossless)
-    with pytest.raises(SpecError, match="given twice: hqq-4"):
-        checked_specs(["hqq-4", "hf-hqq:bits=4"])
+        scheme_of(spec)
 
 
 # -- not installed -----------------------------------------------------------------------------------------------------
@@ -174,59 +165,59 @@ def test_a_model_that_transformers_refuses_is_refused(stand_in):
 
 @pytest.mark.parametrize("prefill", PREFILLS)
 @pytest.mark.parametrize("residual", [128, 3])
-def test_a_lossless_cache_is_the_uncompressed_model(model, tokenizer, stand_in, prefill, residual):
+def test_a_lossless_cache_is_the_uncompressed_model(llama, stand_in, prefill, residual):
     stand_in(Lossless)
-    ours, plain = (
-        Reader(model, spec, prefill=prefill) for spec in (QuantizedCacheSpec("hqq", 2, residual=residual), None)
-    )
-    assert float(window(ours, tokenizer, 60).kl.max()) < 1e-4
-    a, b = (answer(reader, tokenizer) for reader in (ours, plain))
+    spec = QuantizedCacheSpec("hqq", 2, residual=residual)
+    ours, plain = (Reader(llama, one, prefill=prefill) for one in (spec, None))
+    assert float(window(ours, 60).kl.max()) < 1e-4
+    a, b = answer(ours), answer(plain)
     assert a.output == b.output
     assert a.held.elements == b.held.elements
 
 
 @pytest.mark.parametrize("prefill", PREFILLS)
-def test_every_score_reads_what_is_stored(model, tokenizer, stand_in, prefill):
+def test_every_score_reads_what_is_stored(llama, stand_in, prefill):
     stand_in(Lost)
-    lost, plain = (Reader(model, spec, prefill=prefill) for spec in ("hqq-4", None))
-    assert answer(lost, tokenizer).output != answer(plain, tokenizer).output
-    assert bool((window(lost, tokenizer, 60).kl[1:] > 1e-4).all())
+    lost, plain = (Reader(llama, spec, prefill=prefill) for spec in ("hqq-4", None))
+    assert answer(lost).output != answer(plain).output
+    assert bool((window(lost, 60).kl[1:] > 1e-4).all())
 
 
-def test_residual_tokens_are_counted_in_16_bit(model, stand_in):
+def test_residual_tokens_are_counted_in_16_bit(llama, stand_in):
     """45 tokens of a prompt and three after it; the stand-in's codes are the tensor, in float32 and counted as 16."""
     stand_in(Lossless)
-    maker = QuantizedCacheMaker(model, QuantizedCacheSpec("hqq", 4, residual=8))
+    maker = QuantizedCacheMaker(llama, QuantizedCacheSpec("hqq", 4, residual=8))
     cache = maker.new_cache()
     layers, per_token = 3, 2 * 2 * 64  # K and V of two heads
-    with torch.no_grad():
-        model(torch.arange(45)[None], **passing(model, cache))
-        scales = 2 * 2 * per_token // 64
-        assert maker.held(cache) == (layers * 45 * (2 * per_token + scales), layers * 45 * per_token)
-        for _ in range(3):
-            model(torch.tensor([[7]]), **passing(model, cache))
-        held = layers * (45 * (2 * per_token + scales) + 3 * 2 * per_token)
-        assert maker.held(cache) == (held, layers * 48 * per_token)
-        for _ in range(5):  # the residual is full: all of it is quantized
-            model(torch.tensor([[7]]), **passing(model, cache))
-        assert cache.layers[0].keys.numel() == 0 or cache.layers[0].keys.shape[-2] < 8
-        assert maker.held(cache)[1] == layers * 53 * per_token
+    scales = 2 * 2 * per_token // 64
+
+    def read(*ids):
+        with torch.no_grad():
+            for one in ids:
+                llama(one[None], **passing(llama, cache))
+
+    read(torch.arange(45))
+    assert maker.held(cache) == (layers * 45 * (2 * per_token + scales), layers * 45 * per_token)
+    read(*torch.full((3, 1), 7))
+    held = layers * (45 * (2 * per_token + scales) + 3 * 2 * per_token)
+    assert maker.held(cache) == (held, layers * 48 * per_token)
+    read(*torch.full((5, 1), 7))  # the residual is full: all of it is quantized
+    assert cache.layers[0].keys.numel() == 0 or cache.layers[0].keys.shape[-2] < 8
+    assert maker.held(cache)[1] == layers * 53 * per_token
 
 
 @pytest.mark.parametrize("tokens", [1, 2, 3, 5, 64])
-def test_tokens_are_filled_up_to_whole_bytes_and_come_back(stand_in, tokens):
+def test_tokens_are_filled_up_to_whole_bytes_and_come_back(llama, stand_in, tokens):
     stand_in(Lossless)
-    layer = QuantizedCacheMaker(tiny_llama(), QuantizedCacheSpec("hqq", 2)).new_cache().layers[0]
+    layer = QuantizedCacheMaker(llama, QuantizedCacheSpec("hqq", 2)).new_cache().layers[0]
     k = torch.randn(1, 3, tokens, 64)  # three heads: a token has three groups, a byte four codes
-    keys, values = layer.update(k, k + 1)
-    assert torch.equal(keys, k)
-    assert torch.equal(values, k + 1)
+    assert all(torch.equal(x, y) for x, y in zip(layer.update(k, k + 1), (k, k + 1), strict=True))
 
 
 # -- the libraries -----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("backend", [library("quanto"), library("hqq")])
+@LIBRARIES
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_bits_are_those_of_what_the_library_holds(backend, dtype):
     model = tiny_llama().to(dtype)
@@ -240,12 +231,11 @@ def test_bits_are_those_of_what_the_library_holds(backend, dtype):
         assert nbytes * 8 / elements == maker.scheme.key_bits(64) == bits + 0.5
 
 
-@pytest.mark.parametrize("backend", [library("quanto"), library("hqq")])
+@LIBRARIES
 @pytest.mark.parametrize("prefill", PREFILLS)
-def test_four_bits_lose_what_int_4_loses_and_two_lose_more(model, tokenizer, backend, prefill):
+def test_four_bits_lose_what_int_4_loses_and_two_lose_more(llama, backend, prefill):
     specs = ("int-4", f"{backend}-4", f"{backend}-2")
-    readers = {spec: Reader(model, spec, prefill=prefill) for spec in specs}
-    kl = {spec: float(window(reader, tokenizer, 150).kl.mean()) for spec, reader in readers.items()}
+    kl = {spec: float(window(Reader(llama, spec, prefill=prefill), 150).kl.mean()) for spec in specs}
     assert kl[f"{backend}-4"] < kl[f"{backend}-2"]
     # at 64 channels in groups of 64 both are int-4's grid, one a token and head, but for how offsets are rounded
     assert 0.5 < kl[f"{backend}-4"] / kl["int-4"] < 2
@@ -254,12 +244,12 @@ def test_four_bits_lose_what_int_4_loses_and_two_lose_more(model, tokenizer, bac
 # -- the whole command -------------------------------------------------------------------------------------------------
 
 
-def test_a_run_has_rows_of_a_quantized_cache_beside_a_preset(stand_in, tmp_path):
+def test_a_run_has_rows_of_a_quantized_cache_beside_a_preset(model, stand_in, tmp_path):
     stand_in(Lossless)
     settings = RunSettings(
         TaskSettings(text=SampleText(TEXT, "t", "0" * 64), limit=2, window_tokens=64, lengths=(480,), depths=(0.5,))
     )
-    found = evaluate(tiny_loaded(), ["int-4", "hqq-4"], ["kl", "needle"], tmp_path, settings)
+    found = evaluate(model, ["int-4", "hqq-4"], ["kl", "needle"], tmp_path, settings)
     assert found.status == "complete"
     rows = {(r["spec"], r["task"], r["metric"]): r for r in found.rows if r["group"] is None}
     assert {spec for spec, _, _ in rows} == {"(uncompressed)", "int-4", "hqq-4"}
@@ -270,7 +260,7 @@ def test_a_run_has_rows_of_a_quantized_cache_beside_a_preset(stand_in, tmp_path)
     assert about["specs"] == ["int-4", "hqq-4"]
     assert about["bits"]["hqq-4"] == {"key_bits": 4.5, "value_bits": 4.5}
     assert about["versions"]["hqq"] == "of the test"
-    again = evaluate(tiny_loaded(), ["hf-hqq:bits=4"], ["kl", "needle"], tmp_path, settings)
+    again = evaluate(model, ["hf-hqq:bits=4"], ["kl", "needle"], tmp_path, settings)
     assert len((tmp_path / "items.jsonl").read_text().splitlines()) == 3 * 4
     assert again.status == "complete"
 

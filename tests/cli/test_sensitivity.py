@@ -13,9 +13,8 @@ from packedkv.cli.page import figures, svg
 from packedkv.codec import Dense
 from packedkv.errors import FormatError, KVError, SpecError
 from packedkv.models import windows as text_windows
-from packedkv.models.loading import LoadedModel
 from packedkv_lab.eval.stress import stress
-from tests.cli.tiny import TEXT, tiny_loaded, tiny_tokenizer
+from tests.cli.tiny import TEXT, tiny_llama, tiny_loaded, tiny_tokenizer
 from tests.conftest import MODELS, tiny_model
 
 SPECS = {"key": ["int-2", "int-4"], "value": ["int-2"]}
@@ -23,9 +22,7 @@ SPECS = {"key": ["int-2", "int-4"], "value": ["int-2"]}
 
 @pytest.fixture(scope="module")
 def model():
-    loaded = tiny_loaded()
-    loaded.model.bfloat16()  # dense layers hold what the model gives: the rest of it is exactly uncompressed
-    return loaded
+    return tiny_loaded(tiny_llama().bfloat16())  # dense layers hold what the model gives: exactly uncompressed
 
 
 @pytest.fixture(scope="module")
@@ -38,14 +35,12 @@ def test_rows_are_those_of_the_cache_with_one_role_of_one_layer_compressed(model
     assert [(r["role"], r["spec"], r["layer"]) for r in rows] == [
         (role, spec, layer) for role in SPECS for spec in SPECS[role] for layer in range(3)
     ]
+    references = [perplexity.uncompressed(model.model, w) for w in windows]
     for row in rows:
         scheme = only(row["layer"], 3, row["role"], row["spec"])
-        scores = [
-            perplexity.uncompressed(model.model, w).score(perplexity.compressed_logits(model.model, scheme, w)[0])
-            for w in windows
-        ]
-        whole = perplexity.summarize(scores)
-        assert row["kl"] == pytest.approx(whole.kl, rel=1e-3)
+        logits = [perplexity.compressed_logits(model.model, scheme, w)[0] for w in windows]
+        scores = [reference.score(own) for reference, own in zip(references, logits, strict=True)]
+        assert row["kl"] == pytest.approx(perplexity.summarize(scores).kl, rel=1e-3)
         assert (row["tokens"], row["windows"]) == (190, 2)
     by = {(r["role"], r["spec"], r["layer"]): r["kl"] for r in rows}
     assert all(by["key", "int-2", layer] > by["key", "int-4", layer] > 0 for layer in range(3))
@@ -76,9 +71,8 @@ def test_beginning_again_at_a_layer_gives_the_same_logits(name):
 
 
 def test_layers_before_the_compressed_one_are_not_computed_again(model, windows):
-    prefix = Prefix(model.model)
+    prefix, calls = Prefix(model.model), []
     prefix.reference(model.model, windows[0])
-    calls = []
     hooks = [
         layer.self_attn.register_forward_hook(lambda *_, i=i: calls.append(i)) for i, layer in enumerate(prefix.layers)
     ]
@@ -90,13 +84,9 @@ def test_layers_before_the_compressed_one_are_not_computed_again(model, windows)
 
 
 def test_a_model_whose_layers_cannot_be_replayed_is_run_whole(model, windows, monkeypatch):
-    class Broken(Prefix):
-        def _given(self, i):
-            return lambda *args, **options: torch.zeros_like(self.outputs[i])
-
     rows = sensitivity(model, windows[:1], {"key": ["int-2"]})
-    monkeypatch.setattr(module, "Prefix", Broken)
-    prefix = Broken(model.model)
+    monkeypatch.setattr(Prefix, "_given", lambda self, i: lambda *_, **__: torch.zeros_like(self.outputs[i]))
+    prefix = Prefix(model.model)
     prefix.reference(model.model, windows[0])
     assert not prefix.works
     again = sensitivity(model, windows[:1], {"key": ["int-2"]})
@@ -129,17 +119,20 @@ def test_an_interrupted_run_goes_on_and_measures_nothing_twice(model, windows, t
 
 def test_rows_of_something_else_are_refused(model, windows, tmp_path):
     path = tmp_path / "rows.jsonl"
-    specs = {"value": ["int-4"]}
-    sensitivity(model, windows[:1], specs, path=path, text="abc")
+
+    def rows(count=1, text="abc"):
+        return sensitivity(model, windows[:count], {"value": ["int-4"]}, path=path, text=text)
+
+    rows()
     with pytest.raises(FormatError, match=r"text 'abc' \(now 'other'\)"):
-        sensitivity(model, windows[:1], specs, path=path, text="other")
+        rows(text="other")
     with pytest.raises(FormatError, match=r"windows 1 \(now 2\)"):
-        sensitivity(model, windows, specs, path=path, text="abc")
+        rows(2)
     with stress(model.model, 2.0, 30), pytest.raises(FormatError, match="other weights"):
-        sensitivity(model, windows[:1], specs, path=path, text="abc")
+        rows()
     path.write_text("no rows\nand no end")
     with pytest.raises(FormatError, match="no sensitivity rows"):
-        sensitivity(model, windows[:1], specs, path=path, text="abc")
+        rows()
     assert path.read_text() == "no rows\nand no end"
 
 
@@ -169,12 +162,10 @@ def test_the_ratio_is_that_of_chunks_and_names_the_channels_that_make_it():
 
 
 def test_stress_shows_in_the_diagnosis_at_the_channels_it_scaled(windows):
-    loaded = LoadedModel(tiny_model("llama-gqa"), None, "tiny", "")
-    window = windows[0] % 128
-    plain = key_outliers(loaded.model, window)
-    with stress(loaded.model, 64.0, 1) as done:
-        stressed = key_outliers(loaded.model, window)
-        for before, after in zip(plain, stressed, strict=True):
+    made, window = tiny_model("llama-gqa"), windows[0] % 128
+    plain = key_outliers(made, window)
+    with stress(made, 64.0, 1) as done:
+        for before, after in zip(plain, key_outliers(made, window), strict=True):
             assert after["worst_head_ratio"] > 10 * before["worst_head_ratio"]
             found = {(c["head"], c["channel"]) for c in after["channels"]}
             heads = done.channels[after["layer"]]
