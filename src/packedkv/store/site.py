@@ -149,7 +149,7 @@ class LayerSite:
             given = codec_params(self.fitted, role)
             check_role(codec, site, self.fitted)
             self.check_energy(site)
-            params = None if given is None else {k: v.to(device) for k, v in given.items()}
+            params: Mapping[str, Tensor] | None = None if given is None else {k: v.to(device) for k, v in given.items()}
             if given is None and "tensor" not in codec.needs:
                 params = seeded_params(codec, site)
             made[role] = RoleSite(role, codec, site, params, given is None)
