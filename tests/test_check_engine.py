@@ -29,8 +29,6 @@ def read(config: Config, sizes: Sizes):
 @pytest.fixture(scope="module")
 def script() -> ModuleType:
     spec = util.spec_from_file_location("check_engine", ROOT / "scripts/check_engine.py")
-    assert spec is not None
-    assert spec.loader is not None
     module = util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module

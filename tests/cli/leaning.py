@@ -25,7 +25,6 @@ class Leaning(Codec):
         return Layout(head_dim, 1, (Field("data", "float16", (head_dim,)),), nominal_bits=16.0)
 
     def fit(self, site: Site, sample: Sample = NO_SAMPLE) -> Params:
-        assert sample.queries is not None
         b, hq, n, d = sample.queries.shape
         folded = sample.queries.float().reshape(b, site.num_heads, hq // site.num_heads * n, d)
         params = {"lean": folded.square().mean(2).sqrt().clamp_min(1e-3)}

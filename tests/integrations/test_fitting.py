@@ -68,7 +68,6 @@ def test_params_fit_is_read_as_an_option_to_fit() -> None:
     found = options()
     assert (found.to_fit, found.fitted, found.params) == ("ghost-3", True, None)
     plain = read_options({"packedkv": {"preset": "ghost-3"}})
-    assert plain is not None
     assert (plain.to_fit, plain.fitted) == ("", False)
     with pytest.raises(SpecError, match=r'saw-int4 has no constants to fit; leave "params": "fit" out'):
         options("saw-int4")
@@ -79,10 +78,6 @@ def test_the_file_that_was_made_is_read_as_any_other(tmp_path: Path) -> None:
     given = {"packedkv": {"preset": "ghost-3", "params": "fit"}}
     found = read_options(given, "auto", tmp_path / "made")
     same = read_options({"packedkv": {"preset": "ghost-3", "params": str(tmp_path / "made")}})
-    assert found is not None
-    assert same is not None
-    assert found.params is not None
-    assert same.params is not None
     assert (found.to_fit, found.params.sha256, same.params.sha256) == ("", file.sha256, file.sha256)
 
 

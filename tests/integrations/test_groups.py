@@ -98,7 +98,6 @@ def plain(layer: GroupedLayer, rules: Rules) -> torch.Tensor:
     for role, x in zip(ROLES, (k, v), strict=True):
         state = layer.roles[role]
         whole = x[: TOTAL // unit * unit].transpose(0, 1)[None]
-        assert state.params is not None
         decoded.append(roundtrip(state.codec, whole, state.params)[0].transpose(0, 1).half())
     out = []
     for t in range(TOTAL):
@@ -144,7 +143,6 @@ def test_pages_hold_the_librarys_bytes(spec: str) -> None:
     whole = TOTAL // layer.unit * layer.unit
     library.append(*(x[:whole].transpose(0, 1)[None] for x in (k, v)))
     store, (layout, pages) = library.store, layer.pages(cache)
-    assert store is not None
     for plane in layout.planes:
         unit = layout.page_tokens // plane.blocks
         mine, theirs = (layout.view(x, plane) for x in (pages[torch.tensor(ROW)], store.pages))

@@ -73,13 +73,11 @@ def test_decoded_keys_are_those_of_the_definition(rope: Any, spec: str) -> None:
     angle = torch.arange(n).double()[:, None] * embedding.inv_freq.double()
     cos, sin = (x * embedding.attention_scaling for x in (angle.cos(), angle.sin()))
     layer = cache.layer_caches[0]
-    assert layer.mean is not None
     a, b = layer.mean.double()[:, :, None].chunk(2, -1)
     removed = torch.cat([a * cos - b * sin, b * cos + a * sin], -1)
     if "post" in spec:
         removed = own[:, :, :128].mean(2, keepdim=True)
     state = layer.roles["key"]
-    assert state.params is not None
     wanted = roundtrip(state.codec, (own - removed).float(), state.params).double() + removed
     off = (layer.decode()[0].double() - wanted).abs() > 1e-2
     assert off.double().mean() < 2e-3
@@ -176,7 +174,6 @@ def test_a_model_that_turns_keys_otherwise_is_refused(model: Any, monkeypatch: p
     turn = modeling_qwen2.apply_rotary_pos_emb
     monkeypatch.setattr(modeling_qwen2, "apply_rotary_pos_emb", lambda q, k, cos, sin: turn(q, -k, cos, sin))
     keys = torch.stack([x[0] for x in own_keys(model, prompt(1, 9))])[:1]
-    assert cache.layers[0].hook is not None
     record_positions(torch.arange(9)[None], cache.layers[0].hook.name)
     with pytest.raises(UnsupportedError, match="rotates its keys in another way"):
         cache.layers[0].update(keys, keys)
@@ -227,8 +224,6 @@ def test_auto_changes_nothing_on_a_model_without_biases(tmp_path: Any) -> None:
     for cache in caches:
         run(made, cache, ids)
     for a, b in zip(*(cache.layer_caches for cache in caches), strict=True):
-        assert a.store is not None
-        assert b.store is not None
         assert torch.equal(a.store.pages, b.store.pages)
         assert a.scheme == b.scheme
     reports = [cache.report() for cache in caches]
@@ -272,7 +267,6 @@ def test_a_recipe_decides_layer_by_layer(model: Any) -> None:
 def test_a_server_takes_every_mean_but_of_groups() -> None:
     for spec, mean in (("saw-int4", "auto"), (RAW, "none"), (SPEC, "pre"), ("saw-int4:mean=post", "post")):
         options = read_options({"packedkv": {"preset": spec}})
-        assert options is not None
         assert options.scheme.mean == mean
         assert refusal(options.scheme) == ""
     for mean in ("pre", "post"):
@@ -307,7 +301,6 @@ def test_where_frequencies_are_not_fixed_auto_is_post(rope: Any) -> None:
     assert (got - wanted).norm() < 0.5 * (raw - wanted).norm()
     own = own_keys(made, ids)[0]
     mean = own.half().double()[:, :, :128].mean(2)
-    assert cache.layer_caches[0].mean is not None
     torch.testing.assert_close(cache.layer_caches[0].mean.double(), mean, atol=1e-3, rtol=1e-5)
 
 
@@ -327,7 +320,6 @@ def test_the_mean_of_the_first_tokens_is_that_of_the_projection() -> None:
     layer = cache.layer_caches[0]
     before = torch.cat(seen, 1).unflatten(-1, (-1, made.config.head_dim))
     wanted = torch.stack([before[0, pad : pad + 128].mean(0), before[1, :128].mean(0)])
-    assert layer.mean is not None
     torch.testing.assert_close(layer.mean, wanted, atol=1e-3, rtol=1e-3)
     assert cache.report()["layers"][0]["mean_from"] == "first tokens"
 

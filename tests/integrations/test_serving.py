@@ -109,10 +109,8 @@ def test_options_are_read_from_additional_config_and_dtype() -> None:
     assert read_options({}) is None
     assert read_options({"other": 1}, "fp8") is None
     found = read_options({"packedkv": {"preset": "octopus-3", "window": 0, "seed": 5}})
-    assert found is not None
     assert (found.scheme.window, found.seed, found.probe) == (0, 5, "refuse")
     named = read_options({}, "packedkv:saw-int4")
-    assert named is not None
     assert str(named.scheme) == "saw-int4"
     for given, dtype, sentence in (
         ({"preset": "fp8"}, "packedkv:saw-int4", "name one preset"),
@@ -142,7 +140,6 @@ def test_written_pages_are_the_librarys(spec: str) -> None:
         layer.write(k[padded], v[padded], cache, own)
     library = LayerCache(layer.scheme, layer=3, page_tokens=BLOCK)
     library.append(k.transpose(0, 1)[None], v.transpose(0, 1)[None])
-    assert library.store is not None
     whole = TOKENS // BLOCK
     assert torch.equal(cache.flatten(2)[ROW[:whole].long()], library.store.pages[:whole])
     untouched = [i for i in range(12) if i not in ROW.tolist()]
@@ -280,7 +277,6 @@ def test_a_layer_takes_another_mean_in_place(kind: Literal["pre", "post"]) -> No
 
     k, v = rows()
     layer, fresh = (made("saw-int4", mean=removal(seed)) for seed in (1, 2))
-    assert layer.mean is not None
     address = layer.mean.data_ptr()
     found, want = pool(layer), pool(layer)
     for own, cache in ((layer, found), (fresh, want)):

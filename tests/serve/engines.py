@@ -162,7 +162,6 @@ def joined(steps: list[Step]) -> list[torch.Tensor]:
 
 def check_blocks(llm: Any, layer: int, table: torch.Tensor, own: LayerCache, tokens: int) -> None:
     """Compare the engine's blocks of a request, ``table [1, M]``, with the pages of the library's cache."""
-    assert own.store is not None
     cache = layers(llm)[f"model.layers.{layer}.self_attn.attn"].kv_cache
     held = PageStore.over(own.store.layout, cache.flatten(2), table)
     for role in ROLES:

@@ -75,7 +75,6 @@ def test_a_pool_that_must_reload(given: dict[str, Any], drafts: int, llama: Any)
 def test_a_digest_says_what_bytes_mean() -> None:
     def digest(**given: Any) -> str:
         options = read_options({"packedkv": given})
-        assert options is not None
         return digest_of(options, 64, torch.float16)
 
     found = [
@@ -90,7 +89,6 @@ def test_a_digest_says_what_bytes_mean() -> None:
     assert digest(preset="saw-int4", probe="off") == found[0]
     assert digest(preset="saw-int4", sink=0) == found[0]
     options = read_options({"packedkv": {"preset": "saw-int4"}})
-    assert options is not None
     decided = [digest_of(options, 64, torch.float16, means) for means in (("none", "none"), ("none", "pre"))]
     assert len({found[0], *decided}) == 3
 

@@ -237,7 +237,6 @@ def test_skipped_layers_stay_in_16_bit(llama: Any, tmp_path: Path) -> None:
     recipe, kinds = tmp_path / "recipe.json", ["dense", "saw-int4", "saw-int4", "dense", "saw-int4", "saw-int4"]
     write_recipe(recipe, [LayerChoice(kind, kind) for kind in kinds])
     plain = read_options({"packedkv": SAW})
-    assert plain is not None
     with engine(llama.folder, SAW, block_size=16, kv_cache_dtype_skip_layers=["3", "0"]) as llm:
         assert generate(llm, IDS) == [library(llama.model, str(recipe), ids) for ids in IDS]
         impls = {name: layer.impl for name, layer in layers(llm).items()}
@@ -268,7 +267,6 @@ def test_on_a_gpu_a_backend_that_ignores_the_preset_is_refused(llama: Any, monke
     config = config_of(llama.folder)
     monkeypatch.setattr(engine_args, "current_platform", SimpleNamespace(is_cpu=lambda: False))
     options = read_options({"packedkv": SAW})
-    assert options is not None
     attention, cache = config.attention_config, config.cache_config
     own, flash = AttentionBackendEnum.CUSTOM, AttentionBackendEnum.FLASH_ATTN
     add, other = "serve 16 bit; add --attention-backend CUSTOM", r"backend_per_kind gives .* \(sliding_window\)"

@@ -66,7 +66,6 @@ def pages(llama: Any, tmp_path: Path) -> Iterator[list[Any]]:
         assert lines, log.read_text(errors="replace")[-3000:]
         yield json.loads(lines[0].removeprefix("PAGES "))
     finally:
-        assert process.stdin is not None
         process.stdin.close()
         process.wait(60)
 
