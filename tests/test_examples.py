@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 import packedkv
 import packedkv.models.loading
@@ -77,3 +78,25 @@ def test_a_video_rolls_on_and_ends_as_pictures(run: Run, tmp_path: Path) -> None
     picture = (tmp_path / "saw-int4.pgm").read_bytes()
     assert picture.startswith(b"P5 384 16 255\n")
     assert len(set(picture[-384 * 16 :])) > 20
+
+
+@torch.no_grad()
+def test_bare_tensors_are_attended_as_in_one_masked_call() -> None:
+    """Streaming with eviction against one call over all tokens with the chunk-causal, limited mask."""
+    example = runpy.run_path(str(EXAMPLES / "04_bare_tensors.py"))
+    errors = example["main"]()
+    assert set(errors) == {"stream a", "stream b"}
+    assert all(0 < error < 0.2 for error in errors.values())
+    layer, chunk, keep = example["ChunkCausalAttention"](), example["CHUNK"], example["KEEP"]
+    x = torch.randn(2, 6 * chunk, 256)
+    cache = packedkv.LayerCache(packedkv.get("saw-int4"))
+    streamed = torch.cat([layer(part, cache) for part in x.split(chunk, 1)], 1)
+    assert len(cache) == keep
+    q, k, v = layer.qkv(x).unflatten(-1, (3, 4, 64)).permute(2, 0, 3, 1, 4)
+    k, v = packedkv.fake_quant("saw-int4", k, v)
+    at = torch.arange(6 * chunk)
+    end = (at // chunk + 1) * chunk
+    mask = (at[None, :] < end[:, None]) & (at[None, :] >= end[:, None] - keep)
+    o = torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=mask)
+    expected = layer.out(o.transpose(1, 2).flatten(2))
+    torch.testing.assert_close(streamed, expected, rtol=1e-4, atol=1e-5)

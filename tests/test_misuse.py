@@ -1,13 +1,18 @@
-"""Misuse of the library: every refusal says what came, what is allowed and what to do."""
+"""Misuse says what came, what is allowed and what to do; a failure leaves nothing half done."""
 
 import pytest
 import torch
 
 import packedkv
+from packedkv.codecs.saw_int4 import SawInt4
+from packedkv.integrations.transformers import layers
+from packedkv.integrations.transformers.argument import passing
 from packedkv.layout import PageLayout
 from packedkv.registry import Method, register
 from packedkv.scheme import KVScheme
+from tests.conftest import tiny_config, tiny_model
 
+SAW = packedkv.get("saw-int4")
 X = torch.zeros(1, 2, 8, 64)
 
 SPECS = {
@@ -126,13 +131,17 @@ def test_head_dims_that_a_codec_cannot_take(dim):
 
 
 @pytest.mark.parametrize(
-    ("bad", "what"),
-    [(float("nan"), "is not finite"), (float("inf"), "is not finite"), (1e5, "is above 65504")],
-    ids=["nan", "inf", "1e5"],
+    ("bad", "what", "dtype"),
+    [
+        (float("nan"), "is not finite", torch.float32),
+        (float("inf"), "is not finite", torch.float32),
+        (1e5, "is above 65504", torch.float32),
+        (65536.0, "is above 65504", torch.bfloat16),
+    ],
 )
 @pytest.mark.parametrize("which", ["keys", "values"])
-def test_values_that_no_codec_can_store(which, bad, what):
-    tensors = {"keys": X.clone(), "values": X.clone()}
+def test_values_that_no_codec_can_store(which, bad, what, dtype):
+    tensors = {"keys": X.to(dtype).clone(), "values": X.to(dtype).clone()}
     tensors[which][0, 1, 3, 9] = bad
     place = rf"{which}\[batch=0, head=1, token=3, channel=9\] = .* {what}; .*Check the model's dtype"
     with pytest.raises(ValueError, match=place):
@@ -174,7 +183,25 @@ def test_operations_beyond_what_the_cache_holds():
     for bounds in ((-5, 5), (5, 9), (5, 2)):
         with pytest.raises(packedkv.ShapeError, match=r"holds tokens 0\.\.8"):
             cache.decode(*bounds)
+    for width in (7, 12):
+        with pytest.raises(packedkv.ShapeError, match="does not fit 8 tokens"):
+            cache.attend(X[:, :, :1], mask=torch.ones(1, 1, 1, width, dtype=torch.bool))
+    with pytest.raises(packedkv.ShapeError, match="chunk=0"):
+        cache.attend(X[:, :, :1], chunk=0)
+    with pytest.raises(packedkv.ShapeError, match="batch of 1"):
+        cache.select(torch.tensor([0, 1]))
     assert len(cache) == 8
+
+
+def test_arguments_of_caches():
+    with pytest.raises(packedkv.SpecError, match=r"pass packedkv.get\('saw-int4'\)"):
+        packedkv.LayerCache("saw-int4")
+    with pytest.raises(packedkv.ShapeError, match="page_tokens=0"):
+        packedkv.LayerCache(SAW, page_tokens=0)
+    with pytest.raises(packedkv.SpecError, match="max_len='10'"):
+        packedkv.cache_for(tiny_config("llama-gqa"), "saw-int4", max_len="10")
+    with pytest.raises(packedkv.ShapeError, match="page_tokens=48"):
+        packedkv.cache_for(tiny_config("llama-gqa"), "kivi-2", page_tokens=48)
 
 
 def test_pages_that_blocks_do_not_tile():
@@ -212,3 +239,122 @@ def test_codec_files_that_add_nothing(tmp_path):
     (tmp_path / "broken_codec.py").write_text("def (\n")
     with pytest.raises(packedkv.SpecError, match=r"broken_codec\.py is not Python: .*line 1"):
         packedkv.load_file(tmp_path / "broken_codec.py")
+
+
+# -- what a failure or a long life leaves behind -----------------------------------------------------------------------
+
+
+def kv(tokens, dim=64):
+    return torch.randn(2, 1, 2, tokens, dim, generator=torch.Generator().manual_seed(tokens)).unbind()
+
+
+def fail_once(monkeypatch, at):
+    """The ``at``-th call of the codec's encode runs out of memory."""
+    real, calls = SawInt4.encode, []
+
+    def encode(self, x, params):
+        calls.append(x)
+        if len(calls) == at:
+            raise MemoryError("no memory left")
+        return real(self, x, params)
+
+    monkeypatch.setattr(SawInt4, "encode", encode)
+
+
+def test_keys_and_values_stay_in_step_when_an_append_dies_between_them(monkeypatch):
+    cache, expected = packedkv.LayerCache(SAW), packedkv.LayerCache(SAW)
+    cache.append(*kv(100))
+    fail_once(monkeypatch, 2)
+    with pytest.raises(MemoryError):
+        cache.append(*kv(3))
+    for c, sizes in ((cache, (5,)), (expected, (100, 5))):
+        for n in sizes:
+            c.append(*kv(n))
+    assert len(cache) == 105
+    for a, b in zip(cache.decode(), expected.decode(), strict=True):
+        assert torch.equal(a, b)
+
+
+def test_half_a_prefill_is_no_prefill(monkeypatch):
+    monkeypatch.setattr(layers, "APPEND_TOKENS", 16)
+    model = tiny_model("llama-gqa")
+    cache, ids = packedkv.cache_for(model, "saw-int4", probe=False), torch.arange(40)[None]
+    fail_once(monkeypatch, 3)
+    with torch.no_grad():
+        with pytest.raises(MemoryError):
+            model(ids, **passing(model, cache))
+        assert len(cache.layer_caches[0]) == 0
+        model(ids, **passing(model, cache))
+    assert cache.get_seq_length() == 40
+
+
+def test_sliding_layer_does_not_count_a_refused_token():
+    layer = packedkv.cache_for(tiny_model("mistral"), "saw-int4", probe=False).packed_layers[0]
+    k, v = kv(20)
+    layer.update(k, v)
+    seen = layer.get_seq_length(), layer.get_mask_sizes(1)
+    with pytest.raises(ValueError, match="not finite"):
+        layer.update(torch.full_like(k[:, :, :1], torch.nan), v[:, :, :1])
+    assert (layer.get_seq_length(), layer.get_mask_sizes(1)) == seen
+
+
+def test_reserved_cache_of_fixed_length_stays_bounded():
+    cache = packedkv.LayerCache(SAW, capacity=128)
+    sizes = []
+    for _ in range(60):
+        cache.append(*kv(10))
+        cache.evict(max(len(cache) - 64, 0))
+        sizes.append(sum(cache.nbytes().values()))
+    assert max(sizes[30:]) <= max(sizes[:30])
+
+
+def test_a_mask_is_broadcast_over_chunks():
+    cache, q = packedkv.LayerCache(SAW), kv(1)[0]
+    cache.append(*kv(100))
+    everything = torch.ones(1, 1, 1, 1, dtype=torch.bool)
+    torch.testing.assert_close(cache.attend(q, mask=everything, chunk=30), cache.attend(q))
+
+
+def test_dense_in_32_bit_is_lossless():
+    k, v = kv(70)
+    packed = packedkv.compress("dense:dtype=float32", k, v)
+    assert packed.effective_bits == 32
+    cache = packedkv.LayerCache(packedkv.get("dense:dtype=float32"))
+    cache.append(k, v)
+    for hat in (packed.decode(), cache.decode()):
+        assert torch.equal(hat[0], k)
+        assert torch.equal(hat[1], v)
+
+
+def test_class_of_the_package_is_not_replaced_by_a_namesake():
+    type("SawInt4", (SawInt4,), {})
+    assert packedkv.from_json(SAW.to_json()) == SAW
+    assert type(packedkv.from_json(SAW.to_json()).key) is SawInt4
+
+
+CODECS = ("dense", "fp8", "int-4", "kivi-2:window=8", "octopus-3:window=8", "saw-int4")
+
+
+@pytest.mark.parametrize("spec", CODECS)
+def test_wide_stride_views_give_the_right_bytes(spec):
+    """K and V as slices of one fused projection, heads and tokens exchanged: strides as attention modules make them."""
+    fused = torch.randn(2, 70, 3 * 2 * 64, generator=torch.Generator().manual_seed(0))
+    _, k, v = (x.view(2, 70, 2, 64).transpose(1, 2) for x in fused.chunk(3, -1))
+    assert not k.is_contiguous()
+    strided, plain = packedkv.LayerCache(packedkv.get(spec)), packedkv.LayerCache(packedkv.get(spec))
+    strided.append(k, v)
+    plain.append(k.contiguous(), v.contiguous())
+    for a, b in zip(strided.tensors(), plain.tensors(), strict=True):
+        assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize("spec", CODECS)
+@pytest.mark.parametrize("dim", [512, 576])
+def test_wide_heads_are_not_corrupted(spec, dim):
+    """Heads of 512 beside 256 in one model, rows of 576: every codec decodes them as it does 64."""
+    errors = []
+    for width in (64, 256, dim):
+        k, v = kv(96, dim=width)
+        k_hat, v_hat = packedkv.fake_quant(spec, k, v)
+        errors.append(max((a - b).square().mean().item() for a, b in ((k, k_hat), (v, v_hat))))
+    assert errors[-1] <= 2.0 * errors[0] + 1e-6, errors
