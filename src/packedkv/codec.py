@@ -1,21 +1,4 @@
-"""The codec interface: what a codec implements, and what it must guarantee.
-
-A codec maps K or V of one site (layer, role) to packed bytes and back::
-
-    model basis --to_code--> code basis --encode--> Payload --decode--> code basis --from_code--> model basis
-
-- **Config is the object**: a frozen dataclass of plain values, so equality, hash, repr and JSON need no code.
-- **Everything fitted or random lives in Params** (``fit``), constant afterwards: signs, codebooks, thresholds.
-- **Params are exactly the constants declared** (``constants``): what a file or a caller gives is compared with them.
-- **encode is pure and append-invariant**: blocks encoded one by one equal blocks encoded together; a slice of the
-  batch equals the batch's slice. Nothing may depend on the rest of the call.
-- **Payload is exactly the layout**: the fields of ``layout(D)``, each ``[B, H, M, *field.shape]`` with
-  ``M = N / block_tokens``.
-- **decode returns float32 in the code basis**; ``from_code`` is linear, so for values it can be applied once to the
-  attention output.
-
-Tensors are ``[B, H, N, D]`` as Hugging Face caches are; B batch, H KV heads, N tokens, D head_dim.
-"""
+"""The codec interface: what a codec implements, and what it must guarantee."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
@@ -146,7 +129,16 @@ def one_of(*allowed: int, default: int) -> Any:
 
 @dataclass(frozen=True)
 class Codec(ABC):
-    """A map from K or V to bytes and back; see the module's text for what it must guarantee."""
+    """A map from K or V ``[B, H, N, D]`` of one site (layer, role) to packed bytes and back::
+
+        model basis --to_code--> code basis --encode--> Payload --decode--> code basis --from_code--> model basis
+
+    - A codec is a frozen dataclass of plain values. Everything fitted or random is in Params (``fit``), declared by
+      ``constants``, and never changes afterwards.
+    - ``encode`` is pure and append-invariant: blocks encoded one by one equal blocks encoded together; a slice of the
+      batch equals the batch's slice.
+    - ``from_code`` is linear, so for values it can be applied once to the attention output.
+    """
 
     def __post_init__(self) -> None:
         """Raise SpecError for an option whose value is not one of those declared."""

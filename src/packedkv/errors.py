@@ -1,19 +1,4 @@
-"""Exceptions of packedkv.
-
-::
-
-    KVError
-    ├── SpecError (ValueError)                  a spec, preset, option or option value that does not exist
-    ├── ShapeError (ValueError)                 a tensor or head_dim that a codec does not support
-    ├── FitError (RuntimeError)                 constants could not be fitted from the sample given
-    ├── FormatError (ValueError)                a saved file is cut, altered, foreign or too new
-    ├── ModelError (RuntimeError)               a model or text could not be found or loaded
-    └── UnsupportedError (NotImplementedError)  a model, layer or device that is not supported
-        └── BrokenPresetError                   a preset that breaks on this model's keys (probe="refuse")
-    PackedKVWarning (UserWarning)                a codec that breaks on this model's keys
-
-Each message says what was passed, what is allowed, and what to do.
-"""
+"""Exceptions of packedkv: each message says what was passed, what is allowed, and what to do."""
 
 import difflib
 from collections.abc import Iterable

@@ -1,7 +1,6 @@
 """Keys and queries of one layer of a model, made from its weights alone: its norm, projections and RoPE.
 
-Modules are called instead of their weights read, so quantized and offloaded weights work as well. A norm of the keys
-after the projection (QK-norm) is applied as in the model.
+Modules are called instead of their weights read, so quantized and offloaded weights work as well.
 """
 
 from collections.abc import Callable

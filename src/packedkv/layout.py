@@ -1,13 +1,6 @@
 """Memory layout: fields of a block, planes of a page, and the effective bits that follow from them.
 
-A *block* is what a codec encodes together: ``block_tokens`` tokens of one head. Its ``Layout`` names the
-fields (codes, scales, ...) with dtype and shape. A *page* holds ``page_tokens`` tokens of one head; inside it
-every field is one contiguous plane, key planes first, each aligned to 16 bytes::
-
-    | K.codes (all blocks) | K.scale ... | V.codes (all blocks) | V.scale ... |
-
-The layout is the same on disk, CPU and GPU. ``effective_bits`` is bytes x 8 / elements: scales, norms, flags and
-padding included.
+A page, on disk, CPU and GPU: ``| K.codes (all blocks) | K.scale ... | V.codes (all blocks) | V.scale ... |``.
 """
 
 import math

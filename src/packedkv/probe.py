@@ -1,21 +1,6 @@
 """Outlier probe: does the chosen codec survive the outlier channels of this model's keys?
 
-Two numbers per layer, measured once, on the newest tokens of the first sequence of the first prefill:
-
-- ``outlier_ratio``: largest norm of four neighbouring channels of a key over the median norm. A few channels with a
-  large constant offset (the K bias of Qwen2-like models) give hundreds.
-- ``channel_error``: the codec's error on these keys. With E the error of the keys, and both centred over the
-  tokens (softmax does not see a constant),  ``|E - mean E|^2 / |K - mean K|^2``  per channel; the median channel of the
-  worst head. 0: lossless; 1: the differences between keys are lost there. The median, because the outlier channels
-  themselves survive, and after RoPE their variance exceeds that of all the others together.
-
-A codec that puts one scale over outlier and ordinary channels rounds the ordinary ones away: its error is near 1.
-The probe warns from ``LIMIT`` on and names a preset that it has measured on the same keys. With ``refuse`` it raises
-where outlier channels are the reason (``OUTLIERS``) and warns where the codec is merely coarse. For layers with key
-biases the error of the scores is known (``key_bias``); where that is small the probe is silent, because it does not
-know which channels the queries use.
-
-On a GPU only the sample is kept while a layer is filled. ``settle`` then measures all layers with one synchronisation.
+On a GPU only a sample is kept while a layer is filled. ``settle`` then measures all layers with one synchronisation.
 Kernels encode and unpack the samples of all layers that they serve in one launch each, as the heads of one layer.
 """
 
@@ -53,7 +38,7 @@ CANDIDATES = ("saw-int4", "kivi-tq-4", "kivi-4", "octopus-4", "int-8", "fp8")
 
 @dataclass(frozen=True)
 class KeyProbe:
-    """What the probe found in one layer; see the module's text."""
+    """What the probe found in one layer."""
 
     layer: int
     outlier_ratio: float
@@ -71,14 +56,21 @@ def synchronizes(x: Tensor) -> bool:
 
 
 def outlier_ratio(keys: Tensor, layers: int = 1) -> Tensor:
-    """K_max / K_median of four-channel chunk norms of ``keys [B, H, N, D]``, of each of ``layers`` along the heads."""
+    """Ratio of the largest to the median norm of four neighbouring channels of ``keys [B, H, N, D]``.
+
+    Returns one number for each of ``layers`` along the heads.
+    """
     norms = keys.float().unflatten(-1, (-1, 4)).norm(dim=-1)
     norms = norms.unflatten(1, (layers, -1)).transpose(0, 1).flatten(1)
     return norms.amax(1) / norms.median(1).values.clamp_min(1e-12)
 
 
 def channel_error(keys: Tensor, decoded: Tensor, layers: int = 1) -> Tensor:
-    """Relative error of the median channel, worst head, of each of ``layers`` along the heads of ``[B, H, N, D]``."""
+    """Relative error of the median channel, worst head, of each of ``layers`` along the heads of ``[B, H, N, D]``.
+
+    0: lossless; 1: the differences between keys are lost. Both are centred over the tokens, because softmax ignores a
+    constant. The median, because outlier channels survive and have most of the variance.
+    """
     keys, decoded = keys.float(), decoded.float()
     signal = keys - keys.mean(2, keepdim=True)
     error = decoded - keys

@@ -1,19 +1,6 @@
-"""Recipe files: a key codec and a value codec for each layer of a model, as readable JSON.
+"""Recipe files: a key codec and a value codec for each layer of a model, as readable JSON (``docs/advise.md``).
 
-::
-
-    {"format": "packedkv-recipe", "version": 1,
-     "layers": [{"key": "int-8", "value": "hqmq-s96_r4"},
-                {"key": "kivi-4", "value": "dense", "window": 64}]}
-
-One entry per layer that caches K and V, in the model's order. ``key`` takes the key codec of a spec, ``value`` the
-value codec of another; their rules for outer layers are ignored, because the recipe names every layer. A layer has one
-sink and one window: by default the larger number of the two presets, ``dense`` not counted. In the window each role is
-stored as in its own spec: in 16 bit, or by its ``recent``. ``about`` may have any content; ``packedkv advise`` writes
-its measurements there.
-
-The path of such a file is a spec: ``cache_for(model, "recipe.json")``, ``--specs recipe.json,saw-int4``. This module
-reads and writes the file; ``registry.read_recipe`` makes schemes of its lines.
+``registry.read_recipe`` makes schemes of the lines.
 """
 
 import json

@@ -1,9 +1,6 @@
 """From names to schemes: ``@register``, ``get("octopus-4")``, ``presets()``, and codecs loaded from files.
 
-A spec is ``name[-bits][:key=value,...]``: ``octopus-4``, ``saw-int4:block=64,rotate=kv``, ``kivi-2:window=64``. A
-*recipe* is a function that makes a scheme; its parameters are the options, and every method has those of ``COMMON``
-besides. Modules of ``packedkv.codecs`` are imported once, then entry points of the group ``packedkv.codecs``, then
-files named by ``load_file``.
+A spec is ``name[-bits][:key=value,...]``: ``octopus-4``, ``saw-int4:block=64,rotate=kv``, ``kivi-2:window=64``.
 """
 
 import importlib

@@ -1,15 +1,4 @@
-"""KVScheme: a key codec, a value codec, and which tokens and layers stay dense.
-
-The first ``sink`` tokens (by absolute position, permanently) and the newest ``window`` tokens are stored in 16 bit. The
-tokens between are encoded, oldest first, in units of the codec's ``block_tokens``, each exactly once::
-
-    encoded_end = sink + unit * max(0, (N - sink - window) // unit)
-
-Encoded data never changes, and does not depend on the split into calls. With ``recent`` other codecs pack the newest
-tokens. Tokens that leave the window are then dequantized and encoded. From old to new, tokens have 16 bit (sink), few
-bits, 8 bits. A ``KVScheme`` applies to every layer of a model, or to a mixture of one scheme per layer (``layers``);
-``for_layer`` returns the scheme of one layer.
-"""
+"""KVScheme: a key codec, a value codec, and which tokens and layers stay dense."""
 
 import json
 import math

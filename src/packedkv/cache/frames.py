@@ -1,17 +1,4 @@
-"""FrameCache: a rolling cache of frames, for causal video and streaming encoders, on top of a layer's cache.
-
-A frame is a block of tokens that see each other and every cached frame. A rollout appends frame after frame; the oldest
-are evicted, but for the first ones (sinks). Video diffusion passes a frame several times while it is denoised:
-``replace`` overwrites the newest frame.
-
-Keys keep the positions to which the model rotated them; ``seen`` counts frames from the beginning.
-Where positions count within the cache instead, all frames but the sinks move alike, which changes no score; ``turn``
-replaces the sinks' keys.
-
-Memory is allocated once: pages of evicted frames are reused, and sink and window keep their addresses. When the cache
-is full, a frame repeats the memory accesses of the frame ``phases`` before it. CUDA graphs can capture frames: one
-graph for each phase, replayed in that order.
-"""
+"""FrameCache: a rolling cache of frames, for causal video and streaming encoders, on top of a layer's cache."""
 
 import math
 

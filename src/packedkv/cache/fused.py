@@ -1,17 +1,4 @@
-"""FusedLayerCache: a LayerCache whose pages kernels write and read.
-
-Same pages, same bytes, same results as ``LayerCache``. There is no fall-back: a scheme, head_dim or device that the
-kernels do not support raises ``UnsupportedError`` with the reason. Where kernels read a codec but do not encode it,
-PyTorch encodes into the same pages; ``kernels`` says so.
-
-Without a capacity pages grow, and the host knows every length: kernels read lengths from device tensors that all layers
-share, so a step writes them once per model.
-
-With a capacity the cache is *static*: lengths, sink and window lie on the device (``device.py``), and every tensor
-keeps its address. A decode step neither synchronises nor allocates, so it can be captured in a CUDA graph and traced by
-``torch.compile``. Operations of the host (decode, crop, select, nbytes ...) first read the lengths. Constants that are
-fitted on first tokens are fitted by the call that fills the cache, which must bring enough tokens.
-"""
+"""FusedLayerCache: a LayerCache whose pages kernels write and read; static caches have their lengths on the device."""
 
 import math
 from collections.abc import Iterator, Mapping
@@ -69,7 +56,8 @@ class FusedLayerCache(LayerCache):
     scheme, page_tokens
         As ``LayerCache``; a site includes ``layer``, ``seed``, ``params`` and ``first_head``.
     capacity : int
-        Tokens of a static cache; 0: pages grow.
+        Tokens of a static cache, whose lengths, sink and window lie on the device and whose tensors keep their
+        addresses: a decode step can be captured in a CUDA graph or traced by ``torch.compile``. 0: pages grow.
     kernels : Kernels, optional
         Of this page size and kind of cache, where layers share them.
 

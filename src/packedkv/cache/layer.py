@@ -1,12 +1,4 @@
-"""LayerCache: the packed cache of one attention layer: sink | encoded pages | window; every token is encoded once.
-
-It takes bare tensors, returns decoded tensors or attention, and needs no model library. Both roles share the page pool,
-but each has its own schedule (``scheme.py``): keys may leave their window in blocks and values one by one.
-
-With age tiers (``KVScheme.recent``) the window is a ``LayerCache`` of its own, with other codecs. Tokens that leave it
-are decoded and encoded into the pages: each tier encodes a token once, and the split of calls does not show in the
-bytes. A crop drops tokens and moves none back into the window.
-"""
+"""LayerCache: the packed cache of one attention layer: sink | encoded pages | window; every token is encoded once."""
 
 import bisect
 import copy

@@ -1,9 +1,4 @@
-"""Save packed caches and load them: one safetensors file (``container.py``), written atomically.
-
-The pages go to disk as they lie in memory (``layout.py``); sinks and windows follow in 16 bit. Constants that derive
-from the seed are not written: they are sampled again, and a fingerprint verifies that the constants are the same.
-Constants that were fitted on data are written once, however many layers share them. See ``docs/format.md``.
-"""
+"""Save packed caches and load them: one safetensors file (``container.py``), described in ``docs/format.md``."""
 
 import json
 import math

@@ -1,7 +1,5 @@
-"""The container of all saved files: safetensors with a version and a sha256, written atomically.
+"""The container of all saved files (``docs/format.md``): safetensors with a version and a sha256, written atomically.
 
-The one metadata entry (its name is the *mark*, e.g. ``packedkv-cache``) is JSON: ``version``, ``packedkv``, the fields
-of this type of file, and ``sha256`` over the rest of this JSON and every tensor's name, dtype, shape and bytes.
 The checksum detects damage and accidental edits; it is not a signature.
 """
 

@@ -1,8 +1,4 @@
-"""Constants fitted on a text, in one file: ``packedkv fit`` writes it, ``cache_for(..., params=FILE)`` reads it.
-
-The file records the scheme, the model (layers, KV heads, head_dim, and a few of its weights), and the seed if a codec
-samples from it. Every use checks them. See ``docs/format.md``.
-"""
+"""Constants fitted on a text, in one file (``docs/format.md``), and the checks that they fit a model and a scheme."""
 
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence

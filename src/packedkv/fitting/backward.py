@@ -1,7 +1,6 @@
-"""Run a model backwards: gradients of its loss by its keys and values, for labels drawn from its own distribution.
+"""Gradients of a model's loss by its keys and values, for labels drawn from its own distribution.
 
-Their second moments are the Fisher information: what a small error of a key or value costs, in the mean, of the model's
-certainty about the next token. No text has to be right for it.
+Their second moments are the Fisher information: no text has to be right for it.
 """
 
 from collections.abc import Iterator, Sequence

@@ -1,17 +1,4 @@
-"""``packedkv fit``: run the uncompressed model over a text and fit every constant of a scheme that depends on data.
-
-1. The text is read in windows from its start, as for perplexity: consecutive, no overlap, each without history. Without
-   a text the model draws windows by itself (``samples.py``).
-2. Queries, keys and values of every layer that needs them are recorded after RoPE, rounded to 16 bit as a cache holds
-   them; at most ``max_tokens`` per layer are kept, evenly spaced.
-3. With ``mean=pre`` or ``post`` the mean of each head's keys is taken, over all tokens but the first ``SKIPPED`` of a
-   window, whose keys are unlike all others; ``mean=auto`` is decided as ``cache_for`` does. Codecs see keys without it.
-4. ``codec.fit(site, sample)`` returns the constants of each site, for the site that ``cache_for`` makes. The sample has
-   keys or values and queries. For a codec that needs gradients it also has the gradients of the loss, for labels that
-   are sampled from the model's own distribution. If the model cannot be run backwards, the codec is fitted without
-   them, and the file says so beside the text's name.
-5. ``codec.settle`` revises the constants of all layers of a role.
-"""
+"""``packedkv fit``: run the uncompressed model over a text and fit every constant of a scheme that depends on data."""
 
 import hashlib
 import inspect
@@ -38,6 +25,7 @@ from packedkv.store.site import MEAN, MeanRemoval
 
 WINDOWS = 4
 SKIPPED = 4
+"""First tokens of a window that the keys' mean leaves out: their keys are unlike all others."""
 MAX_TOKENS = 8192
 """Most tokens kept per layer: 100 MB with 8 KV heads, 32 query heads and 128 channels."""
 

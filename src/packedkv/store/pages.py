@@ -1,8 +1,4 @@
-"""The packed store of one layer: a pool of pages and a block table.
-
-``pages`` is uint8 ``[num_pages, H, page_bytes]``, ``table`` int32 ``[B, M]``: slot ``s`` of sequence ``b`` lies in page
-``table[b, s // P]`` at place ``s % P``. Engines have the same two tensors, and the kernels read them.
-"""
+"""The packed store of one layer: a pool of pages and a block table, as engines have them and kernels read them."""
 
 import math
 import mmap
@@ -21,9 +17,10 @@ HUGE = 2 << 20
 
 
 class PageStore:
-    """Pages that grow as slots are written.
+    """Pages that grow as slots are written: slot ``s`` of sequence ``b`` is at ``s % P`` in page ``table[b, s // P]``.
 
-    ``capacity``: slots to allocate at once; 0 grows on demand, by 1/32 (at least one page).
+    ``pages`` is uint8 ``[num_pages, H, page_bytes]``, ``table`` int32 ``[B, M]``. ``capacity``: slots to
+    allocate at once; 0 grows on demand, by 1/32 (at least one page).
     """
 
     def __init__(self, layout: PageLayout, batch: int, heads: int, device: torch.device, capacity: int = 0) -> None:

@@ -1,9 +1,4 @@
-"""Keys or values of one layer: codec, constants, dense sink, slots of the pages, dense window.
-
-A *slot* is a token's index in the pages. Slots are assigned in order and never rewritten while their token is cached.
-Cropping or evicting inside a block of a token-grouped codec leaves dead slots: nothing is re-encoded. ``runs`` lists
-the live slot ranges.
-"""
+"""Keys or values of one layer: codec, constants, dense sink, slots of the pages, dense window."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -54,7 +49,10 @@ class RoleSite:
 
 
 class RoleState(RoleSite):
-    """Keys or values of a layer: dense sink and window ``[B, H, t, D]`` (model basis), live runs of slots in pages."""
+    """Keys or values of a layer: dense sink and window ``[B, H, t, D]`` (model basis), live runs of slots in pages.
+
+    A slot is never rewritten while its token is cached: cropping or evicting inside a block leaves dead slots.
+    """
 
     def __init__(self, of: RoleSite, sink: Tensor, window: Tensor) -> None:
         super().__init__(of.role, of.codec, of.site, of.params, of.seeded)

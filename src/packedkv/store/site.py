@@ -1,7 +1,4 @@
-"""Sites: the scheme of one layer, what its constants derive from, and the constants themselves.
-
-A site has no tokens. Caches have a site beside their pages; engines that own the pages (vLLM) have only the site.
-"""
+"""Sites: the scheme of one layer and its constants, without tokens; engines that own the pages have only this."""
 
 from collections.abc import Hashable, Mapping
 from dataclasses import dataclass, replace
