@@ -17,8 +17,7 @@ from packedkv.codec import ROLES, roundtrip
 from packedkv.integrations.transformers import cache_for, load_cache
 from packedkv.integrations.transformers.argument import passing
 from packedkv.kernels import choose
-from packedkv.recipe import LayerChoice
-from packedkv.registry import from_json, write_recipe
+from packedkv.registry import LayerChoice, from_json, write_recipe
 from tests.conftest import tiny_model
 from tests.integrations.served import refusal
 

@@ -14,7 +14,7 @@ from packedkv.atomic import SUFFIX, whole_file
 from packedkv.files import container
 from packedkv.files.caches import load_layers, save_layers
 from packedkv.files.params import read_params
-from packedkv.recipe import LayerChoice, read_choices, write_choices
+from packedkv.registry import LayerChoice, read_choices, write_choices
 
 KILLED = """
 import os, signal, sys

@@ -19,8 +19,8 @@ LABORATORY = SRC.parent / "lab" / "src" / "packedkv_lab"
 FILES = sorted([*LIBRARY.rglob("*.py"), *LABORATORY.rglob("*.py")])
 
 ROOMS = (
-    "errors", "version", "atomic", "paths", "progress", "layout", "codec", "ops", "attention",
-    "checks", "shared", "scheme", "recipe", "registry", "codecs", "compressed", "store",
+    "errors", "version", "atomic", "progress", "layout", "codec", "ops", "attention",
+    "checks", "shared", "scheme", "registry", "codecs", "compressed", "store",
     "kernels", "description", "cache", "files", "key_layer", "key_bias", "probe",
     "integrations.transformers", "models", "fitting", "integrations.vllm", "integrations", "packedkv", "cli",
     "__main__",

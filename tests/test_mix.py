@@ -12,8 +12,7 @@ from packedkv.errors import FormatError, KVError, SpecError
 from packedkv.fitting.fit import about, fit_model
 from packedkv.integrations.transformers import cache_for, load_cache
 from packedkv.integrations.transformers.argument import passing
-from packedkv.recipe import LayerChoice, read_choices
-from packedkv.registry import read_recipe, scheme_of, write_recipe
+from packedkv.registry import LayerChoice, read_choices, read_recipe, scheme_of, write_recipe
 from packedkv.scheme import mix_of
 from tests.cli.tiny import TEXT, tiny_loaded
 from tests.conftest import tiny_config

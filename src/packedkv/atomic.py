@@ -1,4 +1,4 @@
-"""Write a file whole or not at all: in a folder of its own beside it, then renamed."""
+"""Write a file whole or not at all: in a folder of its own beside it, then renamed. Where files are cached."""
 
 import os
 import secrets
@@ -64,3 +64,9 @@ def _remove_unfinished(parent: Path) -> None:
                 shutil.rmtree(own, ignore_errors=True)
             finally:
                 os.close(lock)
+
+
+def cache_dir() -> Path:
+    """Return the folder of compiled and downloaded files: ``$XDG_CACHE_HOME/packedkv`` or ``~/.cache/packedkv``."""
+    base = os.environ.get("XDG_CACHE_HOME", "")
+    return (Path(base) if base else Path.home() / ".cache") / "packedkv"

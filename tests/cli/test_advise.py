@@ -29,8 +29,7 @@ from packedkv.integrations.transformers import cache_for
 from packedkv.integrations.transformers.plan import plan_for
 from packedkv.models import windows as text_windows
 from packedkv.models.loading import load_text
-from packedkv.recipe import LayerChoice
-from packedkv.registry import scheme_of
+from packedkv.registry import LayerChoice, scheme_of
 from packedkv.scheme import mix_of
 from tests.cli.tiny import TEXT, interrupting, save_tiny
 from tests.conftest import tiny_config

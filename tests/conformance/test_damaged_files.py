@@ -16,7 +16,7 @@ from packedkv.cache.layer import LayerCache
 from packedkv.codec import ROLES, Codec
 from packedkv.files import caches, params
 from packedkv.files.params import FittedParams, ModelIdentity, read_params
-from packedkv.recipe import LayerChoice, read_choices, write_choices
+from packedkv.registry import LayerChoice, read_choices, write_choices
 
 from .support import block_of, contents, dim_of, fit, gaussian, kv, signed, site_of
 

@@ -17,7 +17,7 @@ from packedkv.kernels.cpu.library import refusal
 from packedkv.kernels.tokens import Rules
 from packedkv.store.pages import PageStore
 from packedkv.store.positions import Positions
-from packedkv.store.role import RoleState
+from packedkv.store.site import RoleState
 from tests.conftest import tiny_model
 from tests.fuzz import fault_of, program_of, run_seeds
 

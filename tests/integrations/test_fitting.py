@@ -15,8 +15,7 @@ from safetensors.torch import save_file
 import packedkv
 from packedkv.cli.main import parse
 from packedkv.errors import FitError, FormatError, ModelError, SpecError
-from packedkv.files import checkpoint
-from packedkv.files.params import FittedParams, ModelIdentity, figures
+from packedkv.files.params import FittedParams, ModelIdentity, digest_of, figures, other_weights
 from packedkv.integrations.vllm import fitting
 from packedkv.integrations.vllm.options import read_options
 
@@ -203,10 +202,10 @@ def test_a_repository_of_the_hub_is_its_folder_in_the_cache(folder: Path, tmp_pa
 
 def test_weights_as_16_bit_or_codes_are_no_others(folder: Path) -> None:
     made = saved(folder / "made", weights()).model.weights
-    assert checkpoint.other_weights(folder, made) == []
-    assert checkpoint.other_weights(folder_of(folder, weights(1)), made) == [WEIGHT]
-    assert checkpoint.other_weights(folder_of(folder, {WEIGHT: weights()[WEIGHT].bfloat16()}), made) == []
-    assert checkpoint.other_weights(folder_of(folder, {WEIGHT: torch.ones(64, 64, dtype=torch.int8)}), made) == []
+    assert other_weights(folder, made) == []
+    assert other_weights(folder_of(folder, weights(1)), made) == [WEIGHT]
+    assert other_weights(folder_of(folder, {WEIGHT: weights()[WEIGHT].bfloat16()}), made) == []
+    assert other_weights(folder_of(folder, {WEIGHT: torch.ones(64, 64, dtype=torch.int8)}), made) == []
 
 
 @pytest.mark.parametrize(
@@ -250,4 +249,4 @@ def test_a_broken_checkpoint_is_an_error(tmp_path: Path) -> None:
     folder = folder_of(tmp_path / "broken", weights())
     (folder / "model.safetensors").write_bytes(b"\xff" * 64)
     with pytest.raises(ModelError, match="cannot be read: it is cut, or not safetensors"):
-        checkpoint.digest_of(folder)
+        digest_of(folder)

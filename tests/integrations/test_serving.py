@@ -17,7 +17,7 @@ from packedkv.integrations.vllm.servable import PAGE_STEP, group_tokens, page_st
 from packedkv.kernels.tokens import Rules
 from packedkv.ops.rope import Rotary
 from packedkv.scheme import mix_of
-from packedkv.store.sink_rows import sink_rows
+from packedkv.store.pages import sink_rows
 from packedkv.store.site import LayerSite, MeanRemoval
 from tests.fuzz.oracle import attention64, causal
 from tests.integrations.served import refusal

@@ -13,8 +13,7 @@ import pytest
 from packedkv.attention import Seen
 from packedkv.errors import KVError, SpecError, UnsupportedError
 from packedkv.integrations.vllm.options import read_options
-from packedkv.recipe import LayerChoice
-from packedkv.registry import write_recipe
+from packedkv.registry import LayerChoice, write_recipe
 from tests.serve.engines import engine, generate, layers, library, prompts
 
 IDS = prompts(40, 7, 33)

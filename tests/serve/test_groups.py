@@ -8,8 +8,7 @@ import torch
 import packedkv
 from packedkv.cache.layer import LayerCache
 from packedkv.codec import ROLES, roundtrip
-from packedkv.recipe import LayerChoice
-from packedkv.registry import write_recipe
+from packedkv.registry import LayerChoice, write_recipe
 from tests.serve.engines import Step, check_blocks, engine, generate, joined, layers, metric, prompts, watched
 
 BARE = {"window": 0, "sink": 0}

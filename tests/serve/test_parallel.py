@@ -9,8 +9,7 @@ from typing import Any
 
 import pytest
 
-from packedkv.recipe import LayerChoice
-from packedkv.registry import write_recipe
+from packedkv.registry import LayerChoice, write_recipe
 from tests.serve.biased import Biased
 from tests.serve.engines import ENVIRONMENT, engine, generate, library, prompts
 

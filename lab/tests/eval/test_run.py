@@ -16,8 +16,7 @@ from packedkv.cli.measure.compare import Settings, compare
 from packedkv.cli.page.rows import UNCOMPRESSED
 from packedkv.errors import KVError, ShapeError
 from packedkv.models.loading import SampleText
-from packedkv.recipe import LayerChoice
-from packedkv.registry import write_recipe
+from packedkv.registry import LayerChoice, write_recipe
 from packedkv_lab.eval import batches, store
 from packedkv_lab.eval import run as module
 from packedkv_lab.eval.about import weights_sha256

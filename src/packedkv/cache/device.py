@@ -10,7 +10,7 @@ from packedkv.codec import Role
 from packedkv.errors import UnsupportedError
 from packedkv.ops.rope import Rotary
 from packedkv.store.positions import NOT_CONSECUTIVE, angles_near, first_of
-from packedkv.store.role import RoleState
+from packedkv.store.site import RoleState
 
 BROKEN_ORDER = 3
 """Value of a cache's flag: the position of a step's token does not follow the cached ones."""

@@ -23,8 +23,7 @@ from packedkv.scheme import KVScheme
 from packedkv.shared import SHARED
 from packedkv.store.pages import PageStore, stream_of
 from packedkv.store.positions import NOT_CONSECUTIVE, SlotPositions, consecutive
-from packedkv.store.role import RoleSite, empty_roles
-from packedkv.store.site import LayerSite, Removed
+from packedkv.store.site import LayerSite, Removed, RoleSite, empty_roles
 
 ONE_RUN = (
     "fused attention reads one run of packed tokens; evict(keep > 0) leaves two, unless it keeps the scheme's sink. "

@@ -20,8 +20,7 @@ from packedkv.ops.rope import NOT_TURNED
 from packedkv.scheme import KVScheme
 from packedkv.store.pages import PageStore
 from packedkv.store.positions import Positions
-from packedkv.store.role import RoleState, no_tokens
-from packedkv.store.site import WITHOUT_MODEL, LayerSite, MeanRemoval, Removed
+from packedkv.store.site import WITHOUT_MODEL, LayerSite, MeanRemoval, Removed, RoleState, no_tokens
 
 
 class State(NamedTuple):

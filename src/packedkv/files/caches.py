@@ -17,8 +17,16 @@ from packedkv.files.container import BROKEN_JSON, Kind, check_target, load_param
 from packedkv.layout import PageLayout
 from packedkv.registry import from_json
 from packedkv.store.pages import PageStore
-from packedkv.store.role import RoleSite, RoleState
-from packedkv.store.site import MEAN, LayerSite, MeanRemoval, check_role, codec_params, mean_constant
+from packedkv.store.site import (
+    MEAN,
+    LayerSite,
+    MeanRemoval,
+    RoleSite,
+    RoleState,
+    check_role,
+    codec_params,
+    mean_constant,
+)
 
 KIND = Kind("packedkv-cache", 1, "cache", "save", "save the cache again")
 ENERGY = "energy"

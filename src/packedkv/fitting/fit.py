@@ -2,7 +2,8 @@
 
 import hashlib
 import inspect
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,7 +15,6 @@ from packedkv.codec import ROLES, Codec, Params, Role, Sample, Site, storage_dty
 from packedkv.errors import FitError, KVError, ModelError
 from packedkv.files.params import FittedParams, sites_to_fit
 from packedkv.fitting import samples
-from packedkv.fitting.backward import NoGradientsError, from_embeddings, gradients
 from packedkv.integrations.transformers.attention_hooks import watched
 from packedkv.models.loading import LoadedModel
 from packedkv.models.windows import WINDOW_TOKENS, check_window, split_windows, tokenize
@@ -28,6 +28,8 @@ SKIPPED = 4
 """First tokens of a window that the keys' mean leaves out: their keys are unlike all others."""
 MAX_TOKENS = 8192
 """Most tokens kept per layer: 100 MB with 8 KV heads, 32 query heads and 128 channels."""
+PIECE = 256
+"""Tokens whose distribution over the vocabulary is held in float32 at a time."""
 
 
 @dataclass
@@ -269,6 +271,49 @@ def capture(
             f"{type(model).__name__}: the attention of layer {missing[0]} was not seen; it cannot be fitted."
         )
     return samples
+
+
+class NoGradientsError(FitError):
+    """A model cannot be run backwards, not within the memory, or not in its dtype."""
+
+
+@contextmanager
+def from_embeddings(model: Any) -> Iterator[None]:
+    """Record what follows from the embeddings of the tokens, whatever weights are frozen or quantized."""
+
+    def leaf(module: Any, given: Any, out: Tensor) -> Tensor:
+        return out.detach().requires_grad_()
+
+    hook = model.get_input_embeddings().register_forward_hook(leaf)
+    try:
+        with torch.enable_grad():
+            yield
+    finally:
+        hook.remove()
+
+
+@torch.no_grad()
+def gradients(out: Any, of: Sequence[Tensor], seed: int) -> tuple[Tensor, ...]:
+    """Gradients by ``of`` of the summed cross-entropy of labels that are drawn from the model's own distribution.
+
+    Their second moments are the Fisher information: no text has to be right for it.
+
+    ``out`` is the output for one sequence within ``from_embeddings``; its logits ``[1, n, V]`` are used. The results
+    have the shapes and dtypes of ``of``.
+    """
+    logits = getattr(out, "logits", None)
+    if logits is None:
+        raise NoGradientsError("the model returns no logits, so it has no loss.")
+    generator = torch.Generator(logits.device).manual_seed(seed)
+    slope = torch.empty_like(logits)  # of the loss by the logits: the distribution, less 1 at the label
+    for own, out in zip(logits[0].split(PIECE), slope[0].split(PIECE), strict=True):
+        chances = own.float().softmax(-1)
+        label = torch.multinomial(chances, 1, generator=generator)
+        out.copy_(chances.scatter_add_(1, label, -torch.ones_like(label, dtype=chances.dtype)))
+    found = torch.autograd.grad(logits, of, slope)
+    if not all(bool(x.isfinite().all()) for x in found):
+        raise NoGradientsError(f"gradients in {str(logits.dtype).removeprefix('torch.')} are not finite; try bfloat16.")
+    return found
 
 
 def _kept(x: Tensor, tokens: int, dtype: torch.dtype) -> Tensor:

@@ -14,7 +14,7 @@ from packedkv.kernels.constants import NO_CONSTANTS, Constants, Side, constants
 from packedkv.kernels.tokens import ChunkTokens, GroupTokens, NewTokens, Rules, StepTokens
 from packedkv.ops.rope import Rotary
 from packedkv.store.pages import PageStore
-from packedkv.store.role import RoleSite
+from packedkv.store.site import RoleSite
 
 
 class FirstTokens(NamedTuple):

@@ -35,7 +35,7 @@ class NewTokens(NamedTuple):
     # stored as zero bytes; to 2 by tokens behind the pages, which are dropped
     bad: Tensor | None = None
     less: RotatedMean | None = None  # the rotated mean that is subtracted from keys first, in float32
-    kept: int = 0  # so many first tokens of every page are also written in 16 bit, store.sink_rows
+    kept: int = 0  # so many first tokens of every page are also written in 16 bit (``write_sink_rows``)
 
 
 class StepTokens(NamedTuple):

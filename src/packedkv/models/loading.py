@@ -17,10 +17,10 @@ from unittest import mock
 
 import torch
 
+from packedkv.atomic import cache_dir
 from packedkv.errors import ModelError, nearest
 from packedkv.models.gguf_tokenizer import check_tokenizer
 from packedkv.models.named import NAMED, NAMES, SMOLLM2, NamedModel, find_file, first_line
-from packedkv.paths import cache_dir
 from packedkv.progress import Progress
 
 ModelDtype = Literal["float32", "float16", "bfloat16"]

@@ -17,8 +17,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
 
+from packedkv.atomic import cache_dir
 from packedkv.errors import ModelError
-from packedkv.paths import cache_dir
 from packedkv.progress import Progress
 
 CHUNK = 1 << 20

@@ -9,7 +9,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from packedkv.codec import Payload
+from packedkv.codec import FP16_MAX, ROLES, Payload, Role, storage_dtype
 from packedkv.layout import PageLayout
 
 HUGE = 2 << 20
@@ -169,3 +169,35 @@ def zeroed_pool(shape: tuple[int, ...], device: torch.device) -> Tensor:
     with suppress(OSError):  # of a kernel built without them: small pages serve
         memory.madvise(mmap.MADV_HUGEPAGE, 0, size // HUGE * HUGE)
     return torch.frombuffer(memory, dtype=torch.uint8, count=size).view(shape)
+
+
+def rows_bytes(sink: int, head_dim: int) -> int:
+    """Bytes of the rows of ``sink`` tokens of one head, keys and values."""
+    return len(ROLES) * 2 * sink * head_dim
+
+
+def sink_rows(layout: PageLayout, pages: Tensor, sink: int, dtype: torch.dtype) -> Tensor:
+    """View the rows of all pages as ``dtype`` (fp16 or bf16), ``[num_pages, H, 2, sink, D]``: keys, then values.
+
+    An engine's page has its first tokens in 16 bit behind its planes. Attention reads the rows of a sequence's first
+    page instead of their codes; all pages have rows, so that a page's bytes depend on its own tokens alone.
+    ``pages``: uint8 ``[num_pages, H, bytes]``, longer than the layout by ``rows_bytes`` or more.
+    """
+    head_dim = layout.key.head_dim
+    raw = pages[..., layout.page_bytes : layout.page_bytes + rows_bytes(sink, head_dim)]
+    return raw.view(dtype).unflatten(-1, (len(ROLES), sink, head_dim))
+
+
+def write_sink_rows(layout: PageLayout, pages: Tensor, role: Role, x: Tensor, slots: Tensor, sink: int) -> None:
+    """Write the rows of those new tokens that are among the first of their page; this synchronises on a GPU.
+
+    ``x [B, H, n, D]`` is in the model basis. A row with NaN, Inf or a magnitude above 65504 is stored as zeros, as its
+    codes are. ``slots`` int64 ``[B, n]`` are as in ``pages.write_blocks``; below 0: the token is not stored.
+    """
+    sequence, token = ((slots >= 0) & (slots % layout.page_tokens < sink)).nonzero(as_tuple=True)
+    if not len(token):
+        return
+    where, x = slots[sequence, token], x[sequence, :, token]
+    stored = x.to(storage_dtype(x.dtype)).masked_fill((~(x.abs() <= FP16_MAX)).any(-1, keepdim=True), 0.0)
+    rows = sink_rows(layout, pages, sink, stored.dtype)
+    rows[where // layout.page_tokens, :, ROLES.index(role), where % layout.page_tokens] = stored

@@ -20,8 +20,7 @@ from packedkv.description import kernels_for
 from packedkv.errors import KVError, ShapeError, UnsupportedError
 from packedkv.integrations.transformers.plan import ModelPlan
 from packedkv.progress import Progress
-from packedkv.recipe import LayerChoice
-from packedkv.registry import get, presets, scheme_of
+from packedkv.registry import LayerChoice, get, presets, scheme_of
 from packedkv.scheme import mix_of
 
 CLASSES = (2.7, 3.5, 4.3, 6.0, 10.0)

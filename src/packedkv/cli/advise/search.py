@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import torch
 
-from packedkv.recipe import LayerChoice
+from packedkv.registry import LayerChoice
 
 STEPS = 4096
 

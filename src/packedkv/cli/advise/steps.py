@@ -22,8 +22,7 @@ from packedkv.key_bias import KeyBiases, Probe
 from packedkv.models import windows as text_windows
 from packedkv.models.loading import LoadedModel
 from packedkv.progress import Progress
-from packedkv.recipe import LayerChoice
-from packedkv.registry import get, scheme_of
+from packedkv.registry import LayerChoice, get, scheme_of
 from packedkv.scheme import KVScheme, mix_of
 
 MIXTURE = "(mixture)"

@@ -22,10 +22,10 @@ def run(args: argparse.Namespace) -> Result:
 
     import torch
 
+    from packedkv.atomic import cache_dir
     from packedkv.cli.stamp import commit, device_name, versions
     from packedkv.kernels.cpu import library
     from packedkv.kernels.cuda import build
-    from packedkv.paths import cache_dir
 
     cpu = torch.device("cpu")
     found: dict[str, Any] = {

@@ -26,8 +26,7 @@ from packedkv.errors import FormatError
 from packedkv.integrations.transformers.plan import plan_for
 from packedkv.models.loading import LoadedModel
 from packedkv.progress import Progress
-from packedkv.recipe import LayerChoice
-from packedkv.registry import scheme_of
+from packedkv.registry import LayerChoice, scheme_of
 from packedkv.scheme import KVScheme, mix_of
 
 FORMAT, VERSION = "packedkv-sensitivity", 1

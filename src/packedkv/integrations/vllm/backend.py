@@ -37,8 +37,8 @@ from packedkv.integrations.vllm.step import (
 )
 from packedkv.kernels.cuda.build import LEAST
 from packedkv.kernels.tokens import Rules, StepTokens
+from packedkv.store.pages import rows_bytes
 from packedkv.store.positions import part_of
-from packedkv.store.sink_rows import rows_bytes
 
 
 @lru_cache(maxsize=8)

@@ -44,7 +44,7 @@ from packedkv.kernels.choose import choose
 from packedkv.key_bias import KeyBiases
 from packedkv.registry import get
 from packedkv.scheme import KVScheme, Mean, mix_of
-from packedkv.store.sink_rows import rows_bytes
+from packedkv.store.pages import rows_bytes
 from packedkv.store.site import MeanRemoval
 
 logger = init_logger("vllm.packedkv")

@@ -25,11 +25,10 @@ from typing import Any
 import torch
 
 from packedkv import version
+from packedkv.atomic import cache_dir
 from packedkv.errors import FitError, FormatError, ModelError
-from packedkv.files.checkpoint import digest_of, other_weights, weight_files
-from packedkv.files.params import FittedParams, read_params
+from packedkv.files.params import FittedParams, digest_of, other_weights, read_params, weight_files
 from packedkv.integrations.vllm.options import FIT, Options
-from packedkv.paths import cache_dir
 from packedkv.registry import get
 
 logger = logging.getLogger("vllm.packedkv")

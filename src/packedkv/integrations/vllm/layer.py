@@ -21,7 +21,7 @@ The reference serves layers on a CPU that the kernels do not support; ``EngineLa
 Every token attends to what the pages hold, in a prefill too. Chunked prefill and prefix-cache hits therefore do not
 change results. Keys may be stored without their mean, which is the same for all requests; a token's index in its
 request is its position. A preset's dense first tokens (``sink``) lie in 16 bit behind the codes of a request's first
-page (``store.sink_rows``), and every page reserves space for them.
+page (``store.pages``), and every page reserves space for them.
 """
 
 from collections.abc import Iterator, Mapping
@@ -46,9 +46,8 @@ from packedkv.kernels.mean import RotatedMean
 from packedkv.kernels.tokens import ChunkTokens, NewTokens, Rules, StepTokens
 from packedkv.layout import PageLayout
 from packedkv.scheme import KVScheme
-from packedkv.store.pages import PageStore, write_blocks
+from packedkv.store.pages import PageStore, rows_bytes, sink_rows, write_blocks, write_sink_rows
 from packedkv.store.positions import angles_at
-from packedkv.store.sink_rows import rows_bytes, sink_rows, write_sink_rows
 from packedkv.store.site import LayerSite, MeanRemoval
 
 CHUNK_TOKENS = 1024

@@ -5,7 +5,7 @@ again. The bytes of a page must therefore be a pure function of its tokens' own 
 pages and statistics of a sequence break this: a request that finds its prompt in the prefix cache would read other
 numbers than the request that computed it. Groups of tokens do not break it, because requests share whole blocks, which
 are whole groups. Nor do dense first tokens of codecs that encode each token alone: pages reserve space for them
-(``store.sink_rows``).
+(``store.pages``).
 """
 
 import math

@@ -16,8 +16,7 @@ from packedkv.kernels.cpu.spec import cpu_spec
 from packedkv.kernels.engine import Engine
 from packedkv.kernels.tokens import ChunkTokens, GroupTokens, NewTokens, Rules, StepTokens
 from packedkv.ops.rope import Rotary
-from packedkv.store.pages import PageStore
-from packedkv.store.sink_rows import write_sink_rows
+from packedkv.store.pages import PageStore, write_sink_rows
 
 
 class CpuEngine(Engine):

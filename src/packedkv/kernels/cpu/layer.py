@@ -19,7 +19,7 @@ from packedkv.kernels.cpu.spec import CpuSpec, cpu_spec
 from packedkv.kernels.tokens import Rules
 from packedkv.ops.rope import NOT_TURNED, Rotary
 from packedkv.store.pages import PageStore
-from packedkv.store.role import RoleState
+from packedkv.store.site import RoleState
 
 Runs = Sequence[tuple[int, Tensor]]
 """Tokens of consecutive positions: how many, and the position of the first, ``[B or 1]``, as ``Positions.runs``."""

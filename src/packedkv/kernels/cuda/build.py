@@ -22,10 +22,9 @@ from typing import Any, NamedTuple
 
 import torch
 
-from packedkv.atomic import whole_file
+from packedkv.atomic import cache_dir, whole_file
 from packedkv.errors import UnsupportedError
 from packedkv.kernels.spec import CSRC
-from packedkv.paths import cache_dir
 from packedkv.progress import Progress
 
 INSTALL = "pip install packedkv[cuda]"

@@ -26,7 +26,7 @@ from packedkv.kernels.mean import RotatedMean
 from packedkv.kernels.spec import Encoder, EncodeSpec, spec_of, text_of
 from packedkv.kernels.structs import KINDS
 from packedkv.kernels.tokens import NewTokens
-from packedkv.store.sink_rows import rows_bytes
+from packedkv.store.pages import rows_bytes
 
 ROW_THREADS, TABLE_WARPS = 128, 8
 TABLE_THREADS = 32 * TABLE_WARPS
