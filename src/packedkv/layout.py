@@ -156,7 +156,7 @@ class PageLayout:
         """Layout of one role."""
         return self.key if role == "key" else self.value
 
-    def view(self, pages: torch.Tensor, plane: Plane) -> torch.Tensor:
+    def view_plane(self, pages: torch.Tensor, plane: Plane) -> torch.Tensor:
         """View a plane of ``pages``, uint8 ``[num_pages, H, page_bytes]``: ``[num_pages, H, blocks, *field.shape]``."""
         raw = pages[..., plane.offset : plane.offset + plane.nbytes]
         typed = raw.view(plane.field.torch_dtype)

@@ -145,7 +145,7 @@ def test_pages_hold_the_librarys_bytes(spec: str) -> None:
     store, (layout, pages) = library.store, layer.pages(cache)
     for plane in layout.planes:
         unit = layout.page_tokens // plane.blocks
-        mine, theirs = (layout.view(x, plane) for x in (pages[torch.tensor(ROW)], store.pages))
+        mine, theirs = (layout.view_plane(x, plane) for x in (pages[torch.tensor(ROW)], store.pages))
         for block in range(len(ROW) * plane.blocks):
             page, place = divmod(block, plane.blocks)
             if block * unit < whole:
@@ -180,7 +180,7 @@ def test_groups_with_a_row_that_cannot_be_stored_are_zero_bytes() -> None:
     layout, pages = layer.pages(cache)
     _, wanted = layer.pages(clean)
     for plane in layout.planes:
-        found, want = layout.view(pages, plane), layout.view(wanted, plane).clone()
+        found, want = layout.view_plane(pages, plane), layout.view_plane(wanted, plane).clone()
         head, block = (1, 1) if plane.role == "key" else (0, 5)
         want[ROW[0], head, block] = 0
         assert torch.equal(found.view(torch.uint8), want.view(torch.uint8))

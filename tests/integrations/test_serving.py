@@ -244,7 +244,7 @@ def test_rows_that_cannot_be_stored_are_zero_bytes(spec: str) -> None:
     _, wanted = layer.pages(clean)
     layout = layer.layout(BLOCK)
     for plane in layout.planes:
-        found, want = layout.view(pages, plane), layout.view(wanted, plane).clone()
+        found, want = layout.view_plane(pages, plane), layout.view_plane(wanted, plane).clone()
         token, head = (5, 1) if plane.role == "key" else (6, 0)
         want[7, head, token] = 0
         assert torch.equal(found.view(torch.uint8), want.view(torch.uint8))

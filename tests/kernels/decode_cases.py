@@ -253,7 +253,7 @@ def _poison(store: PageStore, case: Case, rng: torch.Generator) -> None:
     """Overwrite what is not live with random bytes, many of them 255, and page ids nobody may look up."""
     size = store.layout.page_tokens
     for plane in store.layout.planes:
-        view, per = store.layout.view(store.pages, plane), size // plane.blocks
+        view, per = store.layout.view_plane(store.pages, plane), size // plane.blocks
         rows = store.layout.side(plane.role).rows(plane.field)
         for b, (first, last) in enumerate(_live(case)):
             for column in range(store.table.shape[1]):

@@ -277,7 +277,8 @@ class LayerCache:
         """Encode tokens into the next slots of a role."""
         assert self.store is not None
         at = state.sink.shape[2] + state.encoded
-        state.write(self.store, x, self._mean(state.role, at, at + x.shape[2]))
+        mean = self._mean(state.role, at, at + x.shape[2])
+        state.write(self.store, x, mean)
 
     def _pass_dense(self, new: Mapping[Role, Tensor], waits: bool = False) -> dict[Role, Tensor]:
         """Put new tokens into sinks and windows; return tokens that leave the windows, in whole blocks.

@@ -143,7 +143,7 @@ def _live_pages(layer: LayerCache, columns: int) -> Tensor:
         for first, last in layer.roles[role].runs:
             live[first // tokens : -(-last // tokens)] = True
         mask = live.view(1, columns, 1, plane.blocks).expand(layer.batch, -1, layer.store.heads, -1).flatten(0, 1)
-        page.view(kept, plane)[mask] = page.view(pages, plane)[mask]
+        page.view_plane(kept, plane)[mask] = page.view_plane(pages, plane)[mask]
     return kept
 
 
@@ -242,7 +242,9 @@ def _rebuild(name: str, state: Mapping[str, Any], saved: _Saved, aged: LayerCach
             f"{page.page_bytes}]."
         )
     for plane in page.planes:
-        _check_numbers(f"{name}.pages, {plane.role}.{plane.field.name}", page.view(pages, plane), plane.field.reads)
+        _check_numbers(
+            f"{name}.pages, {plane.role}.{plane.field.name}", page.view_plane(pages, plane), plane.field.reads
+        )
     for role in ROLES:
         state_of = _rebuild_role(f"{name}.{role}", role, held, layer, saved, dtype, columns * page.page_tokens)
         check_role(state_of.codec, state_of.site, fitted)

@@ -64,8 +64,8 @@ class PageStore:
 
     def write(self, role: str, first_slot: int, payload: Payload) -> None:
         """Write the blocks of ``payload`` (fields ``[B, H, M, *shape]``) from ``first_slot`` on."""
-        count = next(iter(payload.values())).shape[2]
-        write_blocks(self.layout, self.pages, role, self._slots(role, first_slot, count), payload)
+        slots = self._slots(role, first_slot, next(iter(payload.values())).shape[2])
+        write_blocks(self.layout, self.pages, role, slots, payload)
 
     def read(self, role: str, first_slot: int, last_slot: int) -> Payload:
         """Copy out the blocks that cover slots ``[first_slot, last_slot)``; fields ``[B, H, M, *shape]``."""
@@ -138,14 +138,14 @@ def write_blocks(layout: PageLayout, pages: Tensor, role: str, slots: Tensor, pa
         if plane.role == role:
             page, block = _where(layout, role, slots)
             # advanced indices that are not adjacent put their axes first: [B, M, H, *shape]
-            layout.view(pages, plane)[page, :, block] = payload[plane.field.name].transpose(1, 2)
+            layout.view_plane(pages, plane)[page, :, block] = payload[plane.field.name].transpose(1, 2)
 
 
 def read_blocks(layout: PageLayout, pages: Tensor, role: str, slots: Tensor) -> Payload:
     """Copy blocks out of a pool; arguments as ``write_blocks``, fields ``[B, H, M, *shape]``."""
     page, block = _where(layout, role, slots)
     return {
-        plane.field.name: layout.view(pages, plane)[page, :, block].transpose(1, 2)
+        plane.field.name: layout.view_plane(pages, plane)[page, :, block].transpose(1, 2)
         for plane in layout.planes
         if plane.role == role
     }
