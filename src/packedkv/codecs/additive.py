@@ -73,11 +73,6 @@ class Additive(Codec):
         Bits of a chunk's radius.
     reading : {"normalised", "raw", "greedy"}
         normalised: sums on the sphere; raw: sums as they are, best pair; greedy: one codeword after the other.
-
-    Examples
-    --------
-    >>> Additive(48, 4).layout(128).effective_bits
-    4.125
     """
 
     k: int = one_of(24, 48, 96, 192, default=48)

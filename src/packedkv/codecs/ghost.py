@@ -308,11 +308,6 @@ class Ghost(Codec):
         2, 2.5, 3, 3.5, 4, 4.5 or 5: bits of a channel on average, everything counted.
     transform : {"channels", "klt"}
         klt: uncorrelated channels; a product with a [D, D] matrix, from a file of `packedkv fit`.
-
-    Examples
-    --------
-    >>> Ghost(3).layout(128).effective_bits, Ghost(2.5).layout(64).effective_bits
-    (3.0, 2.5)
     """
 
     bits: float = 3

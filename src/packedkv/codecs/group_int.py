@@ -91,11 +91,6 @@ class GroupInt(Codec):
     scale : {"own", "search"}
         own: from the whole range; search: of 13 multiples of it about its middle (symmetric: about 0) the one of least
         squared error, the bytes' form unchanged.
-
-    Examples
-    --------
-    >>> GroupInt(2).layout(128).effective_bits, GroupInt(2, along="tokens").layout(128).effective_bits
-    (3.0, 3.0)
     """
 
     bits: int = one_of(*BITS, default=4)

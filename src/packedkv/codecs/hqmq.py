@@ -112,11 +112,6 @@ class Hqmq(Codec):
         ceil: whole bits per code; radix: 0.2 bits less per element, four tokens to a block.
     codebook : {"fp16", "int8"}
         Entries of the decode table; fp16 is exact, int8 halves the table and adds 2e-5 to 4e-5 of relative MSE.
-
-    Examples
-    --------
-    >>> Hqmq(24, 3).layout(128).effective_bits, Hqmq(24, 3, packing="radix").layout(128).effective_bits
-    (3.375, 3.171875)
     """
 
     s: int = one_of(*SIZES, default=96)

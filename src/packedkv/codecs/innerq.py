@@ -90,11 +90,6 @@ class InnerQ(Codec):
         The better of symmetric and asymmetric per group; along tokens only.
     norm : bool
         Divide key channels by norms fitted on the prefill.
-
-    Examples
-    --------
-    >>> InnerQ(3).layout(128).effective_bits, InnerQ(2, "tokens", hybrid=True).layout(128).effective_bits
-    (4.5, 4.0)
     """
 
     bits: int = one_of(2, 3, default=3)

@@ -90,11 +90,6 @@ class KVarN(Rotated, Codec):
         Tokens of a tile.
     rounds : int
         Rounds of balancing; 0 leaves KIVI's integers behind a Hadamard rotation.
-
-    Examples
-    --------
-    >>> KVarN(4).layout(128).effective_bits, KVarN(2, "channels").layout(128).effective_bits
-    (4.375, 2.375)
     """
 
     bits: int = one_of(2, 3, 4, default=4)

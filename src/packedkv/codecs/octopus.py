@@ -255,11 +255,6 @@ class Octopus(UnitRotated, Codec):
     scale : {"own", "search"}
         own: the paper's norms and ranges; search: of 13 multiples of each the one of least squared error, the bytes'
         form unchanged.
-
-    Examples
-    --------
-    >>> Octopus(5, 3).layout(128).effective_bits, Octopus(5, 3, norm="fp32").layout(128).effective_bits
-    (4.5, 4.625)
     """
 
     direction_bits: int = 5

@@ -69,11 +69,6 @@ from packedkv.scheme import KVScheme
 @dataclass(frozen=True)
 class OctopusQJL(Octopus):
     """OCTOPUS and the signs of a sketch of its residual; the residual's length is fp16.
-
-    Examples
-    --------
-    >>> OctopusQJL(3, 1).layout(128).effective_bits, Octopus(3, 1).layout(128).effective_bits
-    (3.625, 2.5)
     """
 
     def __post_init__(self) -> None:

@@ -68,12 +68,6 @@ class Med(Wrapper):
         C, positive; the paper has 3, 4 and 5.
     slots : int
         Room for outliers per token, 64 bits each.
-
-    Examples
-    --------
-    >>> from packedkv.codecs.group_int import GroupInt
-    >>> Med(GroupInt(4, 0)).layout(128).effective_bits
-    5.5
     """
 
     c: float = 3

@@ -104,11 +104,6 @@ class PolarQuant(UnitRotated, Codec):
         Bits of each of the D - 1 angles; the norm comes on top.
     norm : {"fp16", "fp32"}
         How norms are stored; the paper's is fp32.
-
-    Examples
-    --------
-    >>> PolarQuant(4).layout(128).effective_bits, PolarQuant(4, "fp32").layout(80).effective_bits
-    (4.125, 4.4)
     """
 
     bits: int = one_of(2, 3, 4, 5, 6, default=4)

@@ -63,11 +63,6 @@ class Q40(Rotated, Codec):
     rotation : {"whole", "64", "none"}
         Order of the Hadamard matrix: the largest power of two that divides head_dim, or 64; none where 64 does not
         divide head_dim.
-
-    Examples
-    --------
-    >>> Q40().layout(128).effective_bits, Q40().layout(128).block_bytes
-    (4.5, 72)
     """
 
     rotation: Literal["whole", "64", "none"] = "whole"

@@ -114,11 +114,6 @@ class RopePairs(Codec):
     ----------
     bits : {2, 3, 4}
         Bits of a channel, in keys on average; norms come on top.
-
-    Examples
-    --------
-    >>> RopePairs(3).layout(128).effective_bits, RopePairs(3).layout(64).effective_bits
-    (3.125, 3.25)
     """
 
     bits: int = one_of(2, 3, 4, default=3)

@@ -81,11 +81,6 @@ class SawInt4(Rotated, Codec):
     scale : {"own", "search"}
         own: the paper's, from the whole range; search: of 13 multiples of it about its middle the one of least squared
         error, the bytes' form unchanged.
-
-    Examples
-    --------
-    >>> SawInt4().layout(128).effective_bits, SawInt4().layout(64).effective_bits
-    (4.25, 4.5)
     """
 
     block: int | None = None

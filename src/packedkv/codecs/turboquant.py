@@ -93,11 +93,6 @@ class TurboQuant(UnitRotated, Codec):
         How norms are stored; the paper's is fp32.
     scale : {"own", "search"}
         own: the paper's norm; search: of 13 multiples of it the one of least squared error, the bytes' form unchanged.
-
-    Examples
-    --------
-    >>> TurboQuant(4).layout(128).effective_bits, TurboQuant(4, "fp32").layout(128).effective_bits
-    (4.125, 4.25)
     """
 
     bits: int = one_of(1, 2, 3, 4, 5, 6, default=4)

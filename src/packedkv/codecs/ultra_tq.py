@@ -112,11 +112,6 @@ class UltraTQ(Rotated, Codec):
     scale : {"own", "search"}
         own: the paper's norms and ranges; search: of 13 multiples of each the one of least squared error, the bytes'
         form unchanged.
-
-    Examples
-    --------
-    >>> UltraTQ().layout(128).effective_bits, UltraTQ("block").layout(128).effective_bits
-    (4.125, 4.5)
     """
 
     norm: Norm = "token"

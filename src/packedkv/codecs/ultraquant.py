@@ -89,11 +89,6 @@ class UltraQuant(Rotated, Codec):
         neighbours the one of least squared error.
     queries : {"exact", "fp8"}
         fp8: attention rounds rotated queries to E4M3, as the paper's kernels do; needs ``attention="streamed"``.
-
-    Examples
-    --------
-    >>> UltraQuant().layout(128).effective_bits, UltraQuant(scale="real").layout(128).effective_bits
-    (4.25, 4.5)
     """
 
     rotate: bool = True
