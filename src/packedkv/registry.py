@@ -24,6 +24,8 @@ from typing import Any, Literal
 from packedkv.atomic import whole_file
 from packedkv.codec import ROLES, Codec, Dense
 from packedkv.errors import FormatError, KVError, SpecError, check_former_name, nearest
+from packedkv.ops.hadamard import Norm
+from packedkv.ops.scale_search import Scale
 from packedkv.scheme import KVScheme, Mean, mix_of, recent_of
 
 Recipe = Callable[..., KVScheme]
@@ -90,6 +92,13 @@ COMMON = {
 }
 """Options of every method: fields of the scheme. A recipe with a default of its own has it among its parameters."""
 
+SHARED: dict[Any, str] = {
+    Scale: "own: the method's own norms or ranges; search: of 13 multiples of each the one of least squared error, the "
+    "bytes' form unchanged.",
+    Norm: "How norms are stored; the paper's is fp32.",
+}
+"""Texts of options whose type several methods share."""
+
 
 @dataclass(frozen=True)
 class Method:
@@ -111,6 +120,7 @@ class Method:
         """Options by name: the recipe's parameters in their order, and those of every method."""
         hints = typing.get_type_hints(self.recipe)
         docs = _option_docs(self.recipe)
+        docs = {name: SHARED.get(hint, "") for name, hint in hints.items()} | docs
         own = {p.name: Option(p.name, hints[p.name], p.default, docs.get(p.name, "")) for p in self.parameters.values()}
         return own | {name: option for name, option in COMMON.items() if name not in own}
 

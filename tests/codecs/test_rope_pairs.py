@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from packedkv.codec import FP16_MAX, Sample, Site
-from packedkv.codecs.rope_pairs import ERRORS, STEP, RopePairs, normal_levels
+from packedkv.codecs.rope_pairs import ERRORS, STEP, RopePairs, level_tables
 from packedkv.ops.lloyd_max import distortion
 from packedkv.ops.widths import allot
 from tests.codecs.draws import normal, uneven
@@ -25,7 +25,7 @@ def site(heads=2, dim=64):
 
 
 def test_levels_are_lloyd_max_of_the_normal_law_one_width_after_the_other():
-    levels = normal_levels()
+    levels = level_tables()
     assert levels.shape == (511,)
     assert float(levels[0]) == 0
     known = {1: [0.7979], 2: [0.4528, 1.5104], 3: [0.2451, 0.7560, 1.3439, 2.1520]}  # Max, 1960
@@ -37,7 +37,7 @@ def test_levels_are_lloyd_max_of_the_normal_law_one_width_after_the_other():
 
 def test_the_errors_that_bits_are_bought_by_are_those_of_the_levels():
     for bits, error in enumerate(ERRORS):
-        table = normal_levels()[2**bits - 1 : 2 ** (bits + 1) - 1].double()
+        table = level_tables()[2**bits - 1 : 2 ** (bits + 1) - 1].double()
         assert distortion(lambda x: (-x * x / 2).exp(), table, -9.0, 9.0) == pytest.approx(error, rel=2e-3, abs=6e-7)
 
 

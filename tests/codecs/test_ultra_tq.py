@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 import packedkv
 from packedkv.codec import Sample, Site, roundtrip
 from packedkv.codecs.turboquant import coordinate_centroids
-from packedkv.codecs.ultra_tq import UltraTQ, gaussian_levels, sphere_levels
+from packedkv.codecs.ultra_tq import UltraTQ, sphere_levels
 from packedkv.ops.bitpack import unpack
-from packedkv.ops.lloyd_max import block_norm_density, distortion, sample_levels
+from packedkv.ops.lloyd_max import block_norm_density, distortion, normal_levels, sample_levels
 
 
 def normal(n, dim=64, heads=1, seed=0):
@@ -49,7 +49,7 @@ def test_levels_at_d_64():
 
 def test_the_production_table_is_the_gaussian_one():
     """The paper names the law of a unit vector's coordinate, and prints 0.342."""
-    assert round(float(gaussian_levels()[-1]) / 8, 3) == 0.342
+    assert round(float(normal_levels(16)[-1]) / 8, 3) == 0.342
     assert round(float(sphere_levels(64)[-1]) / 8, 3) == 0.331
     assert packedkv.get("ultra-tq").key.table == "gaussian"
 
@@ -57,7 +57,7 @@ def test_the_production_table_is_the_gaussian_one():
 def test_what_the_gaussian_table_loses_on_the_sphere():
     """1.427e-4 against 1.433e-4 per coordinate at d = 64."""
     density = block_norm_density(64, 1)
-    found = [distortion(density, levels / 8, -1.0, 1.0) for levels in (sphere_levels(64), gaussian_levels())]
+    found = [distortion(density, levels / 8, -1.0, 1.0) for levels in (sphere_levels(64), normal_levels(16))]
     assert found == pytest.approx([1.427e-4, 1.433e-4], abs=5e-8)
     x = unit(8192, 64)
     assert error(UltraTQ(table="sphere"), x) < error(UltraTQ(), x) < 1.01 * error(UltraTQ(table="sphere"), x)
@@ -80,18 +80,18 @@ def test_calibration_gains_where_keys_have_lighter_tails():
     rotated = torch.rand(1, 1, 4096, 64, generator=torch.Generator().manual_seed(0)) * 2 - 1
     x = codec.from_code(rotated, {})
     fit_on, test_on = x[:, :, ::2], x[:, :, 1::2]
-    assert fitted(codec, sample=fit_on)["levels"].max() < 0.75 * gaussian_levels()[-1]
+    assert fitted(codec, sample=fit_on)["levels"].max() < 0.75 * normal_levels(16)[-1]
     assert error(codec, test_on, fit_on) < 0.6 * min(error(UltraTQ(), test_on), error(UltraTQ(table="sphere"), test_on))
 
 
 def test_a_fit_satisfies_lloyds_two_conditions():
     x = normal(1024, 64, seed=5).flatten().double()
-    levels = sample_levels(x, gaussian_levels())
+    levels = sample_levels(x, normal_levels(16))
     mirrored = torch.cat([x, -x])
     nearest = (mirrored[:, None] - levels).abs().argmin(1)
     means = torch.stack([mirrored[nearest == j].mean() for j in range(16)])
     torch.testing.assert_close(means, levels, rtol=0, atol=1e-3)
-    before, after = ((mirrored[:, None] - c).abs().amin(1).square().mean() for c in (gaussian_levels(), levels))
+    before, after = ((mirrored[:, None] - c).abs().amin(1).square().mean() for c in (normal_levels(16), levels))
     assert after < before
 
 
@@ -111,7 +111,7 @@ def test_a_cache_calibrates_on_its_prefill():
     k, v = normal(96, heads=2), normal(96, heads=2, seed=1)
     packed = packedkv.compress(scheme, k, v)
     assert packed.key.params["levels"].shape == (1, 16)
-    assert not torch.equal(packed.key.params["levels"][0].double(), gaussian_levels())
+    assert not torch.equal(packed.key.params["levels"][0].double(), normal_levels(16))
     assert torch.equal(
         packed.key.params["levels"], packed.key.codec.fit(Site(0, "key", 2, 64), Sample(k.half()))["levels"]
     )
@@ -217,7 +217,7 @@ def test_rotation_is_what_makes_a_table_work():
     x = loud_keys()
     rotated = error(UltraTQ(table="calibrated"), x, x)
     u = x / x.square().mean(-1, keepdim=True).sqrt()
-    levels = sample_levels(u.flatten().double(), gaussian_levels()).float()
+    levels = sample_levels(u.flatten().double(), normal_levels(16)).float()
     nearest = levels[(u[..., None] - levels).abs().argmin(-1)]
     plain = float((nearest - u).square().sum() / u.square().sum())
     assert 2 < plain / rotated < 3

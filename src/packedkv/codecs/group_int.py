@@ -88,9 +88,6 @@ class GroupInt(Codec):
         The axis of a group.
     symmetric : bool
         No offset: 2^bits - 1 levels around zero.
-    scale : {"own", "search"}
-        own: from the whole range; search: of 13 multiples of it about its middle (symmetric: about 0) the one of least
-        squared error, the bytes' form unchanged.
     """
 
     bits: int = one_of(*BITS, default=4)

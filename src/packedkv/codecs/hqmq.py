@@ -70,7 +70,7 @@ import torch
 from torch import Tensor
 
 from packedkv.codec import NO_SAMPLE, Codec, Constant, Constants, Params, Payload, Sample, Site, one_of
-from packedkv.codecs.outliers import Outliers, with_outliers
+from packedkv.codecs.outliers import Outliers, blocks, with_outliers
 from packedkv.layout import Field, Layout, check_head_dim
 from packedkv.ops.bitpack import pack, packed_bytes, unpack
 from packedkv.ops.quaternion import (
@@ -178,7 +178,7 @@ class Hqmq(Codec):
         secondary = params["secondary"][0].double()
         codes = search_heads(chunks, lambda part, head: nearest_product(part, secondary[head]))
         radius, scale = quantize_lengths(chunk_lengths(chunks), self.r)
-        return {**self.pack(_blocks(codes, tokens), _blocks(radius, tokens)), "scale": _blocks(scale, tokens)}
+        return {**self.pack(blocks(codes, tokens), blocks(radius, tokens)), "scale": blocks(scale, tokens)}
 
     def decode(self, payload: Payload, params: Params) -> Tensor:
         dim = params["channels"].shape[-1]
@@ -212,11 +212,6 @@ class Hqmq(Codec):
     def _signed(self, n: int) -> bool:
         """Whether the bytes of ``n`` chunks are those of ``pack_rows``."""
         return self.packing == "ceil" and n % 8 == 0
-
-
-def _blocks(x: Tensor, tokens: int) -> Tensor:
-    """Fold ``tokens`` neighbouring tokens: ``[B, H, N, n, ...]`` -> ``[B, H, N / tokens, tokens n, ...]``."""
-    return x.unflatten(2, (-1, tokens)).flatten(3, 4)
 
 
 # -- signed rows: the order of bits of version 5, w of 10..13 code bits and r of 3, 4, 6 radius bits -------------------

@@ -72,7 +72,7 @@ from packedkv.codec import NO_SAMPLE, Codec, Constant, Constants, Params, Payloa
 from packedkv.codecs.group_int import GroupInt
 from packedkv.errors import SpecError
 from packedkv.layout import Field, Layout, check_head_dim
-from packedkv.ops.hadamard import UnitRotated, random_signs
+from packedkv.ops.hadamard import Norm, UnitRotated, random_signs
 from packedkv.ops.lloyd_max import block_norm_density, interval, lloyd_max, nearest_level
 from packedkv.ops.scale_search import FACTORS, Scale, least_error
 from packedkv.ops.sums import in_pieces, row_norm
@@ -81,7 +81,6 @@ from packedkv.scheme import KVScheme
 
 Rounding = Literal["scalar", "local_2x2", "local_3x3", "full"]
 Split = Literal["paper", "plus", -2, -1, 0, 1, 2]
-Norm = Literal["fp16", "fp32"]
 
 JOINT_BITS = 10
 """Longest code that is stored whole: a GPU decodes it by one table."""
@@ -250,11 +249,6 @@ class Octopus(UnitRotated, Codec):
     rounding : {"scalar", "local_2x2", "local_3x3", "full"}
         Encoder's direction search, the bytes mean the same; local_3x3 equals full, local_2x2 is the weak set as
         printed, scalar rounds xi, eta and rho on their own, as the paper's scores.
-    norm : {"fp16", "fp32"}
-        How key norms are stored; the paper's is fp32.
-    scale : {"own", "search"}
-        own: the paper's norms and ranges; search: of 13 multiples of each the one of least squared error, the bytes'
-        form unchanged.
     """
 
     direction_bits: int = 5

@@ -50,17 +50,16 @@ octopus a factor 3.5.
 """
 
 from dataclasses import dataclass
-from functools import partial
 from typing import Literal
 
 from torch import Tensor
 
 from packedkv.codec import NO_SAMPLE, Constant, Constants, Params, Payload, Sample, Site
 from packedkv.codecs.group_int import GroupInt
-from packedkv.codecs.octopus import Norm, Octopus, Rounding, Split, split_bits
+from packedkv.codecs.octopus import Octopus, Rounding, Split, split_bits
 from packedkv.errors import SpecError
 from packedkv.layout import Layout
-from packedkv.ops.hadamard import random_signs
+from packedkv.ops.hadamard import Norm, random_signs
 from packedkv.ops.qjl import estimate, sketched, sketched_layout
 from packedkv.registry import register
 from packedkv.scheme import KVScheme
@@ -68,8 +67,7 @@ from packedkv.scheme import KVScheme
 
 @dataclass(frozen=True)
 class OctopusQJL(Octopus):
-    """OCTOPUS and the signs of a sketch of its residual; the residual's length is fp16.
-    """
+    """OCTOPUS and the signs of a sketch of its residual; the residual's length is fp16."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -88,8 +86,8 @@ class OctopusQJL(Octopus):
 
     def encode(self, x: Tensor, params: Params) -> Payload:
         """Encode as OCTOPUS does, then sketch the residual of the unit vector."""
-        held = partial(self.look_up, params=params)
-        return sketched(super().encode(x, params), lambda rows: self.unit(rows)[0], held, x, params["sketch"])
+        payload = super().encode(x, params)
+        return sketched(payload, lambda u, own: self.unit(u)[0] - self.look_up(own, params), x, params["sketch"])
 
     def decode(self, payload: Payload, params: Params) -> Tensor:
         """Add the residual's estimate to the triplets, then scale."""

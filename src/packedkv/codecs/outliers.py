@@ -121,8 +121,8 @@ class Med(Wrapper):
         bulk, constants = _zeroed(chunks, flags, x.shape[-1]), inside(params)
         return {
             **self.inner.encode(self.inner.to_code(bulk, constants), constants),
-            "flags": pack(self._blocks(flags.to(torch.uint8)), 1),
-            "outliers": self._blocks(kept),
+            "flags": pack(blocks(flags.to(torch.uint8), self.block_tokens), 1),
+            "outliers": blocks(kept, self.block_tokens),
         }
 
     def decode(self, payload: Payload, params: Params) -> Tensor:
@@ -157,9 +157,10 @@ class Med(Wrapper):
         dim = sample.shape[-1]
         return threshold, lambda: _zeroed(chunks, _longest(_above(chunks, threshold), self.slots), dim)
 
-    def _blocks(self, x: Tensor) -> Tensor:
-        """Fold a block's tokens: ``[B, H, N, n, ...]`` -> ``[B, H, N / T, T n, ...]``."""
-        return x.unflatten(2, (-1, self.block_tokens)).flatten(3, 4)
+
+def blocks(x: Tensor, tokens: int) -> Tensor:
+    """Fold ``tokens`` neighbouring tokens: ``[B, H, N, n, ...]`` -> ``[B, H, N / tokens, tokens n, ...]``."""
+    return x.unflatten(2, (-1, tokens)).flatten(3, 4)
 
 
 def with_outliers(codec: Codec, outliers: Outliers, slots: int) -> Codec:

@@ -52,13 +52,11 @@ from torch import Tensor
 from packedkv.codec import NO_SAMPLE, Codec, Constant, Constants, Params, Payload, Sample, Site, one_of
 from packedkv.layout import Field, Layout, check_head_dim
 from packedkv.ops.bitpack import pack, packed_bytes, unpack
-from packedkv.ops.hadamard import UnitRotated, random_signs
+from packedkv.ops.hadamard import Norm, UnitRotated, random_signs
 from packedkv.ops.lloyd_max import lloyd_max, midpoints
 from packedkv.ops.sums import in_pieces
 from packedkv.registry import register
 from packedkv.scheme import KVScheme
-
-Norm = Literal["fp16", "fp32"]
 
 TINY = 1e-300
 """Keeps 0/0 out; radii of float32 coordinates are larger."""
@@ -102,8 +100,6 @@ class PolarQuant(UnitRotated, Codec):
     ----------
     bits : {2, 3, 4, 5, 6}
         Bits of each of the D - 1 angles; the norm comes on top.
-    norm : {"fp16", "fp32"}
-        How norms are stored; the paper's is fp32.
     """
 
     bits: int = one_of(2, 3, 4, 5, 6, default=4)

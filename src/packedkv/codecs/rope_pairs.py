@@ -59,7 +59,7 @@ from packedkv.codec import FP16_MAX, NO_SAMPLE, Codec, Constant, Constants, Para
 from packedkv.codecs.turboquant import TurboQuant
 from packedkv.layout import Field, Layout, check_head_dim
 from packedkv.ops.bitpack import pack, packed_bytes, unpack
-from packedkv.ops.lloyd_max import lloyd_max
+from packedkv.ops.lloyd_max import NORMAL_REACH, normal_levels
 from packedkv.ops.sums import in_pieces, sum_by_halves
 from packedkv.ops.widths import allot, channel_squares, for_tokens, nearest_in, ordered, put_back, width_cuts
 from packedkv.registry import register
@@ -68,17 +68,14 @@ from packedkv.scheme import KVScheme
 STEP = 8
 """Channels that get their bits together: 4 pairs."""
 WIDEST = 8
-REACH = 9.0
 ERRORS = (1.0, 0.363380, 0.117482, 0.034548, 0.009501, 0.002505, 0.000644, 0.000163, 0.0000412)
 """m_b: mean squared error of 2^b Lloyd-Max levels of N(0, 1)."""
 
 
 @lru_cache(maxsize=1)
-def normal_levels() -> Tensor:
+def level_tables() -> Tensor:
     """Lloyd-Max levels of N(0, 1) of widths 0 to 8: float32 ``[511]``, those of width b from 2^b - 1 on."""
-    tables = [
-        lloyd_max(lambda x: (-x * x / 2).exp(), 2**b, -REACH, REACH, symmetric=True) for b in range(1, WIDEST + 1)
-    ]
+    tables = [normal_levels(2**b) for b in range(1, WIDEST + 1)]
     return torch.cat([torch.zeros(1, dtype=torch.float64), *tables]).float()
 
 
@@ -139,7 +136,7 @@ class RopePairs(Codec):
                 (site.num_heads, site.head_dim // STEP), torch.uint8, 0, WIDEST,
                 lambda x: bool((x.sum(-1) == total).all()), f"of sum {total} in a head", each=True,
             ),
-            "levels": Constant((2 ** (WIDEST + 1) - 1,), low=-REACH, high=REACH),
+            "levels": Constant((2 ** (WIDEST + 1) - 1,), low=-NORMAL_REACH, high=NORMAL_REACH),
         }  # fmt: skip
 
     def fit(self, site: Site, sample: Sample = NO_SAMPLE) -> Params:
@@ -166,7 +163,7 @@ class RopePairs(Codec):
             "order": order.to(torch.int16),
             "scale": torch.cat([energy, energy], -1).gather(-1, order).sqrt().float(),
             "widths": allot(steps, ERRORS, self.bits * steps.shape[-1]).to(torch.uint8),
-            "levels": normal_levels()[None],
+            "levels": level_tables()[None],
         }
         return {name: value.to(site.device) for name, value in params.items()}
 

@@ -78,9 +78,6 @@ class SawInt4(Rotated, Codec):
         Zero point: an integer, as in the paper, or not rounded, as in the public kernels.
     pack : {"neighbours", "halves"}
         Channels that share a byte: 2i and 2i + 1, or i and i + D/2.
-    scale : {"own", "search"}
-        own: the paper's, from the whole range; search: of 13 multiples of it about its middle the one of least squared
-        error, the bytes' form unchanged.
     """
 
     block: int | None = None

@@ -54,7 +54,7 @@ in fewer bytes.
 """
 
 from dataclasses import dataclass, field
-from functools import lru_cache, partial
+from functools import lru_cache
 from typing import Literal
 
 from torch import Tensor
@@ -63,7 +63,7 @@ from packedkv.codec import NO_SAMPLE, Codec, Constant, Constants, Params, Payloa
 from packedkv.errors import SpecError
 from packedkv.layout import Field, Layout, check_head_dim
 from packedkv.ops.bitpack import pack, packed_bytes, unpack
-from packedkv.ops.hadamard import UnitRotated, random_signs
+from packedkv.ops.hadamard import Norm, UnitRotated, random_signs
 from packedkv.ops.lloyd_max import block_norm_density, lloyd_max, nearest_level
 from packedkv.ops.qjl import estimate, sketched, sketched_layout
 from packedkv.ops.scale_search import Scale, quantized
@@ -71,7 +71,6 @@ from packedkv.ops.sums import in_pieces
 from packedkv.registry import register
 from packedkv.scheme import KVScheme
 
-Norm = Literal["fp16", "fp32"]
 Variant = Literal["correct", "printed"]
 
 
@@ -89,10 +88,6 @@ class TurboQuant(UnitRotated, Codec):
     ----------
     bits : {1, 2, 3, 4, 5, 6}
         Bits of a coordinate; the norm comes on top.
-    norm : {"fp16", "fp32"}
-        How norms are stored; the paper's is fp32.
-    scale : {"own", "search"}
-        own: the paper's norm; search: of 13 multiples of it the one of least squared error, the bytes' form unchanged.
     """
 
     bits: int = one_of(1, 2, 3, 4, 5, 6, default=4)
@@ -150,8 +145,6 @@ class TurboQuantQJL(TurboQuant):
     ----------
     bits : {2, 3, 4}
         Bits of a coordinate, in keys with the residual's sign; norms come on top.
-    norm : {"fp16", "fp32"}
-        How norms are stored; the paper's is fp32.
     variant : {"correct", "printed"}
         printed fits a published table whose residuals carry nothing; for reproduction only.
     """
@@ -184,9 +177,9 @@ class TurboQuantQJL(TurboQuant):
 
     def encode(self, x: Tensor, params: Params) -> Payload:
         """Round, then sketch the residual."""
-        stage = self.stage.encode(x, params)
-        held = partial(self.stage.look_up, params=params)
-        return sketched(stage, lambda rows: self.unit(rows)[0], held, x, params["sketch"])
+        stage = self.stage
+        payload = stage.encode(x, params)
+        return sketched(payload, lambda u, own: self.unit(u)[0] - stage.look_up(own, params), x, params["sketch"])
 
     def decode(self, payload: Payload, params: Params) -> Tensor:
         """Add the residual's estimate to the levels, then scale."""

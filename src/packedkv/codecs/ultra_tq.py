@@ -67,7 +67,7 @@ from packedkv.layout import Field, Layout, check_head_dim
 from packedkv.ops.bitpack import pack, unpack
 from packedkv.ops.groups import group_count, spread_channels
 from packedkv.ops.hadamard import Rotated, power_of_two_divisor
-from packedkv.ops.lloyd_max import block_norm_density, lloyd_max, nearest_level, sample_levels
+from packedkv.ops.lloyd_max import block_norm_density, lloyd_max, nearest_level, normal_levels, sample_levels
 from packedkv.ops.scale_search import Scale, quantized
 from packedkv.ops.sums import sum_by_halves
 from packedkv.registry import register
@@ -78,15 +78,8 @@ Table = Literal["gaussian", "sphere", "calibrated"]
 
 GROUP = 32
 LEVELS = 16
-GAUSSIAN_REACH = 9.0
 SAMPLE = 1 << 19
 """Elements that a calibration looks at; tokens are skipped evenly beyond that."""
-
-
-@lru_cache(maxsize=1)
-def gaussian_levels() -> Tensor:
-    """Lloyd-Max levels of N(0, 1), float64 ``[16]``."""
-    return lloyd_max(lambda x: (-x * x / 2).exp(), LEVELS, -GAUSSIAN_REACH, GAUSSIAN_REACH, symmetric=True)
 
 
 @lru_cache(maxsize=16)
@@ -109,9 +102,6 @@ class UltraTQ(Rotated, Codec):
     refit : float
         With table=calibrated and ``packedkv fit``: share of the layers, those with the largest error, that keep their
         own centroids; 1 for all. Fitted on a prefill, all layers do.
-    scale : {"own", "search"}
-        own: the paper's norms and ranges; search: of 13 multiples of each the one of least squared error, the bytes'
-        form unchanged.
     """
 
     norm: Norm = "token"
@@ -152,12 +142,12 @@ class UltraTQ(Rotated, Codec):
         """
         params: dict[str, Tensor] = {}
         if self.table == "gaussian":
-            levels = gaussian_levels()
+            levels = normal_levels(LEVELS)
         elif self.table == "sphere":
             levels = sphere_levels(min(self._group or site.head_dim, site.head_dim))
         else:
             u = self._coordinates(needed("ultra-tq: table=calibrated", sample.tensor, ", use table=gaussian"))
-            gaussian = gaussian_levels()
+            gaussian = normal_levels(LEVELS)
             levels = sample_levels(u, gaussian)
             if sample.queries is not None:
                 gaussian = gaussian.to(u.device)
@@ -172,7 +162,7 @@ class UltraTQ(Rotated, Codec):
         keep = math.ceil(self.refit * len(fitted) - 1e-9)  # 0.07 * 100 is 7.000000000000001
         worst = sorted(range(len(fitted)), key=lambda i: -float(fitted[i]["error"]))[:keep]
         held = [params["levels"] for params in fitted]
-        gaussian = gaussian_levels()[None].float()
+        gaussian = normal_levels(LEVELS)[None].float()
         return [{"levels": x if i in worst else gaussian.to(x.device)} for i, x in enumerate(held)]
 
     def _coordinates(self, sample: Tensor) -> Tensor:

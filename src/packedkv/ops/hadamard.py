@@ -19,6 +19,9 @@ from packedkv.codec import Params, Site
 from packedkv.layout import Field
 from packedkv.ops.sums import row_norm
 
+Norm = Literal["fp16", "fp32"]
+"""Dtype of a stored norm."""
+
 
 @lru_cache(maxsize=32)
 def hadamard_signs(order: int, device: str = "cpu") -> Tensor:
@@ -69,9 +72,7 @@ class Rotated:
         """Rotate ``x [B, H, N, D]``."""
         return block_hadamard(x, self.order_for(x.shape[-1]))
 
-    def from_code(self, x: Tensor, params: Params) -> Tensor:
-        """Rotate back: H is its own inverse."""
-        return block_hadamard(x, self.order_for(x.shape[-1]))
+    from_code = to_code  # H is its own inverse
 
 
 class UnitRotated:
@@ -80,7 +81,7 @@ class UnitRotated:
     ``norm`` holds gamma / sqrt(D), the root mean square of a row, in 16 or 32 bit.
     """
 
-    norm: Literal["fp16", "fp32"]
+    norm: Norm
 
     def to_code(self, x: Tensor, params: Params) -> Tensor:
         """``H (s * x)``; not divided by gamma, so that it is linear."""

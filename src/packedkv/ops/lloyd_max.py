@@ -11,6 +11,7 @@ Densities of a uniform unit vector in R^d, the law of a key after a random rotat
 """
 
 from collections.abc import Callable
+from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -23,6 +24,7 @@ LLOYD_ROUNDS = 32
 MAX_ROUNDS = 2000
 GRID = 256
 SAMPLE_ROUNDS = 500
+NORMAL_REACH = 9.0
 
 
 def block_norm_density(dim: int, block: int) -> Density:
@@ -75,6 +77,12 @@ def lloyd_max(density: Density, levels: int, low: float, high: float, *, symmetr
         middle = (low + high) / 2
         centroids = middle + ((centroids - middle) - (centroids - middle).flip(0)) / 2
     return centroids
+
+
+@lru_cache(maxsize=16)
+def normal_levels(levels: int) -> Tensor:
+    """Centroids of N(0, 1), float64 ``[levels]``."""
+    return lloyd_max(lambda x: (-x * x / 2).exp(), levels, -NORMAL_REACH, NORMAL_REACH, symmetric=True)
 
 
 def midpoints(centroids: Tensor) -> Tensor:

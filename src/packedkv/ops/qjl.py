@@ -50,18 +50,15 @@ def sketched_layout(method: str, stage: Layout) -> Layout:
     return replace(stage, fields=(*stage.fields, *sketch), nominal_bits=stage.nominal_bits + 1)
 
 
-def sketched(
-    stage: Payload, unit: Callable[[Tensor], Tensor], held: Callable[[Payload], Tensor], x: Tensor, signs: Tensor
-) -> Payload:
-    """Add the sketch of ``u - u^`` to the payload of ``x``: ``unit`` maps rows to u, ``held`` a payload to u^."""
+def sketched(payload: Payload, residual: Callable[[Tensor, Payload], Tensor], x: Tensor, signs: Tensor) -> Payload:
+    """Add a sketch to the payload of ``x``: ``residual`` maps rows and their payload to ``u - u^``."""
     parts, start = [], 0
     for piece in token_chunks(x):
-        stop = start + piece.shape[2]
-        own = {name: field[:, :, start:stop] for name, field in stage.items()}
-        parts.append(sketch(unit(piece) - held(own), signs))
-        start = stop
+        own = {name: field[:, :, start : start + piece.shape[2]] for name, field in payload.items()}
+        parts.append(sketch(residual(piece, own), signs))
+        start += piece.shape[2]
     sigma, lengths = (torch.cat(field, 2) for field in zip(*parts, strict=True))
-    return {**stage, "signs": sigma, "residual": lengths}
+    return {**payload, "signs": sigma, "residual": lengths}
 
 
 def sketch(r: Tensor, signs: Tensor) -> tuple[Tensor, Tensor]:
