@@ -19,7 +19,7 @@ from packedkv.integrations.transformers.argument import passing
 from packedkv.kernels import choose
 from packedkv.registry import LayerChoice, from_json, write_recipe
 from tests.conftest import tiny_model
-from tests.integrations.served import refusal
+from tests.integrations.test_serving import refusal
 
 SPECS = (
     "saw-int4:window=24,recent=int-8",

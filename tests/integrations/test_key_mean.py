@@ -25,8 +25,8 @@ from packedkv.models.loading import LoadedModel
 from packedkv.scheme import mix_of
 from tests.cli.tiny import TEXT, tiny_tokenizer
 from tests.conftest import tiny_model
-from tests.integrations.served import refusal
 from tests.integrations.test_generate import prompt
+from tests.integrations.test_serving import refusal
 from tests.test_key_bias import DYNAMIC, biased
 
 SPEC, RAW = "saw-int4:mean=pre", "saw-int4:mean=none"

@@ -13,17 +13,27 @@ from packedkv.codec import ROLES
 from packedkv.errors import SpecError, UnsupportedError
 from packedkv.integrations.vllm.layer import EngineLayer
 from packedkv.integrations.vllm.options import read_options
-from packedkv.integrations.vllm.servable import PAGE_STEP, group_tokens, page_step
+from packedkv.integrations.vllm.servable import PAGE_STEP, check_layer, group_tokens, page_step
 from packedkv.kernels.tokens import Rules
 from packedkv.ops.rope import Rotary
 from packedkv.scheme import mix_of
 from packedkv.store.pages import sink_rows
 from packedkv.store.site import LayerSite, MeanRemoval
 from tests.fuzz.oracle import attention64, causal
-from tests.integrations.served import refusal
 
 CPU = torch.device("cpu")
 HEADS, DIM, TOKENS, BLOCK = 2, 64, 70, 16
+
+
+def refusal(scheme: packedkv.KVScheme, *given: Any, **options: Any) -> str:
+    """Return the message of ``check_layer``, or ``""`` if a server does serve it."""
+    try:
+        check_layer(scheme, *given, **options)
+    except UnsupportedError as error:
+        return str(error)
+    return ""
+
+
 REFUSALS = {name: refusal(packedkv.get(name)) for name in packedkv.presets()}
 SERVED = [name for name, why in REFUSALS.items() if not why]
 SPECS = ("saw-int4", "fp8", "hqmq-s24_r3", "octopus-3:window=0", "octopus-qjl-2:window=0", "ultra-tq", "q4_0", "dense")

@@ -25,8 +25,7 @@ from packedkv.kernels.tokens import Rules, StepTokens
 from packedkv.ops.rope import Rotary
 from packedkv.scheme import KVScheme
 from packedkv.store.site import LayerSite, MeanRemoval
-from tests.integrations.served import refusal
-from tests.integrations.test_serving import BLOCK, CPU, DIM, HEADS, ROW, RULES, TOKENS, made, pool, rows, slots
+from tests.integrations.test_serving import BLOCK, CPU, DIM, HEADS, ROW, RULES, TOKENS, made, pool, refusal, rows, slots
 from tests.kernels.conftest import Server, by, unsynchronised
 
 SPECS = ["int-8", "turboquant-4", "hqmq-s24_r3", "octopus-3:window=0", "ultra-tq", "ultraquant"]

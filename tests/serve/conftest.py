@@ -9,8 +9,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
-from tests.serve.biased import Biased, biased_at
-from tests.serve.engines import ENVIRONMENT, save_model
+from tests.serve.engines import ENVIRONMENT, WORDS, Biased, save_model
 
 os.environ.update(ENVIRONMENT)
 os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
@@ -77,5 +76,16 @@ def told(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 @pytest.fixture(scope="session")
 def biased(tmp_path_factory: pytest.TempPathFactory) -> Biased:
-    """A model with large key biases."""
-    return biased_at(tmp_path_factory.mktemp("biased"))
+    """A Qwen2 with large biases in all channels of its keys, the largest in a slowly turning pair."""
+    from transformers import PreTrainedTokenizerFast
+
+    folder = tmp_path_factory.mktemp("biased")
+    model = save_model(folder, "qwen2", vocab_size=WORDS)
+    with torch.no_grad():
+        for i, layer in enumerate(model.model.layers):
+            bias = layer.self_attn.k_proj.bias
+            bias.copy_(20 * torch.randn(bias.shape, generator=torch.Generator().manual_seed(i)))
+            bias[61] = 400.0
+            layer.self_attn.q_proj.weight.mul_(4)
+    model.save_pretrained(folder)
+    return Biased(folder, model, PreTrainedTokenizerFast.from_pretrained(folder))

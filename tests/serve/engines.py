@@ -14,7 +14,10 @@ import torch
 import packedkv
 from packedkv.cache.layer import LayerCache
 from packedkv.codec import ROLES
+from packedkv.files.params import FittedParams
+from packedkv.fitting.fit import fit_model
 from packedkv.integrations.transformers.argument import passing
+from packedkv.models.loading import LoadedModel
 from packedkv.store.pages import PageStore
 from tests.conftest import tiny_model
 
@@ -177,3 +180,17 @@ def layers(llm: Any) -> dict[str, Any]:
     """Attention layers by name."""
     config = llm.llm_engine.vllm_config
     return dict(config.compilation_config.static_forward_context)
+
+
+class Biased(NamedTuple):
+    """A model, where it is, and its tokenizer."""
+
+    folder: Path
+    model: Any
+    tokenizer: Any
+
+    def fitted(self, spec: str, to: Path) -> FittedParams:
+        words = torch.randint(3, WORDS, (600,), generator=torch.Generator().manual_seed(7)).tolist()
+        text = " ".join(f"t{i}" for i in words)
+        loaded = LoadedModel(self.model, self.tokenizer, "biased", "made in the test")
+        return fit_model(loaded, spec, text, windows=2, window_tokens=256).save(to)

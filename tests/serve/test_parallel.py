@@ -10,8 +10,7 @@ from typing import Any
 import pytest
 
 from packedkv.registry import LayerChoice, write_recipe
-from tests.serve.biased import Biased
-from tests.serve.engines import ENVIRONMENT, engine, generate, library, prompts
+from tests.serve.engines import ENVIRONMENT, Biased, engine, generate, library, prompts
 
 SCRIPT = """
 import json, sys

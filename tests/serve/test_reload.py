@@ -9,8 +9,7 @@ import pytest
 import torch
 
 from packedkv.errors import BrokenPresetError, UnsupportedError
-from tests.serve.biased import Biased
-from tests.serve.engines import engine, generate, layers, library, prompts
+from tests.serve.engines import Biased, engine, generate, layers, library, prompts
 
 IDS = prompts(40, 2, 33)
 
