@@ -1,8 +1,4 @@
-"""A site's constants as kernels read them, tables and a factor for each role: built once in a process where possible.
-
-Constants that follow from codec and site alone are shared by all caches and never written to. Those from a sample or a
-file belong to one cache.
-"""
+"""A site's constants as kernels read them; those that codec and site determine are shared and never written to."""
 
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field

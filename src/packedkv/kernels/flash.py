@@ -1,9 +1,8 @@
 """Attention of many query tokens over dense 16-bit keys and values: flash attention, or scores in PyTorch.
 
-PyTorch's flash attention is called by its operator. ``scaled_dot_product_attention`` returns no log-sum-exp, has no
-window and no mask that ends at the last key, copies the keys for each query head of a group, and may choose cuDNN,
-which makes a new plan for every length, in some 40 ms. Where the caller says that shapes recur, that pays, and cuDNN is
-called by its operator: on an H100 it takes three quarters of the time.
+PyTorch's operator is called, because ``scaled_dot_product_attention`` returns no log-sum-exp, has no window and no mask
+that ends at the last key, and copies the keys for each query head of a group. Where shapes recur, cuDNN's operator
+takes three quarters of the time on an H100, after a plan for each length of some 40 ms.
 """
 
 from collections.abc import Callable

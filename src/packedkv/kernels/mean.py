@@ -2,10 +2,7 @@
 
 A score lacks ``q . R_t mu``, the product with the mean turned to the token's position. Decode attention adds it to the
 scores, unpacking adds ``R_t mu`` to the keys. Both need the positions of a sequence's slots to be one run, ``placed``,
-``placed + 1`` and so on, below ``MOST_POSITIONS``. ``cpu/mean.py`` is its like for CPUs.
-
-Pairs of channels whose mean is zero in all heads and sequences cost nothing, so a mean that is large in few pairs may
-be cut to those before it is subtracted.
+``placed + 1`` and so on, below ``MOST_POSITIONS``. Pairs of channels without a mean cost nothing.
 """
 
 from collections.abc import Sequence

@@ -1,9 +1,7 @@
 """How the CUDA kernels read and write a codec: a ``Reader`` and an ``Encoder`` for each role, found by its module.
 
-``packedkv/kernels/codecs/<stem>.py`` serves the codecs of ``packedkv/codecs/<stem>.py``. It defines ``reader``, and
-``encoder`` if kernels write the bytes as well: functions of (codec, head_dim, role) that return a ``Reader`` or an
-``Encoder``, or raise ``UnsupportedError`` with the reason. A codec of another package registers such functions by
-``add_reader`` and ``add_encoder``.
+``packedkv/kernels/codecs/<stem>.py`` serves the codecs of ``packedkv/codecs/<stem>.py``: ``reader`` and ``encoder``,
+functions of (codec, head_dim, role), raise ``UnsupportedError`` with the reason.
 
 Between model basis and code basis kernels apply two linear maps, in this order for queries and new tokens: times a
 factor per head and channel (``[B or 1, H, D]``, a constant of the site), then a block-diagonal Hadamard. Outputs go

@@ -1,12 +1,4 @@
-"""Kernels of ``ghost``: pairs of channels that share bits, each kind with a table of its own.
-
-The tables of a head are bytes: the channels of the model by place, ``uint8 [D]``, then the kinds of the pairs, ``uint8
-[D / 2]``. The kernels compute the levels. Factors are in the model's order. With ``transform=klt`` a matrix of the head
-leads to the places and back, sizes included, and their order is that of the codes.
-
-Constants without a file are fitted by a kernel too: the reference's fit is some hundreds of small operations, in every
-layer of every prompt.
-"""
+"""Kernels of ``ghost``: pairs of channels that share bits, each kind with a table of its own, and the fit."""
 
 from collections.abc import Mapping, Sequence
 from ctypes import sizeof
@@ -155,7 +147,10 @@ def whole_matrix(params: Params) -> Tensor:
 
 
 def read_tables(params: Params, total: int) -> Tensor:
-    """Tables of ``kv::ReadGhost``: order and kinds, of values then the means over sizes; ``[B or 1, H, bytes]``."""
+    """Tables of ``kv::ReadGhost``: uint8 ``[B or 1, H, bytes]``.
+
+    The channel at each place ``[D]``, the kinds of pairs ``[D / 2]``; of values then the means over sizes, float32.
+    """
     own = kinds(total)
     kind = params["widths"][..., ::2] - own[0][0]
     kind[..., -PARTS:] = len(own)

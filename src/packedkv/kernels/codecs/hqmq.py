@@ -1,11 +1,8 @@
 """Kernels of ``hqmq``: chunks of four channels as products of quaternions and radii.
 
-The reader looks up rows of a head's codebook. The encoder searches in cells: a vector is multiplied by one of the 24
-Hurwitz units so that 1 is the unit nearest to it, |y_1| + |y_2| + |y_3| <= y_0, and cells are boxes of (y_1, y_2, y_3)
-/ y_0. Inner products are linear, so a product that another one beats at all eight corners of a box is beaten in the
-whole box. Read by csrc/encode_hqmq.cuh, ``HqmqSearch``.
-
-The tables of all heads are built together: on a GPU launches dominate their cost.
+The encoder searches in cells: a vector is multiplied by one of the 24 Hurwitz units so that 1 is the unit nearest to
+it, |y_1| + |y_2| + |y_3| <= y_0, and cells are boxes of (y_1, y_2, y_3) / y_0. Inner products are linear: a product
+that another one beats at all eight corners of a box is beaten in the whole box (``HqmqSearch`` of encode_hqmq.cuh).
 """
 
 from functools import lru_cache

@@ -1,7 +1,4 @@
-"""Kernels of ``octopus``' keys: triplets of channels as directions and lengths; its values are ``group_int``.
-
-Rows of the reader's tables are four fp16 numbers, one read of 8 bytes.
-"""
+"""Kernels of ``octopus``' keys: triplets of channels as directions and lengths; its values are ``group_int``."""
 
 from collections.abc import Callable
 

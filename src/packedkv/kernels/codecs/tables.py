@@ -1,8 +1,4 @@
-"""Look-up tables that the kernels of several methods share: levels, boundaries between levels, rows in copies.
-
-A table is uint8 ``[1 or H, bytes]``: one for all KV heads, or one of each. Their use is described in
-``csrc/read_levels.cuh``, ``csrc/bits.cuh`` and ``csrc/encode_sums.cuh``.
-"""
+"""Look-up tables that the kernels of several methods share, uint8 ``[1 or H, bytes]``: of all KV heads or of each."""
 
 from collections.abc import Callable
 

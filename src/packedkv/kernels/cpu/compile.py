@@ -1,6 +1,5 @@
 """Compile the CPU kernels, once per instruction set: ``python compile.py``; needs nothing but a C++ compiler.
 
-The build of the package and ``scripts/install`` run this; nothing else does. ``library.py`` loads what it finds here.
 A compiled library holds a digest of its sources, so that one of other sources is neither kept nor loaded.
 """
 

@@ -1,7 +1,6 @@
 """The compiled CPU kernels: which of them this machine runs, loading them, and the structs that they take.
 
-The instruction set is PyTorch's choice (``torch.backends.cpu.get_cpu_capability()``), so the variable with which
-PyTorch is held to fewer instructions, ``ATEN_CPU_CAPABILITY``, holds for the kernels as well.
+The instruction set is PyTorch's choice, which ``ATEN_CPU_CAPABILITY`` limits.
 """
 
 import ctypes

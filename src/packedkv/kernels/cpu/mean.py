@@ -1,7 +1,6 @@
 """Keys that are held without their mean: what ``mean.h`` reads to give scores the term ``q . R_t mu``.
 
-Pairs of channels without a mean in any sequence cost nothing, and channels that do not turn next to nothing: so a mean
-after RoPE is one of which no channel turns.
+A mean after RoPE is one of which no channel turns.
 """
 
 import math

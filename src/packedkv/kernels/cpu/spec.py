@@ -1,10 +1,4 @@
-"""How the CPU kernels read and write a codec: a ``CpuReader`` and a ``CpuEncoder`` for each role, found by its module.
-
-``packedkv/kernels/codecs/<stem>.py`` serves the codecs of ``packedkv/codecs/<stem>.py``. Beside the CUDA kernels'
-``reader`` it defines ``cpu_reader``, a function of (codec, head_dim, role) that returns a ``CpuReader`` or raises
-``UnsupportedError`` with the reason; and likewise ``cpu_encoder``, if the kernels write it. Bases are as in
-``kernels/spec.py``.
-"""
+"""How the CPU kernels read and write a codec: ``cpu_reader`` and ``cpu_encoder`` of ``kernels/codecs/<stem>.py``."""
 
 from dataclasses import dataclass, field
 from functools import lru_cache

@@ -1,8 +1,6 @@
 """Arguments of the kernels: structs passed by value, as ``csrc`` declares them.
 
-Pointers, then 64-bit numbers, then 32-bit numbers, so that C++ and ctypes lay them out alike; a test compares them.
-Unset fields are zero: a null pointer, or an option that is off. Assigning the fields that a call needs is faster than
-packing all of them.
+Unset fields are zero. Assigning the fields that a call needs is faster than packing all of them.
 """
 
 import ctypes

@@ -1,7 +1,6 @@
 """Change queries, dense keys and values, and outputs into the basis of the codes, or back to the model's.
 
-Unpacked keys and values stay in the basis of their codes (``prefill``), and what they meet is brought there: in one
-launch for several tensors, since a dozen small operations in every layer take the host longer than the GPU.
+One launch takes several tensors: a dozen small operations in every layer take the host longer than the GPU.
 """
 
 from collections.abc import Sequence

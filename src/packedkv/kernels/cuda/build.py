@@ -1,11 +1,6 @@
-"""Compile CUDA sources at run time, cache the result on disk, load and launch it.
+"""Compile CUDA sources by NVRTC at run time, cache the result on disk, load and launch it.
 
-NVRTC compiles, through cuda-core: neither nvcc nor a CUDA toolkit is needed, and the sources include no system header.
-A program takes seconds to compile and is then read from the cache folder, until a source that it includes, an option or
-NVRTC's version changes. Where there is no compiler, what any version has compiled is taken.
-
-Launches go through the driver, on torch's current stream, with one struct by value: a launch costs eager
-decoding a few microseconds of Python.
+Neither nvcc nor a CUDA toolkit is needed. Only this module imports cuda-core, and only when a program is compiled.
 """
 
 import contextlib

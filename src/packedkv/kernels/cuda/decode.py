@@ -1,14 +1,8 @@
-"""Decode attention over packed pages in CUDA: the host side of ``decode.cuh``.
+"""Decode attention over packed pages in CUDA: the host side of ``decode.cuh``, one query token per sequence.
 
-One query token per sequence attends to the codes of a page pool, to tokens held dense and to learned sinks, as
-``packedkv.cache.layer.attend`` defines it. Keys and values may have different codecs. A program is compiled for a
-``DecodeSpec`` and launch constants from a table.
-
-Shapes and the grid depend only on the capacity of the page table, lengths live on the device, and nothing synchronises,
-so the operator is safe in a CUDA graph and in ``torch.compile``.
-
-Requirements: a page id is read for every tile in ``[start, seq_len)``, so those table entries must be valid; entries
-outside are never read. A sequence without tokens gives o = 0 and lse = -inf.
+Shapes and the grid depend only on the capacity of the page table, lengths are on the device, and nothing synchronises:
+the operator is safe in CUDA graphs and ``torch.compile``. Table entries of all tiles in ``[start, seq_len)`` must be
+valid; entries outside are never read. A sequence without tokens gives o = 0 and lse = -inf.
 """
 
 from collections.abc import Sequence

@@ -1,12 +1,4 @@
-"""Encode keys and values into pages in CUDA: the host side of ``encode.cuh``.
-
-New tokens in the model's basis are encoded to the bytes of the reference codec, into the slots from ``first`` on. Both
-roles go in one launch where both are encoded row by row; a role whose blocks span tokens has a launch of its own.
-
-Numbers are not validated here, because that would synchronise: a row with NaN, Inf or a magnitude above 65504
-is stored as zero bytes and raises a flag on the device to 1, a token past the page table's capacity is dropped and
-raises it to 2.
-"""
+"""Encode keys and values into pages in CUDA, bit for bit as the reference: the host side of ``encode.cuh``."""
 
 from collections.abc import Sequence
 from functools import lru_cache

@@ -1,7 +1,6 @@
-"""Constants that kernels fit on the first tokens of keys and values, where the reference's fit takes many operations.
+"""Constants that kernels fit on the first tokens of keys and values: ``fit`` and ``fit_program`` of ``kernels/codecs``.
 
-``packedkv/kernels/codecs/<stem>.py`` defines ``fit`` and ``fit_program`` for codecs of ``packedkv/codecs/<stem>.py``
-whose constants kernels fit. PyTorch fits the constants of all other codecs.
+PyTorch fits the constants of all other codecs: the reference's fit takes hundreds of small operations in a layer.
 """
 
 from collections.abc import Callable, Hashable, Mapping

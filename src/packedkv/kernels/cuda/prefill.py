@@ -1,12 +1,7 @@
 """Attention of many query tokens over packed pages, which are unpacked to 16 bit for flash attention.
 
-A prefill chunk has tens to thousands of queries, so it is compute-bound: pages are unpacked once per chunk, at memory
-speed, and the tensor cores read 16-bit numbers. There are two ways:
-
 *A cache's chunk* (``attend_chunk``) has few queries over many keys. Keys and values stay in the basis of the codes;
-queries are rotated into it and outputs out of it, at a cost proportional to the queries. Dense tokens are rotated as
-well and placed beside the unpacked ones. A history of more than ``STAGING_BYTES`` is attended part by part. What a
-matrix has mixed is brought back to the model's basis token by token on the tensor cores. Unpacked numbers are fp16,
+queries are rotated into it and outputs out of it, and dense tokens are rotated as well. Unpacked numbers are fp16,
 whatever the model's dtype: a rotation may gather a common mean of all channels in one channel, where bf16 would lose
 the low bits. Above 65504 they saturate, which only a rotated key of that size reaches.
 
@@ -18,13 +13,6 @@ a sequence of its own, with one launch per stage::
     first tokens in 16 bit, over the unpacked  kv_basis    where pages keep them
     attention                                  flash
     sinks                                      kv_basis    where there are any; and float32 from and to 16 bit
-
-With a sliding window a request is read from the page of the first token that its first query sees: pages before it may
-hold other requests' tokens, and slots are counted from there. Memory is that of the step, shared by its layers, and
-what launches pass is filled in once for every layer.
-
-Decode attention does not round codes to 16 bits and this does, so the two agree up to the error of 16-bit attention
-over dequantized keys and values.
 """
 
 from collections.abc import Iterator, Sequence

@@ -7,20 +7,8 @@ at place r of a group sees, in two parts that are joined by their log-sum-exps::
     the G tokens up to itself               places r + 1 .. G - 1 of the group before, packed, and places 0 .. r of its
                                             own, in 16 bit: a window of G over the two groups beside each other
 
-In the second part every group is a sequence of its own. The stages::
-
-    new tokens behind the pending ones of their groups   kv_basis    not where every chunk begins and ends with a group
-    complete groups into the pages                       kv_encode   once or twice
-    16-bit tokens beside the groups before them, those   kv_basis
-    of unfinished groups into their slots
-    pages unpacked, the last groups beside the 16-bit    kv_unpack
-    tokens as well
-    attention                                            flash       twice
-    both parts joined                                    kv_basis
-
-A sliding window of W tokens is one of W - G in the first part and of at most W in the second.
-
-A request that is too long for that is attended alone (``attend_groups``), with the packed tokens part by part.
+In the second part every group is a sequence of its own. A sliding window of W tokens is one of W - G in the first part
+and of at most W in the second. A request that is too long for that is attended alone (``attend_groups``).
 """
 
 from collections.abc import Mapping, Sequence

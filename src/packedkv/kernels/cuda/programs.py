@@ -1,8 +1,4 @@
-"""Which programs a scheme's kernels are made of, to compile them before a cache asks for them.
-
-What a program depends on is said once, by the modules that launch it: ``decode.program``, ``encode.programs``,
-``prefill.program``, ``basis.program``, a codec's ``fit_program``, and the launch constants of ``launch.configs_for``.
-"""
+"""Which programs a scheme's kernels are made of, to compile them before a cache asks for them."""
 
 import concurrent.futures
 import functools
