@@ -114,17 +114,14 @@ def test_every_method_has_a_page_with_its_options_presets_and_bytes() -> None:
         assert [int(re.search(r": (\d+) bytes", t)[1]) for t in told[: len(fields)]] == [f.nbytes for f in fields]
 
 
-def test_the_index_lists_every_method_and_preset_and_the_recommended_first() -> None:
+def test_the_indexes_list_every_name_method_and_preset_and_the_recommended_first() -> None:
+    assert re.findall(r"^## (\w+)$", pages.api_page(), re.M) == packedkv.__all__
     page = pages.index_page()
     assert re.findall(r"^### \[(\S+)\]", page, re.M) == packedkv.names()
     listed = re.findall(r"^\| `(\S+)` \|", page.partition("## By paper")[2], re.M)
     assert sorted(listed) == sorted(packedkv.presets())
     recommended = re.findall(r"^\| `(\S+)` \|", page.partition("## By paper")[0], re.M)
     assert recommended == list(dict.fromkeys(re.findall(r"^\| `(\S+)` \|", README, re.M)))
-
-
-def test_the_api_page_has_every_public_name() -> None:
-    assert re.findall(r"^## (\w+)$", pages.api_page(), re.M) == packedkv.__all__
 
 
 def test_a_codec_in_one_file_has_its_page(tmp_path: Path) -> None:
@@ -221,20 +218,14 @@ def test_links_and_files_that_texts_name_exist() -> None:
     assert len(README.splitlines()) <= 150
 
 
-def test_every_image_of_the_docs_is_shown() -> None:
+def test_images_are_shown_targets_explained_and_the_version_is_in_the_changelog() -> None:
     shown = {os.path.normpath(t.parent / i) for t in TEXTS for i in re.findall(r"!\[.*?\]\((.*?)\)", t.read_text())}
     images = [p for p in DOCS.rglob("*") if p.suffix in (".png", ".svg", ".gif")]
     assert [str(p) for p in images if str(p) not in shown] == []
     assert all(p.stat().st_size < 200_000 for p in images)
-
-
-def test_every_target_of_the_makefile_is_explained() -> None:
     targets = re.findall(r"^([a-z]+):.*##", (ROOT / "Makefile").read_text(), re.M)
     contributing = (ROOT / "CONTRIBUTING.md").read_text()
     assert {t for t in targets if f"`make {t}`" not in contributing} == {"help", "clean"}
-
-
-def test_the_version_stands_in_one_place() -> None:
     assert 'dynamic = ["version"]' in (ROOT / "pyproject.toml").read_text()
     changelog = (ROOT / "CHANGELOG.md").read_text()
     assert re.search(rf"^## \[({re.escape(packedkv.__version__)}|Unreleased)\]", changelog, re.M)

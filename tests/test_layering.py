@@ -1,9 +1,13 @@
-"""The import rules of the house: who may know whom, what `import packedkv` costs, what a file says of itself."""
+"""The import rules of the house: who may know whom, what `import packedkv` costs, which names are public."""
 
 import ast
+import importlib
+import inspect
 import json
+import pkgutil
 import subprocess
 import sys
+import typing
 from collections.abc import Callable
 from functools import cache
 from graphlib import TopologicalSorter
@@ -150,10 +154,13 @@ def test_no_import_breaks(rule: str):
 
 def test_a_file_says_what_it_is_for():
     assert not [name_of(path) for path in FILES if path.stem in ("utils", "helpers", "common", "misc")]
-    assert not [name_of(path) for path in FILES if not ast.get_docstring(ast.parse(path.read_text()))]
-
-
-def test_a_cuda_source_is_narrow_and_says_what_it_is_for():
+    for path in FILES:
+        tree = ast.parse(path.read_text())
+        assert ast.get_docstring(tree), name_of(path)
+        # variables of other programs (a cache folder, Triton's interpreter) are read; the library has none
+        texts = [node.value for node in ast.walk(tree) if isinstance(node, ast.Constant)]
+        own = [text for text in texts if isinstance(text, str) and text.startswith("PACKEDKV_")]
+        assert not own, f"{name_of(path)} names a variable of our own, {own}; use an argument"
     for path in LIBRARY.rglob("*.cuh"):
         lines = path.read_text().splitlines()
         wide = [i for i, line in enumerate(lines, 1) if len(line) > 120]
@@ -161,18 +168,13 @@ def test_a_cuda_source_is_narrow_and_says_what_it_is_for():
         assert lines[0].startswith("// "), f"{name_of(path)} does not begin with what it is for"
 
 
-def test_no_switches_from_the_environment():
-    """Variables of other programs (a cache folder, Triton's interpreter) are read; the library has none."""
-    for path in FILES:
-        for node in ast.walk(ast.parse(path.read_text())):
-            own = isinstance(node, ast.Constant) and isinstance(node.value, str) and node.value.startswith("PACKEDKV_")
-            assert not own, f"{name_of(path)}:{getattr(node, 'lineno', 0)} names a variable of our own; use an argument"
-
-
 PROBE = """
-import json, sys, torch
+import json, sys, packedkv
+lazy = "torch" not in sys.modules and set(packedkv.__all__) <= set(dir(packedkv))
+import torch
 before = torch.get_rng_state(), torch.get_num_threads(), torch.get_default_dtype()
-import packedkv
+from packedkv import KVScheme, get
+assert lazy and isinstance(get("int-4"), KVScheme) and packedkv.registry.get is get
 specs = packedkv.presets()
 shown = [packedkv.describe(s) for s in specs]
 x = torch.randn(1, 1, 8, 64, generator=torch.Generator().manual_seed(0))
@@ -195,3 +197,55 @@ def test_importing_and_using_the_core_loads_nothing_heavy():
     done = subprocess.run([sys.executable, "-c", PROBE], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout) == {"heavy": [], "own": [], "cuda": False, "changed": False}
+
+
+# -- public names ------------------------------------------------------------------------------------------------------
+
+FIXED = {
+    *("presets", "get", "names", "describe", "register", "load_file", "from_json", "compress", "fake_quant"),
+    *("Compressed", "LayerCache", "cache_for", "load_cache", "Codec", "KVScheme", "Layout", "Field", "Site"),
+    *("Params", "Payload"),
+}
+ERRORS = {
+    "KVError": Exception,
+    "SpecError": ValueError,
+    "ShapeError": ValueError,
+    "FitError": RuntimeError,
+    "FormatError": ValueError,
+    "ModelError": RuntimeError,
+    "UnsupportedError": NotImplementedError,
+}
+"""Names that everything outside relies on: add, do not rename."""
+
+
+def test_exported_names_exist_are_explained_and_typed_and_nothing_else_is_public():
+    exported = set(packedkv.__all__)
+    assert exported >= FIXED | set(ERRORS)
+    assert len(packedkv.__all__) == len(exported)
+    for name in packedkv.__all__:
+        value = getattr(packedkv, name)
+        if inspect.isclass(value) or inspect.isfunction(value):
+            assert inspect.getdoc(value), f"packedkv.{name} has no docstring"
+            assert value.__module__.startswith("packedkv"), name
+        if inspect.isfunction(value):
+            hints = typing.get_type_hints(value)
+            assert set(inspect.signature(value).parameters) | {"return"} == set(hints), name
+    with pytest.raises(AttributeError, match="no attribute 'compres'"):
+        packedkv.compres  # noqa: B018
+    submodules = {p.stem for p in LIBRARY.iterdir()}
+    assert {n for n in vars(packedkv) if not n.startswith("_")} - exported - submodules <= {"Any", "TYPE_CHECKING"}
+    # importing a submodule of an export's name would put the module in the place of the function
+    assert not {m.name for m in pkgutil.iter_modules(packedkv.__path__)} & exported
+    for name, builtin in ERRORS.items():
+        assert issubclass(getattr(packedkv, name), packedkv.KVError)
+        assert issubclass(getattr(packedkv, name), builtin)
+
+
+def test_signatures_that_users_call():
+    compress = inspect.signature(packedkv.compress).parameters
+    assert list(compress) == ["spec", "keys", "values", "layer", "num_layers", "seed", "params"]
+    assert compress["layer"].kind is inspect.Parameter.KEYWORD_ONLY
+    assert list(inspect.signature(packedkv.fake_quant).parameters) == list(compress)
+    for method in ("append", "attend", "crop", "evict", "select", "repeat", "reset", "nbytes", "decode"):
+        assert inspect.getdoc(getattr(packedkv.LayerCache, method)), method
+    assert importlib.import_module("packedkv.models").load is importlib.import_module("packedkv.models.loading").load

