@@ -1,11 +1,14 @@
 """Attention over sink, pages and window == dense attention over the decoded tokens."""
 
+from typing import Any
+
 import pytest
 import torch
 
 import packedkv
 from packedkv.attention import check_queries, rounded_queries
-from packedkv.cache.layer import attend
+from packedkv.cache.fused import FusedLayerCache
+from packedkv.cache.layer import LayerCache, attend
 from packedkv.codec import Site
 
 from .conftest import CALIBRATED, beside_presets, in_turn
@@ -120,3 +123,31 @@ def test_output_has_the_queries_dtype_and_empty_caches_say_so(spec, filled):
 def test_queries_that_fit_no_heads_are_refused(shape, kv_heads):
     with pytest.raises(packedkv.ShapeError, match=r"multiple of the KV heads, which are one or more|0 KV heads"):
         check_queries(torch.zeros(shape), 2, Site(0, "key", kv_heads, 64))
+
+
+@pytest.mark.parametrize(
+    ("kind", "spec"),
+    [
+        *((LayerCache, spec) for spec in ("saw-int4", "turboquant-2", "polarquant-3", "octopus-qjl-2", "ghost-3")),
+        (FusedLayerCache, "octopus-qjl-2"),
+    ],
+)
+def test_a_cache_does_not_see_it(kind: Any, spec: str) -> None:
+    k, v, q = torch.randn(3, 1, 2, 1100 if spec == "ghost-3" else 70, 64, generator=torch.Generator().manual_seed(0))
+    scheme, found = packedkv.get(spec).for_layer(1, 3), []
+    for enabled in (False, True):
+        cache = kind(scheme)
+        with torch.autocast("cpu", torch.bfloat16, enabled=enabled):
+            cache.append(k, v)
+            found.append((*cache.decode(), cache.attend(q), cache.attend(q[:, :, :1]), cache.store.pages))
+    for plain, cast in zip(*found, strict=True):
+        assert plain.dtype == cast.dtype
+        assert torch.equal(plain, cast)
+
+
+def test_bare_tensors_do_not_see_it() -> None:
+    k, v = torch.randn(2, 1, 2, 40, 64, generator=torch.Generator().manual_seed(0))
+    plain = packedkv.fake_quant("turboquant-3", k, v)
+    with torch.autocast("cpu", torch.bfloat16):
+        for mine, theirs in zip(packedkv.fake_quant("turboquant-3", k, v), plain, strict=True):
+            assert torch.equal(mine, theirs)

@@ -10,9 +10,11 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
+from packedkv.errors import UnsupportedError
 from packedkv.integrations.vllm import layer as served
 from packedkv.kernels.cpu import compile as sources
 from packedkv.kernels.cpu import library
+from packedkv.kernels.cuda import build
 from packedkv.kernels.cuda.engine import CudaEngine
 from tests.kernels.emulation import asked, machine
 
@@ -28,6 +30,16 @@ ABLE = [v for v in ORDER[: 1 + ORDER.index(library.variant())] if v in sources.v
 def compiled() -> None:
     """Compile the CPU kernels where they are missing."""
     sources.compile_missing()
+
+
+@pytest.fixture(scope="session")
+def compiler() -> None:
+    """The compiler of CUDA kernels, or the reason why there is none."""
+    pytest.importorskip("cuda.core")
+    try:
+        build.compiler_version()
+    except UnsupportedError as error:
+        pytest.skip(str(error))
 
 
 @pytest.fixture(params=ABLE)

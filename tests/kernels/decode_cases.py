@@ -16,7 +16,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from packedkv.codec import Codec, Role, Sample, Site
+from packedkv.codec import NO_SAMPLE, Codec, Params, Role, Sample, Site
+from packedkv.codecs.ghost import Ghost
 from packedkv.kernels.constants import Constants, constants_for
 from packedkv.kernels.cuda.arguments import DecodeArgs
 from packedkv.kernels.mean import KeyMean, key_mean, pairs_of
@@ -27,6 +28,27 @@ from tests.kernels import harness
 
 KINDS = {torch.float16: 0, torch.bfloat16: 1, torch.float32: 2}
 POISON = 2**30  # page ids that must not be looked up
+
+
+MOST = 4096
+"""Tokens of a sequence that constants of mixed channels are fitted on."""
+
+
+def fit_klt(codec: Ghost, site: Site, sample: Tensor) -> Params:
+    """Constants of ``transform=klt`` from keys or values, and random queries that ask more of some directions."""
+    rng, dim = torch.Generator().manual_seed(site.head_dim), site.head_dim
+    queries = torch.randn(1, site.num_heads, 200, dim, generator=rng) * torch.logspace(-1, 1, dim)
+    return codec.fit(site, Sample(sample[:, :, :MOST], queries @ torch.randn(dim, dim, generator=rng)))
+
+
+class Klt(Ghost):
+    """Ghost with ``transform=klt``, fitted like any other codec."""
+
+    __module__ = Ghost.__module__  # by which its kernels are found
+
+    def fit(self, site: Site, sample: Sample = NO_SAMPLE) -> Params:
+        assert sample.tensor is not None
+        return super().fit(site, sample) if sample.queries is not None else fit_klt(self, site, sample.tensor)
 
 
 @dataclass(frozen=True)

@@ -50,7 +50,7 @@ from packedkv.kernels.tokens import NewTokens, Rules, StepTokens
 from packedkv.layout import PageLayout
 from packedkv.ops.rope import Rotary
 from packedkv.store.pages import PageStore
-from tests.kernels.klt import fit_klt
+from tests.kernels.decode_cases import fit_klt
 
 DIMS = (64, 96, 128, 192, 256, 512, 80)
 VARIANTS = (

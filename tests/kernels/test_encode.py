@@ -26,13 +26,13 @@ from packedkv.kernels.constants import constants_for
 from packedkv.kernels.cuda.arguments import EncodeArgs, EncodeRoleArgs
 from packedkv.kernels.spec import encoder as encoder_of
 from packedkv.layout import PageLayout
+from packedkv.ops.hadamard import block_hadamard, power_of_two_divisor
 from packedkv.ops.lloyd_max import midpoints
 from packedkv.ops.quaternion import UNITS, products, random_units
 from packedkv.ops.widths import put_back, width_cuts
 from packedkv.store.pages import PageStore
-from tests.kernels.decode_cases import two_dims_in_turn
+from tests.kernels.decode_cases import Klt, two_dims_in_turn
 from tests.kernels.harness import Out, build
-from tests.kernels.klt import Klt
 
 KINDS = (torch.float16, torch.bfloat16, torch.float32)
 HEADS = 2
@@ -532,3 +532,49 @@ def test_hqmq_lists_hold_every_winner(count: int) -> None:
             assert rivals[found[inside], best[inside]].all()
     assert rivals.sum(1).max() <= 2 * MOST_PAIRS
     assert ((rivals.sum(1) + 1) // 2).sum() <= PAIRS[count]
+
+
+TOKENS = 16
+ROTATE = """
+#define KV_FEW_DOUBLES {few}
+#include "encode.cuh"
+using namespace kv;
+KV_KERNEL void rotate(const void* x, float* out, int64_t kind) {{
+  constexpr int N = {D} / {team};
+  const int row = thread() / {team}, part = thread() % {team};
+  float y[N];
+  load_row<{team}>(y, x, (int64_t)row * {D}, part, (int)kind);
+  rotate_row<{team}, {order}>(y, part);
+  for (int k = 0; k < N; ++k) out[row * {D} + channel_of<{team}>(part, k)] = y[k];
+}}
+extern "C" void run(const void* x, float* out, int64_t kind) {{
+  kv::launch(1, 1, 1, {threads}, 0, rotate, x, out, kind);
+}}
+"""
+
+
+def rotated(x: Tensor, team: int, *, few: bool) -> Tensor:
+    dim = x.shape[1]
+    names = {"D": dim, "team": team, "order": power_of_two_divisor(dim), "few": int(few), "threads": TOKENS * team}
+    lib, out = build(ROTATE.format(**names)), torch.full((TOKENS, dim), torch.nan)
+    kinds = {torch.float16: 0, torch.bfloat16: 1, torch.float32: 2}
+    lib.call("run", x, Out(out), kinds[x.dtype])
+    return out
+
+
+@pytest.mark.parametrize("dim", [64, 96, 128, 192, 256])
+@pytest.mark.parametrize("team", [8, 32])
+def test_sums_of_integers_are_those_of_doubles(team: int, dim: int) -> None:
+    """Numbers of every size; rows in which integers would not be exact are added as doubles."""
+    rng = torch.Generator().manual_seed(dim)
+    x = torch.randn(TOKENS, dim, generator=rng)
+    sizes = torch.exp2(torch.randint(-24, 12, (TOKENS, dim), generator=rng).float())
+    for dtype in (torch.float16, torch.bfloat16, torch.float32):
+        for rows in (x, x * sizes, x * 0.02, x * 4096, torch.zeros_like(x)):
+            given = rows.clamp(-65504, 65504).to(dtype)
+            few, many = (rotated(given, team, few=which) for which in (True, False))
+            assert torch.equal(few, many)
+            if dtype == torch.float16:
+                assert torch.equal(few, block_hadamard(given.float(), power_of_two_divisor(dim)))
+    tiny = torch.full((TOKENS, dim), 2.0**-40)
+    assert torch.equal(rotated(tiny, team, few=True), rotated(tiny, team, few=False))

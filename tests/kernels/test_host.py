@@ -3,7 +3,6 @@
 import ctypes
 import pathlib
 import re
-import threading
 from collections.abc import Iterator
 from typing import Any
 
@@ -344,25 +343,3 @@ def test_every_header_and_layout_named_for_a_preset_is_there() -> None:
             page = scheme.page_layout(128)
             pair = specs.decode_spec(scheme.key, scheme.value, 128, page.page_tokens)
             assert pair.tile_bytes(page.page_tokens) == page.page_bytes, spec
-
-
-# -- launch constants ------------------------------------------------------------------------------------------------
-
-
-def test_writers_at_once_leave_one_whole_program(tmp_path: pathlib.Path) -> None:
-    path = tmp_path / "x.cubin"
-    contents = [bytes([i]) * 100_000 for i in range(8)]
-    seen: list[bytes | None] = []
-
-    def write(i: int) -> None:
-        for _ in range(20):
-            build.write_cached(path, contents[i])
-            seen.append(build.read_cached(path))
-
-    threads = [threading.Thread(target=write, args=(i,)) for i in range(8)]
-    for t in threads:
-        t.start()
-    for t in threads:
-        t.join()
-    assert all(x in contents for x in seen)
-    assert [p.name for p in tmp_path.iterdir()] == ["x.cubin"]

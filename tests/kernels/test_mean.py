@@ -5,24 +5,34 @@
 
 import random
 from dataclasses import replace
-from typing import Any
+from functools import partial
+from typing import Any, Literal
 
 import pytest
 import torch
 from torch import Tensor
 
 import packedkv
+import packedkv.integrations.transformers.cache  # registers the attention named "packedkv"
+from packedkv.cache.fused import FusedLayerCache
+from packedkv.cache.layer import LayerCache, attend
 from packedkv.codec import Role
 from packedkv.codecs.saw_int4 import SawInt4
+from packedkv.errors import UnsupportedError
+from packedkv.integrations.transformers.argument import passing
 from packedkv.kernels.cuda import encode, launch, prefill
 from packedkv.kernels.cuda.engine import CudaEngine
 from packedkv.kernels.mean import MOST_POSITIONS, key_mean
 from packedkv.kernels.tokens import NewTokens, Rules, StepTokens
 from packedkv.ops.rope import Rotary
 from packedkv.store.pages import PageStore
-from packedkv.store.site import LayerSite
+from packedkv.store.site import LayerSite, MeanRemoval
+from tests.conftest import tiny_model
+from tests.integrations.test_generate import padded
 from tests.kernels import gpu_cases
 from tests.kernels.decode_cases import Case, Geometry, Means, check_all
+from tests.kernels.test_fused import WINDOWED
+from tests.test_key_bias import biased
 
 SAW = SawInt4()
 LAST = MOST_POSITIONS
@@ -167,3 +177,260 @@ def test_an_engine_holds_keys_without_their_mean(dim: int, device: torch.device)
         if seed == 4:
             first = engine.tensors()
     assert [x.data_ptr() for x in engine.tensors()] == [x.data_ptr() for x in first]
+
+
+DIM, HEADS, BATCH = 64, 2, 2
+PADDED = torch.tensor([[5], [0]])
+"""Left padding of the two sequences."""
+
+
+def rotary(**changed: Any) -> Rotary:
+    return Rotary(10_000.0 ** -(torch.arange(DIM // 2) / (DIM // 2)), **changed)
+
+
+def mean_of_keys() -> Tensor:
+    mean = 3 * torch.randn(1, HEADS, DIM, generator=torch.Generator().manual_seed(5))
+    mean[..., ::3] = 0
+    return mean
+
+
+def both(
+    spec: str, turn: Rotary, capacity: int = 0, *, given: bool = True, kind: Literal["pre", "post"] = "pre"
+) -> tuple[FusedLayerCache, LayerCache]:
+    made = packedkv.get(spec + (":" if ":" not in spec else ",") + f"mean={kind}")
+    mean = MeanRemoval(kind, turn if kind == "pre" else None, mean_of_keys() if given else None)
+    site = LayerSite(made, mean=mean)
+    return FusedLayerCache(site, capacity=capacity), LayerCache(site)  # type: ignore[arg-type]
+
+
+def placed(first: int, last: int, padding: Tensor = PADDED) -> Tensor:
+    return (torch.arange(first, last) - padding).clamp_min(-1)
+
+
+def rows(n: int, seed: int, turn: Rotary, mean: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+    k, v = torch.randn(2, BATCH, HEADS, n, DIM, generator=torch.Generator().manual_seed(seed))
+    return (k + turn.turn(mean[:, :, None], positions)).half(), v.half()
+
+
+class Pair:
+    """Both caches, fed alike."""
+
+    def __init__(self, spec: str, turn: Rotary, capacity: int = 0, **options: Any) -> None:
+        self.turn, (self.fused, self.plain) = turn, both(spec, turn, capacity, **options)
+        self.at = 0
+
+    def append(self, n: int) -> None:
+        positions = placed(self.at, self.at + n)
+        k, v = rows(n, self.at, self.turn, mean_of_keys(), positions)
+        self.fused.append(k, v, positions)
+        self.plain.append(k, v, positions)
+        self.at += n
+
+    def agree(self) -> None:
+        found, want = self.fused.decode(), self.plain.decode()
+        torch.testing.assert_close(found[0], want[0], rtol=0, atol=0)  # the same bytes, the same mean
+        if self.fused.unit > 1:  # values stay dense until the keys of their block are encoded
+            return
+        torch.testing.assert_close(found[1], want[1], rtol=0, atol=0)
+        q = torch.randn(BATCH, 3 * HEADS, 1, DIM, generator=torch.Generator().manual_seed(9)).half()
+        near = {"rtol": 0, "atol": 6e-3}
+        torch.testing.assert_close(self.fused.attend(q), attend(q, self.plain), **near)
+        torch.testing.assert_close(self.plain.attend(q), attend(q, self.plain), **near)
+        n = min(5, len(self.fused))
+        q = torch.randn(BATCH, 3 * HEADS, n, DIM, generator=torch.Generator().manual_seed(9)).half()
+        torch.testing.assert_close(self.fused.attend(q), attend(q, self.plain), **near)
+        torch.testing.assert_close(self.plain.attend(q), attend(q, self.plain), **near)
+
+
+@pytest.mark.parametrize("spec", ["saw-int4", "ghost-3:sink=4"])
+def test_a_static_cache_of_a_model(spec: str, machine: dict[str, Any]) -> None:
+    """With left padding, eager and compiled, against the cache that grows."""
+    model = biased() if spec == "saw-int4" else tiny_model("llama-gqa", vocab_size=256)
+    model.set_attn_implementation("packedkv")
+    n = 348 if spec == "saw-int4" else 540
+    ids, mask = padded(n, n - 15)
+    found = []
+    for way in ("grows", "static", "compiled"):
+        cache = packedkv.cache_for(model, spec, attention="fused", max_len=None if way == "grows" else n + 36)
+        run = model
+        with torch.no_grad():
+            steps = []
+            for ahead in range(4):
+                part = ids[:, ahead - 1 : ahead] if ahead else ids
+                seen = torch.cat([mask, mask.new_ones(len(mask), ahead)], 1)
+                place = (seen.cumsum(1) - 1).clamp_min(0)[:, -part.shape[1] :]
+                given = {"attention_mask": seen, "position_ids": place, **passing(model, cache)}
+                if way == "compiled" and ahead == 1:
+                    torch._dynamo.reset()
+                    run = torch.compile(model, backend="eager")
+                steps.append(run(part, **given).logits[:, -1])
+            found.append(steps)
+        layer = cache.report()["layers"][0]
+        assert layer["mean_from"] == ("weights" if spec == "saw-int4" else "first tokens")
+    for way in found[1:]:
+        for a, b in zip(way, found[0], strict=True):
+            torch.testing.assert_close(a, b, rtol=0, atol=0.02 * float(b.std()))
+
+
+@pytest.mark.parametrize("capacity", [0, 64])
+def test_positions_that_do_not_go_on_are_refused(capacity: int, machine: dict[str, Any]) -> None:
+    k, v = torch.randn(2, BATCH, HEADS, 3, DIM).half()
+    for wrong in (placed(41, 44), placed(40, 43)[:, [0, 2, 1]]):
+        pair = Pair("saw-int4", rotary(), capacity)
+        pair.append(40)
+        with pytest.raises(UnsupportedError, match="are not consecutive"):
+            pair.fused.append(k, v, wrong)
+        pair.agree()  # nothing was stored
+        if not pair.fused.static:
+            pair.fused.append(k, v, wrong, flag=torch.zeros(1, dtype=torch.int32))  # checked later
+            with pytest.raises(UnsupportedError, match="are not consecutive"):
+                pair.fused.check()
+    pair = Pair("saw-int4", rotary(), capacity)
+    pair.append(40)
+    pair.fused.append(k[:, :, :1], v[:, :, :1], placed(50, 51))
+    with pytest.raises(UnsupportedError, match="are not consecutive"):
+        pair.fused.check()
+
+
+@pytest.mark.parametrize("spec", ["saw-int4", "turboquant-3:sink=4", "octopus-3:window=16"])
+@pytest.mark.parametrize("kind", ["pre", "post"])
+def test_a_static_cache_keeps_the_mean_and_its_addresses(
+    kind: Literal["pre", "post"], spec: str, machine: dict[str, Any]
+) -> None:
+    """Left padding, steps, chunks, crops, beams and a second filling; addresses stay."""
+    pair = Pair(spec, rotary(), 256, kind=kind)
+
+    def addresses() -> list[int]:
+        return [x.data_ptr() for x in (pair.fused._placed()["placed"], *pair.fused.engine.tensors())]
+
+    pair.append(90)
+    held = addresses()
+    changes: list[tuple[Any, int, tuple[int, ...]]] = [
+        (lambda cache: cache.crop(80), 80, (1, 1, 70, 1)),
+        (lambda cache: cache.select(torch.tensor([1, 0])), 0, ()),
+        (lambda cache: cache.reset(), 0, (30, 1)),
+    ]
+    for change, at, tokens in changes:
+        change(pair.fused)
+        change(pair.plain)
+        pair.at = at
+        for n in tokens:
+            pair.append(n)
+        pair.agree()
+    pair.fused.check()
+    assert held == addresses()
+
+
+@pytest.mark.parametrize("spec", ["saw-int4", "octopus-3:window=16", "ghost-3"])
+def test_a_static_cache_fits_on_the_call_that_fills_it(spec: str, machine: dict[str, Any]) -> None:
+    """On as many tokens as constants take, each sequence's own; fewer are refused, and captured graphs stay valid."""
+    pair = Pair(spec, rotary(), 640, given=False)
+    wanted = pair.fused.site.fit_tokens
+    k, v = rows(wanted, 0, pair.turn, mean_of_keys(), placed(0, wanted))
+    with pytest.raises(UnsupportedError, match=rf"on the first {wanted} tokens.* static cache does not wait .*fit`"):
+        pair.fused.append(k, v, placed(0, wanted))  # five of them are padding
+    pair.append(wanted + 30)
+    pair.append(1)
+    pair.agree()
+    held = [x.data_ptr() for x in pair.fused.engine.tensors()]
+    for cache in (pair.fused, pair.plain):
+        cache.select(torch.tensor([1, 0]))
+    pair.agree()
+    pair.append(1)
+    for cache in (pair.fused, pair.plain):
+        cache.reset()
+    pair.at = 0
+    pair.append(wanted + 20)
+    pair.append(1)
+    pair.agree()
+    assert held == [x.data_ptr() for x in pair.fused.engine.tensors()]
+
+
+@pytest.mark.parametrize(
+    "spec", ["saw-int4", "turboquant-3:sink=4", "octopus-3:window=16", "innerq", "octopus", "hqmq"]
+)
+def test_a_step_of_a_static_cache_is_one_graph(spec: str, machine: dict[str, Any]) -> None:
+    """Traced without a break, and once: tokens leave the window, or not, by what the device knows."""
+    k, v = rows(60, 3, rotary(), mean_of_keys(), placed(0, 60))
+    if spec in WINDOWED:  # keys with their mean
+        traced, plain = (FusedLayerCache(WINDOWED[spec], capacity=192) for _ in range(2))
+    else:
+        (traced, _), (plain, _) = (both(spec, rotary(), 128) for _ in range(2))
+    q = torch.randn(BATCH, 2 * HEADS, 1, DIM, generator=torch.Generator().manual_seed(5))
+
+    def step(cache: FusedLayerCache, k: Tensor, v: Tensor, positions: Tensor, q: Tensor) -> Tensor:
+        cache.append(k, v, positions)
+        return cache.attend(q)
+
+    for cache in (traced, plain):
+        cache.append(k[:, :, :20], v[:, :, :20], placed(0, 20))
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    compiled = torch.compile(step, fullgraph=True, backend="eager")
+    with torch.no_grad():
+        for at in range(20, 60):
+            new = k[:, :, at : at + 1], v[:, :, at : at + 1], placed(at, at + 1)
+            assert torch.equal(compiled(traced, *new, q), step(plain, *new, q))
+    assert len(traced) == len(plain) == 60
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
+
+
+@pytest.fixture(params=["cuda", "cpu"])
+def served(request: pytest.FixtureRequest) -> str:
+    """The CUDA kernels, emulated, or the CPU kernels."""
+    request.getfixturevalue("machine" if request.param == "cuda" else "compiled")
+    name: str = request.param
+    return name
+
+
+@pytest.mark.parametrize("spec", ["saw-int4", "int-4:mean=pre", "octopus-3:sink=3,mean=none", "kivi-4", "ghost-4"])
+@pytest.mark.parametrize("kind", ["reference", "growing", "static"])
+@pytest.mark.parametrize("refused", ["one NaN", "several NaN", "positions"])
+def test_refused_first_tokens_leave_no_batch_and_no_dtype_behind(
+    served: str, spec: str, kind: str, refused: str
+) -> None:
+    """Also where kernels find the fault only when there are pages for the tokens."""
+    scheme = packedkv.get(spec)
+    needs_order = scheme.mean == "pre" or (scheme.mean == "auto" and scheme.key.without_mean)
+    site = LayerSite(scheme, mean=MeanRemoval("pre", rotary()) if needs_order else None)
+    layer = partial(FusedLayerCache, capacity=1024 if kind == "static" else 0)
+    cache, fresh = (LayerCache(site) if kind == "reference" else layer(site) for _ in range(2))
+    k, v = torch.randn(2, 1, HEADS, 1 if refused == "one NaN" else 3, DIM, generator=torch.Generator().manual_seed(0))
+    if kind == "static" and served == "cpu":
+        return  # for CUDA graphs
+    if refused == "one NaN" and kind != "reference" and served == "cuda":
+        return  # the flag of a single token is read by the next check
+    if refused == "positions" and needs_order:
+        with pytest.raises(UnsupportedError, match="not consecutive"):
+            cache.append(k, v, torch.tensor([[0, 5, 9]]))
+    else:
+        with pytest.raises(ValueError, match="finite"):
+            cache.append(k * torch.nan, v)
+    assert len(cache) == 0
+    k, v = torch.randn(2, 2, HEADS, 600, DIM, generator=torch.Generator().manual_seed(1)).bfloat16()
+    for each in (cache, fresh):
+        each.append(k, v)
+    assert all(map(torch.equal, cache.decode(), fresh.decode()))
+
+
+@pytest.mark.parametrize("spec", ["saw-int4", "octopus-3:window=16", "ghost-3"])
+def test_tokens_taken_back_take_their_constants_along(spec: str, served: str) -> None:
+    """Those that made enough for a fit; the next ones make others."""
+    pair = Pair(spec, rotary(), given=False)
+    wanted = pair.fused.site.fit_tokens
+    assert wanted == (512 if spec == "ghost-3" else 128)
+    pair.append(61)
+    pair.agree()
+    assert pair.fused.holds_dense
+    before = pair.fused.state()
+    pair.fused.append(*torch.ones(2, BATCH, HEADS, wanted, DIM).half(), placed(61, 61 + wanted))
+    assert pair.fused.roles["key"].encoded
+    pair.fused.go_back(before)
+    assert not pair.fused.is_fitted
+    pair.append(wanted - 30)
+    assert pair.fused.is_fitted
+    pair.agree()
+    pair.append(1)
+    for cache in (pair.fused, pair.plain):
+        cache.select(torch.tensor([1, 0]))
+    pair.agree()  # each with its own mean

@@ -3,11 +3,20 @@
 What is checked is what the kernels compute, not how fast.
 """
 
-from collections.abc import Iterator
+import ctypes
+import hashlib
+import shutil
+import struct
+import subprocess
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from functools import cache
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from packedkv.cache.fused import FusedLayerCache
 from packedkv.cache.layer import LayerCache
@@ -17,35 +26,142 @@ from packedkv.codecs.octopus import Octopus
 from packedkv.codecs.saw_int4 import SawInt4
 from packedkv.kernels.cpu import compile as sources
 from packedkv.kernels.cpu import library
+from packedkv.kernels.cpu.library import ArgsStruct, EncodeArgsStruct, RoleStruct
 from packedkv.ops.rope import Rotary
-from tests.kernels import aarch64, test_cpu, test_cpu_encode
+from tests.kernels import test_cpu
 from tests.kernels.decode_cases import two_dims_in_turn
+
+COMPILER = "aarch64-linux-gnu-g++"
+MACHINES = ("qemu-aarch64", "qemu-aarch64-static")
+DRIVER = Path(__file__).parent / "aarch64_driver.cpp"
+BUILT = Path(__file__).parents[2] / ".pytest_cache" / "aarch64"
+ATTEND, ENCODE, UNPACK = range(3)
+PIECE_BYTES = 32
+
+
+def missing() -> str:
+    """What this machine lacks, or ``""``."""
+    if shutil.which(COMPILER) is None:
+        return f"needs a cross compiler for AArch64, {COMPILER} (Debian: g++-aarch64-linux-gnu)"
+    if not any(map(shutil.which, MACHINES)):
+        return f"needs QEMU's user mode, {MACHINES[0]} (Debian: qemu-user)"
+    return ""
+
+
+@cache
+def program() -> Path:
+    """Path of the kernels with their driver, compiled once for these sources."""
+    flags = [flag for flag in sources.FLAGS if flag not in ("-fPIC", "-fvisibility=hidden")]
+    command = [COMPILER, *flags, *sources.ARM["neon"], *sources.QUIET, "-static", '-DKV_DIGEST=""', f"-I{sources.HERE}"]
+    mark = hashlib.sha256(repr(command).encode() + DRIVER.read_bytes() + sources.digest().encode()).hexdigest()[:32]
+    path = BUILT / mark
+    if not path.exists():
+        BUILT.mkdir(parents=True, exist_ok=True)
+        part = path.with_suffix(".part")
+        files = [DRIVER, *sorted(sources.HERE.glob("*.cpp"))]
+        subprocess.run([*command, *map(str, files), "-o", str(part)], check=True)
+        part.replace(path)
+    return path
+
+
+class Emulated:
+    """The kernels' entry points, each run by a process of the other architecture."""
+
+    def __init__(self) -> None:
+        machine = next(filter(None, map(shutil.which, MACHINES)))
+        self.process = subprocess.Popen([machine, program()], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+        self.seen: dict[int, int] = {}
+
+    def close(self) -> None:
+        """End the process."""
+        self.process.communicate()
+
+    @contextmanager
+    def watching(self, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+        """Note which storages addresses are taken of."""
+        plain = torch.Tensor.data_ptr
+
+        def data_ptr(x: Tensor) -> int:
+            storage = x.untyped_storage()
+            self.seen[storage.data_ptr()] = storage.nbytes()
+            return plain(x)
+
+        with monkeypatch.context() as patched:
+            patched.setattr(torch.Tensor, "data_ptr", data_ptr)
+            yield
+
+    def kv_attend(self, args: ArgsStruct) -> None:
+        """As of ``library.load``."""
+        self.seen[args.pieces or 0] = PIECE_BYTES * args.batch * args.pieces_each
+        self._call(ATTEND, bytes(args), _pointers(ArgsStruct))
+
+    def kv_encode(self, args: EncodeArgsStruct) -> None:
+        """As of ``library.load``."""
+        self._call(ENCODE, bytes(args), _pointers(EncodeArgsStruct))
+
+    def kv_unpack(self, role: RoleStruct, page: int, head: int, dim: int, first: int, count: int, out: int) -> None:
+        """As of ``library.load``."""
+        numbers = struct.pack("6q", page, head, dim, first, count, out) + bytes(role)
+        self._call(UNPACK, numbers, [0, 5, *(6 + at for at in _pointers(RoleStruct))])
+
+    def _call(self, function: int, numbers: bytes, places: Sequence[int]) -> None:
+        addresses = struct.unpack(f"{len(numbers) // 8}Q", numbers)
+        used = [at for at in places if addresses[at]]
+        regions = {}
+        for at in used:
+            begin = next(a for a, size in reversed(self.seen.items()) if a <= addresses[at] < a + size)
+            regions[begin] = self.seen[begin]
+        self.seen.clear()
+        stdin, stdout = self.process.stdin, self.process.stdout
+        assert stdin is not None
+        assert stdout is not None
+        stdin.write(struct.pack("4Q", function, len(addresses), len(regions), len(used)) + numbers)
+        for begin, size in regions.items():
+            stdin.write(struct.pack("2Q", begin, size) + ctypes.string_at(begin, size))
+        stdin.write(struct.pack(f"{len(used)}Q", *used))
+        stdin.flush()
+        for begin, size in regions.items():
+            if len(found := stdout.read(size)) < size:
+                raise RuntimeError(f"the emulated kernels ended with status {self.process.wait()}")
+            ctypes.memmove(begin, found, size)
+
+
+def _pointers(kind: Any, first: int = 0) -> list[int]:
+    """Places of pointers among the 8-byte words of a struct."""
+    found = []
+    for name, type_, *_ in kind._fields_:
+        at = first + getattr(kind, name).offset // 8
+        if type_ is ctypes.c_void_p:
+            found.append(at)
+        elif issubclass(type_, ctypes.Structure):
+            found += _pointers(type_, at)
+    return found
+
 
 pytestmark = [
     pytest.mark.aarch64,
     pytest.mark.slow,
     pytest.mark.usefixtures("compiled"),
-    pytest.mark.skipif(bool(aarch64.missing()), reason=aarch64.missing() or "-"),
+    pytest.mark.skipif(bool(missing()), reason=missing() or "-"),
 ]
 
 
 @pytest.fixture(scope="module")
-def process() -> Iterator[aarch64.Emulated]:
-    emulated = aarch64.Emulated()
+def process() -> Iterator[Emulated]:
+    emulated = Emulated()
     yield emulated
     emulated.close()
 
 
 @pytest.fixture(autouse=True)
-def neon(process: aarch64.Emulated, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def neon(process: Emulated, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """The emulated kernels serve; readers and encoders have the same numbers everywhere."""
     native = library.chosen()
     monkeypatch.setattr(library, "chosen", lambda: native)
     monkeypatch.setattr(library, "library", lambda: process)
     monkeypatch.setattr(library, "variant", lambda: "neon")
-    for module in (test_cpu, test_cpu_encode):
-        monkeypatch.setattr(module, "ABLE", ["neon"])
-        monkeypatch.setattr(module, "use", lambda *_: None)
+    monkeypatch.setattr(test_cpu, "ABLE", ["neon"])
+    monkeypatch.setattr(test_cpu, "use", lambda *_: None)
     with process.watching(monkeypatch):
         yield
 
@@ -58,16 +174,16 @@ def test_readers(spec: str | Codec, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def encoders() -> list[Any]:
     """The first codec of each kind and a third of the others; the rest is wide: x86's tests encode with all of them."""
-    kinds = [type(codec) for codec in test_cpu_encode.CODECS]
+    kinds = [type(codec) for codec in test_cpu.CODECS]
     return [
         pytest.param(codec, marks=[] if i % 3 == 0 or kinds.index(kinds[i]) == i else [pytest.mark.wide])
-        for i, codec in enumerate(test_cpu_encode.CODECS)
+        for i, codec in enumerate(test_cpu.CODECS)
     ]
 
 
 @pytest.mark.parametrize("codec", encoders(), ids=str)
 def test_encoders(codec: Codec) -> None:
-    test_cpu_encode.test_bytes_are_the_references(codec)
+    test_cpu.test_bytes_are_the_references(codec)
 
 
 @pytest.mark.parametrize(("spec", "dim"), two_dims_in_turn(test_cpu.SERVED, (64, 80)))
@@ -79,7 +195,7 @@ def test_attention(spec: str, dim: int, monkeypatch: pytest.MonkeyPatch) -> None
 def test_means(spec: str, monkeypatch: pytest.MonkeyPatch) -> None:
     turn = Rotary(1e4 ** -(torch.arange(0, 1, 1 / 16)), scaling=1.2, interleaved=True)
     test_cpu.test_means_of_350_are_as_exact_as_float32(spec, turn, monkeypatch)
-    test_cpu_encode.test_keys_lose_their_mean(SawInt4() if spec == "saw-int4" else Ghost(3), turn, 64)
+    test_cpu.test_keys_lose_their_mean(SawInt4() if spec == "saw-int4" else Ghost(3), turn, 64)
 
 
 @pytest.mark.parametrize("kind", [LayerCache, FusedLayerCache])
@@ -104,7 +220,7 @@ def test_nan_stays_in_its_row() -> None:
 @pytest.mark.parametrize("codec", [SawInt4(), Octopus(4, 2)], ids=str)
 @pytest.mark.parametrize("number", [torch.nan, -torch.inf, 65520.0])
 def test_what_cannot_be_held(codec: Codec, number: float) -> None:
-    test_cpu_encode.test_what_cannot_be_held_is_zero_bytes_and_flagged(codec, number)
+    test_cpu.test_what_cannot_be_held_is_zero_bytes_and_flagged(codec, number)
 
 
 @pytest.mark.parametrize("machine", ["aarch64", "arm64"])

@@ -14,8 +14,7 @@ from packedkv.kernels.cuda.build import Program
 from packedkv.store.site import MEAN_TOKENS
 from tests.fuzz import bare, oracle, script
 from tests.fuzz import program_of as program
-from tests.kernels.test_head_dims import OF_80, OF_192, OF_512
-from tests.kernels.test_machines import SMALL
+from tests.kernels.test_machines import OF_80, OF_192, OF_512, SMALL
 
 SPECS = ("saw-int4", "kivi-2", "innerq-base", "octopus-3", "turboquant-3", "hqmq-s24_r3", "ghost-3")
 OFTEN = {

@@ -1,21 +1,24 @@
-"""Constants of ghost fitted by a kernel, on the emulated machine: the reference's, number by number."""
+"""Constants fitted by a kernel: the reference's, number by number."""
 
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_map_only
 
 from packedkv import codec as codecs
 from packedkv.codec import ROLES, Role, Site
 from packedkv.codecs.ghost import Ghost
-from packedkv.kernels.codecs import ghost
+from packedkv.codecs.innerq import InnerQ
+from packedkv.kernels.codecs import ghost, innerq
 from packedkv.kernels.constants import constants_for
 from packedkv.kernels.cuda.fit import FitBuffers
 from packedkv.kernels.engine import FirstTokens
 from packedkv.kernels.spec import encoder, reader
 from packedkv.ops.rope import Rotary
 from packedkv.store.site import MeanRemoval
+from tests.kernels.conftest import Server, by
 
 HEADS, BATCH = 2, 2
 
@@ -48,20 +51,21 @@ def fitted(codec: Ghost, role: Role, x: Tensor, tokens: int, padding: Tensor | N
     return codec.fit(site, codecs.Sample(sample, energy=energy)), mean
 
 
-@pytest.mark.parametrize(
-    ("bits", "head_dim", "tokens", "dtype", "case"),
-    [
+@by(
+    "bits, head_dim, tokens, dtype, case",
+    cuda=[
         (3, 64, 256, torch.bfloat16, "turned"),
         (4, 128, 129, torch.bfloat16, "turned, padded, every second"),
         (2, 96, 256, torch.float16, "turned, interleaved, scaled, padded"),
         (3.5, 64, 100, torch.float16, "turned in part, energy, every second"),
-        pytest.param(5, 256, 256, torch.bfloat16, "turned", marks=pytest.mark.wide),
-        pytest.param(3, 192, 37, torch.float16, "energy", marks=pytest.mark.wide),
-        pytest.param(4.5, 128, 256, torch.bfloat16, "silent", marks=pytest.mark.wide),
+        (5, 256, 256, torch.bfloat16, "turned"),
+        (3, 192, 37, torch.float16, "energy"),
+        (4.5, 128, 256, torch.bfloat16, "silent"),
     ],
+    gpu=[(bits, dim, 128, torch.bfloat16, "turned, padded, every second") for dim, bits in ((64, 3), (128, 4))],
 )
 def test_the_references_constants(
-    bits: float, head_dim: int, tokens: int, dtype: torch.dtype, case: str, machine: dict[str, Any]
+    bits: float, head_dim: int, tokens: int, dtype: torch.dtype, case: str, served_by: Server
 ) -> None:
     codec, x = Ghost(bits), rows(head_dim, 280, dtype)
     if case == "silent":
@@ -77,34 +81,32 @@ def test_the_references_constants(
         angles = turn.angles(places)
         back = turn.angles_back(places) if "scaled" in case else None
     every = 2 if "every second" in case else 1
-    keys = FirstTokens(x, tokens, every, padding, angles, back, turn is not None and turn.interleaved, energy)
-    own, buffers = dict.fromkeys(ROLES, codec), FitBuffers()
+    there, pads, angles = tree_map_only(Tensor, lambda y: y.to(served_by.device), (x, padding, angles))
+    keys = FirstTokens(there, tokens, every, pads, angles, back, turn is not None and turn.interleaved, energy)
+    values, others = (FirstTokens(y, tokens, every, pads) for y in (there, there.flip(2)))
+    own, buffers, other = dict.fromkeys(ROLES, codec), FitBuffers(), FitBuffers()
     buffers.layers = 2
-    both = ghost.fit(own, head_dim, {"key": keys, "value": FirstTokens(x, tokens, every, padding)}, buffers)
-    other = FitBuffers()
-    alone = ghost.fit(own, head_dim, {"value": FirstTokens(x, tokens, every, padding)}, other)
+    both = ghost.fit(own, head_dim, {"key": keys, "value": values}, buffers)
+    alone = ghost.fit(own, head_dim, {"value": values}, other)
     other.launch()
-    again = ghost.fit(own, head_dim, {"key": keys, "value": FirstTokens(x.flip(2), tokens, every, padding)}, buffers)
-    assert len(machine["kv_fit"].launches) == 1
+    again = ghost.fit(own, head_dim, {"key": keys, "value": others}, buffers)
     buffers.launch()  # two layers
-    assert len(machine["kv_fit"].launches) == 2
+    assert served_by.name == "gpu" or served_by.counted() == {"kv_fit": 2}
     for role in ROLES:
         keys, found = role == "key", both[role]
         assert torch.equal(found.params["factor"], again[role].params["factor"]) == (keys or case == "silent")
         assert keys or all(torch.equal(x, alone[role].params[name]) for name, x in found.params.items())
         want, mean = fitted(codec, role, x, tokens, padding, turn if keys else None, energy if keys else None, every)
         assert set(found.params) == set(want)
-        if mean is not None:
-            assert torch.equal(found.mean, mean)
-        assert keys or found.mean is None
+        assert found.mean is None if mean is None else torch.equal(found.mean.cpu(), mean)
         for name, one in want.items():
             assert found.params[name].dtype == one.dtype, name
-            assert torch.equal(found.params[name], one), (role, name)
+            assert torch.equal(found.params[name].cpu(), one), (role, name)
         for made, kernel in ((found.reading, reader), (found.writing, encoder)):
             built = constants_for(kernel(codec, head_dim, role), want, HEADS, head_dim)
             assert built.order == made.order
-            assert torch.equal(built.tables, made.tables), (role, kernel)
-            assert torch.equal(built.factor, made.factor), (role, kernel)
+            assert torch.equal(built.tables, made.tables.cpu()), (role, kernel)
+            assert torch.equal(built.factor, made.factor.cpu()), (role, kernel)
 
 
 def test_a_token_that_is_no_number_gives_an_order_of_all_channels(machine: dict[str, Any]) -> None:
@@ -119,22 +121,20 @@ def test_a_token_that_is_no_number_gives_an_order_of_all_channels(machine: dict[
         assert (found["widths"].long().sum(-1) == 64 * 3 - 4).all()
 
 
-@pytest.mark.gpu
-@pytest.mark.parametrize(("head_dim", "bits"), [(64, 3), (128, 4)])
-def test_a_fit_on_a_gpu_is_the_references(head_dim: int, bits: float) -> None:
-    turn, padding = Rotary(10_000.0 ** -(torch.arange(head_dim // 2) / head_dim * 2)), torch.tensor([20, 3])
-    x, angles = rows(head_dim, 280, torch.bfloat16), turn.angles((torch.arange(280) - 3).expand(BATCH, -1))
-    there = x.cuda(), padding.int().cuda(), (angles[0].cuda(), angles[1].cuda())
-    samples: dict[Role, FirstTokens] = {
-        "key": FirstTokens(there[0], 128, 2, *there[1:]),
-        "value": FirstTokens(there[0], 128, 2, there[1]),
-    }
-    buffers = FitBuffers()
-    both = ghost.fit({role: Ghost(bits) for role in ROLES}, head_dim, samples, buffers)
-    buffers.launch()
-    for role in ROLES:
-        keys, found = role == "key", both[role]
-        want, mean = fitted(Ghost(bits), role, x, 128, padding, turn if keys else None, None, 2)
-        assert mean is None or torch.equal(found.mean.cpu(), mean)
-        for name, one in want.items():
-            assert torch.equal(found.params[name].cpu(), one), (role, name)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(("head_dim", "tokens"), [(64, 1), (96, 130), (256, 300)])
+def test_the_references_norms(head_dim: int, tokens: int, dtype: torch.dtype, machine: dict[str, Any]) -> None:
+    codec = InnerQ(3, norm=True)
+    x = torch.randn(2, tokens, 3, head_dim, generator=torch.Generator().manual_seed(tokens)).to(dtype).transpose(1, 2)
+    x[0, 1, :, 5], x[0, 1, :, 5 + head_dim // 2] = 0, 0
+    x[1, 2, tokens // 2, 7] = torch.inf
+    x[1, 0, tokens // 2, 9] = torch.nan
+    found = innerq.fit({"key": codec}, head_dim, {"key": FirstTokens(x)}, FitBuffers())["key"]
+    want = codec.fit(Site(0, "key", 3, head_dim), codecs.Sample(x))
+    assert found.params.keys() == want.keys()
+    torch.testing.assert_close(found.params["norm"], want["norm"], rtol=0, atol=0, equal_nan=True)
+    assert found.params["norm"][0, 1, 5] == 1
+    for made, kernel in ((found.reading, reader), (found.writing, encoder)):
+        built = constants_for(kernel(codec, head_dim, "key"), want, 3, head_dim)
+        assert (made.order, made.tables) == (built.order, built.tables)
+        torch.testing.assert_close(made.factor, built.factor, rtol=0, atol=0, equal_nan=True)
