@@ -14,7 +14,7 @@ from packedkv.atomic import SUFFIX, whole_file
 from packedkv.files import container
 from packedkv.files.caches import load_layers, save_layers
 from packedkv.files.params import read_params
-from packedkv.registry import LayerChoice, read_choices, write_choices
+from packedkv.registry import LayerChoice, read_choices, write_recipe
 
 KILLED = """
 import os, signal, sys
@@ -114,7 +114,7 @@ def test_planted_links_are_not_followed(tmp_path):
     victim.write_text("precious")
     for name in (".r.json.part", f".r.json.{os.getpid()}.part", "r.json", f".0{SUFFIX}"):
         (tmp_path / name).symlink_to(victim)
-    write_choices(path, [LayerChoice("int-4", "int-8")])
+    write_recipe(path, [LayerChoice("int-4", "int-8")])
     assert read_choices(path)[0] == [LayerChoice("int-4", "int-8")]
     assert victim.read_text() == "precious"
 
@@ -142,7 +142,7 @@ def test_deeply_nested_json_is_refused(tmp_path, depth):
 
 def test_about_of_a_recipe_is_an_object(tmp_path):
     path = tmp_path / "r.json"
-    write_choices(path, [LayerChoice("int-4", "int-4")])
+    write_recipe(path, [LayerChoice("int-4", "int-4")])
     for about in ("[1]", '"text"', "3"):
         path.write_text(path.read_text().partition('"about"')[0] + f'"about": {about}}}')
         with pytest.raises(packedkv.FormatError, match="about is"):

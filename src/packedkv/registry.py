@@ -225,13 +225,11 @@ def read_choices(path: str | Path) -> tuple[list[LayerChoice], dict[str, Any]]:
     """Lines of a recipe file and its ``about``; raises ``FormatError``."""
     try:
         if Path(path).exists() and not Path(path).is_file():  # reading a FIFO would not end
-            raise FormatError(f"the recipe {str(path)!r} cannot be read: it is not a regular file.")
+            raise OSError("it is not a regular file")
         data = json.loads(Path(path).read_text(encoding="utf-8"))
     except OSError as error:
         raise FormatError(f"the recipe {str(path)!r} cannot be read: {error.strerror or error}.") from error
     except (ValueError, RecursionError) as error:
-        if isinstance(error, FormatError):
-            raise
         raise FormatError(f"{path} is no recipe: it is not JSON ({error}).") from error
     mark = data.get("format") if isinstance(data, dict) else None
     check_former_name(path, (mark,), FORMAT, f'set its "format" to "{FORMAT}"')
@@ -256,9 +254,12 @@ def _choice(path: str | Path, i: int, line: Any) -> LayerChoice:
     raise FormatError(f"{path}, layer {i}: got {line!r}; {wanted}.")
 
 
-def write_choices(path: str | Path, choices: Sequence[LayerChoice], about: Mapping[str, Any] | None = None) -> None:
-    """Write a recipe file atomically; SpecError unless its name ends in ``.json``, KVError if it cannot be written."""
-    path = Path(path)
+def write_recipe(path: str | Path, choices: Sequence[LayerChoice], about: Mapping[str, Any] | None = None) -> KVScheme:
+    """Write a recipe file atomically and return its mixture.
+
+    Raises SpecError for an unknown spec or a name that does not end in ``.json``, KVError if it cannot be written.
+    """
+    mix, path = mix_of([scheme_of(choice) for choice in choices], str(path)), Path(path)
     if path.suffix != ".json":
         raise SpecError(f"{path}: name a recipe NAME.json, so that its path is known as one.")
     rows = [{k: v for k, v in asdict(choice).items() if v is not None} for choice in choices]
@@ -270,6 +271,7 @@ def write_choices(path: str | Path, choices: Sequence[LayerChoice], about: Mappi
             part.write_text(text, encoding="utf-8")
     except OSError as error:
         raise KVError(f"the recipe {path} cannot be written: {error.strerror or error}.") from error
+    return mix
 
 
 def scheme_of(choice: LayerChoice) -> KVScheme:
@@ -297,22 +299,13 @@ def read_recipe(path: str | Path) -> KVScheme:
 
     Raises FormatError as ``read_choices``, and SpecError for a spec that does not exist; the text names the layer.
     """
-    choices, _ = read_choices(path)
-
-    def scheme_at(layer: int) -> KVScheme:
+    schemes = []
+    for layer, choice in enumerate(read_choices(path)[0]):
         try:
-            return scheme_of(choices[layer])
+            schemes.append(scheme_of(choice))
         except SpecError as error:
             raise SpecError(f"{path}, layer {layer}: {error}") from error
-
-    return mix_of([scheme_at(layer) for layer in range(len(choices))], str(path))
-
-
-def write_recipe(path: str | Path, choices: Sequence[LayerChoice], about: Mapping[str, Any] | None = None) -> KVScheme:
-    """Write a recipe file atomically (``write_choices``) and return its mixture."""
-    mix = mix_of([scheme_of(choice) for choice in choices], str(path))
-    write_choices(path, choices, about)
-    return mix
+    return mix_of(schemes, str(path))
 
 
 def split_specs(text: str) -> list[str]:

@@ -91,11 +91,6 @@ class KVScheme:
         """Whether a codec has constants that are fitted on data, or the keys' mean is one."""
         return any(own.key.needs or own.value.needs or own.mean in ("pre", "post") for own in self.layer_schemes)
 
-    @cached_property
-    def fit_tokens(self) -> int:
-        """Largest ``Codec.fit_tokens`` of the codecs whose constants are fitted; 0: there are none."""
-        return max(codec.fit_tokens if "tensor" in codec.needs else 0 for codec in (self.key, self.value))
-
     def layout_versions(self, head_dim: int | None) -> dict[str, Any]:
         """``Layout.version`` of each role, one or one per layer: saved constants are valid only for these.
 

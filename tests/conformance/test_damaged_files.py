@@ -16,7 +16,7 @@ from packedkv.cache.layer import LayerCache
 from packedkv.codec import ROLES, Codec
 from packedkv.files import caches, params
 from packedkv.files.params import FittedParams, ModelIdentity, read_params
-from packedkv.registry import LayerChoice, read_choices, write_choices
+from packedkv.registry import LayerChoice, read_choices, write_recipe
 
 from .support import block_of, contents, dim_of, fit, gaussian, kv, signed, site_of
 
@@ -30,7 +30,7 @@ def saved_cache(path, spec) -> LayerCache:
     scheme = packedkv.get(spec)
     n = scheme.sink + scheme.window + block_of(scheme) + 70
     cache = LayerCache(scheme, page_tokens=None if block_of(scheme) > 64 else 64)
-    cache.append(*kv(max(n, scheme.fit_tokens + 8), dim=dim_of(scheme)))
+    cache.append(*kv(max(n, cache.site.fit_tokens + 8), dim=dim_of(scheme)))
     cache.evict(3, keep=scheme.sink + 2)
     caches.save_layers(path, [cache], {"note": 1})
     return cache
@@ -193,7 +193,7 @@ def test_flipped_bits_and_cuts_are_refused(spec, tmp_path, times):
 @pytest.mark.parametrize("times", [300, pytest.param(20_000, marks=pytest.mark.nightly)])
 def test_a_forged_recipe_is_refused_or_a_scheme(tmp_path, times):
     path, choose = tmp_path / "r.json", random.Random(times)
-    write_choices(path, [LayerChoice("int-8", "hqmq-s96_r4"), LayerChoice("kivi-4", "dense", 4, 64)], {"tokens": 9})
+    write_recipe(path, [LayerChoice("int-8", "hqmq-s96_r4"), LayerChoice("kivi-4", "dense", 4, 64)], {"tokens": 9})
     text, whole = path.read_text(), json.loads(path.read_text())
     for _ in range(times):
         if choose.random() < 0.5:

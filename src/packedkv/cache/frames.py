@@ -231,10 +231,7 @@ class FrameCache:
 
     def _add(self, keys: Tensor, values: Tensor, flag: Tensor | None) -> None:
         self._check_flag(flag)
-        if flag is None or not isinstance(self.cache, FusedLayerCache):
-            self.cache.append(keys, values)
-        else:
-            self.cache.append(keys, values, flag=flag)
+        self.cache.append(keys, values, **({} if flag is None else {"flag": flag}))
 
     @torch.no_grad()
     def _keep_addresses(self) -> None:

@@ -196,7 +196,7 @@ class LayerCache:
     def state(self) -> State:
         """Return a copy of what an append replaces."""
         roles = {role: {**vars(of), "runs": [*of.runs]} for role, of in self.roles.items()}
-        return State({**vars(self)}, roles, [*self.positions.runs], self._recent_tokens)
+        return State({**vars(self)}, roles, [*self.positions.runs], len(self.recent or ()))
 
     def _restore(self, state: State) -> None:
         """Undo the appends since ``state``, but for the pages that they allocated."""
@@ -294,7 +294,8 @@ class LayerCache:
             return self._pass_recent(self.recent, behind)
         leaving: dict[Role, Tensor] = {}
         for role, x in behind.items():
-            of, unit = self.roles[role], self.together or self.scheme.unit(role)
+            of = self.roles[role]
+            unit = self.together or of.codec.block_tokens
             count = 0 if waits else max(0, of.window.shape[2] + x.shape[2] - self.scheme.window) // unit * unit
             leaving[role] = of.to_window(x, count)
         return leaving
@@ -318,11 +319,6 @@ class LayerCache:
             return {}
         aged = zip(ROLES, recent.decode(0, count), strict=True)
         return {role: x.to(self.roles[role].sink.dtype) for role, x in aged}
-
-    @property
-    def _recent_tokens(self) -> int:
-        """Tokens of the newest tier."""
-        return 0 if self.recent is None else len(self.recent)
 
     def removed_from_newest(self, n: int) -> Removed | None:
         """Return what is subtracted from the newest n keys; None: they keep their mean, or it is not known yet."""
@@ -489,7 +485,7 @@ class LayerCache:
         self._forget_decoded()
         if self.places_tokens:
             self.positions.remove(first, last)
-        newest, key = self._recent_tokens, self.roles["key"]
+        newest, key = len(self.recent or ()), self.roles["key"]
         aged = key.sink.shape[2] + key.encoded
         for state in self.roles.values():
             sink, window = state.sink, state.window

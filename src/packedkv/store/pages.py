@@ -71,7 +71,12 @@ class PageStore:
         """Copy out the blocks that cover slots ``[first_slot, last_slot)``; fields ``[B, H, M, *shape]``."""
         unit = self.layout.side(role).block_tokens
         count = -(-last_slot // unit) - first_slot // unit
-        return read_blocks(self.layout, self.pages, role, self._slots(role, first_slot, count))
+        page, block = _where(self.layout, role, self._slots(role, first_slot, count))
+        return {
+            plane.field.name: self.layout.view_plane(self.pages, plane)[page, :, block].transpose(1, 2)
+            for plane in self.layout.planes
+            if plane.role == role
+        }
 
     def _slots(self, role: str, first_slot: int, count: int) -> Tensor:
         """Slots of the pool ``[B, M]`` at which ``count`` blocks begin, the first one with ``first_slot`` in it."""
@@ -139,16 +144,6 @@ def write_blocks(layout: PageLayout, pages: Tensor, role: str, slots: Tensor, pa
             page, block = _where(layout, role, slots)
             # advanced indices that are not adjacent put their axes first: [B, M, H, *shape]
             layout.view_plane(pages, plane)[page, :, block] = payload[plane.field.name].transpose(1, 2)
-
-
-def read_blocks(layout: PageLayout, pages: Tensor, role: str, slots: Tensor) -> Payload:
-    """Copy blocks out of a pool; arguments as ``write_blocks``, fields ``[B, H, M, *shape]``."""
-    page, block = _where(layout, role, slots)
-    return {
-        plane.field.name: layout.view_plane(pages, plane)[page, :, block].transpose(1, 2)
-        for plane in layout.planes
-        if plane.role == role
-    }
 
 
 def _where(layout: PageLayout, role: str, slots: Tensor) -> tuple[Tensor, Tensor]:
