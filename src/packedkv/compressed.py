@@ -52,7 +52,6 @@ class Compressed:
     value: CompressedRole
 
     def __repr__(self) -> str:
-        """Scheme, shape and size, without the tensors."""
         shape = " x ".join(map(str, self.shape))
         return f"Compressed({str(self.scheme)!r}, {shape}, {sum(self.nbytes.values()):,} bytes)"
 

@@ -27,7 +27,12 @@ def describe(spec: str, head_dim: int = 128) -> dict[str, Any]:
     every = scheme.layer_schemes
     pages = [layer.page_layout(head_dim) for layer in every]
     layers = [{"layer": i, "scheme": str(layer)} for i, layer in enumerate(scheme.layers)]
-    names = _names_of_mix(scheme) if scheme.layers else _names_of_method(spec)
+    if scheme.layers:
+        names = _names_of_mix(scheme)
+    else:
+        method = method_of(spec)
+        summary = (inspect.getdoc(method.recipe) or "").split("\n\n")[0].replace("\n", " ")
+        names = {"method": method.name, "source": method.source, "summary": summary}
     return {
         "spec": str(scheme),
         **names,
@@ -61,12 +66,6 @@ def describe(spec: str, head_dim: int = 128) -> dict[str, Any]:
         "kernels": kernels_for(scheme, head_dim),
         **({"layers": layers} if layers else {}),
     }
-
-
-def _names_of_method(spec: str) -> dict[str, str]:
-    method = method_of(spec)
-    summary = (inspect.getdoc(method.recipe) or "").split("\n\n")[0].replace("\n", " ")
-    return {"method": method.name, "source": method.source, "summary": summary}
 
 
 def _names_of_mix(mix: KVScheme) -> dict[str, str]:
@@ -103,7 +102,6 @@ def kernels_for(scheme: KVScheme, head_dim: int = 128) -> dict[str, str]:
 
 
 def _kernels_for(scheme: KVScheme, head_dim: int) -> dict[str, str]:
-    """Return ``kernels_for`` of one layer's scheme."""
     step = math.lcm(16, scheme.key.block_tokens, scheme.value.block_tokens)
     try:
         decode_spec(scheme.key, scheme.value, head_dim, step)

@@ -116,7 +116,6 @@ class OutlierProbe:
         self.warned = False
 
     def __getstate__(self) -> dict[str, Any]:
-        """What is pickled: without what calls the model."""
         return {**self.__dict__, "biases": None, "starts": _starts_nothing}
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "OutlierProbe":
@@ -249,5 +248,4 @@ def _measured(layers: Sequence[_Sample]) -> Tensor:
 
 
 def _engine(cache: LayerCache) -> Engine | None:
-    """The kernels that serve a cache, if any do."""
     return cache.engine if isinstance(cache, FusedLayerCache) else None

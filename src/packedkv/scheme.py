@@ -5,6 +5,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
+from statistics import fmean
 from typing import Any, Literal, get_args
 
 from packedkv.codec import ROLES, Codec, Dense, Role, page_layout
@@ -163,11 +164,11 @@ class KVScheme:
 
     def key_bits(self, head_dim: int) -> float:
         """Effective bits of an encoded key element, from the layout; windows and dense layers not counted."""
-        return self._mean([own.key.layout(head_dim).effective_bits for own in self.layer_schemes])
+        return fmean(own.key.layout(head_dim).effective_bits for own in self.layer_schemes)
 
     def value_bits(self, head_dim: int) -> float:
         """Effective bits of an encoded value element, from the layout."""
-        return self._mean([own.value.layout(head_dim).effective_bits for own in self.layer_schemes])
+        return fmean(own.value.layout(head_dim).effective_bits for own in self.layer_schemes)
 
     def effective_bits(self, head_dim: int) -> float:
         """Mean of ``key_bits`` and ``value_bits``."""
@@ -176,11 +177,7 @@ class KVScheme:
     def nominal_bits(self, head_dim: int) -> float:
         """Bits of the codes alone, as papers print them."""
         codecs = [codec for own in self.layer_schemes for codec in (own.key, own.value)]
-        return self._mean([codec.layout(head_dim).nominal_bits for codec in codecs])
-
-    @staticmethod
-    def _mean(bits: Sequence[float]) -> float:
-        return sum(bits) / len(bits)
+        return fmean(codec.layout(head_dim).nominal_bits for codec in codecs)
 
     def encoded_tokens(self, role: Role, tokens: int) -> int:
         """How many of ``tokens`` are encoded, by the closed form; SpecError if layers of a mixture differ."""
@@ -232,7 +229,6 @@ def recent_of(key: Codec, value: Codec, of_key: KVScheme | None, of_value: KVSch
 
 
 def _check_recent(scheme: KVScheme, recent: KVScheme) -> None:
-    """Raise SpecError if ``recent`` cannot store the newest tokens of a scheme."""
     if scheme.window == 0:
         raise SpecError(
             f"recent={recent}: it holds the newest tokens, as many as window says, which is 0; give both, e.g. "

@@ -108,7 +108,6 @@ class FusedLayerCache(LayerCache):
         self.start, self.emptied = 0, True
 
     def _forget_all(self) -> None:
-        """Drop the allocation as well."""
         self.engine = self.bad = self.slots = self.lengths = self.steps = self.mean_address = None
         self.unchecked = self.emptied = False
         super().reset()
@@ -362,7 +361,6 @@ class FusedLayerCache(LayerCache):
             self._start_static(store, self.engine)
 
     def _start_static(self, store: PageStore, engine: Engine) -> None:
-        """Allocate what a static cache has on the device."""
         store.table = store.table.clone()  # a copy of its own: caches share the table
         device, scheme = store.pages.device, self.scheme
         self.lengths = DeviceLengths(self.roles, self.batch, scheme.sink, scheme.window, self.unit, device)
@@ -900,9 +898,7 @@ def _constants_of(roles: Mapping[Role, RoleSite]) -> list[Tensor]:
 
 def _number(number: int, batch: int, device: torch.device) -> Tensor:
     """The number for every sequence, int32 ``[batch]``: shared by layers, never written to."""
-    if device.type != "cuda":
-        return _numbers(number, batch, device, 0)
-    if torch.cuda.is_current_stream_capturing():  # its memory belongs to the graph
+    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():  # its memory belongs to the graph
         return torch.full((batch,), number, dtype=torch.int32, device=device)
     return _numbers(number, batch, device, stream_of(device))
 

@@ -99,7 +99,6 @@ class LayerCache:
         return copied
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Restore a pickled cache, as ``__deepcopy__``."""
         self.__dict__.update(without_modes(copy.deepcopy)(state) if torch.is_inference_mode_enabled() else state)
 
     def reset(self) -> None:
@@ -232,7 +231,6 @@ class LayerCache:
         return count < sink + wanted + self._most_padding(sink)
 
     def _most_padding(self, sink: int) -> int:
-        """Largest of ``_padding``."""
         return int(self._padding(sink).max())
 
     def _padding(self, sink: int) -> Tensor:
@@ -274,7 +272,6 @@ class LayerCache:
         return {role: x if x.dtype == dtype else x.to(dtype) for role, x, dtype in both}  # ``to`` alone is slower
 
     def _encode(self, state: RoleState, x: Tensor) -> None:
-        """Encode tokens into the next slots of a role."""
         assert self.store is not None
         at = state.sink.shape[2] + state.encoded
         mean = self._mean(state.role, at, at + x.shape[2])

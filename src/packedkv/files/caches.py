@@ -305,7 +305,6 @@ def _rebuild_role(
 
 
 def _positions(run: Sequence[Any], batch: int, device: torch.device) -> tuple[int, Tensor]:
-    """Read a run of positions: how many, and the first of each sequence."""
     _, first = run
     if len(first) not in (1, batch) or not all(type(at) is int and abs(at) < COUNTS for at in first):
         raise FormatError(f"a run of positions begins at {first}; expected whole numbers, one or {batch} of them.")

@@ -48,11 +48,6 @@ class LayerSample:
     value_gradient: list[Tensor] = field(default_factory=list)
     places: list[Tensor] = field(default_factory=list)
 
-    @property
-    def tokens(self) -> int:
-        """Tokens kept."""
-        return sum(x.shape[2] for x in self.queries)
-
 
 @dataclass(frozen=True)
 class _WatchedSite(Site):
@@ -167,7 +162,7 @@ def fit_model(
         shown.say(f"fitting without gradients: {why}")
         text_name = f"{text_name or 'a text'}, without gradients"
         found = capture(model.model, parts, sites, max_tokens=max_tokens, backward=False, progress=shown)
-    tokens = min(sample.tokens for sample in found.values())
+    tokens = min(sum(x.shape[2] for x in sample.queries) for sample in found.values())
     fitted, seeded = _fit_sites(sites, found, means, seed, model.model.device, shown)
     return FittedParams(
         scheme=scheme,
@@ -324,7 +319,6 @@ def _kept(x: Tensor, tokens: int, dtype: torch.dtype) -> Tensor:
 
 
 def _places(n: int, tokens: int) -> Tensor:
-    """Which ones."""
     return torch.linspace(0, n - 1, min(n, tokens), dtype=torch.float64).round().long()
 
 

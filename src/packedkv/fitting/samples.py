@@ -1,7 +1,6 @@
 """Windows of tokens that a model draws by itself: what constants are fitted on where there is no text."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -78,24 +77,11 @@ def _step(model: Any, windows: int, tokens: int) -> tuple[Callable[[Tensor], Ten
     return lambda ids: model(input_ids=ids, **passing(model, cache), use_cache=True).logits[:, -1], way
 
 
-@dataclass
-class _Captured:
-    """The step as a CUDA graph, which reads and writes the memory of the other three."""
+def _captured(model: Any, windows: int, tokens: int) -> Callable[[Tensor], Tensor] | None:
+    """Capture the step over a cache of fixed size; each replay overwrites the logits.
 
-    graph: Any
-    last: Tensor
-    logits: list[Tensor]
-    cache: Any
-
-    def __call__(self, ids: Tensor) -> Tensor:
-        """Replay it; the next call overwrites the logits."""
-        self.last.copy_(ids)
-        self.graph.replay()
-        return self.logits[0]
-
-
-def _captured(model: Any, windows: int, tokens: int) -> _Captured | None:
-    """Capture the step over a cache of fixed size; None for models that need the host in between."""
+    None for models that need the host in between.
+    """
     from transformers import StaticCache
     from transformers.cache_utils import StaticLayer
 
@@ -115,7 +101,13 @@ def _captured(model: Any, windows: int, tokens: int) -> _Captured | None:
     with torch.cuda.device_of(last):
         graph = capture(run)
     cache.reset()
-    return _Captured(graph, last, logits, cache)
+
+    def replay(ids: Tensor, memory: Any = cache) -> Tensor:  # the graph does not keep the cache alive
+        last.copy_(ids)
+        graph.replay()
+        return logits[0]
+
+    return replay
 
 
 def _first(config: Any, windows: int, generator: torch.Generator) -> Tensor:

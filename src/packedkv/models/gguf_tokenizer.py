@@ -98,6 +98,5 @@ def _bos(tokenizer: Any, fields: Any) -> bool:
 
 
 def _value(fields: Any, key: str) -> Any:
-    """A value of the file's tokenizer, None if it has none."""
     field = fields.get(f"tokenizer.ggml.{key}")
     return field.contents() if field else None

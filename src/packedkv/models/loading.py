@@ -32,25 +32,13 @@ PACKAGED_TEXT = "wikitext2_test_head.txt"
 
 @dataclass(frozen=True)
 class LoadedModel:
-    """A causal language model ready to run, and where it came from.
+    """A causal language model ready to run, and where it came from."""
 
-    Parameters
-    ----------
-    model : transformers.PreTrainedModel
-        In eval mode.
-    name : str
-        The name that was passed.
-    origin : str
-        What was loaded: a path, a named model's file and its package, a hub id.
-    sha256 : str or None
-        Of the weight file, where there is one file that was checked.
-    """
-
-    model: Any
+    model: Any  # a transformers.PreTrainedModel in eval mode
     tokenizer: Any
-    name: str
-    origin: str
-    sha256: str | None = None
+    name: str  # that was passed
+    origin: str  # what was loaded: a path, a named model's file and its package, a hub id
+    sha256: str | None = None  # of the weight file, where there is one file that was checked
 
 
 def usable_device(device: str) -> torch.device:

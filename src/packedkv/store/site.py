@@ -42,7 +42,7 @@ class MeanRemoval:
     def of(self, keys: Tensor, positions: Tensor) -> Tensor:
         """Mean of ``keys [B, H, n, D]`` (after RoPE) at ``positions [B, n]``: float32 ``[B, H, D]``."""
         if self.kind == "pre":
-            keys = self._known().turn_back(keys, positions)
+            keys = self.turning.turn_back(keys, positions)
         return (sum_by_halves(keys.double(), 2).squeeze(2) / keys.shape[2]).float()
 
     def at(self, mean: Tensor | None, positions: Tensor) -> Tensor:
@@ -52,14 +52,13 @@ class MeanRemoval:
         """
         if mean is None:
             raise UnsupportedError(WITHOUT_MODEL)
-        return mean[:, :, None] if self.kind == "post" else self._known().turn(mean[:, :, None], positions)
+        return mean[:, :, None] if self.kind == "post" else self.turning.turn(mean[:, :, None], positions)
 
     @property
     def turning(self) -> Rotary:
         """Return the rotary embedding that rotates the mean; after RoPE it is the identity. Errors as ``at``."""
-        return NOT_TURNED if self.kind == "post" else self._known()
-
-    def _known(self) -> Rotary:
+        if self.kind == "post":
+            return NOT_TURNED
         if self.rotary is None:
             raise UnsupportedError(WITHOUT_MODEL)
         return self.rotary
@@ -93,15 +92,6 @@ class RoleSite:
     site: Site
     params: Params | None = None  # None: they are fitted on the first prefill
     seeded: bool = False  # whether constants that need no sample follow from codec and site alone: not those of a file
-
-    def check_batch(self, batch: int) -> None:
-        """Raise FitError unless the constants are of one sequence or of ``batch``."""
-        sizes = {len(x) for x in (self.params or {}).values() if x.ndim} - {1, batch}
-        if sizes:
-            raise FitError(
-                f"the {self.role} constants of layer {self.site.layer} are of {sizes.pop()} sequences, the cache has "
-                f"{batch}; pass constants of one, or of the batch."
-            )
 
     def encode(self, x: Tensor) -> Payload:
         """Encode whole blocks of tokens ``[B, H, n, D]``, model basis."""
@@ -213,7 +203,11 @@ def empty_roles(sites: Mapping[Role, RoleSite], like: Tensor) -> dict[Role, Role
     batch, heads = like.shape[:2]
     roles = {}
     for role, of in sites.items():
-        of.check_batch(batch)
+        if sizes := {len(x) for x in (of.params or {}).values() if x.ndim} - {1, batch}:
+            raise FitError(
+                f"the {role} constants of layer {of.site.layer} are of {sizes.pop()} sequences, the cache has "
+                f"{batch}; pass constants of one, or of the batch."
+            )
         empty = no_tokens(batch, heads, of.site.head_dim, of.codec.held_dtype(like.dtype), like.device)
         roles[role] = RoleState(of, empty, empty)
     return roles
@@ -229,22 +223,6 @@ def no_tokens(batch: int, heads: int, head_dim: int, dtype: torch.dtype, device:
 class LayerSite:
     """Scheme of one layer, its index and its constants.
 
-    Parameters
-    ----------
-    scheme, layer, seed
-        As ``LayerCache``.
-    fitted : mapping of role to Params, optional
-        Fitted constants by role (``{"key": ..., "value": ...}``), the keys' mean included as ``mean``.
-    first_head : int
-        The model's index of this layer's KV head 0, ``Site.first_head``.
-    mean : MeanRemoval, optional
-        Mean of the layer's keys, for a scheme with ``mean=pre`` or ``post``. ``post`` needs no model: the default is
-        the fitted mean or the mean of the first tokens. A scheme with ``mean=auto`` has no mean here.
-    most : int, optional
-        Most tokens of the layer at once (a sliding window), and most tokens to fit constants on.
-    energy : Tensor, optional
-        Mean squares of the queries of each KV head, ``[1, H, D]``, if known: as in ``Sample``.
-
     Raises FitError if the scheme needs the mean before RoPE and there is none, SpecError as ``params_by_role``.
     """
 
@@ -253,11 +231,12 @@ class LayerSite:
         scheme: KVScheme,
         layer: int = 0,
         seed: int = 0,
-        fitted: Mapping[Role, Params] | None = None,
-        first_head: int = 0,
+        fitted: Mapping[Role, Params] | None = None,  # the keys' mean included as ``mean``
+        first_head: int = 0,  # as in ``Site``
+        # for mean=pre or post; post needs no model: by default the fitted mean, or the mean of the first tokens
         mean: MeanRemoval | None = None,
-        most: int | None = None,
-        energy: Tensor | None = None,
+        most: int | None = None,  # most tokens of the layer at once (a sliding window), and most to fit constants on
+        energy: Tensor | None = None,  # mean squares of each KV head's queries, [1, H, D]: as in ``Sample``
     ) -> None:
         self.fitted = params_by_role(fitted)
         if scheme.mean == "auto":
