@@ -162,7 +162,7 @@ def fit_model(
         shown.say(f"fitting without gradients: {why}")
         text_name = f"{text_name or 'a text'}, without gradients"
         found = capture(model.model, parts, sites, max_tokens=max_tokens, backward=False, progress=shown)
-    tokens = min(sum(x.shape[2] for x in sample.queries) for sample in found.values())
+    tokens = min(sum(map(len, sample.places)) for sample in found.values())
     fitted, seeded = _fit_sites(sites, found, means, seed, model.model.device, shown)
     return FittedParams(
         scheme=scheme,
