@@ -31,13 +31,8 @@ ROOMS = (
 )  # fmt: skip
 """Folders and files of the library, lowest first: each imports from itself and from those before it."""
 
-BRICKS = {
-    f"packedkv.codecs.{name}" for name in ("group_int", "wrapper", "hessian", "kmeans_residual", "oscar", "outliers")
-}
+BRICKS = {f"packedkv.codecs.{name}" for name in ("group_int", "wrapper", "hessian", "kmeans_residual", "outliers")}
 """Codecs that others are built of; any other module of codecs/ is a paper and stands alone."""
-SAME_PAPER = {("octopus_qjl", "packedkv.codecs.octopus")}
-"""A method and its extension, each with a page of its own."""
-
 PAIRED = {("kivi", "packedkv.codecs.turboquant"), ("rope_pairs", "packedkv.codecs.turboquant")}
 """A recipe whose keys are one method's and whose values another one's."""
 
@@ -118,7 +113,7 @@ def outside_its_room(path: Path, module: str) -> bool:
 def another_paper(path: Path, module: str) -> bool:
     """What several papers need belongs into ops/ or is one of ``BRICKS``."""
     paper = path.parent == LIBRARY / "codecs" and path.stem != "__init__" and module.startswith("packedkv.codecs")
-    return paper and module not in BRICKS and (path.stem, module) not in SAME_PAPER | PAIRED
+    return paper and module not in BRICKS and (path.stem, module) not in PAIRED
 
 
 def another_machine(path: Path, module: str) -> bool:

@@ -3,8 +3,7 @@
 import torch
 
 from packedkv.codec import Sample, Site
-from packedkv.codecs.hessian import HessianRotated, hessian_rotation, second_moment
-from packedkv.codecs.oscar import OscarRotated
+from packedkv.codecs.hessian import HessianRotated, OscarRotated, hessian_rotation, second_moment
 from packedkv.codecs.saw_int4 import SawInt4
 from packedkv.ops.hadamard import block_hadamard
 

@@ -5,8 +5,7 @@ import torch
 from hypothesis import given
 
 from packedkv.codec import roundtrip
-from packedkv.codecs.octopus import Octopus, unpack_split
-from packedkv.codecs.octopus_qjl import OctopusQJL
+from packedkv.codecs.octopus import Octopus, OctopusQJL, unpack_split
 from packedkv.codecs.turboquant import TurboQuant, TurboQuantQJL
 from packedkv.ops.bitpack import unpack
 from tests.codecs.draws import fitted, normal, score_errors

@@ -7,14 +7,12 @@ import packedkv
 from packedkv.codec import Codec, Dense, Sample, Site
 from packedkv.codecs.fp8 import Fp8
 from packedkv.codecs.group_int import GroupInt
-from packedkv.codecs.hessian import HessianRotated
+from packedkv.codecs.hessian import HessianRotated, OscarRotated
 from packedkv.codecs.hqmq import Hqmq
 from packedkv.codecs.innerq import InnerQ
 from packedkv.codecs.kmeans_residual import KMeansResidual
 from packedkv.codecs.kvarn import KVarN
-from packedkv.codecs.octopus import Octopus
-from packedkv.codecs.octopus_qjl import OctopusQJL
-from packedkv.codecs.oscar import OscarRotated
+from packedkv.codecs.octopus import Octopus, OctopusQJL
 from packedkv.codecs.outliers import Med
 from packedkv.codecs.polarquant import PolarQuant
 from packedkv.codecs.q4_0 import Q40

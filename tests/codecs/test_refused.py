@@ -9,14 +9,12 @@ from packedkv.codecs.additive import Additive
 from packedkv.codecs.e8 import E8
 from packedkv.codecs.ghost import Ghost
 from packedkv.codecs.group_int import GroupInt
-from packedkv.codecs.hessian import HessianRotated
+from packedkv.codecs.hessian import HessianRotated, OscarRotated
 from packedkv.codecs.hqmq import Hqmq
 from packedkv.codecs.innerq import InnerQ
 from packedkv.codecs.kmeans_residual import KMeansResidual
 from packedkv.codecs.kvarn import KVarN
-from packedkv.codecs.octopus import Octopus, split_bits
-from packedkv.codecs.octopus_qjl import OctopusQJL
-from packedkv.codecs.oscar import OscarRotated
+from packedkv.codecs.octopus import Octopus, OctopusQJL, split_bits
 from packedkv.codecs.outliers import Med
 from packedkv.codecs.polarquant import PolarQuant
 from packedkv.codecs.q4_0 import Q40

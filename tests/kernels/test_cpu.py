@@ -17,8 +17,7 @@ from packedkv.codecs.ghost import ALLOWED, Ghost
 from packedkv.codecs.group_int import BITS, GroupInt
 from packedkv.codecs.hqmq import RADII, SIZES, Hqmq
 from packedkv.codecs.innerq import InnerQ, Reading
-from packedkv.codecs.octopus import Octopus
-from packedkv.codecs.octopus_qjl import OctopusQJL
+from packedkv.codecs.octopus import Octopus, OctopusQJL
 from packedkv.codecs.outliers import Med
 from packedkv.codecs.q4_0 import Q40
 from packedkv.codecs.saw_int4 import SawInt4

@@ -13,8 +13,7 @@ from packedkv.codecs.ghost import Ghost, levels, scales
 from packedkv.codecs.group_int import GroupInt
 from packedkv.codecs.hqmq import Hqmq
 from packedkv.codecs.innerq import InnerQ
-from packedkv.codecs.octopus import Octopus
-from packedkv.codecs.octopus_qjl import OctopusQJL
+from packedkv.codecs.octopus import Octopus, OctopusQJL
 from packedkv.codecs.outliers import Med
 from packedkv.codecs.saw_int4 import SawInt4
 from packedkv.codecs.turboquant import TurboQuant, TurboQuantQJL, coordinate_centroids

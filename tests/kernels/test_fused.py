@@ -12,7 +12,7 @@ import packedkv
 from packedkv.cache.fused import FusedLayerCache
 from packedkv.cache.layer import LayerCache, attend
 from packedkv.codec import ROLES, Dense
-from packedkv.codecs.octopus_qjl import OctopusQJL
+from packedkv.codecs.octopus import OctopusQJL
 from packedkv.errors import ShapeError, UnsupportedError
 from packedkv.kernels.choose import choose, refusal
 from packedkv.kernels.cuda.engine import CudaEngine

@@ -1,4 +1,8 @@
-"""GroupInt: b-bit integers with one fp16 scale per group, along channels or along tokens; int and KIVI are built of it.
+"""Integers of b bits with one fp16 scale per group, along channels or along tokens: int, and a part of other methods.
+
+``int`` is the baseline that papers call RTN or naive INT: one grid per token and head (``group=0``) or per group of
+neighbouring channels, keys and values alike, no rotation, no window. KIVI's keys and the values of several methods are
+groups as well.
 
 Asymmetric (KIVI, arXiv:2402.02750; InnerQ, Eq. 10-12), a float offset Z, L = 2^b - 1::
 
@@ -10,13 +14,13 @@ Symmetric (InnerQ, Eq. 13, read as b-bit signed integers), L = 2^(b-1) - 1 level
     S = fp16(max |x| / L)
     code = clip(rne(x / S), -L, L)             x^ = S code
 
-Codes are computed with S and Z as stored, so x^ is the nearest representable point.
+Codes are computed with S and Z as stored, so x^ is the nearest representable point. ``scale=search`` tries ranges
+max x - min x (max |x|) times a few factors about their middle (``ops/scale_search``).
 
-Block along channels (one token of one head; ``ceil(D / G)`` groups of neighbouring channels, the last one shorter when
-G does not divide D)::
+Block along channels (one token of one head; the last group is shorter when G does not divide D)::
 
     codes   uint8  [D b / 8]        channel 0 in the lowest bits, or interleaved
-    scale   fp16   [ceil(D / G)]
+    scale   fp16   [ceil(D / G)]    [1] with group=0
     zero    fp16   [ceil(D / G)]    asymmetric only
 
 Codes of 2 and 3 bits in groups of 32 channels are interleaved if 128 divides D (layout version 2): as many bytes, in an
@@ -38,21 +42,28 @@ Block along tokens (G tokens of one head; D groups of G tokens of one channel)::
 
 Symmetric codes are stored as code + 2^(b-1): two's complement with its top bit flipped; 0 does not occur.
 
-Bits: b + 32 ceil(D/G) / D along channels, b + 32/G along tokens; half the second term when symmetric. D = 128, G = 32,
-b = 2, asymmetric: 3.0 both ways (48 bytes a token). D = 80, G = 32 along channels: 2 + 96/80 = 3.2.
+Bits: b + 32 ceil(D/G) / D along channels, b + 32/G along tokens; half the second term when symmetric. ``outliers=3`` is
+HQMQ's "naive int + Med3" (arXiv:2605.27646, Sec. 4.5): chunks of four longer than 3 medians stay in fp16 (``outliers``)
+and the integers see zeros in their place; two slots a token cost 1.25 bits at D = 128.
 
 Deviations
-1. The papers write (max - min) / L; here the minimum is the held Z, so that the top code reaches the maximum even where
-   fp16 cannot hold the minimum.
+1. The papers write (max - min) / L; here the minimum is the stored Z, so that the top code reaches the maximum even
+   where fp16 cannot hold the minimum.
 2. Symmetric has the 2^b - 1 levels that fit in b bits. Eq. 13 to the letter, S = max|x| / (2^b - 1) with signed codes,
    needs b + 1 bits.
 3. S >= 2^-24; a constant group has S = 2^-24 and code 0, x^ = Z (S = 0 in the papers).
 
-``scale=search`` tries ranges max x - min x (max |x|) times a few factors (``ops/scale_search``).
+Pitfalls: one outlier channel sets the step of its whole group. Keys of models with a key bias (Qwen2.5) have such
+channels, and INT4 keys break there, with ``outliers=3`` too (HQMQ, Table 2). Two bits symmetric have three levels and
+lose most of a Gaussian (relative MSE 0.43 in groups of 32 against 0.15 asymmetric). Where S < 2^-14 is subnormal in
+fp16, an absolute error of at most (2^b - 1) 2^-25 comes on top of S/2.
 
-Pitfalls: two bits symmetric have three levels (-1, 0, 1) and lose most of a Gaussian (relative MSE 0.43 in groups of
-32 against 0.15 asymmetric). Where fp16 is subnormal (S < 2^-14), S is stored to 2^-25: an absolute error of at most
-(2^b - 1) 2^-25 comes on top of S/2.
+Use: a baseline, and models whose keys have no outlier channels (probe: ``cache.report()["keys"]``). int-4 has fused
+kernels, without options.
+
+Not for: keys with a few large channels (Qwen2-like). saw-int4 costs the same bytes and spreads them; ``outliers=3``
+stores them in fp16, for 1.25 bits more (D = 128; 2.25 at D = 64, where groups of 32, ``group=32``, + 0.5, do as well on
+the small model measured).
 """
 
 from dataclasses import dataclass, field
@@ -62,11 +73,14 @@ import torch
 from torch import Tensor
 
 from packedkv.codec import FP16_MAX, Codec, Params, Payload, one_of
+from packedkv.codecs.outliers import Outliers, with_outliers
 from packedkv.errors import SpecError
 from packedkv.layout import Field, Layout, check_head_dim
 from packedkv.ops.bitpack import pack, packed_bytes, unpack
 from packedkv.ops.groups import fp16_scale, group_count, split_channels, spread_channels
 from packedkv.ops.scale_search import Scale, around_middle, quantized
+from packedkv.registry import register
+from packedkv.scheme import KVScheme
 
 Along = Literal["channels", "tokens"]
 BITS = (2, 3, 4, 8)
@@ -217,3 +231,30 @@ def deinterleave(packed: Tensor, bits: int) -> Tensor:
         quads = torch.stack(units, -2)
     mask = (1 << bits) - 1
     return torch.stack([(quads >> bits * p & mask).to(torch.uint8) for p in range(4)], -1).flatten(-4)
+
+
+@register("int", source="round-to-nearest baseline", presets=("int-2", "int-3", "int-4", "int-8"), mark="baseline")
+def int_naive(
+    bits: Literal[2, 3, 4, 8] = 4,
+    symmetric: bool = False,
+    group: int = 0,
+    outliers: Outliers = "off",
+    slots: int = 2,
+    scale: Scale = "own",
+) -> KVScheme:
+    """Plain integers, one scale per token and head: the baseline.
+
+    Parameters
+    ----------
+    outliers : {"off", 3, 4, 5}
+        Chunks of four longer than this many medians are stored in fp16, up to ``slots`` a token; needs a sample.
+    slots : int
+        Room for such chunks per token, 64 bits each.
+    """
+    if scale == "search" and outliers != "off":
+        raise SpecError(
+            f"int: scale=search with outliers={outliers} is not allowed: it would count errors of the zeros that stand "
+            f"for outliers; use one of the two."
+        )
+    codec = with_outliers(GroupInt(bits, group, "channels", symmetric, scale=scale), outliers, slots)
+    return KVScheme(key=codec, value=codec)

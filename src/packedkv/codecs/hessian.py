@@ -1,21 +1,29 @@
-"""HessianRotated: an inner codec behind the eigenvectors of the queries' second moment. arXiv:2604.19157, App. A.3.
+"""Rotations by eigenvectors of the queries' second moment, around an inner codec that may rotate by its own H.
+
+HessianRotated, arXiv:2604.19157, App. A.3, keys and values; one R for all heads of a layer, behind H::
 
     M = mean of q q^T                           Eq. 7, uncentred; all query heads of a layer, unrotated (model basis)
     M + 0.01 mean(diag M) I = R Lambda R^T      Eq. 9-10, eigenvalues descending
-    k^ = (k H) R,  q^ = (q H) R                 Eq. 11; H is the inner codec's own rotation, if it has one
+    k^ = (k H) R,  q^ = (q H) R                 Eq. 11
+
+OscarRotated, arXiv:2605.17757, keys; R_h of the query heads of each KV head, before H::
+
+    k^ = (k R_h) H,  q^ = (q R_h) H             H spreads large and silent directions evenly over all channels
 
 A score is off by q^T dk, in the mean square dk^T M dk (Eq. 8). R is orthogonal, so the scores themselves stay. Values
 use the R of their layer's queries; the inverse is applied once, to the attention output.
 
-Block: the inner codec's, unchanged. Bits: the inner codec's; the [D, D] rotation of a layer is a constant of the site.
+Block and bits: the inner codec's, unchanged. Constants: ``rotation [1, 1, D, D]`` or, per head, ``[1, H, D, D]``,
+float32 multiples of 2^-24; the inner codec's as ``inner.NAME``.
 
-Constants: ``rotation [1, 1, D, D]``, float32 multiples of 2^-24; the inner codec's as ``inner.NAME``.
-
-Deviations from the paper
+Deviations from the papers
 1. Signs are "canonicalized" by a rule that is not printed; here the largest-magnitude entry of each column, the first
    one of equals, is positive.
 2. R is rounded to 2^-24, rows to 2^-24 of their largest component: the sums are then exact (``ops/exact``), and a token
    alone gives the bits of a prefill. That is float32's own rounding, so the transpose serves as inverse and as dual.
+3. Oscar: a rotation per KV head, as in the authors' later files, not per layer. Values keep their inner codec, because
+   a fit of values sees no keys, whose scores weigh the paper's moment. No permutation: with one scale per token the
+   order of channels changes nothing. No clipping: at sixteen levels it lost more than the smaller step gained.
 
 Pitfalls: R needs the model's queries, which a cache never sees: ``packedkv fit`` makes it, nothing can stand in for it.
 Damping moves eigenvalues, never R. Calibrated on queries that are rotated already, H cancels and R alone remains. One
@@ -66,8 +74,13 @@ class HessianRotated(Wrapper):
     def needs(self) -> frozenset[Part]:
         return self.inner.needs | {"queries"}
 
+    def _rotations(self, site: Site) -> int:
+        """How many rotations a layer has."""
+        return 1
+
     def constants(self, site: Site) -> Constants:
-        return {"rotation": Constant((1, site.head_dim, site.head_dim), low=-1, high=1), **super().constants(site)}
+        shape = (self._rotations(site), site.head_dim, site.head_dim)
+        return {"rotation": Constant(shape, low=-1, high=1), **super().constants(site)}
 
     def fit(self, site: Site, sample: Sample = NO_SAMPLE) -> Params:
         """Take the rotation from the queries; raises FitError if there are none, or they are not finite."""
@@ -82,12 +95,10 @@ class HessianRotated(Wrapper):
             raise FitError(
                 f"{method}: the queries of layer {site.layer} are not finite; check the model's dtype (fp16 overflow?)."
             )
-        return around({"rotation": self._rotation(site, sample.queries)}, self.inner.fit(site, sample))
-
-    def _rotation(self, site: Site, queries: Tensor) -> Tensor:
-        """Return the rotation for queries ``[B, HQ, N, D]``, from the CPU's eigenvectors whatever the device."""
-        rotation = cut_rotation(hessian_rotation(second_moment(queries).cpu()))
-        return rotation[None, None].to(site.device)
+        groups = sample.queries.unflatten(1, (self._rotations(site), -1)).unbind(1)
+        # the CPU's eigenvectors, whatever the device
+        rotation = torch.stack([cut_rotation(hessian_rotation(second_moment(own).cpu())) for own in groups])
+        return around({"rotation": rotation[None].to(site.device)}, self.inner.fit(site, sample))
 
     def to_code(self, x: Tensor, params: Params) -> Tensor:
         return rotate_exactly(self.inner.to_code(x, inside(params)), params["rotation"][0, 0])
@@ -97,3 +108,20 @@ class HessianRotated(Wrapper):
 
     def from_code(self, x: Tensor, params: Params) -> Tensor:
         return self.inner.from_code(rotate_exactly(x, params["rotation"][0, 0].T), inside(params))
+
+
+@dataclass(frozen=True)
+class OscarRotated(HessianRotated):
+    """An inner codec behind the eigenbasis of each KV head's queries."""
+
+    def _rotations(self, site: Site) -> int:
+        return site.num_heads
+
+    def to_code(self, x: Tensor, params: Params) -> Tensor:
+        return self.inner.to_code(rotate_exactly(x, params["rotation"][0]), inside(params))
+
+    def query_to_code(self, q: Tensor, params: Params) -> Tensor:
+        return self.inner.query_to_code(rotate_exactly(q, params["rotation"][0]), inside(params))
+
+    def from_code(self, x: Tensor, params: Params) -> Tensor:
+        return rotate_exactly(self.inner.from_code(x, inside(params)), params["rotation"][0].mT)

@@ -1,23 +1,35 @@
-"""OCTOPUS: octahedral quantization of rotated key triplets. arXiv:2605.21226, Sec. 3, Alg. 1.
+"""OCTOPUS: octahedral quantization of rotated key triplets; OCTOPUS-QJL stores signs of the residual as well.
+
+OCTOPUS, arXiv:2605.21226, Sec. 3, Alg. 1::
 
     gamma = |k|,  u = H (s * k / gamma)                      Eqs. 1-2; s in {-1, +1}^D per head, H orthonormal Hadamard
     t_i = u[3i : 3i+3], i < T = ceil(D/3)                    Sec. 3.2; the last triplet is zero-padded
     (xi, eta) = Oct(t_i / |t_i|)                             Eq. 5; both rounded in C_xi, 2^b_dir Lloyd-Max levels
     n* = argmax t_i . n over direction candidates            Sec. 3.5, Eq. 12; n = Oct^-1(xi^, eta^), unit length
     rho^ = the level of C_rho nearest to clip(t_i . n*, 0, 1)       2^b_nrm Lloyd-Max levels of |t_i|; NOT nearest |t_i|
-    k^ = gamma s * H (rho^_i n*_i)_i                         Eq. 13; the padded coordinates are dropped
+    k^ = gamma s * H u^,  u^ = (rho^_i n*_i)_i               Eq. 13; the padded coordinates are dropped
 
 Oct, with l = |x| + |y| + |z|, p = (x, y, z) / l, sign(0) = +1 (Eqs. 5-7)::
 
     p_z >= 0:  (xi, eta) = (p_x, p_y)
     p_z <  0:  (xi, eta) = (sign(p_x) (1 - |p_y|), sign(p_y) (1 - |p_x|))
 
+OCTOPUS-QJL, Sec. 3.6 and C.15, a bit for each coordinate of the residual (ops/qjl)::
+
+    r = u - u^,  sigma = sign(R' r),  g = |r|                R' orthonormal, its signs s' independent of s; sign(0) = +1
+    k^ = gamma s * H (u^ + g sqrt(pi / (2 D)) R'^T sigma)    E <q, k^> = <q, k> over s'
+
+The paper corrects scores, gamma (<R q, u^> + sqrt(pi / (2 D)) g <R' R q, sigma>) with R of Eq. 2. That is linear in q:
+it is <q, k^> of the vector above, and any attention over decoded keys has it.
+
 Block (one token of one head); one code of w = 2 b_dir + b_nrm bits per triplet, ``(i_xi << b_dir | i_eta) << b_nrm |
 i_rho``: the row of a joint table of all 2^w decoded triplets::
 
-    codes  uint8          [16 h]                   h whole 32-bit words of each of four parts, h = floor(a w / 32)
-    tail   uint8          [ceil(T w / 8) - 16 h]   their other bits; no such field where there are none
-    norm   fp16 or fp32   [1]                      gamma / sqrt(D)
+    codes     uint8          [16 h]                   h whole 32-bit words of each of four parts, h = floor(a w / 32)
+    tail      uint8          [ceil(T w / 8) - 16 h]   their other bits; no such field where there are none
+    norm      fp16 or fp32   [1]                      gamma / sqrt(D)
+    signs     uint8          [D / 8]                  QJL: sigma, coordinate 0 in the lowest bit; 1 is +1
+    residual  fp16           [1]                      QJL: g
 
 Four lanes of a warp share a token's row: each has words of its own and shifts once for its bits of the tail, where most
 lanes of a plain bit stream begin inside a word. Part p has a = floor(T / 4) neighbouring codes, one more where
@@ -25,38 +37,42 @@ p < T mod 4; its bits are the codes as in ops/bitpack. Where w exceeds 10 they a
 then all lengths; a code more follows whole. ``codes`` has the first h little-endian words of part 0, of part 1, ...;
 ``tail`` the bits behind them of part 0, of part 1, ..., one bit stream, as many bytes in all as a plain one.
 
-Bits: (8 ceil(T w / 8) + 16) / D, with fp32 norms + 16 / D. D = 128, T = 43::
+Bits: (8 ceil(T w / 8) + 16) / D, with fp32 norms + 16 / D; QJL + 1 + 16 / D. D = 128, T = 43::
 
-    b                    1 (1,1)   2 (3,1)   3 (4,2)   4 (5,3)   plus: (3,2)   (4,3)   (5,4)
-    bytes, fp16 norm        19        40        56        72           45        62      78
+    b (b_dir, b_nrm)     1 (1,1)   2 (3,1)   3 (4,2)   4 (5,3)   plus: (3,2)   (4,3)   (5,4)
     bits, fp16 norm      1.1875      2.5       3.5       4.5        2.8125     3.875   4.875
-    bits, fp32 norm      1.3125     2.625     3.625     4.625       2.9375     4.0     5.0
 
 So the paper's "b" is not the rate: the codes alone cost b + 1/3 bits per element. At equal true rate a scalar Lloyd-Max
 quantizer has 7-11 % less MSE than the paper's split; ``split=plus``, (b+1, b), is the one that wins at its own rate
-(D = 128, unit vectors: -6, -10, -14 % at b = 2, 3, 4).
+(D = 128, unit vectors: -6, -10, -14 % at b = 2, 3, 4). QJL's error has pi/2 - 1 = .571 of OCTOPUS' energy.
 
 Deviations from the paper
 1. The norm is stored as gamma / sqrt(D), the key's root mean square, which never leaves the fp16 range that keys have;
    gamma itself may. fp16 costs 16/D bits instead of 32/D and a relative error of 2^-11; ``norm=fp32`` is the paper's.
    A key with |k| < 2^-25 sqrt(D) decodes to zero.
 2. C_xi is solved for the exact density (Eq. 7), not trained on samples, and is symmetric to the last bit.
-3. D that is no power of two: block-diagonal Hadamard of the largest power of two that divides D (80: 16, 96: 32,
-   192: 64). The paper leaves such D out. Small blocks spread a channel outlier less, so C_rho fits real keys less well.
+3. D that is no power of two, which the paper leaves out: block-diagonal Hadamard (ops/hadamard). Small blocks spread
+   an outlier less, so C_rho fits real keys less well. R' mixes all coordinates: blocks would bias scores (ops/qjl).
 4. One run of joint codes per token instead of two byte-padded ones: 2.5 % smaller at b = 4, D = 128.
 5. Values: fp16 scale and offset per group (the paper's ratios imply fp32).
 6. ``local_3x3`` tries the four levels that bracket (xi, eta), not the nine around the nearest: the best of the nine,
    and of all 4^b_dir, was among the four in each of some 10^7 triplets at b_dir = 1..6.
+7. R' is orthonormal, as the paper's is. It is not QJL's Gaussian matrix, for which there is no option: that one
+   multiplies the error energy by pi/2 - 1/D = 1.56, so with it the residual makes scores worse.
+8. The cosine and MSE columns of Table 1 leave the residual out (they equal OCTOPUS' own); ``decode`` includes it.
 
 Pitfalls: ``local_2x2`` as printed, {j, j+1} from the NEAREST index j, misses the better neighbour half of the time (3 %
 worse MSE than local_3x3, which equals the full search). The printed Table 1 was made with ``scalar``. A triplet of
 zeros in a key that is not zero decodes to the smallest level of C_rho in some direction, not to zero.
 
 Use: keys at 2.5 to 4.5 bits without calibration, at rates between whole bits per coordinate; ``split=plus`` where the
-least error at its rate matters.
+least error at its rate matters. ``octopus-qjl`` for unbiased scores from few bits: shrunk scores flatten the softmax,
+so one key among very many keeps less of its mass (synthetic needle, b = 2: .958 of the mass, .914 in octopus with
+scalar rounding, .960 exact).
 
-Not for: head_dim without a large power of two in it (80: blocks of 16 spread outliers badly); unbiased scores
-(octopus-qjl); least loss per byte: on the small model turboquant-4 at 4.25 bits in all is better than octopus-3 at 4.5.
+Not for: head_dim without a large power of two in it (80: blocks of 16 spread outliers badly); least loss per byte: on
+the small model turboquant-4 at 4.25 bits in all is better than octopus-3 at 4.5. The sketch's bit per coordinate buys a
+factor 1.75 in error energy, one more bit of octopus a factor 3.5.
 """
 
 import math
@@ -74,6 +90,7 @@ from packedkv.errors import SpecError
 from packedkv.layout import Field, Layout, check_head_dim
 from packedkv.ops.hadamard import Norm, UnitRotated, random_signs
 from packedkv.ops.lloyd_max import block_norm_density, interval, lloyd_max, nearest_level
+from packedkv.ops.qjl import estimate, sketched, sketched_layout
 from packedkv.ops.scale_search import FACTORS, Scale, least_error
 from packedkv.ops.sums import in_pieces, row_norm
 from packedkv.registry import register
@@ -373,6 +390,36 @@ class Octopus(UnitRotated, Codec):
         return (direction << self.norm_bits | tables.nearest_rho(length)).to(torch.int32)
 
 
+@dataclass(frozen=True)
+class OctopusQJL(Octopus):
+    """OCTOPUS and the signs of a sketch of its residual; the residual's length is fp16."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.scale != "own":
+            raise SpecError(f"octopus-qjl: scale={self.scale!r} is not allowed; only octopus searches scales.")
+
+    def layout(self, head_dim: int) -> Layout:
+        return sketched_layout("octopus-qjl", super().layout(head_dim))
+
+    def constants(self, site: Site) -> Constants:
+        return {**super().constants(site), "sketch": Constant((site.num_heads, site.head_dim), low=-1, high=1)}
+
+    def fit(self, site: Site, sample: Sample = NO_SAMPLE) -> Params:
+        """Add ``sketch [1, H, D]``, s', sampled apart from s, to OCTOPUS' constants."""
+        return {**super().fit(site), "sketch": random_signs(site, stream=1)}
+
+    def encode(self, x: Tensor, params: Params) -> Payload:
+        """Encode as OCTOPUS does, then sketch the residual of the unit vector."""
+        payload = super().encode(x, params)
+        return sketched(payload, lambda u, own: self.unit(u)[0] - self.look_up(own, params), x, params["sketch"])
+
+    def decode(self, payload: Payload, params: Params) -> Tensor:
+        """Add the residual's estimate to the triplets, then scale."""
+        r = estimate(payload["signs"], payload["residual"], params["sketch"])
+        return (self.look_up(payload, params) + r) * self.length(payload["norm"], params["signs"].shape[-1])
+
+
 class _Tables:
     """Tables of the encoder, in float64."""
 
@@ -425,4 +472,33 @@ def octopus(
     """
     key = Octopus(*split_bits(bits, split), rounding, norm, scale=scale)
     value = GroupInt(max(2, bits), group, "channels", scale=scale)
+    return KVScheme(key=key, value=value, window=window, dense_key_layers=dense_keys)
+
+
+@register(
+    "octopus-qjl",
+    source="OCTOPUS, arXiv:2605.21226, Sec. 3-4; QJL, arXiv:2406.03482",
+    presets=("octopus-qjl-4", "octopus-qjl-3", "octopus-qjl-2"),
+)
+def octopus_qjl(
+    bits: Literal[1, 2, 3, 4] = 4,
+    rounding: Rounding = "local_3x3",
+    split: Split = "paper",
+    window: int = 32,
+    group: int = 32,
+    dense_keys: int = 1,
+    norm: Norm = "fp16",
+) -> KVScheme:
+    """Octahedral keys with unbiased scores, by 1-bit QJL residuals; the rest as in octopus.
+
+    Parameters
+    ----------
+    bits : {1, 2, 3, 4}
+        The paper's b of keys and values; keys cost b + 1/3 bits, one more for the residual's sign, and two norms.
+    split : {"paper", "plus", -2, -1, 0, 1, 2}
+        (b_dir, b_nrm): paper (b+1, b-1), plus (b+1, b), a number d (b+d, b-d).
+    dense_keys : int
+        How many of the first and of the last layers keep keys dense.
+    """
+    key, value = OctopusQJL(*split_bits(bits, split), rounding, norm), GroupInt(max(2, bits), group, "channels")
     return KVScheme(key=key, value=value, window=window, dense_key_layers=dense_keys)

@@ -8,7 +8,7 @@
 Around it, as the paper's ablations: ``kmeans=C`` subtracts the nearest of C centroids first (App. A.2, see
 ``kmeans_residual``), ``hessian=true`` rotates further by the eigenvectors of the queries' second moment (App. A.3, see
 ``hessian``). ``oscar=true`` is a later paper's order of the two, for keys: eigenvectors of each head's queries, then
-the Hadamard matrix (see ``oscar``).
+the Hadamard matrix (see ``hessian``).
 
 Block (one token of one head)::
 
@@ -48,9 +48,8 @@ import torch
 from torch import Tensor
 
 from packedkv.codec import FP16_MAX, Codec, Params, Payload
-from packedkv.codecs.hessian import HessianRotated
+from packedkv.codecs.hessian import HessianRotated, OscarRotated
 from packedkv.codecs.kmeans_residual import KMeansResidual
-from packedkv.codecs.oscar import OscarRotated
 from packedkv.errors import ShapeError, SpecError
 from packedkv.layout import Field, Layout, check_head_dim
 from packedkv.ops.bitpack import pack, unpack

@@ -5,8 +5,7 @@ from typing import get_args
 import torch
 
 from packedkv.codec import Codec, Site, roundtrip
-from packedkv.codecs.octopus import Octopus, Rounding, split_bits
-from packedkv.codecs.octopus_qjl import OctopusQJL
+from packedkv.codecs.octopus import Octopus, OctopusQJL, Rounding, split_bits
 from packedkv.codecs.polarquant import PolarQuant
 from packedkv.codecs.turboquant import TurboQuant, TurboQuantQJL, Variant
 from packedkv_lab.reproduce.claims import Found, recomputes

@@ -1,4 +1,4 @@
-"""Kernels of ``octopus``' keys: triplets of channels as directions and lengths; its values are ``group_int``."""
+"""Kernels of keys of ``octopus``, triplets of channels as directions and lengths, and of those with a sketch."""
 
 from collections.abc import Callable
 
@@ -6,8 +6,9 @@ import torch
 from torch import Tensor
 
 from packedkv.codec import Params, Role
-from packedkv.codecs.octopus import JOINT_BITS, PARTS, Octopus, runs, split_bytes
+from packedkv.codecs.octopus import JOINT_BITS, PARTS, Octopus, OctopusQJL, runs, split_bytes
 from packedkv.errors import UnsupportedError
+from packedkv.kernels.codecs import sketch
 from packedkv.kernels.codecs.tables import SLACK, copied_bytes, filled_walls, half_rows, wall_table
 from packedkv.kernels.cpu.spec import CpuEncoder, CpuReader
 from packedkv.kernels.spec import Encoder, Reader, flag
@@ -28,7 +29,7 @@ def reader(codec: Octopus, head_dim: int, role: Role) -> Reader:
     if codec.direction_bits > DIRECTION_BITS:
         raise UnsupportedError(f"the table of directions of {codec} does not fit into shared memory")
     numbers = f"{head_dim}, {codec.direction_bits}, {codec.norm_bits}, {flag(codec.norm == 'fp32')}"
-    return Reader(
+    own = Reader(
         f"kv::ReadOctopus<{numbers}>",
         "read_octopus.cuh",
         shared=shared_bytes(codec)[0],
@@ -39,18 +40,21 @@ def reader(codec: Octopus, head_dim: int, role: Role) -> Reader:
         warps=6,
         layer_invariant=True,
     )
+    return sketch.sketched(own, codec, head_dim) if isinstance(codec, OctopusQJL) else own
 
 
-def cpu_reader(codec: Octopus, head_dim: int, role: Role, straight: bool = False) -> CpuReader:
-    """Triplets looked up in tables; ``straight``: in their own order."""
-    return CpuReader(
+def cpu_reader(codec: Octopus, head_dim: int, role: Role) -> CpuReader:
+    """Triplets looked up in tables; with a sketch in their own order."""
+    sketched = isinstance(codec, OctopusQJL)
+    own = CpuReader(
         "octopus",
         cpu_options(codec, head_dim),
-        tables=cpu_tables(codec, head_dim, straight),
+        tables=cpu_tables(codec, head_dim, straight=sketched),
         factor="signs",
         order=power_of_two_divisor(head_dim),
         layer_invariant=True,
     )
+    return sketch.cpu_sketched(own, codec, head_dim) if sketched else own
 
 
 def cpu_options(codec: Octopus, head_dim: int) -> tuple[int, ...]:
@@ -116,19 +120,21 @@ def cpu_places(n: int, bits: int, low: int, first: int, end: int, by: int) -> Te
 
 
 def encoder(codec: Octopus, head_dim: int, role: Role) -> Encoder:
+    sketched = isinstance(codec, OctopusQJL)
+    tables, numbers = write_tables(codec), row_arguments(codec, head_dim)
     return Encoder(
-        f"kv::OctopusRow<{row_arguments(codec, head_dim)}>",
-        "encode_octopus.cuh",
-        tables=write_tables(codec),
+        f"kv::OctopusQjlRow<{numbers}>" if sketched else f"kv::OctopusRow<{numbers}>",
+        "encode_qjl.cuh" if sketched else "encode_octopus.cuh",
+        tables=sketch.written(tables, "rho") if sketched else tables,
         factor="signs",
         order=power_of_two_divisor(head_dim),
         form="table",
-        layer_invariant=True,
+        layer_invariant=not sketched,
     )
 
 
 def cpu_encoder(codec: Octopus, head_dim: int, role: Role) -> CpuEncoder:
-    return CpuEncoder(
+    own = CpuEncoder(
         "octopus",
         (*cpu_options(codec, head_dim), list(ROUNDINGS).index(codec.rounding)),
         tables=cpu_write_tables(codec),
@@ -136,6 +142,7 @@ def cpu_encoder(codec: Octopus, head_dim: int, role: Role) -> CpuEncoder:
         order=power_of_two_divisor(head_dim),
         layer_invariant=True,
     )
+    return sketch.cpu_sketched(own, codec, head_dim) if isinstance(codec, OctopusQJL) else own
 
 
 def cpu_write_tables(codec: Octopus) -> Callable[[Params], Tensor]:

@@ -1,4 +1,4 @@
-"""Sign sketch of a first stage's residual (QJL): keys of ``octopus_qjl`` and ``turboquant``'s sketch."""
+"""Sign sketch of a first stage's residual (QJL): of ``octopus`` and ``turboquant``."""
 
 from collections.abc import Callable
 from dataclasses import replace
