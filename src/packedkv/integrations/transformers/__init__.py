@@ -1,7 +1,4 @@
-"""Packed caches for transformers: ``cache_for``, ``load_cache`` and ``KVCache``.
-
-Asking for one of them imports transformers and registers the attention function ``packedkv``.
-"""
+"""Packed caches for transformers; first use imports it and registers the attention function ``packedkv``."""
 
 from typing import TYPE_CHECKING, Any
 
@@ -12,7 +9,6 @@ __all__ = ["KVCache", "cache_for", "load_cache"]
 
 
 def __getattr__(name: str) -> Any:
-    """Import transformers only on first use."""
     if name in __all__:
         from packedkv.integrations.transformers import cache
 

@@ -1,7 +1,6 @@
-"""How a model takes its cache: ``cache`` from transformers 5.24 on, ``past_key_values`` before; wrappers around models.
+"""How a model takes its cache, and wrappers around models.
 
-The model's signature decides, not the version: code that comes with a model may use the older name under a newer
-transformers.
+The model's signature decides, not transformers' version: a model's own code may use the older name under a newer one.
 """
 
 import inspect
@@ -58,8 +57,6 @@ _argument = lru_cache(maxsize=64)(_find)
 
 def passing(model: Any, cache: Any) -> dict[str, Any]:
     """Keyword argument that hands a cache to a model, also inside a wrapper, or to its ``generate``.
-
-    Raises UnsupportedError if the model takes a cache by none of the names known.
 
     >>> from types import SimpleNamespace
     >>> passing(SimpleNamespace(forward=lambda input_ids, past_key_values=None: None), "a cache")

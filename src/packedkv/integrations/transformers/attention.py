@@ -1,9 +1,4 @@
-"""The attention function ``packedkv``: transformers' attention interface over packed pages, without a decoded copy.
-
-A cache layer returns a handle to itself (``PackedKV``) instead of decoded keys and values. The attention function reads
-the pages from the handle, chunk by chunk or in the fused kernels. The handle carries the layer, so several caches may
-share a model. With plain tensors (the exact prefill, or another cache) it is ordinary attention.
-"""
+"""The attention function ``packedkv``: transformers' attention interface over packed pages or plain tensors."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -239,13 +234,9 @@ def _seen(mask: Tensor) -> Tensor:
 
 
 def _fit_mask(mask: Tensor, held: int, sliding: bool) -> Tensor:
-    """Cut the mask to the width of the tokens held.
-
-    A sliding layer that records its past holds older tokens than any query sees; a static cache is masked to its full
-    capacity.
-    """
+    """Cut the mask to the width of the tokens held, or extend it over those that a sliding layer's past records."""
     missing = held - mask.shape[-1]
-    if missing < 0:
+    if missing < 0:  # a static cache is masked to its full capacity
         return mask[..., :held]
     if missing and not sliding:
         raise ShapeError(f"attention mask {tuple(mask.shape)} is narrower than the {held} tokens held by the cache.")
@@ -255,18 +246,14 @@ def _fit_mask(mask: Tensor, held: int, sliding: bool) -> Tensor:
 
 
 def left_padding(mask: Tensor) -> Tensor:
-    """Count the tokens that the mask ``[B, 1, 1, N]`` of one query hides before the first visible one: int32 ``[B]``.
-
-    Without synchronizing. The mask is boolean, or additive with large negative numbers for hidden tokens.
-    """
+    """Count the tokens that a mask ``[B, 1, 1, N]`` hides before the first visible one: int32 ``[B]``."""
     return _seen(mask).to(torch.uint8).argmax(-1).to(torch.int32)
 
 
 def packedkv_mask(*args: Any, **kwargs: Any) -> Tensor | None:
     """transformers' SDPA mask; None where queries see all tokens up to their own, the newest ones being theirs.
 
-    For one query token the mask also carries the start of each sequence: the fused kernel needs only the starts, which
-    are reduced from the mask once here, not in every layer.
+    For one query token the mask carries the starts of the sequences, which fused kernels read in every layer.
     """
     if _is_causal(kwargs):
         return None

@@ -1,7 +1,6 @@
 """Change a model's attention for the length of a block: another implementation, or its own with its inputs recorded.
 
-Threads share a model and its config. Blocks of several threads may overlap in any order: the last one to end restores
-the model's own implementation. A recording sees the calls of its own thread only; calls of other threads pass through.
+Threads share a model and its config, and their blocks may overlap in any order; a recording sees its own thread only.
 """
 
 import sys

@@ -1,19 +1,4 @@
-"""A packed KV cache for Hugging Face ``generate``: ``cache_for``, ``KVCache``, ``load_cache``.
-
-::
-
-    cache = packedkv.cache_for(model, "saw-int4")
-    model.generate(**inputs, past_key_values=cache)  # cache=cache from transformers 5.24 on
-    cache.report()
-
-There are three attention modes. ``decoded``: each layer's packed K and V are decoded for the time of its attention;
-works with every attention implementation. ``streamed``: the registered attention function ``packedkv`` reads the pages
-a chunk at a time, so no decoded copy of a layer exists. ``fused``: the same function with fused GPU kernels.
-The last two need the attention function, which importing this module registers::
-
-    from packedkv.integrations.transformers import cache_for
-    model.set_attn_implementation("packedkv")
-"""
+"""A packed KV cache for Hugging Face ``generate``: ``cache_for``, ``KVCache``, ``load_cache``."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -52,13 +37,6 @@ class KVCache(Cache):  # type: ignore[misc]
 
     Everything that transformers does to a cache works on the packed bytes: beam reordering, cropping, batch selection
     and repetition, reset, further conversation turns. Each token is encoded once.
-
-    Parameters
-    ----------
-    parts : Parts
-        One cache layer per layer of the model that has one, the scheme, the model's plan, ``prefill, attention, seed,
-        page_tokens`` as given, the probe, and the reason why ``attention`` is not ``fused`` if it was left to
-        ``cache_for``.
     """
 
     def __init__(self, parts: Parts) -> None:
@@ -147,7 +125,6 @@ class KVCache(Cache):  # type: ignore[misc]
         }
 
     def __repr__(self) -> str:
-        """Return spec, tokens, bytes and bits on one line."""
         seen = self.report()
         held = "empty"
         if seen["total_bytes"]:
@@ -189,11 +166,7 @@ class KVCache(Cache):  # type: ignore[misc]
 
 
 class EncoderDecoderKVCache(KVCache, EncoderDecoderCache):  # type: ignore[misc]
-    """The packed caches of an encoder-decoder model: of its decoder, and of its cross-attention behind it.
-
-    A cache belongs to one input of the encoder; ``reset`` it before the next one. ``layers`` and the report have the
-    decoder's layers first, then as many of cross-attention.
-    """
+    """The packed caches of an encoder-decoder model; ``layers`` and the report have those of cross-attention last."""
 
     def __init__(self, parts: Parts) -> None:
         super().__init__(parts)
@@ -230,8 +203,8 @@ def cache_for(
 ) -> KVCache:
     """Make an empty packed cache for a model.
 
-    That of an encoder-decoder model (Whisper) holds the decoder's K and V and those of the encoder's output, which are
-    written once; it is also an ``EncoderDecoderCache`` of transformers. Call its ``reset`` before another input.
+    The cache of an encoder-decoder model (Whisper) also holds K and V of the encoder's output, which are written once;
+    it is an ``EncoderDecoderCache`` of transformers. Call its ``reset`` before another input.
 
     Parameters
     ----------
@@ -243,26 +216,25 @@ def cache_for(
         ``exact``: the call that fills the empty cache attends the fresh K and V; every later call attends what is
         stored. ``decoded``: every call attends what is stored, as papers evaluate.
     attention : {"decoded", "streamed", "fused"}, optional
-        See the module's text. The last two need ``model.set_attn_implementation("packedkv")``, called after this module
-        is imported. Default: ``fused`` for a model on a CPU that has been given that attention, if the CPU kernels
-        serve every layer, else ``decoded``; the report's ``unfused`` says why.
+        ``decoded``: K and V of a layer are dequantized for the time of its attention, which is any implementation.
+        ``streamed``: attention reads the pages a chunk at a time. ``fused``: fused kernels do. The last two need
+        ``model.set_attn_implementation("packedkv")``, called after this module is imported. Default: ``fused`` for a
+        model on a CPU with that attention, if the CPU kernels serve every layer, else ``decoded``.
     seed : int
         The random constants derive from it and from layer, role and head.
     params : path or mapping, optional
         Fitted constants: a file that ``packedkv fit`` wrote, or ``{layer: {"key": Params, "value": Params}}``. Without
         them codecs that need a sample are fitted on each prefill. Cross-attention layers are counted on behind the
-        decoder's own. With ``mean=auto`` the keys of a layer are encoded
-        without the mean that is given here, and with their mean where constants are given without one.
+        decoder's own. ``mean=auto`` subtracts the means that are given here, and no others.
     page_tokens : int, optional
         Tokens of a page; default 64, rounded up to whole blocks.
     max_len : int, optional
         Tokens to allocate for at once; more are refused. With ``fused`` the cache is then static: a decode step neither
         synchronizes nor allocates, so it can be captured in a CUDA graph.
     probe : {"refuse", "warn", "off"} or bool
-        What to do if the codec breaks on this model's keys. Large key biases are found in the weights, before the first
-        token; outlier channels otherwise on the first prefill. ``refuse`` or True: raise, and name
-        presets that hold; a refused prefill leaves the cache empty. ``warn``: warn and go on. ``off`` or False: do not
-        check.
+        What to do if the codec breaks on this model's keys: on large key biases, read from the weights, or on outlier
+        channels of the first prefill. ``refuse`` or True: raise, and name presets that hold; a refused prefill leaves
+        the cache empty. ``warn``: warn and go on. ``off`` or False: do not check.
 
     Raises
     ------
@@ -307,7 +279,6 @@ def load_cache(path: str | Path, model_or_config: Any, *, attention: Attention |
     ----------
     path : str or Path
     model_or_config : PreTrainedModel or PreTrainedConfig
-        The model that will use it.
     attention : {"decoded", "streamed"}, optional
         Default as saved; one saved with ``fused`` is loaded with ``streamed``.
 
@@ -388,12 +359,11 @@ def _check_saved(plan: ModelPlan, held: Sequence[LayerCache], saved: Any, seen: 
 
 
 def _described(plan: ModelPlan) -> list[dict[str, Any]]:
-    """Describe the packed layers for a file; the other layers depend on transformers' version."""
+    # the other layers depend on transformers' version
     return [{"type": layer.type, "window": layer.window} for layer in plan.kv_layers]
 
 
 def _refuse_layer(name: str, layers: int) -> Any:
-    """Raise: the model has more layers than the one that the cache was made for."""
     raise UnsupportedError(
         f"this cache was made for {name} with {layers} layers, and the model has more: make one with cache_for(model)."
     )

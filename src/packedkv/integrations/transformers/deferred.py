@@ -1,8 +1,7 @@
 """Work of a forward pass on a GPU that is deferred to its end: appends that fill a cache, and checks of any append.
 
-The pass that fills a cache attends the fresh K and V, so the tokens of all layers can be encoded behind it, one layer
-after the other. The host, which limits short prompts, is faster that way than between the model's layers. Reading a
-number synchronizes with the GPU: the numbers of all layers are read together.
+The host, which limits short prompts, then encodes faster than between layers, and reads all numbers at one
+synchronization.
 """
 
 from collections.abc import Callable, Sequence

@@ -3,16 +3,8 @@
     W_K[h] <- W_K[h] / norm[h]      b_K[h] <- b_K[h] / norm[h]            rows = output channels of KV head h
     W_Q[i] <- W_Q[i] * norm[h]      b_Q[i] <- b_Q[i] * norm[h]            query head i of KV head h = i // (HQ / H)
 
-The projections then give keys divided by their norms and queries multiplied by them, and the logits are unchanged for
-any prompt. After folding, ``innerq-base:norm=false`` does what ``innerq-base`` does with these norms, without touching
-keys or queries at run time. On the prompt that the norms were fitted on, max |K_k| becomes its square root.
-
-Between projection and attention a key may only be rotated, and both channels (i, i + D/2) of a rotated pair must have
-the same norm (fitted norms do). Anything else does not commute with a norm per channel, and such a model is refused:
-RMS norms of q and k, fused or shared projections, a clip, multi-head latent attention, partial rotation, pairs of
-neighbouring channels. The rotation is verified on random rows.
-
-One set of weights serves all sequences of a batch, so the norms are those of one sequence.
+``innerq-base:norm=false`` then does what ``innerq-base`` does with these norms. RoPE commutes with a norm that both
+channels (i, i + D/2) of a pair share; models with anything else between projection and attention are refused.
 """
 
 import sys
@@ -39,11 +31,9 @@ class ChangedWeights:
         self._before: list[tuple[Tensor, Tensor]] = []
 
     def __enter__(self) -> Self:
-        """Keep the changes for the ``with`` block."""
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Undo."""
         self.undo()
 
     @property
@@ -86,22 +76,17 @@ class ChangedWeights:
 
 
 class FoldedKeyNorms(ChangedWeights):
-    """Undoes ``fold_key_norms``; as a context manager at the end of the block.
-
-    Holds a copy of the original weights, so that ``unfold`` is exact; delete it to free them. ``name`` is the model's
-    class, ``layers`` lists the layers that were folded.
-    """
+    """Undoes ``fold_key_norms``, bit for bit, with a copy of the original weights; ``layers`` lists what was folded."""
 
     def __init__(self, name: str) -> None:
         super().__init__()
         self.name, self.layers = name, list[int]()
 
     def __repr__(self) -> str:
-        """Return model and layers."""
         return f"FoldedKeyNorms({self.name}, layers={self.layers})"
 
     def undo(self) -> None:
-        """Put the weights back, and forget the layers."""
+        """Put the weights back."""
         super().undo()
         self.layers.clear()
 

@@ -1,9 +1,4 @@
-"""One model layer of a packed cache: what transformers calls, on top of a ``LayerCache``.
-
-Every token is encoded once, on arrival. ``update`` returns dequantized K and V (``attention="decoded"``), or a handle
-that the attention function reads packed pages from. ``PackedCacheLayer`` serves full, sliding and chunked attention,
-``CrossLayer`` cross-attention over an encoder's output.
-"""
+"""The layers of a packed cache that transformers calls, on top of a ``LayerCache``."""
 
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -38,16 +33,12 @@ LAYER = "packedkv_layer"
 
 
 class PackedKV:
-    """Handle that stands for the K or V of a packed layer; any use of it as a tensor raises ``UnsupportedError``.
-
-    An index decodes: it copies K or V out of the cache (Whisper's ``return_dict_in_generate``).
-    """
+    """Handle that stands for the K or V of a packed layer; any use of it as a tensor raises ``UnsupportedError``."""
 
     def __init__(self, layer: "PackedCacheLayer", role: Role) -> None:
         self.layer, self.role = layer, role
 
-    def __getitem__(self, index: Any) -> Tensor:
-        """Tensors of ``[B, H, N, D]``, decoded for this read."""
+    def __getitem__(self, index: Any) -> Tensor:  # Whisper's return_dict_in_generate
         return self.layer.read(self.role)[index]
 
     def __getattr__(self, name: str) -> Any:
@@ -70,13 +61,8 @@ class PackedCacheLayer(CacheLayerMixin):  # type: ignore[misc]
 
     Parameters
     ----------
-    cache : LayerCache
-        Holds the packed tokens.
-    index : int
-        Layer of the model.
-    attention : {"decoded", "streamed", "fused"}
-    prefill : {"exact", "decoded"}
-        What the call that fills the empty layer attends: the fresh K and V, or what is stored.
+    attention, prefill
+        As ``cache_for`` takes them.
     deferred : Deferred, optional
         One object for all layers of a model.
     window : int
@@ -134,14 +120,13 @@ class PackedCacheLayer(CacheLayerMixin):  # type: ignore[misc]
         self._cache = cache
 
     def __repr__(self) -> str:
-        """Return layer, scheme and tokens held."""
         return f"{type(self).__name__}({self.index}, {self.cache.scheme}, tokens={len(self.cache)})"
 
     @property
     def batch_size(self) -> int:
-        """Sequences held; absent before the first token, as transformers expects."""
+        """Sequences held."""
         if self.cache.store is None:
-            raise AttributeError("batch_size")
+            raise AttributeError("batch_size")  # as transformers expects
         return self.cache.batch
 
     @property
@@ -164,26 +149,18 @@ class PackedCacheLayer(CacheLayerMixin):  # type: ignore[misc]
         return self._decoded(role, 0)
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        """Do nothing: the LayerCache allocates at the first append."""
+        pass  # the LayerCache allocates at the first append
 
     def activate_past_recording(self) -> None:
-        """Keep tokens that leave the window until the next ``crop``."""
         self.record_past = self.is_sliding
 
     # -- new tokens ------------------------------------------------------------------------------------------------
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
-        """Store new tokens, encode what leaves the scheme's window, and return what attention reads.
+        """Store new tokens ``[B, H, n, D]``, encode what leaves the scheme's window, and return what attention reads.
 
-        Parameters
-        ----------
-        key_states, value_states : Tensor ``[B, H, n, D]``
-
-        Returns
-        -------
-        (keys, values)
-            ``[B, H, N, D]`` each, of the tokens that queries of this call can see; or a handle to this layer twice
-            (``streamed``, ``fused``).
+        That is K and V ``[B, H, N, D]`` of the tokens that queries of this call can see, or handles to this layer
+        (``streamed``, ``fused``).
 
         Raises
         ------
@@ -313,7 +290,7 @@ class PackedCacheLayer(CacheLayerMixin):  # type: ignore[misc]
     # -- reads -----------------------------------------------------------------------------------------------------
 
     def _decoded(self, role: Role, first: int) -> Tensor:
-        """Decode tokens ``[first, length)``; besides the result, one decoded chunk is in memory at a time."""
+        """Decode tokens ``[first, length)``, a chunk at a time."""
         cache, last = self.cache, len(self.cache)
         end = min(first + CHUNK_TOKENS, last)
         out = cache.decode_role(role, first, end).contiguous()  # models take views
@@ -392,11 +369,9 @@ class PackedCacheLayer(CacheLayerMixin):  # type: ignore[misc]
         return self.dropped + self.cache.length
 
     def get_max_length(self) -> int:
-        """Tokens that fit, or the window; -1 for a cache that grows."""
         return self.cache.reserve if self.is_compileable else self.window or -1
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """Length and offset of the mask that the next call needs."""
         if query_length == 0:  # ``generate`` leaves out tokens that the cache should hold already
             raise UnsupportedError(
                 f"no new tokens: the cache holds {self.get_seq_length()}, as many as the prompt or more. A prompt goes "
@@ -409,14 +384,12 @@ class PackedCacheLayer(CacheLayerMixin):  # type: ignore[misc]
         return past + query_length, seen - past
 
     def reset(self) -> None:
-        """Forget every token."""
         self.deferred.forget(self)
         self.cache.reset()
         self.dropped = 0
         self.filled = self.is_initialized = False
 
     def offload(self) -> None:
-        """Raise: packed layers are not offloaded."""
         raise UnsupportedError("a packed cache is not offloaded; it is small enough to stay on the device.")
 
     prefetch = offload
@@ -448,11 +421,9 @@ class PackedCacheLayer(CacheLayerMixin):  # type: ignore[misc]
         self._drop_unseen(recorded=True)
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
-        """Reorder the sequences, for beam search."""
         self.batch_select_indices(beam_idx)
 
     def batch_select_indices(self, indices: Tensor) -> None:
-        """Keep the sequences ``indices`` (numbers, or a boolean mask)."""
         self.deferred.settle()
         if self.filled:
             self.hides_more = self.hides_more and None  # the sequences that are left may hide less
@@ -460,7 +431,6 @@ class PackedCacheLayer(CacheLayerMixin):  # type: ignore[misc]
             self.cache.select(indices.nonzero()[:, 0] if indices.dtype == torch.bool else indices)
 
     def batch_repeat_interleave(self, repeats: int) -> None:
-        """Repeat every sequence ``repeats`` times."""
         self.deferred.settle()
         if self.filled:
             self.cache.repeat(repeats)
@@ -476,13 +446,6 @@ class CrossLayer(PackedCacheLayer):
     is_cross = True
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
-        """Store an encoder's output, once.
-
-        Raises
-        ------
-        UnsupportedError
-            The layer holds an encoder's output already.
-        """
         if self.filled:
             raise UnsupportedError(
                 f"cross-attention layer {self.index} holds {len(self.cache)} tokens of an encoder's output, and "
@@ -492,7 +455,6 @@ class CrossLayer(PackedCacheLayer):
         return super().update(key_states, value_states, *args, **kwargs)
 
     def _shown(self, role: Role) -> Any:
-        """K or V as ``update`` returns them: attention reads them at every step."""
         packed = self.filled and self.attention != "decoded"
         return self.handles[role == "value"] if packed else super()._shown(role)
 

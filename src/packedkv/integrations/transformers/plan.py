@@ -1,10 +1,4 @@
-"""What each layer of a transformers model needs from its cache, or why it is refused.
-
-Reads only the model's config, as ``DynamicCache(config=...)`` does: full, sliding and chunked attention layers hold
-packed K and V; linear-attention and convolution layers keep the state that transformers gives them; MLP layers, and
-layers whose K and V are borrowed from an earlier one, hold nothing. The decoder of an encoder-decoder model has a
-cross-attention layer beside each of its own. Anything else raises an error that names the layer and the reason.
-"""
+"""What each layer of a transformers model needs from its cache, or why it is refused, read from the model's config."""
 
 import copy
 from collections.abc import Iterable

@@ -1,12 +1,7 @@
 """How a transformers model rotates keys by their positions, for caches that hold keys without their mean.
 
-Frequencies and scaling are those of the model's rotary embedding, pairs of channels those of the function
-``apply_rotary_pos_emb`` of its attention; the rotation of a ``Rotary`` is compared with the model's own before it is
-used.
-
-Positions belong to a forward pass. A hook on the rotary embedding records the positions of a pass for the thread that
-runs it, and each layer of a cache takes them once. All caches of a model share the hook, and it is removed with the
-last of them. Neither a model nor a cache holds positions.
+A hook on the rotary embedding records the positions of a forward pass for its thread; each layer of a cache takes them
+once. Neither a model nor a cache holds positions.
 """
 
 import inspect
@@ -34,7 +29,7 @@ CHANGING = ("dynamic", "longrope")
 
 
 class _Newest(threading.local):
-    """The positions of the newest forward pass of the current thread, and the name of the hook that recorded them."""
+    """The positions of this thread's newest forward pass, and the name of the hook that recorded them."""
 
     positions: Tensor | None = None
     hook: str = ""
@@ -103,7 +98,6 @@ class PositionHook:
         _by_name[self.name] = self
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "PositionHook":
-        """Return the owner itself."""
         return self
 
     def __reduce__(self) -> tuple[Any, ...]:

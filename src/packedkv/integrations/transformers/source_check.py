@@ -1,7 +1,6 @@
 """Check, in a model's source code, that it hands cached K and V to transformers' attention interface unchanged.
 
-``streamed`` and ``fused`` attention give the model a handle instead of keys and values. A handle can be passed on and
-nothing else: attention that repeats, splits or measures what the cache returns cannot run with it.
+``streamed`` and ``fused`` attention give the model a handle, which can only be passed on.
 """
 
 import ast

@@ -1,8 +1,4 @@
-"""vLLM's attention backend, implemented by ``EngineLayer``. vLLM 0.32 and 0.33.
-
-``PackedBackend`` states the bytes of a layer's tokens, ``PackedImpl`` stores the tokens and attends. ``bind`` binds a
-layer to its scheme and constants. ``step`` makes the metadata of a step's batch.
-"""
+"""vLLM's attention backend, implemented by ``EngineLayer``."""
 
 import json
 from dataclasses import replace

@@ -1,9 +1,6 @@
 """Bind the attention layers of vLLM's model: decide their schemes and constants, and give each an ``EngineLayer``.
 
-A layer is bound when its weights are loaded: only then are its name, and so its index, scheme and constants, known. New
-weights in a running engine bind it again, with means of the new weights. A bound layer has a backend class for its
-scheme, which tells vLLM how many bytes a token takes. Layers of different schemes (outer layers, recipes) may share
-blocks: vLLM gives each its own page size.
+A layer is bound when its weights are loaded: only then are its name, and so its index, scheme and constants, known.
 """
 
 from collections import Counter

@@ -1,7 +1,6 @@
-"""vLLM's own options, checked in the first process: each one is honored, or refused with the reason.
+"""vLLM's own options, checked before other processes start: each one is honored, or refused with the reason.
 
-``EngineArgs`` make a ``VllmConfig`` before other processes start and before weights are read, for commands, for ``LLM``
-and for ``--config FILE`` alike. ``tests/serve/test_engine_args.py`` lists all options that concern KV caches.
+``tests/serve/test_engine_args.py`` lists all options that concern KV caches.
 """
 
 from collections.abc import Mapping

@@ -1,11 +1,7 @@
 """Constants that a server fits at its first start and keeps: ``{"preset": "ghost-3", "params": "fit"}``.
 
-``packedkv fit`` runs on the checkpoint that the engine is about to load, in a child process for two reasons. The engine
-measures free memory afterwards, and only the end of a process frees all that a second model took on GPU and host. And
-vLLM builds models under a default dtype and device of its own.
-
-The file's name in the cache folder is a digest of weights, preset and seed, so the next start finds it. One process of
-a server (or of servers that start together) fits; the others wait at a lock and read the same file.
+``packedkv fit`` runs in a child process: only the end of a process frees all memory of a second model, before the
+engine measures what is free; and vLLM changes the default dtype and device.
 """
 
 import hashlib

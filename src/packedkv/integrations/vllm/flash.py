@@ -1,7 +1,4 @@
-"""Attention of prompt chunks over unpacked keys and values by vLLM's own flash attention: version 3 on Hopper.
-
-PyTorch's operator, which serves other GPUs, is version 2 and has no soft cap; vLLM's version 2 has one.
-"""
+"""Attention of prompt chunks by vLLM's flash attention: version 3 on Hopper, and version 2 for soft caps elsewhere."""
 
 from functools import lru_cache
 

@@ -1,12 +1,7 @@
 """A layer whose codecs encode G tokens together, over an engine's pages: complete groups packed, others in 16 bit.
 
-A complete group is stored in the pages as ``EngineLayer``'s tokens are. Until then its tokens are pending in a slot
-(``pending.py``). The step that completes a group encodes it.
-
 **Which keys a token attends to**: its own group, up to itself, in 16 bit; every group before it, dequantized. The rule
 depends on positions in the sequence only, so chunked prefill, prefix-cache hits and preemption do not change results.
-In the library's own cache even the tokens of a complete group's own call read it dequantized; here a token's own group
-is always dense, also for the token that completes it.
 
 =========  ====================================  ====================================================================
 by         a group in                            attention

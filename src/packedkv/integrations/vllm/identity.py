@@ -1,10 +1,7 @@
 """The identity of a server's pages: a digest, so that no engine reads another's bytes as its own.
 
-Pages leave a process through KV connectors: to a folder, to another tier of memory, to another server. Pages of equal
-size may encode different values under another preset, seed or file of constants. The digest is part of the backend's
-name, which servers compare before they exchange pages (NIXL, Mooncake), and is noted in folders that outlive a server.
-The name and the note also contain the block size: engines may copy rows of tokens between blocks of two sizes, and the
-planes of a page are not rows of tokens.
+The digest and the block size are part of the backend's name, which servers compare before they exchange pages (NIXL,
+Mooncake), and are noted in folders of KV connectors. Engines may copy rows of tokens between blocks of two sizes.
 """
 
 import hashlib

@@ -1,7 +1,8 @@
 """One attention layer over pages that an engine owns: stores tokens and attends. No engine is imported.
 
 An engine's block of N tokens of one KV head, N x C bytes, is a page of N tokens in the layout of ``layout.py``: planes
-of the keys, then of the values. Nothing is converted: the engine stores the bytes that the library writes.
+of the keys, then of the values. Every token attends to what the pages hold, in a prefill too: chunked prefill and
+prefix-cache hits do not change results.
 
 =========  ========================================  ================================================================
 by         tokens in                                 attention
@@ -15,13 +16,6 @@ CPU        ``Engine.encode``: decode steps, a        the same, chunks of prompts
            one sequence
 reference  the codec itself, ``pages.write_blocks``  ``attention.attend_parts``, request by request
 =========  ========================================  ================================================================
-
-The reference serves layers on a CPU that the kernels do not support; ``EngineLayer.unserved`` says why.
-
-Every token attends to what the pages hold, in a prefill too. Chunked prefill and prefix-cache hits therefore do not
-change results. Keys may be stored without their mean, which is the same for all requests; a token's index in its
-request is its position. A preset's dense first tokens (``sink``) lie in 16 bit behind the codes of a request's first
-page (``store.pages``), and every page reserves space for them.
 """
 
 from collections.abc import Iterator, Mapping

@@ -1,20 +1,4 @@
-"""Options of the server: ``--additional-config '{"packedkv": {"preset": "saw-int4"}}'``.
-
-========== ===========================================================================================================
-key        meaning
-========== ===========================================================================================================
-``preset`` any spec of ``packedkv list``, with options; or the path of a recipe
-``params`` path of a file of ``packedkv fit``, for presets with calibrated constants; ``fit``: the server makes the file
-           at its first start and keeps it (see ``fitting``)
-``window`` 0: serve a preset without its dense window of newest tokens
-``sink``   0: serve a preset without its dense first tokens
-``seed``   seed of random constants; default 0
-``draft``  spec of a draft model's layers in speculative decoding; default ``dense``, 16 bit; refused without a draft
-           model
-``probe``  for a preset that breaks on the model's key biases: ``refuse`` to start (default), ``warn`` in the log and
-           start, or ``off``: skip the check
-========== ===========================================================================================================
-"""
+"""Options of the server: ``--additional-config '{"packedkv": {"preset": "saw-int4"}}'``; docs/serve.md lists them."""
 
 import re
 from collections.abc import Mapping

@@ -1,14 +1,10 @@
 """Pending tokens of unfinished groups: one slot per running request, found again in every step. No engine is imported.
 
-A codec that encodes G tokens together leaves up to G - 1 tokens of each request unencoded between two steps. A pool
-beside the pages stores them in 16 bit, in slots of G tokens. This module assigns slots to requests, and computes the
-indices with which a step reads and writes them::
+A pool beside the pages stores in 16 bit what a codec that encodes G tokens together leaves unencoded between two
+steps::
 
     tokens of a request     0 ........ packed | ........ seq_len       packed = (seq_len - 1) // G * G
                             groups in pages   | 1..G in the slot
-
-A request attends to its newest token's own group in the slot, and to the groups before in the pages: see ``groups.py``.
-The step that completes a group encodes it, and the next token begins another.
 
 With drafts a slot has two halves for alternating groups, because the draft that completes a group may be rejected. The
 next step then resumes the group before, and completes it again. A request therefore keeps its slot until all tokens of
@@ -17,17 +13,15 @@ a step are certainly accepted, and each query of a request has its own length, g
 An unfinished group belongs to one request, because requests share only whole blocks, which are whole groups. Its slot
 is found in one of two ways:
 
-- By row: vLLM's second model runner reports each request's row in its table of requests. The slot is that row, which
-  the request keeps until it ends or is preempted.
+- By row: vLLM's second model runner reports each request's row in its table of requests, which the request keeps until
+  it ends or is preempted.
 - By block: no other request has the block of the next token while this request lives. vLLM does not report the end of a
   request, so a new request takes the least recently used slot. That slot never belongs to a paused request: a scheduler
   that skips a running request for lack of budget admits no new one in that step. Since then only requests that were
   already running took slots, at most one each, and there is a slot for each of them. Completed groups free their slots.
   (Pipeline stages alternate between batches: each batch has its own slots.)
 
-If a request resumes a group whose first tokens are not in its slot, ``put`` raises instead of reading wrong tokens; on
-a GPU a step or two later, because nothing here synchronises. Shapes are fixed, and the tensors that graphs read keep
-their addresses.
+Shapes are fixed, nothing synchronises, and the tensors that graphs read keep their addresses.
 """
 
 from typing import Any, NamedTuple

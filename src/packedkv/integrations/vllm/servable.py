@@ -1,11 +1,7 @@
 """Schemes that an engine with shared pages can serve: rules, each with its error message.
 
-Requests with the same prefix share pages. The engine finds a page by the hash of its tokens, evicts it, and computes it
-again. The bytes of a page must therefore be a pure function of its tokens' own keys and values. Dense tokens beside the
-pages and statistics of a sequence break this: a request that finds its prompt in the prefix cache would read other
-numbers than the request that computed it. Groups of tokens do not break it, because requests share whole blocks, which
-are whole groups. Nor do dense first tokens of codecs that encode each token alone: pages reserve space for them
-(``store.pages``).
+Requests with the same prefix share pages, and an evicted page is computed again: its bytes must be a pure function of
+its tokens' own keys and values.
 """
 
 import math

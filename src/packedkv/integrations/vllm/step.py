@@ -1,7 +1,4 @@
-"""One step's batch: its metadata, the builder that makes it, and tensors that the layers of a group share.
-
-vLLM makes one builder for the layers that share blocks.
-"""
+"""One step's batch: its metadata, the builder that makes it, and tensors that layers with shared blocks share."""
 
 from collections import Counter
 from dataclasses import dataclass, field

@@ -1,12 +1,7 @@
 """Key biases, RoPE and key means of a served model, all read from its weights before the first token.
 
-A preset that breaks on the model's key biases is not served (``key_bias``). Other presets may encode keys without their
-mean. Requests with the same prefix share pages, so the mean must not come from a request: it is that of the weights'
-biases, or that of a file.
-
-The engine passes keys after RoPE, and a token's index in its request is its position. The layer's rotary embedding
-gives the frequencies; they are verified with keys that the layer computes of one state at several positions. Where they
-differ, or a token has several positions (M-RoPE), only a mean after RoPE is subtracted.
+Requests with the same prefix share pages, so a mean must not come from a request: it is that of the weights' biases, or
+that of a file. A token's index in its request is its position.
 """
 
 import gc
