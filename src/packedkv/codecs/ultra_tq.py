@@ -122,12 +122,12 @@ class UltraTQ(Rotated, Codec):
         check_head_dim("ultra-tq", head_dim)
         fields = (
             Field("codes", "uint8", (head_dim // 2,)),
-            Field("norm", "float16", (group_count(head_dim, self._group),), "norms"),
+            Field("norm", "float16", (group_count(head_dim, self.group),), "norms"),
         )
         return Layout(head_dim, 1, fields, nominal_bits=4.0)
 
     @property
-    def _group(self) -> int:
+    def group(self) -> int:
         """Channels that share a norm; 0 for all of them."""
         return 0 if self.norm == "token" else GROUP
 
@@ -144,7 +144,7 @@ class UltraTQ(Rotated, Codec):
         if self.table == "gaussian":
             levels = normal_levels(LEVELS)
         elif self.table == "sphere":
-            levels = sphere_levels(min(self._group or site.head_dim, site.head_dim))
+            levels = sphere_levels(min(self.group or site.head_dim, site.head_dim))
         else:
             u = self._coordinates(needed("ultra-tq: table=calibrated", sample.tensor, ", use table=gaussian"))
             gaussian = normal_levels(LEVELS)
@@ -181,7 +181,7 @@ class UltraTQ(Rotated, Codec):
             held = self._held(norm, rows.shape[-1])
             return search(torch.where(held > 0, rows.double() / held, 0.0)).to(torch.uint8), norm
 
-        codes, norm = quantized(x, quantize, partial(self._value, params), self.scale, self._group)
+        codes, norm = quantized(x, quantize, partial(self._value, params), self.scale, self.group)
         return {"codes": pack(codes, 4), "norm": norm}
 
     def decode(self, payload: Payload, params: Params) -> Tensor:
@@ -193,25 +193,25 @@ class UltraTQ(Rotated, Codec):
     def _norms(self, x: Tensor, factor: float = 1.0) -> Tensor:
         """Root mean squares times ``factor``, as stored: fp16 ``[..., groups]``; sums by halves."""
         dim = x.shape[-1]
-        size = self._group or dim
+        size = self.group or dim
         squares = x.double() ** 2
         squares = torch.nn.functional.pad(squares, (0, -dim % size)).unflatten(-1, (-1, size))
         total = sum_by_halves(squares)[..., 0]
         count = torch.full_like(total, size)
         if dim % size:
             count[..., -1] = dim % size
-        return ((total / count).sqrt() * factor / self._unit(dim)).half()
+        return ((total / count).sqrt() * factor / self.unit(dim)).half()
 
     def _held(self, norm: Tensor, head_dim: int) -> Tensor:
         """Norm of every channel in float64, from the stored numbers; token norms stay ``[..., 1]`` and broadcast."""
-        wide = norm.double() * self._unit(head_dim)
-        return spread_channels(wide, self._group, head_dim) if self._group else wide
+        wide = norm.double() * self.unit(head_dim)
+        return spread_channels(wide, self.group, head_dim) if self.group else wide
 
-    def _unit(self, head_dim: int) -> float:
+    def unit(self, head_dim: int) -> float:
         """2^r: a rotation can gather h channels in one, so a block's norm may exceed every element's range."""
-        if not self._group:
+        if not self.group:
             return 1.0
-        return 2.0 ** max(0, math.ceil(math.log2(power_of_two_divisor(head_dim) / self._group) / 2))
+        return 2.0 ** max(0, math.ceil(math.log2(power_of_two_divisor(head_dim) / self.group) / 2))
 
 
 @register("ultra-tq", source="Ultra-TQ (TQ4/4), arXiv:2606.20474, Sec. 4, Alg. 2", presets={"ultra-tq": {}})

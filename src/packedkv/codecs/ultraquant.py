@@ -134,7 +134,7 @@ class UltraQuant(Rotated, Codec):
         dim = x.shape[-1]
         wanted = split_channels(x.abs(), GROUP).amax(-1).double() * (self.c * factor)
         if self.scale == "real":
-            scale = (wanted / self._unit(dim)).float().clamp(SMALLEST_SCALE, FP16_MAX).half()
+            scale = (wanted / self.unit(dim)).float().clamp(SMALLEST_SCALE, FP16_MAX).half()
             y = x / spread_channels(self._held(scale, dim), GROUP, dim)
         else:
             scale = nearest_ue8m0(wanted)
@@ -150,9 +150,9 @@ class UltraQuant(Rotated, Codec):
 
     def _held(self, scale: Tensor, head_dim: int) -> Tensor:
         """Scales of the groups in float32, from the stored numbers."""
-        return scale.float() * self._unit(head_dim) if self.scale == "real" else ue8m0_value(scale)
+        return scale.float() * self.unit(head_dim) if self.scale == "real" else ue8m0_value(scale)
 
-    def _unit(self, head_dim: int) -> float:
+    def unit(self, head_dim: int) -> float:
         """2^r, the unit of stored real scales; a power of two, so that it rounds nothing."""
         return 2.0 ** math.ceil(math.log2(self.order_for(head_dim)) / 2)
 

@@ -56,10 +56,6 @@ def level_bytes(total: int, shrink: int = 0) -> int:
     return blocks * (128 if total < 10 else 64) * 2**total
 
 
-FEWER = (7, 8)
-"""Bits of pairs whose tables can be smaller."""
-
-
 def reader(codec: Ghost, head_dim: int, role: Role) -> Reader:
     """Pairs of channels by their kinds; the sizes multiply queries and outputs, or a matrix does (``klt``)."""
     codec.layout(head_dim)  # refuses what does not fill quarters
@@ -71,7 +67,7 @@ def reader(codec: Ghost, head_dim: int, role: Role) -> Reader:
         _struct(f"{name}>", codec),
         "read_ghost.cuh",
         shared=level_bytes(total),
-        fewer=tuple(level_bytes(total, n) for n in (1, 2) if total in FEWER),
+        fewer=tuple(level_bytes(total, n) for n in (1, 2) if total in (7, 8)),
         shares_table_with=f"levels of pairs of {total} bits",
         borrowing_type=_struct(f"{name}, true>", codec),
         by_head=own,
@@ -92,12 +88,12 @@ def _struct(name: str, codec: Ghost) -> str:
 
 def sizes(params: Params) -> Tensor:
     """sqrt(v) of the model's channels: float32 ``[B or 1, H, D]``."""
-    return _put_back(1 / params["factor"], params)
+    return 1 / inverse_sizes(params)
 
 
-def _put_back(x: Tensor, params: Params) -> Tensor:
-    """Channels by place ``[B or 1, H, D]``, in the model's order."""
-    return put_back(x.unsqueeze(2), params["order"]).squeeze(2)
+def inverse_sizes(params: Params) -> Tensor:
+    """1 / sqrt(v) of the model's channels: float32 ``[B or 1, H, D]``."""
+    return put_back(params["factor"].unsqueeze(2), params["order"]).squeeze(2)
 
 
 def order_of(params: Params) -> Tensor:
@@ -219,24 +215,17 @@ def _even_then_odd(x: Tensor) -> Tensor:
 def cpu_write_tables(params: Params) -> Tensor:
     """Tables of ``encode_ghost`` (encode_ghost.h): uint8 ``[B or 1, H, bytes]``."""
     order, widths = order_of(params), params["widths"]
-    cuts, infinite, zero = width_cuts(levels()).float(), torch.tensor([torch.inf]), torch.zeros(1)
-    behind = [torch.cat([cuts[w, : 2**w - 1], infinite]) for w in range(WIDEST + 1)]
-    walls = torch.tensor([power(2 * i + 1 - 2 * UNIT) for i in range(1, SCALES)], dtype=torch.float32)
-    same = torch.cat([zero, *behind, levels(), zero, walls, zero, zero, scales()]).expand(*order.shape[:2], -1)
+    (behind, walls), zero = _cuts_and_walls(), torch.zeros(1)
+    same = torch.cat([zero, behind, levels(), zero, walls, zero, zero, scales()]).expand(*order.shape[:2], -1)
     numbers = [same, params["weight"], *([params["centre"]] if "centre" in params else [])]
     return _padded(torch.cat([_bytes(order.to(torch.int16)), widths, *map(_bytes, numbers)], -1))
-
-
-def inverse_sizes(params: Params) -> Tensor:
-    """1 / sqrt(v) of the model's channels: float32 ``[B or 1, H, D]``."""
-    return _put_back(params["factor"], params)
 
 
 def write_tables(params: Params) -> Tensor:
     """Tables of ``kv::GhostRow``: uint8 ``[B or 1, H, bytes]``."""
     order, widths, weight = order_of(params), params["widths"], params["weight"]
     centre = params["centre"] if "centre" in params else torch.zeros_like(weight)
-    same, walls, held = _of_all_heads(order.device)
+    same, walls, held = _of_all_heads(order.device)[:3]
     walls = (widths > 0).sum(-1, keepdim=True) * walls  # the reference's product, number by number
     walls = torch.nn.functional.pad(walls, (0, 2), value=torch.inf)
     numbers = [x.expand(*walls.shape[:2], -1) for x in (same, walls, held, centre, weight)]
@@ -244,15 +233,20 @@ def write_tables(params: Params) -> Tensor:
 
 
 @lru_cache(maxsize=16)
-def _of_all_heads(device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
-    """Levels and the cuts between them, walls between scales for one channel, scales: float32, never written to."""
+def _of_all_heads(device: torch.device) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Levels and the cuts between them, walls between scales, scales, and all together: float32, never written to."""
     with torch.inference_mode(False):
-        infinite = torch.tensor([torch.inf])
-        cuts = width_cuts(levels()).float()
-        behind = [torch.cat([cuts[w, : 2**w - 1], infinite]) for w in range(len(cuts))]
-        same = torch.cat([levels(), infinite, infinite, *behind])
-        walls = torch.tensor([power(2 * i + 1 - 2 * UNIT) for i in range(1, SCALES)], dtype=torch.float32)
-        return same.to(device), walls.to(device), scales().to(device)
+        behind, walls = _cuts_and_walls()
+        parts = torch.cat([levels(), torch.full((2,), torch.inf), behind]), walls, scales()
+        same, walls, held = (x.to(device) for x in parts)
+        return same, walls, held, torch.cat([same, walls, held])
+
+
+def _cuts_and_walls() -> tuple[Tensor, Tensor]:
+    """Cuts between the levels of each width, infinity behind them; walls between the scales of one channel: float32."""
+    cuts = torch.nn.functional.pad(width_cuts(levels()).float(), (0, 1), value=torch.inf)
+    walls = torch.tensor([power(2 * i + 1 - 2 * UNIT) for i in range(1, SCALES)], dtype=torch.float32)
+    return torch.cat([own[: 2**w] for w, own in enumerate(cuts)]), walls
 
 
 def _bytes(x: Tensor) -> Tensor:
@@ -295,12 +289,6 @@ def fit_threads(head_dim: int) -> int:
 def _fit_kernel(codecs: tuple[tuple[Role, Codec], ...], head_dim: int, device: torch.device) -> Kernel:
     label = " and ".join(f"{codec} of {role}s" for role, codec in codecs)
     return load(fit_program(dict(codecs), head_dim), ("kv_fit",), device, f"fitting {label}")[0]
-
-
-@lru_cache(maxsize=16)
-def _numbers_of_fit(device: torch.device) -> Tensor:
-    with torch.inference_mode(False):
-        return torch.cat(_of_all_heads(device))
 
 
 @dataclass(eq=False)
@@ -410,7 +398,7 @@ def _allocate(
     each = batch * heads * head_dim * sum(n for _, n, _ in shapes)
     most = min(layers, FIT_LAYERS, max(1, FIT_SCRATCH // (4 * each)))
     scratch = torch.empty(most * each, dtype=torch.float32, device=device)
-    rows, same = scratch.data_ptr(), _numbers_of_fit(device).data_ptr()
+    rows, same = scratch.data_ptr(), _of_all_heads(device)[3].data_ptr()
     parts: dict[Role, list[tuple[str, int]]] = {}
     views: list[tuple[Role, str, int, int, torch.dtype]] = []
     at = 0

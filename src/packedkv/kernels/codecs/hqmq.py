@@ -85,7 +85,7 @@ def encoder(codec: Hqmq, head_dim: int, role: Role) -> Encoder:
     if codec.packing != "ceil":
         raise UnsupportedError(f"no CUDA kernel encodes {codec}")
     name = f"kv::HqmqRow<{head_dim}, {codec.s}, {codec.r}>"
-    return Encoder(name, "encode_hqmq.cuh", tables=lambda params: cell_tables(params["secondary"][0]), form="table")
+    return Encoder(name, "encode_hqmq.cuh", tables=cell_tables, form="table")
 
 
 def cpu_encoder(codec: Hqmq, head_dim: int, role: Role) -> CpuEncoder:
@@ -149,9 +149,9 @@ def read_tables(params: Params, crossed: bool) -> Tensor:
     return half_rows(table * CODEBOOK_UNIT)
 
 
-def cell_tables(secondary: Tensor) -> Tensor:
-    """Tables of the encoder for all heads, uint8 ``[H, bytes]``, from ``random_units``, ``secondary [H, S, 4]``."""
-    return torch.cat([_tables(heads.double()) for heads in secondary.split(HEADS)])
+def cell_tables(params: Params) -> Tensor:
+    """Tables of the encoder for all heads, uint8 ``[H, bytes]``, built together: launches dominate their cost."""
+    return torch.cat([_tables(heads.double()) for heads in params["secondary"][0].split(HEADS)])
 
 
 def _tables(secondary: Tensor) -> Tensor:

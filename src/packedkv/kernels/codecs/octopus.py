@@ -1,6 +1,6 @@
 """Kernels of keys of ``octopus``, triplets of channels as directions and lengths, and of those with a sketch."""
 
-from collections.abc import Callable
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -28,13 +28,12 @@ def reader(codec: Octopus, head_dim: int, role: Role) -> Reader:
         raise UnsupportedError(f"the kernels read OCTOPUS' keys, not {codec} as values")
     if codec.direction_bits > DIRECTION_BITS:
         raise UnsupportedError(f"the table of directions of {codec} does not fit into shared memory")
-    numbers = f"{head_dim}, {codec.direction_bits}, {codec.norm_bits}, {flag(codec.norm == 'fp32')}"
     own = Reader(
-        f"kv::ReadOctopus<{numbers}>",
+        f"kv::ReadOctopus<{_numbers(codec, head_dim)}>",
         "read_octopus.cuh",
         shared=shared_bytes(codec)[0],
         fewer=shared_bytes(codec)[1:],
-        tables=read_tables(codec),
+        tables=partial(read_tables, codec),
         factor="signs",
         order=power_of_two_divisor(head_dim),
         warps=6,
@@ -45,16 +44,15 @@ def reader(codec: Octopus, head_dim: int, role: Role) -> Reader:
 
 def cpu_reader(codec: Octopus, head_dim: int, role: Role) -> CpuReader:
     """Triplets looked up in tables; with a sketch in their own order."""
-    sketched = isinstance(codec, OctopusQJL)
     own = CpuReader(
         "octopus",
         cpu_options(codec, head_dim),
-        tables=cpu_tables(codec, head_dim, straight=sketched),
+        tables=partial(cpu_tables, codec, head_dim),
         factor="signs",
         order=power_of_two_divisor(head_dim),
         layer_invariant=True,
     )
-    return sketch.cpu_sketched(own, codec, head_dim) if sketched else own
+    return sketch.cpu_sketched(own, codec, head_dim) if isinstance(codec, OctopusQJL) else own
 
 
 def cpu_options(codec: Octopus, head_dim: int) -> tuple[int, ...]:
@@ -64,26 +62,22 @@ def cpu_options(codec: Octopus, head_dim: int) -> tuple[int, ...]:
     return (codec.direction_bits, codec.norm_bits, int(codec.low_bits > 0), int(codec.norm == "fp32"), *sizes)
 
 
-def cpu_tables(codec: Octopus, head_dim: int, straight: bool) -> Callable[[Params], Tensor]:
-    """Return the function that builds the tables of ``unpack_octopus`` (read_triplets.h): uint8 ``[1, bytes]``."""
+def cpu_tables(codec: Octopus, head_dim: int, params: Params) -> Tensor:
+    """Tables of ``unpack_octopus`` (read_triplets.h): uint8 ``[1, bytes]``."""
     bits, low, n = codec.code_bits, codec.low_bits, -(-head_dim // 3)
     fields = [(low, bits, 4), (0, low, 0)] if low else [(0, bits, 4)]
-    order = list(range(n)) if straight else cpu_order(n, bits, low)
+    order = list(range(n)) if isinstance(codec, OctopusQJL) else cpu_order(n, bits, low)
     places = []
     for field in fields:
         found = cpu_places(n, bits, low, *field)
         found[:, :n] = found[:, order]
         places.append(found.flatten())
-
-    def build(params: Params) -> Tensor:
-        rho = params["rho"][0].float()
-        rows = torch.nn.functional.pad(params["directions"][0].float(), (0, 1))
-        root = rho.new_tensor([head_dim**0.5, 0, 0, 0])
-        numbers = [rows.flatten(), rho] if low else [(rows[:, None] * rho[:, None]).flatten()]
-        parts = [root, *(where.to(rho.device) for where in places), *numbers]
-        return torch.cat([part.view(torch.uint8) for part in parts])[None]
-
-    return build
+    rho = params["rho"][0].float()
+    rows = torch.nn.functional.pad(params["directions"][0].float(), (0, 1))
+    root = rho.new_tensor([head_dim**0.5, 0, 0, 0])
+    numbers = [rows.flatten(), rho] if low else [(rows[:, None] * rho[:, None]).flatten()]
+    parts = [root, *(where.to(rho.device) for where in places), *numbers]
+    return torch.cat([part.view(torch.uint8) for part in parts])[None]
 
 
 def cpu_order(n: int, bits: int, low: int) -> list[int]:
@@ -120,24 +114,23 @@ def cpu_places(n: int, bits: int, low: int, first: int, end: int, by: int) -> Te
 
 
 def encoder(codec: Octopus, head_dim: int, role: Role) -> Encoder:
-    sketched = isinstance(codec, OctopusQJL)
-    tables, numbers = write_tables(codec), row_arguments(codec, head_dim)
-    return Encoder(
-        f"kv::OctopusQjlRow<{numbers}>" if sketched else f"kv::OctopusRow<{numbers}>",
-        "encode_qjl.cuh" if sketched else "encode_octopus.cuh",
-        tables=sketch.written(tables, "rho") if sketched else tables,
+    own = Encoder(
+        f"kv::OctopusRow<{_numbers(codec, head_dim)}, kv::{ROUNDINGS[codec.rounding]}>",
+        "encode_octopus.cuh",
+        tables=partial(write_tables, codec),
         factor="signs",
         order=power_of_two_divisor(head_dim),
         form="table",
-        layer_invariant=not sketched,
+        layer_invariant=True,
     )
+    return sketch.sketched_row(own, "rho") if isinstance(codec, OctopusQJL) else own
 
 
 def cpu_encoder(codec: Octopus, head_dim: int, role: Role) -> CpuEncoder:
     own = CpuEncoder(
         "octopus",
         (*cpu_options(codec, head_dim), list(ROUNDINGS).index(codec.rounding)),
-        tables=cpu_write_tables(codec),
+        tables=partial(cpu_write_tables, codec),
         factor="signs",
         order=power_of_two_divisor(head_dim),
         layer_invariant=True,
@@ -145,23 +138,17 @@ def cpu_encoder(codec: Octopus, head_dim: int, role: Role) -> CpuEncoder:
     return sketch.cpu_sketched(own, codec, head_dim) if isinstance(codec, OctopusQJL) else own
 
 
-def cpu_write_tables(codec: Octopus) -> Callable[[Params], Tensor]:
-    """Return the function that builds the tables of ``encode_octopus`` (encode_triplets.h): uint8 ``[1, bytes]``."""
-
-    def build(params: Params) -> Tensor:
-        xi, rho = params["xi"][0].double(), params["rho"][0].double()
-        square = xi[1:-1] if codec.rounding == "local_3x3" else midpoints(xi)
-        rows = torch.nn.functional.pad(params["directions"][0].float(), (0, 1))
-        walls = filled_walls(square, codec.direction_bits), filled_walls(midpoints(rho), codec.norm_bits)
-        return torch.cat([part.view(torch.uint8) for part in (*walls, rows.flatten(), rho.float())])[None]
-
-    return build
+def cpu_write_tables(codec: Octopus, params: Params) -> Tensor:
+    """Tables of ``encode_octopus`` (encode_triplets.h): uint8 ``[1, bytes]``."""
+    xi, rho = params["xi"][0].double(), params["rho"][0].double()
+    square = xi[1:-1] if codec.rounding == "local_3x3" else midpoints(xi)
+    rows = torch.nn.functional.pad(params["directions"][0].float(), (0, 1))
+    walls = filled_walls(square, codec.direction_bits), filled_walls(midpoints(rho), codec.norm_bits)
+    return torch.cat([part.view(torch.uint8) for part in (*walls, rows.flatten(), rho.float())])[None]
 
 
-def row_arguments(codec: Octopus, head_dim: int) -> str:
-    """Return the template arguments of the structs that encode a row."""
-    numbers = f"{head_dim}, {codec.direction_bits}, {codec.norm_bits}, {flag(codec.norm == 'fp32')}"
-    return f"{numbers}, kv::{ROUNDINGS[codec.rounding]}"
+def _numbers(codec: Octopus, head_dim: int) -> str:
+    return f"{head_dim}, {codec.direction_bits}, {codec.norm_bits}, {flag(codec.norm == 'fp32')}"
 
 
 def shared_bytes(codec: Octopus) -> tuple[int, ...]:
@@ -172,38 +159,30 @@ def shared_bytes(codec: Octopus) -> tuple[int, ...]:
     return tuple(n + lengths * 128 for n in copied_bytes(4**codec.direction_bits, TABLE_BUDGET))
 
 
-def read_tables(codec: Octopus) -> Callable[[Params], Tensor]:
-    """Return the function that tabulates triplets, times sqrt(D) as norms are root mean squares: uint8 ``[1, bytes]``.
+def read_tables(codec: Octopus, params: Params) -> Tensor:
+    """Tabulate triplets, times sqrt(D) as norms are root mean squares: fp16, uint8 ``[1, bytes]``.
 
     Rows of (x, y, z, 0) of all codes; for longer codes rows of all directions, then ``2^b_nrm`` lengths.
     """
-
-    def build(params: Params) -> Tensor:
-        rho = params["rho"][0].double() * params["signs"].shape[-1] ** 0.5
-        rows = torch.nn.functional.pad(params["directions"][0].double(), (0, 1))
-        if codec.code_bits <= JOINT_BITS:
-            return half_rows((rows[:, None] * rho[:, None]).flatten(0, 1)[None])
-        return torch.cat([half_rows(rows[None]), half_rows(rho[None, :, None])], 1)
-
-    return build
+    rho = params["rho"][0].double() * params["signs"].shape[-1] ** 0.5
+    rows = torch.nn.functional.pad(params["directions"][0].double(), (0, 1))
+    if codec.code_bits <= JOINT_BITS:
+        return half_rows((rows[:, None] * rho[:, None]).flatten(0, 1)[None])
+    return torch.cat([half_rows(rows[None]), half_rows(rho[None, :, None])], 1)
 
 
-def write_tables(codec: Octopus) -> Callable[[Params], Tensor]:
-    """Return the function that builds the tables of ``OctopusRow`` in csrc/encode_octopus.cuh."""
-
-    def build(params: Params) -> Tensor:
-        xi, rho, directions = (params[name][0].cpu().double() for name in ("xi", "rho", "directions"))
-        walls = xi[1:-1] if codec.rounding == "local_3x3" else midpoints(xi)
-        half = 2**codec.direction_bits // 2
-        # levels are exactly symmetric: signs give the other three quadrants
-        quarter = directions.view(2 * half, 2 * half, 3)[half:, half:]
-        copies = {6: 4, 7: 1}.get(codec.direction_bits, 8)
-        entries = torch.nn.functional.pad(quarter, (0, 1)).float()[:, :, None].expand(-1, -1, copies, -1)
-        parts = (
-            wall_table(walls, codec.direction_bits, SLACK),
-            wall_table(midpoints(rho), codec.norm_bits),
-            entries.contiguous().view(torch.uint8).flatten(),
-        )
-        return torch.cat(parts)[None].to(params["xi"].device)
-
-    return build
+def write_tables(codec: Octopus, params: Params) -> Tensor:
+    """Tables of ``OctopusRow`` in csrc/encode_octopus.cuh: uint8 ``[1, bytes]``."""
+    xi, rho, directions = (params[name][0].cpu().double() for name in ("xi", "rho", "directions"))
+    walls = xi[1:-1] if codec.rounding == "local_3x3" else midpoints(xi)
+    half = 2**codec.direction_bits // 2
+    # levels are exactly symmetric: signs give the other three quadrants
+    quarter = directions.view(2 * half, 2 * half, 3)[half:, half:]
+    copies = {6: 4, 7: 1}.get(codec.direction_bits, 8)
+    entries = torch.nn.functional.pad(quarter, (0, 1)).float()[:, :, None].expand(-1, -1, copies, -1)
+    parts = (
+        wall_table(walls, codec.direction_bits, SLACK),
+        wall_table(midpoints(rho), codec.norm_bits),
+        entries.contiguous().view(torch.uint8).flatten(),
+    )
+    return torch.cat(parts)[None].to(params["xi"].device)

@@ -51,23 +51,18 @@ def cpu_reader(codec: TurboQuant, head_dim: int, role: Role) -> CpuReader:
 
 
 def encoder(codec: TurboQuant, head_dim: int, role: Role) -> Encoder:
-    """The nearest level of each channel; for TurboQuant-QJL then the signs of the residual's sketch.
-
-    >>> encoder(TurboQuant(4), 128, "key").type
-    'kv::TurboQuantRow<128, 4, false>'
-    """
-    sketched = isinstance(codec, TurboQuantQJL)
-    bits = codec.bits - sketched
-    tables, numbers = nearest_level(bits), f"<{head_dim}, {bits}, {flag(codec.norm == 'fp32')}>"
+    """The nearest level of each channel; for TurboQuant-QJL then the signs of the residual's sketch."""
+    if isinstance(codec, TurboQuantQJL):
+        return sketch.sketched_row(encoder(codec.stage, head_dim, role), "levels")
     return Encoder(
-        f"kv::TurboQuantQjlRow{numbers}" if sketched else f"kv::TurboQuantRow{numbers}",
-        "encode_qjl.cuh" if sketched else "encode_turboquant.cuh",
-        tables=sketch.written(tables, "levels") if sketched else tables,
+        f"kv::TurboQuantRow<{head_dim}, {codec.bits}, {flag(codec.norm == 'fp32')}>",
+        "encode_turboquant.cuh",
+        tables=nearest_level(codec.bits),
         factor="signs",
         order=power_of_two_divisor(head_dim),
         form="table",
-        layer_invariant=not sketched,
-        uneven=not sketched and bits != 3,
+        layer_invariant=True,
+        uneven=codec.bits != 3,
     )
 
 

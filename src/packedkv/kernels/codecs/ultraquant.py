@@ -11,9 +11,6 @@ from packedkv.errors import UnsupportedError
 from packedkv.kernels.codecs.tables import group_levels, level_bytes
 from packedkv.kernels.cpu.spec import CpuEncoder, CpuReader
 from packedkv.kernels.spec import Encoder, Reader, flag
-from packedkv.ops.hadamard import power_of_two_divisor
-
-_CODES = torch.arange(16)
 
 
 def reader(codec: UltraQuant, head_dim: int, role: Role) -> Reader:
@@ -26,7 +23,7 @@ def reader(codec: UltraQuant, head_dim: int, role: Role) -> Reader:
         "read_ultraquant.cuh",
         shared=level_bytes(4),
         computes=True,
-        order=power_of_two_divisor(head_dim) if codec.rotate else 1,
+        order=codec.order_for(head_dim),
         shares_table_with=f"E2M1, real {real}",
         borrowing_type=name.format("BORROWED"),
     )
@@ -35,26 +32,20 @@ def reader(codec: UltraQuant, head_dim: int, role: Role) -> Reader:
 def cpu_reader(codec: UltraQuant, head_dim: int, role: Role) -> CpuReader:
     if codec.queries != "exact":
         raise UnsupportedError(f"the kernels do not round queries, as {codec} does")
-    order, real = power_of_two_divisor(head_dim) if codec.rotate else 1, codec.scale == "real"
-    unit = 2.0 ** math.ceil(math.log2(order) / 2)
-    return CpuReader(
-        "group levels", (GROUP, 0, int(not real)), tables=lambda _: group_levels(unit, decode_e2m1(_CODES)),
-        order=order,
-    )  # fmt: skip
+    table = group_levels(codec.unit(head_dim), decode_e2m1(torch.arange(16)))
+    options = GROUP, 0, int(codec.scale == "pow2")
+    return CpuReader("group levels", options, tables=lambda _: table, order=codec.order_for(head_dim))
 
 
 def encoder(codec: UltraQuant, head_dim: int, role: Role) -> Encoder:
     """The bits of c stand in the program, as the reference multiplies in double."""
-    order = power_of_two_divisor(head_dim) if codec.rotate else 1
-    bits = int.from_bytes(struct.pack(">d", codec.c), "big")  # of the double
-    unit = math.ceil(math.log2(order) / 2)
-    name = f"kv::EncodeUltraquant<{head_dim}, 0x{bits:x}ull, {flag(codec.scale == 'real')}, {unit}>"
-    return Encoder(name, "encode_ultraquant.cuh", order=order)
+    bits, unit = struct.pack(">d", codec.c).hex(), int(math.log2(codec.unit(head_dim)))
+    name = f"kv::EncodeUltraquant<{head_dim}, 0x{bits}ull, {flag(codec.scale == 'real')}, {unit}>"
+    return Encoder(name, "encode_ultraquant.cuh", order=codec.order_for(head_dim))
 
 
 def cpu_encoder(codec: UltraQuant, head_dim: int, role: Role) -> CpuEncoder:
     """c and the unit of the rotation are its table."""
-    order = power_of_two_divisor(head_dim) if codec.rotate else 1
-    numbers = torch.tensor([[codec.c, 2.0 ** math.ceil(math.log2(order) / 2)]], dtype=torch.float64)
-    options, tables = (GROUP, 0, int(codec.scale == "pow2")), lambda _: numbers.view(torch.uint8)
-    return CpuEncoder("e2m1", options, tables=tables, order=order)
+    numbers = torch.tensor([[codec.c, codec.unit(head_dim)]], dtype=torch.float64).view(torch.uint8)
+    options = GROUP, 0, int(codec.scale == "pow2")
+    return CpuEncoder("e2m1", options, tables=lambda _: numbers, order=codec.order_for(head_dim))
