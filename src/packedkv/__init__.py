@@ -1,7 +1,6 @@
 """packedkv: compressed KV caches, 3-5x smaller with every byte counted, behind one codec interface.
 
-This package imports a public name from its module on first use. The command line therefore prints its help without
-loading torch, and CUDA and transformers are loaded only if they are needed.
+A public name is imported from its module on first use: ``packedkv --help`` loads no torch.
 """
 
 from importlib import import_module as _import_module

@@ -133,6 +133,7 @@ class FrameCache:
                 f"{n} new frames at once, and {self.frames} are held, {self.sinks} of them sinks: the new ones would "
                 f"be evicted before they are seen. Append fewer at a time."
             )
+        self._check_flag(flag)
         self._add(keys, values, flag)
         self.seen += n
         if (over := len(self) - self.frames) > 0:
@@ -230,7 +231,6 @@ class FrameCache:
         raise UnsupportedError(f"a flag is raised by fused kernels, of keys as they are, and {why}; leave it out.")
 
     def _add(self, keys: Tensor, values: Tensor, flag: Tensor | None) -> None:
-        self._check_flag(flag)
         self.cache.append(keys, values, **({} if flag is None else {"flag": flag}))
 
     @torch.no_grad()

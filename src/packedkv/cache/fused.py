@@ -50,20 +50,10 @@ class FusedLayerCache(LayerCache):
     ``block_tokens``: where one codec groups G tokens, the other one's window holds up to G - 1 tokens more than in
     ``LayerCache`` (and is counted with them).
 
-    Parameters
-    ----------
-    scheme, page_tokens
-        As ``LayerCache``; a site includes ``layer``, ``seed``, ``params`` and ``first_head``.
-    capacity : int
-        Tokens of a static cache, whose lengths, sink and window lie on the device and whose tensors keep their
-        addresses: a decode step can be captured in a CUDA graph or traced by ``torch.compile``. 0: pages grow.
-    kernels : Kernels, optional
-        Of this page size and kind of cache, where layers share them.
-
-    Raises
-    ------
-    UnsupportedError
-        At the first append, if the kernels cannot take the scheme, head_dim or device; the text says why.
+    ``capacity``: tokens of a *static* cache, whose lengths, sink and window lie on the device and whose tensors keep
+    their addresses: a decode step can be captured in a CUDA graph or traced by ``torch.compile``; 0: pages grow.
+    ``kernels``: of this page size and kind of cache, where layers share them. Raises UnsupportedError at the first
+    append, if the kernels cannot take the scheme, head_dim or device; the text says why.
     """
 
     engine: Engine | None = None  # reads and writes the pages; None until the first append
@@ -155,24 +145,14 @@ class FusedLayerCache(LayerCache):
         magnitude above 65504 is stored as a zero row and raises a device flag that ``check`` reads; so do, in a static
         cache, tokens for which there are no slots.
 
-        Parameters
-        ----------
-        keys, values : Tensor ``[B, H, n, D]``
-        positions : Tensor of int ``[B, n]`` or ``[1, n]``, optional
-            As in ``LayerCache.append``. With a mean before RoPE several tokens out of order are refused, and nothing is
-            stored; a single one, or several with a ``flag`` in a growing cache, raise another flag that ``check``
-            reads.
-        flag : Tensor int32 ``[1]``, optional
-            Do not check several tokens either: kernels raise this flag, which the caller reads later, and the caller
-            checks the numbers that ``unflagged`` returns.
+        With a mean before RoPE several tokens at ``positions`` out of order are refused, and nothing is stored. A
+        single one, or several with a ``flag`` in a growing cache, raise another flag that ``check`` reads. With
+        ``flag`` (int32 ``[1]``) several tokens are not checked either: kernels raise this flag, which the caller reads
+        later, and the caller checks the numbers that ``unflagged`` returns.
 
-        Raises
-        ------
-        ValueError, ShapeError
-            As ``LayerCache.append``; ShapeError also for several tokens for which a static cache has no slots.
-        UnsupportedError
-            Positions out of order; the kernels do not support the tensors; or the call that fills a static cache brings
-            fewer tokens than constants are fitted on.
+        Raises ValueError and ShapeError as ``LayerCache.append``; ShapeError also for several tokens for which a static
+        cache has no slots; UnsupportedError if positions are out of order, the kernels do not support the tensors, or
+        the call that fills a static cache brings fewer tokens than constants are fitted on.
         """
         self.end_append(self.begin_append(keys, values, positions, flag=flag))
 
@@ -587,20 +567,8 @@ class FusedLayerCache(LayerCache):
     ) -> Tensor:
         """Fused attention over the packed pages: ``attend_token``, or ``attend_chunk`` of several query tokens.
 
-        Parameters
-        ----------
-        q : Tensor ``[B, HQ, n, D]``
-        scale, sinks, mask, causal
-            As ``packedkv.cache.layer.attend``; the last two only with several query tokens.
-        start : Tensor int32 ``[B]``, optional
-            Left padding: tokens before it are not attended.
-        softcap : float
-            Scores become ``softcap * tanh(score / softcap)``; 0: they stay.
-
-        Raises
-        ------
-        UnsupportedError
-            For a mask with a single query token.
+        Arguments as ``packedkv.cache.layer.attend``, ``mask`` and ``causal`` only with several query tokens (else
+        UnsupportedError). ``start`` (int32 ``[B]``): left padding, which is not attended.
         """
         if q.shape[2] == 1:
             if mask is not None:
@@ -644,19 +612,9 @@ class FusedLayerCache(LayerCache):
         """Attention of the newest n tokens, which the cache holds already; ``q [B, HQ, n, D]``.
 
         Pages are unpacked on the GPU, part by part, to 16 bit: for flash attention, or for scores in PyTorch
-        (soft caps, any mask). Synchronises the host's state.
-
-        Parameters
-        ----------
-        scale, sinks
-            As ``packedkv.cache.layer.attend``.
-        seen : Seen
-            Which tokens a query sees; default: all up to its own.
-
-        Raises
-        ------
-        ShapeError
-            If the cache holds fewer than n tokens, or ``seen`` does not fit it.
+        (soft caps, any mask). Synchronises the host's state. ``scale`` and ``sinks`` are as in
+        ``packedkv.cache.layer.attend``; ``seen`` says which tokens a query sees. Raises ShapeError if the cache holds
+        fewer than n tokens, or ``seen`` does not fit it.
         """
         engine, store = self._readable(q)
         self.synchronize()
@@ -816,11 +774,8 @@ class FusedLayerCache(LayerCache):
     def evict(self, n: int, keep: int = 0) -> None:
         """Evict as ``LayerCache``.
 
-        Raises
-        ------
-        UnsupportedError
-            Tokens in the middle of the pages, or any but the newest of a static cache; or, with a mean before RoPE, the
-            newest ones of a growing cache, which would leave a gap in the positions.
+        Raises UnsupportedError for tokens in the middle of the pages, or any but the newest of a static cache; or, with
+        a mean before RoPE, the newest ones of a growing cache, which would leave a gap in the positions.
         """
         newest = n > 0 and self.needs_order and not self.static and keep == self.length - n
         if newest and self.roles["key"].sink.shape[2] < keep:

@@ -80,36 +80,19 @@ def check_fit(spec: str | KVScheme, text: str | None, window_tokens: int | None 
 def fit_model(
     model: LoadedModel,
     spec: str | KVScheme,
-    text: str | None = None,
+    text: str | None = None,  # real text, not the one that quality is measured on; None: the model's own samples
     *,
-    windows: int = WINDOWS,
-    window_tokens: int | None = None,
-    max_tokens: int = MAX_TOKENS,
-    seed: int = 0,
-    text_name: str = "",
+    windows: int = WINDOWS,  # at most
+    window_tokens: int | None = None,  # default: 2,048, of the model's own samples 1,024
+    max_tokens: int = MAX_TOKENS,  # kept per layer
+    seed: int = 0,  # as for ``cache_for``; of the model's own samples too
+    text_name: str = "",  # in the file
     progress: Progress | None = None,
 ) -> FittedParams:
     """Fit a scheme's constants to a model.
 
-    Parameters
-    ----------
-    text : str, optional
-        Real text of at least one window; not the one that quality is measured on. Without it the model's own samples.
-    windows, window_tokens : int
-        At most that many windows of that many tokens; by default 2,048, of the model's own samples 1,024.
-    max_tokens : int
-        Tokens kept per layer.
-    seed : int
-        As for ``cache_for``; of the model's own samples too.
-    text_name : str
-        Name of the text in the file.
-    progress : Progress, optional
-        Default: silent.
-
-    Returns
-    -------
-    FittedParams
-        Constants on the CPU; ``save(path)`` writes them, ``cache_for(model, spec, params=...)`` takes them.
+    Returns constants on the CPU: ``save(path)`` writes them, ``cache_for(model, spec, params=...)`` takes them. If the
+    model cannot be run backwards, codecs are fitted without gradients, and the file says so beside the text's name.
 
     Raises
     ------
@@ -194,14 +177,9 @@ def capture(
     At most ``max_tokens`` a layer are kept, evenly spaced in each window. ``seed`` is of the labels; without
     ``backward`` no codec gets gradients.
 
-    Raises
-    ------
-    FitError
-        NaN, Inf or out-of-range keys or values, with the position; or a layer that was not seen.
-    NoGradientsError
-        The model cannot be run backwards, or not within the memory.
-    UnsupportedError
-        If the model's attention cannot be recorded.
+    Raises FitError for NaN, Inf or out-of-range keys or values, with the position, or a layer that was not seen;
+    NoGradientsError if the model cannot be run backwards, or not within the memory; UnsupportedError if its attention
+    cannot be recorded.
     """
     shown = progress or Progress(False)
     wanted: dict[int, dict[Role, Codec]] = {}
@@ -375,24 +353,28 @@ def about(fitted: FittedParams) -> dict[str, Any]:
     ``seed`` is None where no codec drew from it, ``layers`` a list, and ``constants`` has an object per role and
     constant over all its layers, whose ``layers`` is how many.
     """
-    rows: dict[tuple[Role, str, str], dict[str, Any]] = {}
+    found: dict[tuple[Role, str, str], list[Tensor]] = {}
     at = fitted.model.layers
     for layer, roles in fitted.items():
         scheme = fitted.scheme.for_layer(at.index(layer), len(at))
         for role, params in roles.items():
             codec = type(scheme.codec(role)).__name__
             for name, x in params.items():
-                first: dict[str, Any] = {"role": role, "codec": codec}
-                first |= {"constant": name, "dtype": str(x.dtype).removeprefix("torch."), "shapes": [], "layers": 0}
-                row = rows.setdefault((role, codec, name), first | {"bytes": 0, "min": None, "max": None})
-                row["layers"] += 1
-                row["bytes"] += x.nbytes
-                if list(x.shape) not in row["shapes"]:
-                    row["shapes"].append(list(x.shape))
-                if x.numel():
-                    low, high = x.double().min().item(), x.double().max().item()
-                    row["min"] = low if row["min"] is None else min(row["min"], low)
-                    row["max"] = high if row["max"] is None else max(row["max"], high)
+                found.setdefault((role, codec, name), []).append(x)
+    rows = [
+        {
+            "role": role,
+            "codec": codec,
+            "constant": name,
+            "dtype": str(xs[0].dtype).removeprefix("torch."),
+            "shapes": [list(shape) for shape in dict.fromkeys(x.shape for x in xs)],
+            "layers": len(xs),
+            "bytes": sum(x.nbytes for x in xs),
+            "min": min((x.double().min().item() for x in xs if x.numel()), default=None),
+            "max": max((x.double().max().item() for x in xs if x.numel()), default=None),
+        }
+        for (role, codec, name), xs in found.items()
+    ]
     return {
         "spec": fitted.spec,
         "model": fitted.model.name,
@@ -404,8 +386,8 @@ def about(fitted: FittedParams) -> dict[str, Any]:
         "seed": fitted.seed if fitted.seeded else None,
         "sha256": fitted.sha256,
         "layers": list(fitted),
-        "bytes": sum(row["bytes"] for row in rows.values()),
-        "constants": list(rows.values()),
+        "bytes": sum(x.nbytes for xs in found.values() for x in xs),
+        "constants": rows,
     }
 
 

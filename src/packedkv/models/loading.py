@@ -55,19 +55,10 @@ def usable_device(device: str) -> torch.device:
 def load(
     name: str, *, progress: bool | Progress = True, device: str = "cpu", dtype: ModelDtype = "float32"
 ) -> LoadedModel:
-    """Load a model and its tokenizer.
+    """Load a model and its tokenizer, and show ``progress`` on standard error.
 
-    Parameters
-    ----------
-    name : str
-        A folder, a ``.gguf`` file, a name of ``named.NAMED``, or a hub id.
-    progress : bool or Progress
-        Whether (and how) to show progress on standard error.
-
-    Raises
-    ------
-    ModelError
-        Nothing was found, or what was found could not be loaded; the text says what was tried and what to do.
+    ``name``: a folder, a ``.gguf`` file, a name of ``named.NAMED``, or a hub id (its cache first). Raises ModelError if
+    nothing was found, or could not be loaded; the text says what was tried and what to do.
     """
     shown = progress if isinstance(progress, Progress) else Progress(progress)
     usable_device(device)
