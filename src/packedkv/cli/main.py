@@ -1,8 +1,6 @@
 """The command line, ``packedkv COMMAND``; each command is a file of ``packedkv.cli.commands``.
 
-Results go to standard output, everything else to standard error; with ``--json -`` standard output is valid JSON and
-nothing else. Exit status: 0 done, 1 advise found nothing within --max-kl or bench serve met failures, 2 a user error,
-explained in one line, 130 interrupted (finished results are written).
+Exit status: 0 done, 1 advise found nothing within --max-kl or bench serve met failures, 2 user error, 130 interrupted.
 """
 
 import argparse

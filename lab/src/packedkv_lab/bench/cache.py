@@ -1,21 +1,11 @@
-"""Times of caches on any device, without kernels, beside torch's SDPA: ``packedkv bench cache``.
+"""``packedkv bench cache``: time caches on any device, without kernels, beside torch's SDPA over uncompressed K and V.
 
-One row per spec and metric, as in ``record.py``, with ``repeats``, ``dtype`` and ``path``:
+- ``encode_us``: ``append`` of all tokens to an empty cache, allocation included
+- ``append_us``: ``append`` of one token, mean over one block of the codec, so that a group's encoding counts
+- ``decode_us``, ``attend_us``: all tokens to the input's dtype; one new query per sequence over all tokens
+- ``speedup_vs_sdpa``: SDPA's time (rows of spec ``sdpa``) over ``attend_us``, pair by pair
 
-==================  ====  ========================================================================================
-metric              unit  what is timed
-==================  ====  ========================================================================================
-``encode_us``       us    a prefill: ``append`` of all tokens to an empty cache, allocation included
-``append_us``       us    ``append`` of one token, mean over one block of the codec, so that a group's encoding counts
-``decode_us``       us    ``decode`` of all tokens to the input's dtype
-``attend_us``       us    ``attend`` of one new query per sequence over all tokens
-``speedup_vs_sdpa`` x     SDPA's time over ``attend_us``, pair by pair: above 1 the cache is faster
-==================  ====  ========================================================================================
-
-The first row has the spec ``sdpa``: ``scaled_dot_product_attention`` over the uncompressed K and V in the dtype given,
-which is what ``attend`` replaces. ``effective_bits`` are all bytes that the cache holds (windows, free page slots and
-table included) x 8 / elements. ``path`` says what attended: ``reference`` is PyTorch, chunk by chunk; it saves memory,
-not time.
+``effective_bits`` count all bytes of the cache: windows, free page slots and the table too.
 """
 
 from collections.abc import Callable, Sequence

@@ -1,19 +1,11 @@
-"""Times of codecs on any device, without kernels, keys and values together: ``packedkv bench codec``.
+"""``packedkv bench codec``: time codecs on any device, without kernels, keys and values together.
 
-One row per spec and metric, as in ``record.py``, with ``repeats``:
+- ``encode_tokens_per_s``: K and V of all heads into the code basis and to bytes, constants given
+- ``decode_tokens_per_s``: the same bytes to float32 K and V in the model basis
+- ``encode_vs_int4``, ``decode_vs_int4``: the time over that of ``int-4``, pair by pair
+- ``encode_vs_preset``, ``decode_vs_preset``: of other libraries, the time over that of the preset ``job``
 
-========================  ========  ================================================================================
-metric                    unit      what is timed
-========================  ========  ================================================================================
-``encode_tokens_per_s``   tokens/s  K and V of all heads into the code basis and to bytes, constants given
-``decode_tokens_per_s``   tokens/s  the same bytes to float32 K and V in the model basis
-``encode_vs_int4``        x         its time over ``int-4``'s, pair by pair: 40 is forty times slower
-``decode_vs_int4``        x         the same for decoding
-========================  ========  ================================================================================
-
-Rows of other libraries (``rivals.QUANTIZERS``) do the job of the preset that ``job`` names; ``encode_vs_preset`` and
-``decode_vs_preset`` are their times over that preset's. Input is Gaussian, rounded to fp16 as a cache holds it, and
-float32: times do not depend on the data, except HQMQ's ties.
+Input is Gaussian, rounded to fp16; times do not depend on the data, except HQMQ's ties.
 """
 
 from collections.abc import Callable, Sequence

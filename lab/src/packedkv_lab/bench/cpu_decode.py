@@ -1,21 +1,12 @@
-"""Decode attention of the CPU kernels beside PyTorch's without compression: ``packedkv bench decode --device cpu``.
+"""``packedkv bench decode --device cpu``: attention of the CPU kernels beside PyTorch's without compression.
 
-Rows as in ``record.py``; ``path`` is the instruction set of the kernels, or ``torch``:
+- ``attend_us``: attention of one new query per sequence over all tokens
+- ``speedup_vs_sdpa``, ``speedup_vs_two_matmuls``: time of float32 SDPA, and of the faster arrangement of two float32
+  matrix products, over it, round by round
+- ``read_share``: bytes that it must read / its time / bytes that a sum over memory reads per second
 
-============================  ====  ==================================================================================
-metric                        unit  what
-============================  ====  ==================================================================================
-``attend_us``                 us    attention of one new query per sequence over all tokens
-``speedup_vs_sdpa``           x     time of float32 SDPA over it, round by round
-``speedup_vs_two_matmuls``    x     time of the faster arrangement of two float32 matrix products over it, likewise
-``read_share``                x     bytes that it must read / its time / what a sum over memory reads per second
-============================  ====  ==================================================================================
-
-Rows without compression have the specs ``sdpa`` (float32 and bfloat16, in ``dtype``), ``two-matmuls`` and
-``two-matmuls-kt`` (keys held transposed). Rows of other libraries (``rivals.cpu_rivals``) have the library's name as
-``path``; what is not installed is left out, and said. All jobs take turns, on PyTorch's threads; ``threads`` says how
-many. A run of tokens is encoded once and its bytes repeated: times do not depend on the data.
-Keys that are encoded without their mean (``mean=pre`` or ``post``, ``ghost``) have one in every pair of channels.
+Specs ``sdpa``, ``two-matmuls`` and ``two-matmuls-kt`` (keys transposed) are not compressed. ``path`` is the instruction
+set of the kernels, ``torch``, or another library. A run of tokens is encoded once and its bytes repeated.
 """
 
 from collections.abc import Callable, Sequence

@@ -1,23 +1,12 @@
-"""Times of one decode step over packed pages, beside 16-bit attention in the same run: ``packedkv bench decode``.
+"""``packedkv bench decode``: time one decode step over packed pages, beside 16-bit attention in the same run.
 
-==============================  ====  ================================================================================
-metric                          unit  what
-==============================  ====  ================================================================================
-``decode_us_cold``              us    one step in a CUDA graph after 512 MB were written: the L2 is full of dirty lines
-``decode_us_clean``             us    after 512 MB were read: the L2 is full of foreign lines that cost nothing to drop
-``decode_us_warm``              us    several steps in one graph, per step
-``decode_us_cold_again``        us    the best bf16 form, cold, after the presets of its shape: the drift of the run
-``speedup_vs_bf16_<state>``     x     fastest bf16 form of the run / preset, medians; p20 and p80 from the preset's
-``roofline_us``                 us    bytes that the step must read / 4.3 TB/s
-``roofline_share_cold``         x     that / ``decode_us_cold``
-``attention_error``             x     relative error against float64 attention over the decoded K and V, before timing:
-                                      the worst of some heads and of diffuse, plain and sharp queries
-==============================  ====  ================================================================================
+- ``decode_us_<state>``: the L2 as ``timing`` describes it; ``decode_us_cold_again``: the best bf16 form after the
+  presets of its shape, which shows the drift of the run
+- ``speedup_vs_bf16_<state>``: fastest bf16 form / preset, medians; p20 and p80 from the preset's
+- ``roofline_us``: bytes that the step must read / 4.3 TB/s; ``roofline_share_cold``: that / ``decode_us_cold``
+- ``attention_error``: of ``packed.gate``; after a failed gate nothing is timed
 
-Rows of presets that encode keys without their mean say which one (``mean``): it is added in every step.
-
-A preset is timed as it is used: its sink and window are dense tokens among the shape's tokens, and of presets with
-dense outer layers a middle layer is timed. After a failed gate (``packed.gate``) nothing is timed.
+Sink and window of a preset are dense tokens among the shape's; ``mean`` is the one that keys are encoded without.
 """
 
 from collections.abc import Callable, Sequence

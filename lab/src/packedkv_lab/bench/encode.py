@@ -1,17 +1,9 @@
-"""Times of encoding into pages: ``packedkv bench encode``.
+"""``packedkv bench encode``: time encoding into pages.
 
-==========================  ====  ====================================================================================
-metric                      unit  what
-==========================  ====  ====================================================================================
-``encode_us``               us    K and V of all tokens of a shape, in a CUDA graph, dirty L2
-``encode_roofline_us``      us    bytes read and written / 4.3 TB/s
-``append_us``               us    one new token per sequence, shapes ``append_b1`` ... ``append_b256``; of codecs with
-                                  blocks of tokens a block's time / its tokens
-``differing_bytes``         x     share of bytes that are not the reference's, before timing; above 1e-4: not timed
-==========================  ====  ====================================================================================
-
-Other libraries (hqq, optimum-quanto: what transformers' QuantizedCache calls) quantize the same K and V eagerly, where
-they are importable: ``encode_us`` with their name as spec.
+- ``encode_us``: K and V of all tokens of a shape, in a CUDA graph, dirty L2; other libraries eagerly
+- ``encode_roofline_us``: bytes read and written / 4.3 TB/s
+- ``append_us``: one new token per sequence; of codecs with blocks of tokens a block's time / its tokens
+- ``differing_bytes``: share of bytes that are not the reference's, before timing; above 1e-4 nothing is timed
 """
 
 from collections.abc import Callable, Sequence

@@ -1,24 +1,14 @@
-"""Time to the first token of a new cache, and of a later turn's: ``packedkv bench first``.
+"""``packedkv bench first``: time to the first token of a new cache, and of a later turn.
 
-A model of Llama-3.2-1B's shape with random bf16 weights (speed only), one sequence, eager. Times are
-the host's, from the prompt to its first token read back; for a new cache they include its construction.
+A model of Llama-3.2-1B's shape with random bf16 weights, one sequence, eager; host times from the prompt to its first
+token read back.
 
-==================  ====  ============================================================================================
-metric              unit  what
-==================  ====  ============================================================================================
-``first_cache_ms``  ms    the first cache of this spec in the process, ``FIRST_PROMPT`` tokens: constants are built and
-                          kernels loaded (compiled too, unless ``packedkv compile`` ran before);
-                          ``caches_before`` counts the caches of other specs
-``first_token_ms``  ms    the caches after it, at prompts of ``PROMPTS``
-``next_turn_ms``    ms    new tokens over a cache that holds ``HELD``
-==================  ====  ============================================================================================
+- ``first_cache_ms``: the first cache of a spec in the process, its construction, constants and kernels included
+- ``first_token_ms``: later caches, at prompts of ``PROMPTS``; ``next_turn_ms``: new tokens over ``HELD`` ones
 
-The rival is DynamicCache, both as torch chooses the backend of its attention and with cuDNN's switched off; the faster
-of the two then takes turns with every preset, because a host's times move by half within a minute. A preset's time is
-compared with the mean of the two turns of the rival beside it, so what slows both cancels: ``vs_dynamic`` is the median
-of these ratios, ``beyond_ms`` that of time - 1.5 x rival in the same pairs, ``dynamic_ms`` the rival's median. For a
-first cache, which is timed once, ``vs_dynamic`` is the ratio to DynamicCache's median. ``paths`` are those of the
-cache's report.
+DynamicCache, with the faster of ``FORMS``, takes turns with every preset, because a host's times move by half within a
+minute. ``vs_dynamic`` is the median ratio of a preset's time to the mean of the two turns of the rival beside it,
+``beyond_ms`` the median of time - 1.5 x rival. A first cache is compared with DynamicCache's median.
 """
 
 import importlib

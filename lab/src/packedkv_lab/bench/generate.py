@@ -1,22 +1,13 @@
-"""Time per token and memory of a whole model's decode steps: ``packedkv bench generate``.
+"""``packedkv bench generate``: time and memory of decode steps of a Qwen3-8B-shaped model with random weights.
 
-A Qwen3-8B-shaped model with random weights (speed and memory only, no quality). Caches are filled with random keys and
-values, one token short of the prompt, instead of running the prompt through the model; the step that is timed is the
-model's own, with attention, projections and the cache's update. Three ways of stepping:
+Caches are filled with random keys and values, one token short of the prompt. Three ways of stepping:
 
-- ``generate``: the call a user makes, with its compilation off; times between the logits of one token and the next;
-- ``graph``: one step captured in a CUDA graph and replayed (greedy token fed back on the device), which excludes
-  the host. DynamicCache cannot be captured (its tensors grow): the 16-bit side is StaticCache there;
-- ``compiled``: ``generate`` with its own torch.compile, as it runs by itself with a cache of fixed capacity.
+- ``generate``: the call a user makes, with its compilation off; times between the logits of one token and the next
+- ``graph``: one step captured in a CUDA graph and replayed, which excludes the host; beside StaticCache
+- ``compiled``: ``generate`` with its own torch.compile, as it runs by itself with a cache of fixed capacity
 
-Rows have the metrics ``ms_per_token_generate``, ``..._graph``, ``..._compiled``, at shapes ``qwen3_8b_b1_32k`` and
-``qwen3_8b_b8_32k``, with ``cache``, ``held_bytes`` and ``peak_bytes`` (beside the weights). Besides DynamicCache,
-``generate`` has transformers' QuantizedCache as a rival, on hqq and on optimum-quanto where they are installed.
-
-Caches of transformers that grow are timed in two forms. As torch chooses, attention of one token is cuDNN's on recent
-GPUs, and cuDNN plans anew for every length that it has not seen: in a cache that grows, in every step. ``cuDNN off`` is
-the same call under ``torch.backends.cuda.enable_cudnn_sdp(False)``. What is compared with such a cache is compared with
-its faster form.
+cuDNN plans anew for every length that it has not seen, in a cache that grows in every step: such caches are timed with
+cuDNN's attention and without, and compared in the faster form.
 """
 
 import contextlib

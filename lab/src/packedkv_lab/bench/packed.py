@@ -1,16 +1,7 @@
 """Packed caches of any size for the GPU benches, and the check that kernels read them correctly.
 
-All tokens are distinct: Gaussian keys and values are drawn and encoded chunk by chunk by a cache's own encoder, into
-pages that are then put in random order behind a block table. The reference for a sequence is what the codec decodes
-from pages and table as written, so that a bench of any size can be verified on some of its heads.
-
-Copies of a few pages would not do: the output of attention shrinks with the square root of the number of different
-tokens, but a biased error does not.
-
-Keys that are encoded without their mean (``mean=pre`` or ``post``, ``ghost``) have one in every pair of channels; no
-model has more.
-
-Only ``packed_operator``, ``encode.encode_operator`` and ``prefill.prefill_operator`` know the kernels' callers.
+All tokens are distinct: the output of attention shrinks with the square root of the number of different tokens, but a
+biased error does not. The reference for a sequence is what the codec decodes from pages and table as written.
 """
 
 import math

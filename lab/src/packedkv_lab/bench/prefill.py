@@ -1,19 +1,11 @@
-"""Times of a block of new tokens over packed history: ``packedkv bench prefill``.
+"""``packedkv bench prefill``: time a block of new tokens over packed history.
 
-======================  ====  ========================================================================================
-metric                  unit  what
-======================  ====  ========================================================================================
-``prefill_us``          us    n new queries over T packed tokens and, causally, over their own n fresh ones; dirty L2,
-                              eager: the operator has several launches
-``prefill_apart_us``    us    the same by decoding all K and V to bf16 in torch, then flash attention
-``dequant_us``          us    the decoding in ``prefill_apart_us``, alone
-``prefill_speedup``     x     ``prefill_apart_us`` over ``prefill_us``; below 1 the operator must not be used
-======================  ====  ========================================================================================
+- ``prefill_us``: n new queries over T packed tokens and, causally, over their own n fresh ones; dirty L2, eager
+- ``prefill_apart_us``: the same by decoding all K and V to bf16 in torch (``dequant_us`` alone), then flash attention;
+  ``least_apart_us`` is a bound on it: bytes read and written at 4.3 TB/s, then flash
+- ``prefill_speedup``: ``prefill_apart_us`` over ``prefill_us``
 
-Rows of spec ``dense`` are flash attention over bf16 K and V of T + n tokens, what a packed cache cannot beat for long
-n. With n = 1, ``prefill_apart_us`` is a decode step that decodes the whole cache before it attends. The reference's
-decode in torch is slow for some codecs, so rows of ``prefill_apart_us`` also say what dequantize-then-flash takes at
-the very least (``least_apart_us``): bytes read and written at 4.3 TB/s, then flash.
+Rows of spec ``dense`` are flash attention over bf16 K and V of T + n tokens.
 """
 
 import re

@@ -1,9 +1,6 @@
-"""Rows of a bench, written as measured: one line of JSON each, so that a stopped run loses at most one row.
+"""Rows of a bench, one line of JSON each, written as measured, with provenance; ratios are always within one ``run``.
 
-A row has the keys of every result file (``spec``, ``effective_bits``, ``metric``, ``unit``, ``values`` with p20, p50,
-p80, ``shape``, ``gpu``, ``versions``, ``commit``, ``seed``), ``run`` (when the process that measured it began; ratios
-are always within one run) and, where nothing was timed, ``values`` null and ``status`` saying why: ``no kernel: ...``,
-``failed its gate: ...``, ``not installed``.
+Where nothing was timed, ``values`` is null and ``status`` says why: ``no kernel: ...``, ``failed its gate: ...``.
 """
 
 import math

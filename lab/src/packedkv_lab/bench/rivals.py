@@ -1,29 +1,10 @@
 """Other libraries at the jobs that are timed: decode attention on GPUs and CPUs, and quantizers. None is required.
 
-**Attention on a GPU.** Every rival gets the same queries, keys and values in its own layout; building the layout is not
-timed. Before timing, its output is compared with torch's (``error_of``), and a wrong result is not timed.
-
-vLLM's attention is called by its operators, without an engine, where vLLM is importable. The caches, split counts and
-launches are those that vLLM 0.33's backends make for one decode step: Triton kernels for INT4 per token and head
-(rotated), TurboQuant and UltraQuant (made for another GPU: vLLM itself does not offer it on NVIDIA's),
-FlashAttention-3 for 16-bit and fp8. Each of these calls returns ``[B, HQ, D]`` or a shape with the same elements in the
-same order.
-
-**Attention on a CPU**, one layer and one new token; each output is compared with float32 SDPA before it is timed:
-
-``flex``
-    ``flex_attention`` of PyTorch, compiled, on float32 keys and values.
-``llama.cpp-f16``, ``llama.cpp-q8_0``, ``llama.cpp-q4_0``
-    The operator ``ggml_flash_attn_ext`` alone, by ggml's CPU backend in the libraries that llama-cpp-python brings.
-    Keys and values lie as in llama.cpp's cache (a token's heads side by side), without a mask, which it would add.
-    Storing the new token, and rotating it, are not counted.
-``quantized-cache-quanto``, ``quantized-cache-hqq``
-    A layer of transformers' ``QuantizedCache`` with its default options: ``update``, which decodes everything, and SDPA
-    on what it returns. That it encodes everything again every 128 tokens is not counted.
-
-**Quantizers**: hqq and optimum-quanto quantize a matrix in groups along its rows; a token of a head is a row here, so
-that ``group=128`` at head_dim 128 is one scale per token and head, as ``int-4`` has it. Bits are those of the tensors
-that they hold.
+Each gets the same queries, keys and values in its own layout, which is built before timing; a wrong output is not
+timed. vLLM's attention is called by its operators, with the caches, split counts and launches of vLLM 0.33's backends.
+llama.cpp is ``ggml_flash_attn_ext`` alone; storing and rotating the new token, and QuantizedCache's encoding every 128
+tokens, are not counted. Quantizers take a token of a head as a row: ``group=128`` at head_dim 128 is the job of
+``int-4``.
 """
 
 import ctypes

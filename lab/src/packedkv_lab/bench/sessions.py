@@ -1,19 +1,7 @@
-"""Sessions of several rounds against an OpenAI-compatible server: ``packedkv bench serve URL``.
+"""``packedkv bench serve URL``: sessions of several rounds against an OpenAI-compatible server (UltraQuant, Section 3).
 
-UltraQuant (Section 3) measures this load. The first prompt of a session is a prefix that all sessions share and a
-context of its own. Every later prompt is the previous prompt, the answer and the output of a tool. Sessions run
-concurrently. A cache that is too small for all sessions evicts blocks, and later rounds compute them again.
-
-==================== =========== ================================================================================
-metric               of          definition, as in ``vllm bench serve``
-==================== =========== ================================================================================
-``ttft_ms``          a request   from sending the request to the first event with a token
-``tpot_ms``          a request   (time of the last token - time of the first) / (output tokens - 1)
-``prefix_residency`` a request   prompt tokens that the server found in its cache / tokens of the previous rounds;
-                                 vLLM reports them with ``--enable-prompt-tokens-details``
-==================== =========== ================================================================================
-
-For a sweep of concurrency or request rate use ``vllm bench serve``.
+The first prompt of a session is a prefix that all sessions share and a context of its own; every later one is the
+previous prompt, its answer and the output of a tool. docs/bench-serve.md defines the metrics.
 """
 
 import http.client

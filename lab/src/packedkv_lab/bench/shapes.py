@@ -1,17 +1,8 @@
 """Shapes and presets that the GPU benches time, by the names that result rows carry.
 
-The first four shapes are the spine's: every result file has used these names. The others are those of the papers' own
-kernel studies, and a sweep of lengths from which the break-even context is read:
-
-================  =====================================================================================================
-``llm64k`` ...    the spine's four
-``audio``         OCTOPUS, Table 7; its other two shapes are ``video`` and ``llm64k``
-``llama8b_b1_*``  InnerQ, Table 4 (512 to 32768 tokens, one sequence, Llama-3.1-8B); HQMQ, Table 5 (4k, 16k, 32k)
-``saw_b*_16k``    SAW-INT4, Table 7: Qwen3-32B over two GPUs, 16k tokens, 1 to 32 sequences
-``llama8b_b*_*``  the sweep: lengths in powers of two for 1, 8 and 32 sequences
-``llm64k_apart``  ``llm64k`` by a program per query head: its 7 query heads per KV head as 7 sequences that share pages
-``b128_1k`` ...   the corners: many short sequences, one short one, a single KV head, other head_dims
-================  =====================================================================================================
+``audio``, ``video`` and ``llm64k`` are OCTOPUS, Table 7; ``llama8b_b1_*`` InnerQ, Table 4, and HQMQ, Table 5;
+``saw_b*_16k`` SAW-INT4, Table 7 (Qwen3-32B over two GPUs). ``llm64k_apart`` is ``llm64k`` by a program per query head:
+its 7 query heads per KV head as 7 sequences that share pages.
 """
 
 from dataclasses import dataclass

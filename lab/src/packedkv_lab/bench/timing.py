@@ -1,12 +1,7 @@
 """Times of calls: jobs in turn on any device, and one call inside a CUDA graph with the L2 cache in a known state.
 
-Three states before the call, because a packed cache may fit the L2 and a bf16 one may not:
-
-- ``cold``: 512 MB were written, so the L2 is full of dirty lines whose write-back the call pays for;
-- ``clean``: 512 MB were read, so the L2 is full of foreign lines that cost nothing to drop;
-- ``warm``: the same call ran just before, several calls in one graph.
-
-A graph with one call includes its launch (about 3 us with nothing in it). Times of graphs are in microseconds.
+``cold``: 512 MB were written, so the L2 is full of dirty lines. ``clean``: 512 MB were read. ``warm``: the same call
+ran just before. A graph with one call includes its launch (about 3 us). Times of graphs are in microseconds.
 """
 
 import time

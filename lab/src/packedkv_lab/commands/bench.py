@@ -1,8 +1,6 @@
 """``packedkv bench``: times of encode, decode and attention on this machine, and sessions against a server.
 
-Each bench is a command of its own, ``packedkv bench BENCH``; without a name it is ``cache``. With ``--out``, rows go to
-``OUT/<bench>.jsonl`` as they are measured; at the end ``OUT/<bench>.json`` and one page ``OUT/bench.html`` over
-everything in the folder are written from them.
+With ``--out``, rows go to ``OUT/<bench>.jsonl`` as they are measured; JSON and page are written from them at the end.
 """
 
 import argparse

@@ -1,7 +1,4 @@
-"""``packedkv eval``: arguments, the steps of a run, and the tables it prints.
-
-All input is validated before the model loads: specs, tasks, params, text, data files, the folder.
-"""
+"""``packedkv eval``: arguments, the steps of a run, and the tables it prints."""
 
 import argparse
 from collections.abc import Mapping, Sequence

@@ -1,7 +1,6 @@
 """Read items with a ``Reader``, in batches of equal token counts; finished items are yielded as they come.
 
-An item that cannot be read (NaN in the keys, a prompt too short to fit constants on, more tokens than the model's
-positions) gets an error and no scores, and the run continues. A call that does not fit the GPU's memory is halved.
+An item that cannot be read gets an error and no scores. A call that does not fit the GPU's memory is halved.
 """
 
 import time

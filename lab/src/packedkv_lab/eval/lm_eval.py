@@ -1,15 +1,7 @@
-"""lm-evaluation-harness on a packed cache: the registered model ``packedkv``.
+"""lm-evaluation-harness on a packed cache: the registered model ``packedkv`` (docs/lm-eval.md).
 
-::
-
-    packedkv-lm-eval --model packedkv --model_args pretrained=smollm2-135m,spec=saw-int4 --tasks piqa
-
-    from packedkv_lab.eval.lm_eval import PackedKVLM
-    lm_eval.simple_evaluate(PackedKVLM("smollm2-135m", "saw-int4"), tasks=["piqa"])
-
-It is lm-eval's own ``hf`` model (tokens, truncation, chat templates, stop strings) with one difference: each forward
-pass fills an empty ``KVCache`` and reads it, so every score comes from stored K and V; ``prefill`` is explained in
-docs/lm-eval.md. Only sequences of equal length share a batch: padding would be encoded with the tokens beside it.
+It is lm-eval's own ``hf`` model, except that each forward pass fills an empty ``KVCache`` and reads it. Only sequences
+of equal length share a batch: padding would be encoded with the tokens beside it.
 """
 
 import difflib

@@ -1,12 +1,7 @@
 """``evaluate``: tasks x specs on one model, into a folder with which a later call can continue.
 
-Order of work, so that an interrupt or a spent budget leaves numbers that can be compared: blocks of items, some of each
-task; in a block every spec, the uncompressed model first. Tasks of one kind share blocks, so that their sequences of
-one length are read together; shorter prompts come first. A window's uncompressed logits are computed once for all specs
-and for all tasks that read that window. Each finished item is written to the folder at once.
-
-Processes may share the specs (``RunSettings.share``): each takes the next spec that nobody has taken, first for all
-windows, then for block after block of the other items.
+Order of work, so that an interrupt or a spent budget leaves comparable numbers: blocks of items, some of each task; in
+a block every spec, the uncompressed model first.
 """
 
 import contextlib

@@ -1,13 +1,7 @@
-"""Output of a model under a scheme: greedy answers, and scores of teacher-forced windows.
+"""Output of a model under a scheme, through the compressed cache: greedy answers, and scores of teacher-forced windows.
 
-Everything is read through the compressed cache. ``prefill="decoded"`` (default): a text is one call, and attention
-reads decoded K and V of every token, its own included. ``prefill="exact"``: tokens that are not scored are fed in calls
-of 256, of which the first attends fresh K and V; scored tokens are a separate call, which reads what is stored. With
-``exact`` no score comes from the call that fills an empty cache.
-
-Only sequences of equal length are batched: nothing is padded, because token-grouped codecs would mix padding into
-groups. ``Reader(model, None)`` is the uncompressed model, by the same calls on transformers'
-own cache.
+With ``prefill="exact"`` no score comes from the call that fills an empty cache. Nothing is padded, because
+token-grouped codecs would mix padding into groups. ``Reader(model, None)`` is the uncompressed model.
 """
 
 import inspect

@@ -1,14 +1,7 @@
-"""The lines of a run to rows with intervals: 95 %, over items.
+"""The lines of a run to rows with 95 % intervals over items.
 
-A metric's value is sum over count of its items. Where every item is right or wrong, the value is a proportion and has
-Wilson's score interval (Wilson 1927, J. Am. Stat. Assoc. 22, p. 209), which holds for few items and where all are
-alike. Any other interval is by the bootstrap (seeded, percentiles): the range of the value over resamples of the items.
-A difference is against the uncompressed model on the items that both have finished, resampled together (paired): what
-makes an item hard for both cancels, so a difference is known far better than its two values. Every spec of a task sees
-the same resamples.
-
-Intervals say how far another draw of items of the same kind would move a number. They do not cover another text,
-another model, or another seed of the codec.
+Wilson's interval (1927, J. Am. Stat. Assoc. 22, p. 209) where every item is right or wrong, else the seeded bootstrap.
+Intervals do not cover another text, another model, or another seed of the codec.
 """
 
 import math

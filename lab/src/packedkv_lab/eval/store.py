@@ -1,8 +1,6 @@
 """The folder of a run: ``run.json``, ``items.jsonl``, ``results.json``; no finished item is lost if a run stops.
 
-``items.jsonl`` has one line for each finished (spec, task, item). A line is written completely or removed again; a
-truncated last line, left by a killed process, is cut off when the run is continued. Duplicate items are counted once.
-``run.json`` states what the results depend on, and a run with other settings cannot continue the folder.
+``items.jsonl`` has one line for each finished (spec, task, item), written completely or removed again.
 """
 
 import contextlib

@@ -1,22 +1,13 @@
 """Outlier stress: give a loaded model's keys outlier channels like those that break codecs, with unchanged outputs.
 
-Rotary pairs of channels are multiplied by a factor in the keys and divided by it in the queries::
+Both channels i of a rotary pair are scaled alike, so that the rotation commutes with it and no logit changes::
 
-    k'_i = f k_i,  q'_i = q_i / f      for both channels i of a rotary pair        <q', k'> = <q, k>
-
-so every logit is unchanged: exactly if the factor is a power of two, which causes no rounding. A rotation commutes
-with a factor that its two channels share. Each KV head of each layer gets its own pairs, drawn from the seed; all
-query heads of its group are divided by the same factors.
+    k'_i = f k_i,  q'_i = q_i / f        <q', k'> = <q, k>
 
 The factor goes where the key is last scaled channel by channel: the gains of q_norm and k_norm where there are such
-norms (they are shared by the heads of a layer, so the heads share their pairs), else the rows of W_Q and W_K with
-their biases, in projections of their own or fused with W_V (``qkv_proj``). What a model does to q and k in between is
-verified: queries and keys are recorded as attention receives them, before and after, at positions far from 0, with
-pairs (i, i + D/2) and then (2i, 2i + 1); a model in which neither gives exactly what was asked is refused, and its
-weights are put back.
-
-Keys of Qwen2.5-7B have a few channels like that: the largest chunk of four is 80 to 280 times the median one (HQMQ,
-Sec. 3.4 and 4.3). The defaults give SmolLM2-135M about the same figures.
+norms, else the rows of W_Q and W_K with their biases. A trial verifies what attention receives, at positions far from
+0, with pairs (i, i + D/2) and then (2i, 2i + 1). In keys of Qwen2.5-7B the largest chunk of four is 80 to 280 times the
+median one (HQMQ, Sec. 3.4 and 4.3); the defaults give SmolLM2-135M about the same.
 """
 
 import inspect

@@ -1,7 +1,4 @@
-"""Bytes of a whole model's cache at a context, for the presets of a run, as ``packedkv advise`` counts them.
-
-For a spec unknown to this process (of a user's codec file) the bytes are scaled from the measured bits.
-"""
+"""Bytes of a whole model's cache at a context, for the presets of a run, as ``packedkv advise`` counts them."""
 
 from packedkv.cli.page.rows import UNCOMPRESSED, number
 from packedkv.errors import KVError

@@ -1,11 +1,8 @@
 """Printed numbers of the papers, recomputed: those that need neither a model nor the authors' hardware.
 
-``tables/claims.csv`` has a row per claim: the printed number, the allowance, and a note. Functions registered with
-``recomputes(paper, table)`` yield ours. A claim holds when ours lies within the band: half a unit of the last printed
-digit, plus a relative allowance for the sampling of the experiment. Where a printed number does not follow from the
-paper's own definitions, ``corrected`` has the value that does, and ours is held to it. Tables that begin with
-``NOT_PRINTED`` hold figures that a paper implies; their reference was computed independently from the paper's text.
-Rows without an item name what cannot be recomputed, and the reason.
+A claim of ``tables/claims.csv`` holds when ours lies within half a unit of the last printed digit, plus a relative
+allowance for the sampling of the experiment. ``corrected`` has the value that follows from a paper's own definitions
+where the printed one does not. Rows without an item name what cannot be recomputed, and the reason.
 """
 
 import csv

@@ -1,10 +1,4 @@
-"""Which specs are worth measuring: per role the best of each class of bits, by the error of attention's output.
-
-The uncompressed model runs once over a window with its queries, keys and values recorded; then every spec's key codec,
-and its value codec, compresses each layer alone, and the relative error of the layer's attention output is taken
-(``measure.fidelity``). The mean of its square over the layers orders specs of one class; KL is measured for the
-winners.
-"""
+"""Which specs are worth measuring: per role the best of each class of bits, by the error of attention's output."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

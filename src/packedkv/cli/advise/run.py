@@ -1,15 +1,7 @@
 """Find a spec for a model, a context and a memory: candidates, sensitivity, search, and measurement of the finalists.
 
-1. Candidates: per role the best spec of each class of bits, by attention's output error (``candidates.py``).
-2. Sensitivity: KL of each of them in each layer alone, on the text's first window (``eval/sensitivity.py``).
-3. Search: the mixture of least predicted KL within the memory; predicted KL is the sum (``search.py``). Bytes are exact
-   (``expected.py``).
-4. The mixture, and the most promising uniform presets that fit, are measured through the real cache on the text's next
-   windows, which the search has not seen. The best one is advised.
-
 Where the context is longer than the windows of text, everything is measured with sinks and windows off: a hundred dense
-tokens are negligible in a long context but much of a short window, so methods with windows would look too good. The
-advised spec is then measured once more with its sinks and windows.
+tokens are negligible in a long context but much of a short window. The advised spec is measured once more with them.
 """
 
 import hashlib

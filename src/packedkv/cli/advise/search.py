@@ -1,8 +1,7 @@
 """The search: one option per layer, least predicted KL within a budget of bytes (a multiple-choice knapsack).
 
-The KL of a mixture is predicted as the sum of the KLs of compressing each layer's keys or values alone. Options of a
-layer that cost more bytes and more KL than another are dropped; the rest goes through dynamic programming over bytes in
-``STEPS`` steps, rounded up, so the budget is never exceeded; bytes left over by rounding are spent by single exchanges.
+The KL of a mixture is predicted as the sum over layers and roles. Dynamic programming over bytes in ``STEPS`` steps,
+rounded up, so that the budget is never exceeded; bytes left over are spent by single exchanges.
 """
 
 from collections.abc import Sequence

@@ -1,8 +1,6 @@
 """``compare``: measure several schemes on one model and one text, one row each.
 
-Order of work, so that an interrupt or a spent budget loses as little as possible: the first window for every spec (with
-the attention errors), then generation, then the further windows. Windows are the outer loop and specs the inner one:
-only ONE window's logits of the uncompressed model are held.
+First the first window for every spec, then generation, then the further windows, so that an interrupt loses little.
 """
 
 import time

@@ -1,10 +1,7 @@
-"""Attention-output error of a scheme, layer by layer, on the model's own q, k, v.
+"""Attention-output error of a scheme, layer by layer, on the model's own q, k, v, recorded after RoPE.
 
-The uncompressed model runs once; every attention layer's k and v, and its newest queries, are recorded after RoPE, as
-the attention function receives them. A scheme then compresses each layer's exact k and v (so errors of earlier layers
-do not accumulate). The error of a layer is ``|o^ - o| / |o|``, Frobenius norms over the recorded queries and heads,
-with o the attention output on exact and o^ on decoded K and V (and on rounded queries, for codecs that round them),
-float32.
+``|o^ - o| / |o|``, Frobenius norms over the recorded queries and heads, float32. A scheme compresses each layer's exact
+k and v, so errors of earlier layers do not accumulate.
 """
 
 from collections.abc import Iterator

@@ -1,16 +1,8 @@
-"""Greedy generation from a fixed prompt: speed, the text, and the bytes the cache holds afterwards.
+"""Greedy generation from a fixed prompt: speed (one over the median time of a one-token step) and text.
 
-The prompt is one call; every new token is one call more, exactly as ``model.generate`` does it, so the text is
-``generate``'s. Tokens/s is one over the median time of a one-token step: the prompt is excluded, and occasional load on
-the machine does not distort it. On a CPU the kernels attend to the packed pages where they can.
-
-Speed behind a long context (``long_context``) is taken without its prefill, which would take longer than all the rest:
-the model reads the text in windows, each by itself at its own positions, and caches are filled with these keys and
-values, as ``prefill="exact"`` fills them. Then all caches take turns, a token each, so that other load slows all alike.
-
-On recent GPUs torch computes the attention of one token over a growing cache with cuDNN, which makes a new plan for
-every new length. The uncompressed cache is therefore timed with and without cuDNN's attention, and the faster time is
-used.
+Speed behind a long context is taken without its prefill: the model reads the text in windows, each by itself at its own
+positions, and caches are filled with these keys and values. cuDNN plans the attention of one token anew for every
+length, so the uncompressed cache is timed with and without it, and the faster time is used.
 """
 
 import contextlib

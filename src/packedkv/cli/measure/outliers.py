@@ -1,9 +1,4 @@
-"""K_max / K_median of a model's keys, layer by layer: the diagnosis of HQMQ's Fig. 7, as data.
-
-A key is cut into chunks of four neighbouring channels, as ``probe.py`` does; a layer's ratio is the largest norm of a
-chunk over the median one, of all heads together, of each head, and of the largest head. Also listed are the channels
-whose root mean square is furthest above the median channel's: they cause the ratio.
-"""
+"""K_max / K_median of a model's keys, layer by layer: the diagnosis of HQMQ's Fig. 7, as data."""
 
 from typing import Any
 

@@ -1,18 +1,12 @@
 """Perplexity, KL divergence and top-1 agreement under a compressed cache. The protocol, the same everywhere:
 
-1. The text is tokenized once, from its start, with the tokenizer's defaults.
-2. It is cut into consecutive windows of 2048 tokens that do not overlap. Each window starts with an empty cache.
-3. Tokens 2 ... 2048 of a window are scored; its first token is not.
-4. ``prefill="decoded"`` (default): a window is one call, and attention reads the decoded K and V of every token, its
-   own included, as the papers evaluate. What the cache keeps dense (sinks, the newest tokens) is its state after the
-   window's last token, so a token in mid-window reads recent tokens encoded that would be dense while generating:
-   results of windowed methods are pessimistic.
-   ``prefill="exact"``: a window is fed in calls of 256 tokens. The first attends fresh K and V; the later ones read
-   what is stored, as a chunked prefill does.
+1. The text is tokenized once and cut into consecutive windows; each starts with an empty cache.
+2. All tokens of a window but its first are scored.
+3. ``prefill="decoded"`` (default): a window is one call, and attention reads the decoded K and V of every token, its
+   own included, as the papers evaluate. Sink and window are those after the last token, so results of windowed methods
+   are pessimistic. ``prefill="exact"``: calls of 256 tokens, of which the first attends fresh K and V.
 
-Perplexity is ``exp(mean nll)`` in nats over all scored tokens; KL is ``mean_t sum_v p ln(p / q)`` with p the
-uncompressed model (no cache) and q the compressed one; top-1 agreement is the share of positions with equal argmax.
-Standard errors are over tokens; that of the nll's rise is over the paired differences.
+KL is ``mean_t sum_v p ln(p / q)`` in nats, p uncompressed, q compressed. Standard errors are over tokens.
 """
 
 import math

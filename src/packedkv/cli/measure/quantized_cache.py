@@ -1,22 +1,14 @@
 """Other libraries' caches as specs of ``packedkv eval``: transformers' QuantizedCache on optimum-quanto and hqq.
 
-``quanto-4``, ``quanto-2``, ``hqq-8``, ``hqq-4``, ``hqq-2``; ``hf-quanto:bits=4`` is another way to write the first.
-Options: ``group`` (elements that share a scale, 64) and ``residual`` (newest tokens in 16 bit, 128), as transformers
-names and sets them. The axis is the one that its documentation gives the backend; both then quantize runs of ``group``
-neighbouring channels.
-
 The library's own code quantizes and dequantizes, with three changes around it:
 
 - ``prefill="decoded"``: attention reads what the cache holds after the call. By itself QuantizedCache hands out the
   fresh K and V in the call that fills it; that is what ``prefill="exact"`` measures.
 - Tokens are padded with copies of the last one where a tensor's groups do not fill whole bytes, which hqq cannot read
   back at 2 bits. The copies are dropped after reading, and their bytes are counted.
-- Bytes are those of every tensor held: codes, scales, zeros, and the residual tokens. What is held in the model's dtype
-  counts as 16 bits an element where that is float32, as for the uncompressed model; both libraries hold scales in it.
+- Bytes are those of every tensor held; float32 counts as 16 bits an element, as for the uncompressed model.
 
-The library's own behaviour is not changed: when there are ``residual`` residual tokens, the whole cache is decoded and
-quantized again; hqq refines its zeros over all groups of a call together, so that its numbers depend a
-little on which sequences share a call.
+hqq refines its zeros over all groups of a call, so its numbers depend a little on which sequences share a call.
 """
 
 import importlib

@@ -1,14 +1,7 @@
-"""Sensitivity: what it costs to compress one layer's keys, or its values, and nothing else.
+"""Sensitivity: KL of compressing one layer's keys, or its values, and nothing else, without sink and window.
 
-A window is read through the packed cache with one role of one layer compressed by a spec and every other one dense;
-the figure is the mean over positions of KL from the uncompressed model, in nats. Attention reads decoded K and V
-(``prefill="decoded"``); sinks and windows of the spec are off, so that every token counts, as in a long context.
-
-The layers before the compressed one compute what they did in the uncompressed run, so their outputs are kept and
-handed out again: about half of the work. That is tried once on each model, and left out where it does not give the
-same logits.
-
-Rows are written as they are measured, and a run goes on where the last one ended.
+The outputs of the layers before the compressed one are kept and handed out again (half of the work), where a trial
+gives the same logits. Rows are written as they are measured, and a run goes on where the last one ended.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence

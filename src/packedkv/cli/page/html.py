@@ -1,8 +1,4 @@
-"""The shell of every page, and its elements: sections, tables, figures, definitions.
-
-A page is one self-contained file. A content security policy lets the browser fetch nothing and run nothing. All text
-is escaped: content of files and models is shown, never executed.
-"""
+"""The shell of every page, and its elements: one self-contained file that fetches and runs nothing, its text escaped."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass

@@ -1,9 +1,4 @@
-"""Result files, read and checked before anything is shown, and pages written whole; nothing here measures.
-
-Every file holds rows: objects with some of the fields of ``FIELDS``, and others of its command. A file is a list of
-rows, an object with ``rows``, or lines of one row each (``.jsonl``). A missing field is None; one of a wrong type is an
-error that names the file.
-"""
+"""Result files, read and checked before anything is shown, and pages written whole; nothing here measures."""
 
 import json
 import math

@@ -1,7 +1,4 @@
-"""Figures as SVG: plots with axes, intervals, curves and a column of names.
-
-Colours of text and lines come from ``drawing.css``.
-"""
+"""Figures as SVG: plots with axes, intervals, curves and a column of names; ``drawing.css`` has the colours."""
 
 import math
 from collections.abc import Callable, Sequence

@@ -1,9 +1,4 @@
-"""What a task is: items to read, and how a model's output on one is scored.
-
-An item is one question, prompt or window. Its id is a hash of its content, so that a continued run, with more items
-or another version of the data, recognises finished items. Scores are pairs (sum, count): a metric's value over
-many items is sum of sums over sum of counts, whatever the batches and the order were.
-"""
+"""What a task is: items to read, and how a model's output on one is scored, as pairs (sum, count) by metric."""
 
 import hashlib
 import json

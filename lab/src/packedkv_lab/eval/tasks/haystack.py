@@ -1,8 +1,4 @@
-"""Prompts of a given length: real text to hide something in, and the fitting of a prompt to a number of tokens.
-
-Prompts of one length have exactly that many tokens if the tokenizer permits, so that they can be batched: nothing is
-padded, because padding would share groups with tokens in token-grouped codecs.
-"""
+"""Prompts of a given length: real text to hide something in, and the fitting of a prompt to a number of tokens."""
 
 import random
 from abc import abstractmethod

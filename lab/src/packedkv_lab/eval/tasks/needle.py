@@ -1,8 +1,4 @@
-"""Needles in a haystack: numbers hidden in real text, one of which is asked for (after RULER, arXiv:2404.06654).
-
-``needle`` hides one number, ``needle_multikey`` three more under other names, which a model that remembers badly mixes
-up. The haystack is the run's text from a random place on, and begins again where it ends. The grid is length x depth.
-"""
+"""Needles in a haystack: numbers hidden in real text, one of which is asked for (after RULER, arXiv:2404.06654)."""
 
 import random
 from collections.abc import Mapping
