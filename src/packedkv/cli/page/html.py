@@ -1,4 +1,4 @@
-"""The shell of every page, and its elements: one self-contained file that fetches and runs nothing, its text escaped."""
+"""The shell of every page, and its elements: one file that fetches and runs nothing, its text escaped."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
