@@ -43,7 +43,6 @@ def tokens(n: int = LENGTH, batch: int = 2) -> tuple[Tensor, Tensor]:
 
 
 def filled(spec: str, n: int = LENGTH, first: int = 140) -> LayerCache:
-    """A cache of ``n`` tokens, of which ``first`` fill it."""
     cache, (k, v) = LayerCache(scheme(spec)), tokens()
     cache.append(k[:, :, :first], v[:, :, :first])
     if n > first:

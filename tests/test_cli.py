@@ -1,16 +1,21 @@
 """The command line: valid JSON, mistakes explained on one line, interrupts that keep what was finished."""
 
+import io
+import itertools
 import json
 import pkgutil
+import re
 import subprocess
 import sys
+import time
 from importlib.metadata import entry_points
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 import packedkv
-from packedkv import registry
+from packedkv import progress, registry
 from packedkv.cli import commands
 from packedkv.cli import main as cli
 from packedkv.cli.demo import recommend
@@ -18,6 +23,7 @@ from packedkv.cli.measure import compare as compare_module
 from packedkv.cli.measure import perplexity
 from packedkv.codecs.innerq import InnerQ
 from packedkv.models import loading
+from packedkv.progress import Progress
 from packedkv.registry import split_specs
 from tests.cli.tiny import TEXT, interrupted, interrupting, save_tiny, tiny_llama, tiny_tokenizer
 
@@ -311,6 +317,8 @@ MISTAKES = {
     "compare m --specs dense --text no.txt": "the text 'no.txt' cannot be read",
     "eval m --spec kivi-2:windw=3": "Did you mean 'window'?",
     "eval m --specs dense --data no.json --output DIR/new": "--data 'no.json': write TASK=PATH",
+    "advise m --context 10 --output DIR/o": "--memory",
+    "advise m --context 10 --output DIR/o --memory 1g --specs saw-int5": "unknown codec",
     "bench decode --shapes x": "--shapes and --also are for --device cuda",
     "describe saw-int": "Did you mean 'saw-int4'",
     "demo --specs nix --out DIR/new": "unknown codec 'nix'",
@@ -385,3 +393,57 @@ def test_the_fewest_bits_within_five_percent_are_recommended():
     assert recommend(rows[:1]).startswith("No preset can be recommended")
     far = [rows[0], result("a", 4.5, 30.0, 0.4), result("b", 2.5, 60.0, 0.9)]
     assert recommend(far).startswith("Take a with care: no preset is within 5%")
+
+
+# -- progress lines ----------------------------------------------------------------------------------------------------
+
+
+class Terminal(io.StringIO):
+    def isatty(self):
+        return True
+
+
+def test_without_a_terminal_passing_messages_are_sparse_and_lasting_ones_stay():
+    stream = io.StringIO()
+    progress = Progress(stream=stream, interval=60)
+    for done in range(100):
+        progress.bar("measuring", done, 100, "x")
+    progress.say("ready")
+    lines = stream.getvalue().splitlines()
+    assert lines[0].startswith("measuring [")
+    assert lines[0].endswith("0% x")
+    assert lines[1:] == ["ready"]
+    assert "\r" not in stream.getvalue()
+
+
+def test_on_a_terminal_the_line_is_wiped_before_the_next():
+    stream = Terminal()
+    progress = Progress(stream=stream)
+    progress.update("passing")
+    progress.say("staying")
+    before, wiped, after = stream.getvalue().split("\r")
+    assert (before, wiped.strip(), after) == ("passing", "", "staying\n")
+
+
+def test_a_long_job_shows_that_it_is_alive(monkeypatch):
+    seconds = itertools.count()  # one more whenever somebody looks
+    monkeypatch.setattr(progress, "time", SimpleNamespace(monotonic=lambda: float(next(seconds))))
+    stream = io.StringIO()
+    with Progress(stream=stream, interval=0.5).busy("loading"):
+        while stream.getvalue().count("\n") < 2:
+            time.sleep(0.01)
+    lines = stream.getvalue().splitlines()
+    assert lines[0] == "loading ..."
+    assert all(re.fullmatch(r"loading \.\.\. [1-9]\d* s", line) for line in lines[1:-1])
+    shown = [float(re.search(r"[\d.]+(?= s$)", line)[0]) for line in lines[1:]]
+    assert shown == sorted(set(shown)), "they count up"
+    assert re.fullmatch(r"loading: \d+\.0 s", lines[-1])
+
+
+def test_progress_that_is_off_writes_nothing():
+    stream = io.StringIO()
+    progress = Progress(False, stream)
+    progress.say("a")
+    with progress.busy("b"):
+        progress.bar("c", 1, 2)
+    assert stream.getvalue() == ""

@@ -63,7 +63,6 @@ def test_a_table_has_a_line_for_spec_and_case_and_a_column_for_metric() -> None:
 
 
 def values(what: str, metric: str, case: str = "", model: str = "") -> dict[str, str]:
-    """Values of a metric by spec."""
     rows = tables.read_all()[what]
     rows = [row for row in rows if row["metric"] == metric and row["case"].startswith(case) and model in row["model"]]
     return {row["spec"]: row["value"] for row in rows}
@@ -141,7 +140,6 @@ def test_a_codec_in_one_file_has_its_page(tmp_path: Path) -> None:
 
 
 def programs(page: str) -> list[str]:
-    """Python blocks of a page."""
     return re.findall(r"```python\n(.*?)```", (ROOT / page).read_text(encoding="utf-8"), re.S)
 
 

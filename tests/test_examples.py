@@ -82,7 +82,6 @@ def test_a_video_rolls_on_and_ends_as_pictures(run: Run, tmp_path: Path) -> None
 
 @torch.no_grad()
 def test_bare_tensors_are_attended_as_in_one_masked_call() -> None:
-    """Streaming with eviction against one call over all tokens with the chunk-causal, limited mask."""
     example = runpy.run_path(str(EXAMPLES / "04_bare_tensors.py"))
     errors = example["main"]()
     assert set(errors) == {"stream a", "stream b"}

@@ -154,7 +154,10 @@ def test_presets_that_break_on_the_key_biases_are_refused(changed: dict[str, Any
 
 def test_layers_are_judged_one_by_one() -> None:
     """Outer layers held dense are no reason to refuse, nor are layers of a recipe without biases."""
-    biases, scheme = judged(biased(layers=(0,), num_hidden_layers=4)), packedkv.get("octopus-4:mean=none")
+    made = biased(layers=(0,), num_hidden_layers=4)
+    for spec in ("kivi-4", "kivi-tq-4", "dense", "octopus-4"):
+        assert packedkv.cache_for(made, spec).report()["mean"] == "none"
+    biases, scheme = judged(made), packedkv.get("octopus-4:mean=none")
     biases.check(scheme)
     with pytest.raises(BrokenPresetError, match="breaks"):
         biases.check(replace(scheme, dense_key_layers=0))

@@ -188,7 +188,6 @@ print(json.dumps({
 
 
 def test_importing_and_using_the_core_loads_nothing_heavy():
-    """In a process of its own: neither triton, transformers nor matplotlib, no CUDA, no global state."""
     done = subprocess.run([sys.executable, "-c", PROBE], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout) == {"heavy": [], "own": [], "cuda": False, "changed": False}

@@ -23,8 +23,7 @@ from packedkv.fitting.fit import fit_model
 from packedkv.integrations.transformers import layers
 from packedkv.integrations.transformers.argument import passing
 from packedkv.integrations.transformers.identity import identify, load_params
-from tests.cli.leaning import leaning
-from tests.cli.tiny import TEXT, tiny_llama, tiny_loaded
+from tests.cli.tiny import TEXT, leaning, tiny_llama, tiny_loaded
 
 SMALL = {"windows": 2, "window_tokens": 96}
 SPECS = ["innerq-base", "hqmq-s24_r3:outliers=3", "ultra-tq:table=calibrated,dense_layers=1"]

@@ -15,8 +15,7 @@ from packedkv.errors import FitError, FormatError, ModelError, SpecError
 from packedkv.fitting.fit import fit_model
 from packedkv.integrations.transformers.argument import passing
 from packedkv.models import windows as text_windows
-from tests.cli.leaning import leaning
-from tests.cli.tiny import TEXT, interrupting, tiny_loaded
+from tests.cli.tiny import TEXT, interrupting, leaning, tiny_loaded
 
 SPECS = ["dense", "int-4", "saw-int4"]
 SMALL = {"windows": 2, "window_tokens": 96, "prompt_tokens": 40, "new_tokens": 6, "queries": 32, "long_tokens": 150}

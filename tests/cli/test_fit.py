@@ -21,8 +21,7 @@ from packedkv.integrations.transformers.identity import load_params
 from packedkv.models import windows as text_windows
 from packedkv.models.loading import load_text
 from packedkv.progress import Progress
-from tests.cli.leaning import Leaning, leaning
-from tests.cli.tiny import TEXT, tiny_llama, tiny_loaded, tiny_tokenizer
+from tests.cli.tiny import TEXT, Leaning, leaning, tiny_llama, tiny_loaded, tiny_tokenizer
 from tests.conftest import tiny_model
 
 SMALL = {"windows": 2, "window_tokens": 96}

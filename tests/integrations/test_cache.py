@@ -45,7 +45,6 @@ def assert_same_step(model: Any, ours: Any, theirs: Any, batch: int) -> None:
     ("amount", "left"), [(-1, 299), (-250, 50), (-300, 0), (-400, 0), (30, 30), (400, 300), (0, 300)]
 )
 def test_crop_takes_tokens_to_remove_or_to_keep(tiny: Any, amount: int, left: int) -> None:
-    """And frees pages in every layer."""
     model = tiny("llama-gqa")
     cache = filled(model, _cache(model, "saw-int4"), 2, 300)
     before = [c.nbytes()["key.codes"] for c in cache.layer_caches]
@@ -282,11 +281,6 @@ def test_saved_cache_of_another_model_is_refused(tiny: Any, tmp_path: Path) -> N
     path.write_bytes(path.read_bytes()[:-9])
     with pytest.raises(FormatError):
         load_cache(path, tiny("llama-gqa"))
-
-
-def test_head_dim_is_refused_before_any_token() -> None:
-    with pytest.raises(ShapeError, match=r"LlamaConfig, layer 0: saw-int4: head_dim=20"):
-        cache_for(tiny_config("llama-gqa", head_dim=20), "saw-int4")
 
 
 def _cache(model: Any, spec: str, **options: Any) -> KVCache:

@@ -75,7 +75,6 @@ def case_greedy(device: str) -> None:
 
 
 def case_growing_and_static(device: str) -> None:
-    """Generate on a cache that grows and on a static one, on the same tokens as the reference."""
     model = model_on(device, "llama-gqa")
     for spec in ("saw-int4", "int-4"):
         streamed, _ = run(model, "streamed", prompt(2, 10), spec=spec)
@@ -146,7 +145,6 @@ def case_sink_and_window(device: str) -> None:
 
 
 def sink_and_window(device: str, scheme: packedkv.KVScheme) -> None:
-    """Compare a fused and a reference cache of a scheme through appends, a crop and an eviction."""
     generator = torch.Generator().manual_seed(0)
     k, v = (torch.randn(2, 2, 90, 64, generator=generator).to(device) for _ in range(2))
     q, logits = torch.randn(2, 4, 1, 64, generator=generator).to(device), torch.tensor([0.5, -1.0, 2.0, 0.0]).to(device)
@@ -177,7 +175,6 @@ def case_full_static_cache_is_flagged(device: str) -> None:
 
 
 def full_static_cache(device: str, spec: str) -> None:
-    """Fill a static cache, go on, and crop, reset and refill it."""
     k = torch.randn(1, 1, 64, 64, generator=torch.Generator().manual_seed(0)).to(device)
     cache = FusedLayerCache(packedkv.get(spec), capacity=64)
     cache.append(k, k)
@@ -207,7 +204,6 @@ def full_static_cache(device: str, spec: str) -> None:
 
 
 def case_compiled(device: str) -> None:
-    """A decode step of a static cache is one graph without breaks, and generate compiles it by itself."""
     model = model_on(device, "llama-gqa")
     model.generation_config.disable_compile = False
     for spec in ("saw-int4", "int-4"):
@@ -218,7 +214,6 @@ def case_compiled(device: str) -> None:
 
 
 def case_cuda_graph(device: str) -> None:
-    """One captured step, replayed, equals the steps run one by one."""
     model = model_on(device, "llama-gqa")
     with torch.no_grad():
         logits = []

@@ -31,7 +31,6 @@ SINKS = torch.tensor([0.5, -1.0, 2.0, 0.0])
 
 
 def norms() -> dict[Role, Any]:
-    """Constants as a file of ``packedkv fit`` brings them."""
     return {"key": {"norm": torch.rand(1, HEADS, DIM // 2).repeat(1, 1, 2) + 0.5}, "value": {}}
 
 
@@ -44,14 +43,12 @@ def made(spec: str, slots: int = 3, **options: Any) -> GroupedLayer:
 
 
 def tokens(count: int = TOTAL, seed: int = 0, heads: int = HEADS) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Queries, keys and values."""
     generator = torch.Generator().manual_seed(seed)
     k, v = torch.randn(2, count, heads, DIM, generator=generator).half()
     return torch.randn(count, 2 * heads, DIM, generator=generator).half(), k, v
 
 
 def block_of(layer: GroupedLayer) -> int:
-    """Tokens of an engine's block."""
     return math.lcm(BLOCK, layer.unit)
 
 

@@ -10,7 +10,7 @@ from torch import Tensor
 import packedkv
 from packedkv.codec import roundtrip
 from packedkv.codecs.rope_pairs import RopePairs
-from packedkv.errors import BrokenPresetError, FitError, FormatError, UnsupportedError
+from packedkv.errors import FitError, FormatError, UnsupportedError
 from packedkv.fitting.fit import fit_model
 from packedkv.integrations.transformers import attention_hooks
 from packedkv.integrations.transformers.argument import passing
@@ -21,9 +21,8 @@ from packedkv.integrations.vllm.options import read_options
 from packedkv.integrations.vllm.weights import decided
 from packedkv.kernels.cpu import compile as sources
 from packedkv.kernels.cpu import library
-from packedkv.models.loading import LoadedModel
 from packedkv.scheme import mix_of
-from tests.cli.tiny import TEXT, tiny_tokenizer
+from tests.cli.tiny import TEXT, tiny_loaded
 from tests.conftest import tiny_model
 from tests.integrations.test_generate import prompt
 from tests.integrations.test_serving import refusal
@@ -122,9 +121,7 @@ def test_partial_and_interleaved_rope(family: str) -> None:
 # -- what is refused ---------------------------------------------------------------------------------------------------
 
 
-def test_the_refusal_names_it_and_it_holds(model: Any) -> None:
-    with pytest.raises(BrokenPresetError, match=r"Use 'saw-int4:mean=pre' \(0\.\d nats\) or 'kivi-tq-4'"):
-        packedkv.cache_for(model, RAW)
+def test_the_mean_that_a_refusal_names_holds(model: Any) -> None:
     ids = prompt(1, 60)
     wanted = run(model, None, ids)
     errors = [
@@ -132,12 +129,6 @@ def test_the_refusal_names_it_and_it_holds(model: Any) -> None:
         for spec in (SPEC, RAW)
     ]
     assert errors[0] < 0.4 * errors[1]
-
-
-def test_layers_without_a_bias_are_as_ever() -> None:
-    made = biased(layers=(1,))
-    cache = packedkv.cache_for(made, SPEC)
-    assert [layer.scheme.mean for layer in cache.layer_caches] == ["none", "pre"]
 
 
 def test_what_has_no_mean_or_cannot_add_it_is_refused(model: Any) -> None:
@@ -212,12 +203,6 @@ def test_auto_is_pre_where_biases_break_the_preset(model: Any) -> None:
     assert packedkv.cache_for(model.config, "saw-int4").report()["mean"] == "none"
 
 
-@pytest.mark.parametrize("spec", ["kivi-4", "kivi-tq-4", "dense", "octopus-4"])
-def test_auto_is_none_for_what_holds(spec: str) -> None:
-    made = biased(num_hidden_layers=4, layers=(0,))
-    assert packedkv.cache_for(made, spec).report()["mean"] == "none"
-
-
 def test_auto_changes_nothing_on_a_model_without_biases(tmp_path: Any) -> None:
     made, ids = tiny_model("llama-gqa"), prompt(2, 150)
     caches = [packedkv.cache_for(made, spec, probe="off") for spec in ("saw-int4", RAW)]
@@ -257,11 +242,12 @@ def test_cpu_kernels_serve_it(model: Any, spec: str, mean: str) -> None:
     assert all(torch.equal(a, b) for a, b in zip(*first, strict=True))
 
 
-def test_a_recipe_decides_layer_by_layer(model: Any) -> None:
+def test_each_layer_is_decided_by_its_biases_and_its_scheme(model: Any) -> None:
     mix = mix_of([packedkv.get("kivi-4"), packedkv.get("saw-int4")])
-    cache = packedkv.cache_for(model, mix)
-    run(model, cache, prompt(1, 40))
-    assert [layer["mean"] for layer in cache.report()["layers"]] == ["none", "pre"]
+    for made, spec in ((model, mix), (biased(layers=(1,)), SPEC)):
+        cache = packedkv.cache_for(made, spec)
+        run(made, cache, prompt(1, 40))
+        assert [layer["mean"] for layer in cache.report()["layers"]] == ["none", "pre"]
 
 
 def test_a_server_takes_every_mean_but_of_groups() -> None:
@@ -331,7 +317,7 @@ def test_a_codec_may_ask_for_it_in_every_model(monkeypatch: pytest.MonkeyPatch) 
     run(made, cache, ids)
     first = {(layer["mean"], layer["mean_from"]) for layer in cache.report()["layers"]}
     assert first == {("pre", "first tokens")}
-    loaded = LoadedModel(made, tiny_tokenizer(), "llama", "made in the test")
+    loaded = tiny_loaded(made, "llama")
     fitted = fit_model(loaded, "rope-pairs-4", TEXT, windows=1, window_tokens=96)
     assert fitted.scheme.mean == "pre"
     assert "mean" in fitted[0]["key"]
@@ -344,7 +330,7 @@ def test_a_codec_may_ask_for_it_in_every_model(monkeypatch: pytest.MonkeyPatch) 
 
 @pytest.mark.parametrize("spec", [SPEC, "rope-pairs-3:mean=pre", "saw-int4:mean=post", "rope-pairs-3"])
 def test_a_mean_is_fitted_and_used(model: Any, spec: str, tmp_path: Any) -> None:
-    loaded = LoadedModel(model, tiny_tokenizer(), "biased", "made in the test")
+    loaded = tiny_loaded(model, "biased")
     fitted = fit_model(loaded, spec, TEXT, windows=2, window_tokens=96).save(tmp_path / "params")
     bias = model.model.layers[0].self_attn.k_proj.bias.detach().view(1, -1, 64)
     mean = fitted[0]["key"]["mean"]
@@ -370,14 +356,14 @@ def test_a_mean_is_fitted_and_used(model: Any, spec: str, tmp_path: Any) -> None
 
 
 def test_what_has_nothing_but_auto_is_not_fitted(model: Any) -> None:
-    loaded = LoadedModel(model, tiny_tokenizer(), "biased", "made in the test")
+    loaded = tiny_loaded(model, "biased")
     with pytest.raises(FitError, match="fit the mean of the keys with mean=pre"):
         fit_model(loaded, "saw-int4", TEXT, windows=1, window_tokens=96)
 
 
 def test_params_fitted_without_a_mean_serve_the_preset(tmp_path: Any) -> None:
     made = tiny_model("llama-gqa", vocab_size=256)
-    loaded = LoadedModel(made, tiny_tokenizer(), "llama", "made in the test")
+    loaded = tiny_loaded(made, "llama")
     old = fit_model(loaded, "rope-pairs-3:mean=none", TEXT, windows=1, window_tokens=96).save(tmp_path / "old")
     assert '"mean"' not in old.scheme.to_json()
     cache = packedkv.cache_for(made, "rope-pairs-3", params=tmp_path / "old", probe="off")

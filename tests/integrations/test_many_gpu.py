@@ -85,23 +85,20 @@ def check_chunks(
     return paths
 
 
-@pytest.mark.parametrize(("spec", "dim"), [(s, d) for d in (64, 128) for s in with_kernels(d)])
+OTHER_DIMS = [(s, d) for d in (96, 256) for s in ("int-4", "turboquant-4", "octopus-qjl-3", "saw-int4")]
+
+
+@pytest.mark.parametrize(
+    ("spec", "dim"),
+    [*((s, d) for d in (64, 128) for s in with_kernels(d)), *((s, d) for s, d in OTHER_DIMS if s in with_kernels(d))],
+)
 def test_prompt_chunks_with_every_preset(spec: str, dim: int) -> None:
-    """Chunks of a prompt, with and without left padding, as stored from the first token on."""
     long, short = (180, 133) if packedkv.get(spec).key.fit_tokens == 1 else (700, 653)  # what a fit waits for
     model, (ids, mask) = model_on("llama-gqa", head_dim=dim), (x.to(DEVICE) for x in padded(long, short))
     layers = model.config.num_hidden_layers
     paths = check_chunks(model, spec, ids, (70, 150), prefill="decoded")
     assert paths == {"staged": 3 * layers}
     assert check_chunks(model, spec, ids, (70, 150), mask=mask) == {"exact": layers, "staged": 2 * layers}
-
-
-@pytest.mark.parametrize("dim", [96, 256])
-@pytest.mark.parametrize("spec", ["int-4", "turboquant-4", "octopus-qjl-3", "saw-int4"])
-def test_other_head_dims(spec: str, dim: int) -> None:
-    if spec not in with_kernels(dim):
-        pytest.skip("no kernels")
-    check_chunks(model_on("llama-gqa", head_dim=dim), spec, prompt(2, 180).to(DEVICE), (70, 150))
 
 
 @pytest.mark.parametrize("spec", FEW)
@@ -127,7 +124,6 @@ def test_other_dtypes_and_a_static_cache(spec: str, dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("spec", FEW)
 def test_ways_to_generate_on_growing_and_static_caches(spec: str) -> None:
-    """Second turns, beams, assisted decoding and a prompt in chunks, on caches that grow and on static ones."""
     model = model_on("llama-gqa")
     ids = prompt(1, 8).repeat(1, 5).to(DEVICE)
     common = {"max_new_tokens": 8, "do_sample": False, "return_dict_in_generate": True, "output_logits": True}
@@ -158,7 +154,6 @@ def test_ways_to_generate_on_growing_and_static_caches(spec: str) -> None:
 @pytest.mark.filterwarnings("ignore:The CUDA Graph is empty")  # torch, of a graph between two breaks
 @pytest.mark.filterwarnings("ignore:TensorFloat32 tensor cores")  # and of float32 models on newer GPUs
 def test_a_compiled_prompt_in_chunks() -> None:
-    """``generate`` compiles the calls of a prompt's chunks on a static cache."""
     model = tiny_model("llama-gqa").to(DEVICE)
     model.set_attn_implementation("packedkv")
     ids, wanted = prompt(1, 48).to(DEVICE), None

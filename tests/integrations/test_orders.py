@@ -94,18 +94,14 @@ def test_caches_of_all_presets_are_copied_and_pickled(shared_model: Any, spec: s
         cache = packedkv.cache_for(shared_model, spec, probe="off")  # fused where kernels serve it
     attention = cache.options["attention"]
     with attention_hooks.implementation(shared_model, ATTENTIONS[attention]):
-        copies_go_on(shared_model, cache, spec, attention)
-
-
-def copies_go_on(shared_model: Any, cache: Any, spec: str, attention: str) -> None:
-    logits(shared_model, cache, prompt(1, 40))
-    for copied in (copy.deepcopy(cache), pickle.loads(pickle.dumps(cache))):
-        step = prompt(1, 1, seed=4)
-        twin = copy.deepcopy(cache)
-        assert torch.equal(logits(shared_model, copied, step), logits(shared_model, twin, step))
-    empty = pickle.loads(pickle.dumps(new_cache(shared_model, spec, attention)))
-    logits(shared_model, empty, prompt(1, 40))
-    assert same(keys_of(empty), keys_of(cache))
+        logits(shared_model, cache, prompt(1, 40))
+        for copied in (copy.deepcopy(cache), pickle.loads(pickle.dumps(cache))):
+            step = prompt(1, 1, seed=4)
+            twin = copy.deepcopy(cache)
+            assert torch.equal(logits(shared_model, copied, step), logits(shared_model, twin, step))
+        empty = pickle.loads(pickle.dumps(new_cache(shared_model, spec, attention)))
+        logits(shared_model, empty, prompt(1, 40))
+        assert same(keys_of(empty), keys_of(cache))
 
 
 @pytest.mark.parametrize("spec", ["kivi-4", "int-4:mean=post", "ghost-4"])
@@ -219,7 +215,6 @@ def test_a_cache_that_misses_its_model_is_refused() -> None:
 
 
 def run_threads(*calls: Callable[[], Any]) -> list[Any]:
-    """Run all calls at the same time; raises the first error."""
     found: list[Any] = [None] * len(calls)
     gate = threading.Barrier(len(calls))
 

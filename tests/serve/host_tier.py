@@ -21,11 +21,9 @@ class HostWorker(OffloadingWorker):  # type: ignore[misc]
         self.done: list[TransferResult] = []
 
     def submit_store(self, job_id: int, src_spec: Any, dst_spec: Any) -> bool:
-        """Copy blocks out."""
         return self._copy(job_id, self.pool, src_spec, self.tier, dst_spec)
 
     def submit_load(self, job_id: int, src_spec: Any, dst_spec: Any, expedited: bool = False) -> bool:
-        """Copy blocks back."""
         return self._copy(job_id, self.tier, src_spec, self.pool, dst_spec)
 
     def _copy(self, job_id: int, sources: list[Any], there: Any, targets: list[Any], here: Any) -> bool:
@@ -36,7 +34,6 @@ class HostWorker(OffloadingWorker):  # type: ignore[misc]
         return True
 
     def get_finished(self) -> list[TransferResult]:
-        """Return what ended since the last call."""
         done, self.done = self.done, []
         return done
 
@@ -48,7 +45,6 @@ class HostTier(CPUOffloadingSpec):  # type: ignore[misc]
     """vLLM's specification, with the worker above."""
 
     def get_worker(self, kv_caches: Any) -> OffloadingWorker:
-        """Return the worker."""
         if self._worker is None:
             self._worker = HostWorker(kv_caches, self.num_chunks)
         return self._worker

@@ -175,7 +175,6 @@ HYBRIDS = {"qwen3-next": 3, "granite-hybrid": 1, "nemotron-h": 2, "falcon-h1": 1
 
 @pytest.mark.parametrize("name", nightly(HYBRIDS, ("qwen3-next", "granite-hybrid")))
 def test_a_hybrid_repeats_and_attends_as_the_library(name: str, saved: Any, told: list[str]) -> None:
-    """Models with attention beside recurrent layers."""
     ids, options = prompts(40, 7), {"dtype": "bfloat16", "max_num_batched_tokens": 512}
     with watched(HYBRIDS[name]) as steps, engine(saved(name).folder, {"preset": "ultraquant"}, **options) as llm:
         first = generate(llm, ids[:1])

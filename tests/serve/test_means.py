@@ -219,7 +219,6 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def served(folder: Path, given: dict[str, Any]) -> tuple[list[list[int]], str]:
-    """Greedy tokens, and the identity of the pages."""
     with engine(folder, given, block_size=16) as llm:
         return generate(llm, PAIR), next(iter(layers(llm).values())).impl.digest
 

@@ -57,7 +57,6 @@ def test_each_process_has_the_means_of_its_heads(preset: str, biased: Biased, tm
 
 
 def by_two(folder: Path, options: dict[str, Any], tmp_path: Path, block: int = 16) -> Any:
-    """Greedy tokens of the prompts, by two processes."""
     script = tmp_path / "run.py"
     script.write_text(SCRIPT)
     environment = {**os.environ, **ENVIRONMENT, "VLLM_CPU_OMP_THREADS_BIND": "0|1"}

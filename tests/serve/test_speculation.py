@@ -46,7 +46,6 @@ def drafting(folder: Path, given: Any, sizes: Any, speculative: Any, want: Any, 
 
 
 def counted(llm: Any) -> tuple[float, float]:
-    """Drafts of an engine, and how many of them were accepted."""
     return metric(llm, "spec_decode_num_draft_tokens"), metric(llm, "spec_decode_num_accepted_tokens")
 
 

@@ -13,8 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from tests.cli.corrupt import corrupt
-from tests.cli.tiny import TEXT, tiny_llama, tiny_tokenizer
+from tests.cli.tiny import TEXT, corrupt, tiny_llama, tiny_tokenizer
 
 import packedkv
 from packedkv.cli.measure.caches import packed_cache

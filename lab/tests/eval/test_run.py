@@ -9,8 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from tests.cli.corrupt import corrupt
-from tests.cli.tiny import TEXT, tiny_llama, tiny_loaded
+from tests.cli.tiny import TEXT, corrupt, tiny_llama, tiny_loaded
 
 from packedkv.cli.measure.compare import Settings, compare
 from packedkv.cli.page.rows import UNCOMPRESSED

@@ -4,8 +4,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from tests.cli.corrupt import corrupt
-from tests.cli.tiny import TEXT, tiny_llama, tiny_tokenizer
+from tests.cli.tiny import TEXT, corrupt, tiny_llama, tiny_tokenizer
 from tests.conftest import tiny_model
 
 from packedkv.cli.measure.perplexity import compressed_logits, uncompressed
