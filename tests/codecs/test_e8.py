@@ -43,24 +43,6 @@ def test_each_code_is_a_point_and_each_point_has_a_code():
     assert {tuple(p) for p in decoded} == {tuple(p) for p in CODEBOOK}
 
 
-def test_points_lie_in_the_lattice_moved_by_a_quarter():
-    p = points(every_code()).double() - 0.25
-    whole = (p == p.round()).all(-1)
-    half = (p - 0.5 == (p - 0.5).round()).all(-1)
-    assert bool((whole ^ half).all())
-    assert int(whole.sum()) == 1 << 15
-    assert bool((p.sum(-1) % 2 == 0).all())
-
-
-def test_what_the_two_bytes_mean():
-    codes = torch.tensor([0, 0, 0, 0b1, 0, 0b10000011, 1, 0b10000000], dtype=torch.uint8)
-    first, one_sign, two_signs, last = points(codes).view(4, 8).tolist()
-    assert first == [0.75] * 8
-    assert one_sign == [-0.25] + [0.75] * 6 + [-0.25]  # the eighth sign makes the sum even
-    assert two_signs == [-0.75] * 2 + [0.25] * 6
-    assert last == [0.25] * 7 + [-1.75]  # the second pattern: 3/2 in the last place, an odd sum without its sign
-
-
 @by_definition
 @given(x=key_batches(tokens=3))
 def test_codes_are_the_nearest_of_all_points(x):

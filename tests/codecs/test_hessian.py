@@ -1,10 +1,10 @@
-"""Facts of the Hessian-aware rotation of SAW-INT4, App. A.3: what R is, what it keeps, and what it is good for."""
+"""Rotations fitted on queries: the Hessian-aware one of SAW-INT4, App. A.3, and OSCAR's."""
 
 import pytest
 import torch
 
 from packedkv.codec import Sample, Site, roundtrip
-from packedkv.codecs.hessian import HessianRotated, hessian_rotation, second_moment
+from packedkv.codecs.hessian import HessianRotated, OscarRotated, hessian_rotation, second_moment
 from packedkv.codecs.innerq import InnerQ
 from packedkv.codecs.kmeans_residual import KMeansResidual
 from packedkv.codecs.saw_int4 import SawInt4
@@ -40,13 +40,6 @@ def test_signs_are_canonical_the_first_largest_entry_is_positive():
     torch.testing.assert_close(exact[:, 0], torch.tensor([1.0, -1.0]).double() / 2**0.5)
 
 
-def test_damping_moves_eigenvalues_and_not_the_rotation():
-    moment = second_moment(anisotropic(1, 2, 500, 64))
-    plain = torch.linalg.eigh(moment).eigenvectors.flip(-1)
-    overlap = (plain * hessian_rotation(moment)).sum(0).abs()
-    torch.testing.assert_close(overlap, torch.ones_like(overlap), rtol=0, atol=1e-9)
-
-
 def test_the_code_basis_is_hadamard_first_then_the_rotation_of_unrotated_queries():
     queries = anisotropic(1, 4, 300, 64)
     codec = HessianRotated(SawInt4())
@@ -75,14 +68,6 @@ def test_constants_nest_under_the_names_that_files_hold(codec, inner):
     assert all(torch.equal(settled[1][n], params[n]) for n in params)
 
 
-def test_a_rotation_of_rotated_queries_cancels_the_hadamard():
-    queries, k = anisotropic(1, 4, 300, 64), normal(1, 2, 9, 64).double()
-    alone = k @ hessian_rotation(second_moment(queries))
-    wrong = hessian_rotation(second_moment(block_hadamard(queries, 64)))
-    composed = block_hadamard(k, 64).double() @ wrong
-    torch.testing.assert_close(composed.abs(), alone.abs(), rtol=0, atol=1e-5)
-
-
 @pytest.mark.parametrize("block", [1, None], ids=["alone", "bdr"])
 def test_the_score_error_falls_against_plain_int4(block):
     # one loud channel makes every step wide; the queries' eigenvectors mix it with the others
@@ -98,3 +83,14 @@ def test_the_score_error_falls_against_plain_int4(block):
     codec = HessianRotated(SawInt4(block))
     params = codec.fit(Site(0, "key", 2, 128), Sample(k, queries))
     assert loss(codec, params) < 0.5 * loss(SawInt4(1), {})
+
+
+def test_the_code_basis_of_oscar_is_eigenvectors_of_a_heads_own_queries_then_the_hadamard():
+    """Two query heads to each KV head, every KV head with a basis of its own."""
+    queries, k = torch.cat([anisotropic(1, 2, 300, 64, seed=10 * h) for h in range(2)], 1), normal(1, 2, 9, 64)
+    codec = OscarRotated(SawInt4())
+    found = codec.to_code(k, codec.fit(Site(0, "key", 2, 64), Sample(normal(1, 2, 8, 64), queries)))
+    for head in range(2):
+        rotation = hessian_rotation(second_moment(queries[:, 2 * head : 2 * head + 2]))
+        expected = block_hadamard(k[:, head].double() @ rotation, 64).float()
+        torch.testing.assert_close(found[:, head], expected, rtol=0, atol=2e-6)

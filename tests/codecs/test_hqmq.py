@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from packedkv.codec import Site, roundtrip
 from packedkv.codecs.additive import Additive
-from packedkv.codecs.hqmq import Hqmq, unpack_digits
+from packedkv.codecs.hqmq import Hqmq
 from packedkv.ops.bitpack import unpack
 from packedkv.ops.quaternion import nearest_entry, nearest_product, products, random_units
 from tests.codecs.draws import fitted, normal_fp16, relative_mse
@@ -179,17 +179,6 @@ def test_a_head_dim_that_four_does_not_divide_is_padded(codec, dim):
     y = roundtrip(codec, x, fitted(codec, dim, 2))
     assert y.shape == x.shape
     assert relative_mse(x, y) < 0.03
-
-
-def test_radix_splits_the_code_into_a_digit_and_low_bits():
-    codec, plain = Hqmq(48, 3, packing="radix"), Hqmq(48, 3)
-    x = normal_fp16(1, 1, 8, 128)
-    params = fitted(codec)
-    payload = codec.encode(x, params)
-    codes = unpack_digits(payload["digits"], 128) * 128 + unpack(payload["low"], 7, 128)
-    whole, _ = plain.unpack(plain.encode(x, params), 32)
-    assert torch.equal(codes.flatten(), whole.flatten().long())
-    assert payload["scale"].shape == (1, 1, 2, 4)
 
 
 @pytest.mark.parametrize(("s", "r"), [(24, 3), (24, 4), (48, 6), (96, 4)])

@@ -198,33 +198,6 @@ def test_bits_with_windows(variant, expected):
             assert packedkv.compress(scheme, x, x).effective_bits == pytest.approx(bits, abs=6e-4)
 
 
-def test_keys_leave_one_by_one_and_values_in_groups_of_32():
-    """Prefill 128: a key per step from the first one, values at steps 32, 64 and 96; then nothing of them changes."""
-    scheme = packedkv.get("innerq-base")
-    assert (scheme.sink, scheme.window) == (32, 96)
-    x = normal(128 + 100)
-    cache = packedkv.LayerCache(scheme)
-    cache.append(x[:, :, :128], x[:, :, :128])
-    leaving, before = [], {"key": 0, "value": 0}
-    for step in range(1, 101):
-        token = x[:, :, 127 + step : 128 + step]
-        cache.append(token, token)
-        now = {role: cache.roles[role].encoded for role in before}
-        assert now["key"] == scheme.encoded_tokens("key", 128 + step) == step
-        assert now["value"] == scheme.encoded_tokens("value", 128 + step) == step // 32 * 32
-        assert 96 <= cache.roles["value"].window.shape[2] <= 127
-        if now["value"] != before["value"]:
-            leaving.append(step)
-        before = now
-    assert leaving == [32, 64, 96]
-    # the group edges lie at 32 + 32 j whatever was prefilled
-    other = packedkv.LayerCache(scheme, params={"key": cache.roles["key"].params})
-    other.append(x[:, :, :199], x[:, :, :199])
-    other.append(x[:, :, 199:], x[:, :, 199:])
-    for a, b in zip(cache.decode(), other.decode(), strict=True):
-        assert torch.equal(a, b)
-
-
 def test_norms_are_the_root_of_the_larger_maximum_of_a_pair():
     codec, x = InnerQ(3, norm=True), normal(50, heads=2, batch=2)
     x[..., 7] *= 40

@@ -5,9 +5,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import packedkv
 from packedkv.codecs.group_int import GroupInt, interleave
-from packedkv.codecs.outliers import Med
 from packedkv.ops.bitpack import unpack
 from tests.codecs.draws import normal_fp16
 
@@ -139,12 +137,3 @@ def _check_scale(held: torch.Tensor, exact: float, zero: float, levels: int) -> 
 
 
 # -- int + Med3 ------------------------------------------------------------------------------------------------------
-
-
-def test_outliers_of_the_recipe_are_med_around_the_integers():
-    scheme = packedkv.get("int-4:outliers=5,slots=1,symmetric=true,group=32")
-    assert scheme.key == scheme.value == Med(GroupInt(4, 32, "channels", True), 5, 1)
-    assert str(scheme) == "int-4:symmetric=true,group=32,outliers=5,slots=1"
-    assert packedkv.get("int-4").key == GroupInt(4, 0)
-    options = {o["name"]: o["choices"] for o in packedkv.describe("int-4")["options"]}
-    assert options["outliers"] == ["off", 3, 4, 5]

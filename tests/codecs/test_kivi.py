@@ -6,7 +6,7 @@ import torch
 
 import packedkv
 from packedkv.cache.layer import LayerCache
-from packedkv.codec import Site
+from packedkv.codec import ROLES, Site
 from packedkv.codecs.group_int import GroupInt
 from packedkv.codecs.turboquant import TurboQuant, coordinate_centroids
 from tests.codecs.draws import normal
@@ -26,16 +26,15 @@ def encoded_counts(spec: str, prefill: int, steps: int) -> list[tuple[int, int]]
     return counts
 
 
-@pytest.mark.parametrize("spec", ["kivi-2", "kivi-4", "kivi-sink-2"])
+@pytest.mark.parametrize("spec", ["kivi-2", "kivi-4", "kivi-sink-2", "innerq-base"])
 @pytest.mark.parametrize("prefill", [0, 1, 127, 128, 159, 160, 161, 300])
 def test_the_window_never_falls_short_whatever_the_prefill(spec, prefill):
     scheme = packedkv.get(spec)
-    for step, (keys, values) in enumerate(encoded_counts(spec, prefill, 100)):
-        tokens = prefill + step
-        assert tokens - keys >= min(tokens, 128)
-        assert tokens - keys < 128 + 32
-        assert tokens - values == min(tokens, 128)
-        assert keys == 32 * max(0, (tokens - scheme.sink - scheme.window) // 32)
+    assert scheme.sink + scheme.window == 128
+    for step, counts in enumerate(encoded_counts(spec, prefill, 100)):
+        for role, encoded in zip(ROLES, counts, strict=True):
+            block = scheme.codec(role).block_tokens
+            assert encoded == block * max(0, (prefill + step - 128) // block)
 
 
 def test_groups_of_keys_start_behind_the_sink():

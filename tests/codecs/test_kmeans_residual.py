@@ -97,15 +97,6 @@ def test_error_falls_with_more_clusters_on_clustered_keys():
     assert errors[-1] < 0.1 * errors[0]
 
 
-def test_ids_are_little_endian():
-    centroids = torch.arange(300.0).view(1, 1, 300, 1).expand(1, 2, 300, 64).half()
-    codec = KMeansResidual(SawInt4(1), 300)
-    x = torch.tensor([0.0, 255.0, 256.0, 299.0]).view(1, 1, 4, 1).expand(1, 2, 4, 64)
-    payload = codec.encode(x, {"centroids": centroids})
-    assert payload["ids"][0, 0].tolist() == [[0, 0], [255, 0], [0, 1], [43, 1]]
-    assert torch.equal(codec.decode(payload, {"centroids": centroids}), x)
-
-
 def test_slots_that_were_never_written_decode_to_something():
     codec = KMeansResidual(SawInt4(), 5)
     params = codec.fit(SITE, Sample(normal(1, 2, 20, 64)))

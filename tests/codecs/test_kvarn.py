@@ -9,7 +9,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from packedkv.codec import roundtrip
-from packedkv.codecs.group_int import GroupInt
 from packedkv.codecs.kvarn import KVarN
 from packedkv.ops.bitpack import unpack
 from tests.codecs.draws import normal
@@ -137,13 +136,6 @@ def test_balancing_pays_where_columns_differ_in_length(along):
         return float(((codec.decode(codec.encode(x, {}), {}) - x).square() / columns).sum())
 
     assert in_place(8) < 0.35 * in_place(0)
-
-
-def test_without_rounds_it_is_kivis_integers_of_a_rotated_tile():
-    y = normal(1, 2, 256, 64)
-    for along, inner in (("tokens", GroupInt(3, 128, "tokens")), ("channels", GroupInt(3, 0, "channels"))):
-        codec = KVarN(3, along, rounds=0)
-        assert torch.equal(codec.decode(codec.encode(y, {}), {}), inner.decode(inner.encode(y, {}), {}))
 
 
 @pytest.mark.parametrize("along", SIDES)

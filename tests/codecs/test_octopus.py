@@ -8,7 +8,6 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-import packedkv
 from packedkv.codec import roundtrip
 from packedkv.codecs.octopus import Octopus, unpack_split
 from packedkv.ops.lloyd_max import block_norm_density, distortion, lloyd_max
@@ -104,20 +103,6 @@ def test_local_3x3_is_the_full_search(direction_bits):
     assert torch.equal(codes_of(local, local.encode(y, params)), codes_of(full, full.encode(y, params)))
 
 
-@pytest.mark.parametrize("split", [(3, 1), (2, 3)], ids=str)
-def test_codes_minimise_the_triplet_error_over_all_codes(split):
-    """Eq. 11 by brute force over the joint table, against Eq. 12's two steps."""
-    codec, x = Octopus(*split), unit_keys(64)
-    params = fitted(codec)
-    y = codec.to_code(x, params)
-    u = (y / y.norm(dim=-1, keepdim=True))[..., :126].reshape(-1, 1, 3).double()
-    table = (params["directions"][0][:, None] * params["rho"][0][:, None]).reshape(1, -1, 3).double()
-    best = (u - table).pow(2).sum(-1).amin(1)
-    codes = codes_of(codec, codec.encode(y, params))[..., :42].reshape(-1)
-    ours = (u[:, 0] - table[0, codes]).pow(2).sum(-1)
-    torch.testing.assert_close(ours, best, rtol=1e-5, atol=0)
-
-
 def octahedral(t):
     """(xi, eta) of ``t [n, 3]``, Eq. 5, by cases; and whether it is clear of the cut, px = 0 or py = 0 below."""
     l1 = t.abs().sum(-1, keepdim=True)
@@ -169,55 +154,3 @@ def test_codes_are_those_of_the_definition(rounding, x, split):
     torch.testing.assert_close(
         payload["norm"].double() * dim**0.5, x.double().norm(dim=-1, keepdim=True), rtol=2**-10, atol=2**-24 * dim**0.5
     )
-
-
-@pytest.mark.parametrize(("rounding", "lowest"), [("full", 0), ("local_3x3", 7 * 16 + 7)])
-def test_ties_take_the_lowest_candidate(rounding, lowest):
-    """Every direction fits a triplet of zeros equally well; it lies between levels 7 and 8 of 16."""
-    codec, x = Octopus(4, 2, rounding), torch.zeros(1, 1, 1, 128)
-    x[..., 127] = 1
-    codes = codes_of(codec, codec.encode(x, fitted(codec)))
-    assert codes[0, 0, 0, :42].tolist() == [lowest << 2] * 42
-
-
-@pytest.mark.parametrize("dim", [64, 80, 128])
-def test_score_factorises_over_triplets(dim):
-    """Eq. 13: q . k^ = gamma sum_i rho_i (R q)_i . n_i, from the stored integers alone."""
-    codec = Octopus(4, 2, norm="fp32")
-    params = fitted(codec, dim)
-    k, q = unit_keys(50, dim), unit_keys(50, dim, seed=9)
-    payload = codec.encode(codec.to_code(k, params), params)
-    triplets = -(-dim // 3)
-    code = codes_of(codec, payload, dim)
-    n, rho = params["directions"][0][code >> 2], params["rho"][0][code & 3]
-    rotated = torch.nn.functional.pad(codec.query_to_code(q, params), (0, triplets * 3 - dim)).unflatten(-1, (-1, 3))
-    gamma = payload["norm"][..., 0] * dim**0.5
-    score = gamma * (rho * (rotated * n).sum(-1)).sum(-1)
-    decoded = codec.from_code(codec.decode(payload, params), params)
-    torch.testing.assert_close(score, (q * decoded).sum(-1), rtol=1e-4, atol=1e-4)
-
-
-def test_half_of_the_bits_of_a_norm_cost_nothing_visible():
-    """Deviation 1: fp16 against fp32 norms."""
-    x = unit_keys(4096)
-    found = []
-    for norm in ("fp16", "fp32"):
-        codec = Octopus(5, 3, norm=norm)
-        found.append(float((roundtrip(codec, x * 3.7, fitted(codec)) - x * 3.7).pow(2).mean()))
-    assert found[0] == pytest.approx(found[1], rel=1e-3)
-
-
-@pytest.mark.parametrize(
-    ("spec", "widths"),
-    [
-        ("octopus-4:split=2", (6, 2)),
-        ("octopus-3:split=0", (3, 3)),
-        ("octopus-2:split=-1", (1, 3)),
-        ("octopus-4:split=-2", (2, 6)),
-    ],
-)
-def test_every_split_of_table_4_is_a_spec(spec, widths):
-    key = packedkv.get(spec).key
-    assert (key.direction_bits, key.norm_bits) == widths
-    with pytest.raises(packedkv.SpecError, match="norm_bits=0 is not allowed"):
-        packedkv.get("octopus-2:split=2")

@@ -84,14 +84,6 @@ def test_trees_of_other_head_dims_do_as_well(dim):
     assert float((roundtrip(codec, x, fitted(codec, dim)) - x).pow(2).mean()) == pytest.approx(0.0571, rel=0.03)
 
 
-@pytest.mark.parametrize("dim", DIMS)
-def test_tree_has_all_angles_and_ends_in_one_radius(dim):
-    runs = [run for level in tree(dim) for run in level]
-    assert dim // 2 + sum(count for count, _, _ in runs) == dim - 1
-    assert sum(runs[-1][1:]) == dim
-    assert len(runs) == len({run[1:] for run in runs}), "one codebook per law"
-
-
 @given(x=key_batches((64, 80, 96)), bits=st.sampled_from([2, 3, 4, 6]))
 @by_definition
 def test_codes_are_the_nearest_angles(x, bits):

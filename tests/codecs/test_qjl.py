@@ -131,21 +131,6 @@ def test_signs_are_those_of_the_sketch_of_what_is_left(codec, x):
     torch.testing.assert_close(payload["residual"].double(), r.norm(dim=-1, keepdim=True), rtol=2**-10, atol=MARGIN)
 
 
-def test_score_is_the_papers_sum():
-    """Sec. 3.6: the stage's score plus gamma sqrt(pi / 2D) g <R' R q, sigma>, which decoded keys give by themselves."""
-    codec, k, q = OctopusQJL(3, 1, norm="fp32"), normal(1, 1, 50, 128), normal(1, 1, 50, 128, seed=9)
-    params = fitted(codec)
-    payload = codec.encode(codec.to_code(k, params), params)
-    turned = codec.query_to_code(q, params)
-    sigma = unpack(payload["signs"], 1, 128) * 2.0 - 1
-    twice = (turned.double() * params["sketch"].unsqueeze(2)) @ sylvester(128) / 128**0.5
-    residual = (torch.pi / 256) ** 0.5 * payload["residual"].double() * (twice * sigma).sum(-1, keepdim=True)
-    stage = (turned * codec.look_up(payload, params)).sum(-1, keepdim=True)
-    score = payload["norm"] * 128**0.5 * (stage + residual)
-    decoded = codec.from_code(codec.decode(payload, params), params)
-    torch.testing.assert_close(score.double(), (q * decoded).sum(-1, keepdim=True).double(), rtol=1e-4, atol=1e-4)
-
-
 @both
 def test_a_key_alone_gives_the_bytes_it_gives_in_a_batch(make):
     """Longer than one piece of the sketch, and of the triplets."""
@@ -165,19 +150,6 @@ def test_both_variants_write_the_same_bytes():
     )
     assert a.keys() == b.keys()
     assert all(torch.equal(a[name], b[name]) for name in a)
-
-
-def test_ties_take_the_lower_level_and_the_positive_sign():
-    """Zero lies between the two inner levels; under plain H, the constant residual of zeros projects to zeros."""
-    codec, x = TurboQuantQJL(3), torch.zeros(1, 1, 2, 64)
-    x[0, 0, 0, 9] = 1
-    params = fitted(codec, 64) | {"sketch": torch.ones(1, 1, 64)}
-    payload = codec.encode(x, params)
-    assert payload["signs"][0, 0, 1].tolist() == [255] * 8
-    codes = unpack(payload["codes"], 2, 64)[0, 0]
-    assert codes[0].tolist() == [1] * 9 + [3] + [1] * 54
-    assert codes[1].tolist() == [1] * 64
-    assert not codec.decode(payload, params)[0, 0, 1].any()
 
 
 def test_at_equal_bits_plain_octopus_has_the_smaller_error():

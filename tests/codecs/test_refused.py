@@ -84,6 +84,7 @@ SPECS = {
     "int-4:outliers=3,scale=search": "scale=search with outliers=3 is not allowed",
     "int-4:outliers=2": "outliers='2' is not allowed",
     "kivi-8:values=turboquant": "bits=8 with values=turboquant is not allowed; use 2, 3 or 4 bits",
+    "octopus-2:split=2": "norm_bits=0 is not allowed",
     "saw-int4:kmeans=-1": "kmeans=-1 is not allowed",
     "saw-int4:hessian=true,oscar=true": "hessian=true and oscar=true are two bases of the same keys",
 }

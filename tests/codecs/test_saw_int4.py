@@ -96,21 +96,3 @@ def test_zero_points_outside_the_codes_are_not_clipped(sign, beyond):
     assert torch.equal(zero, zero.round())
     # a zero point clipped to 0..15 costs 0.097
     assert relative_mse(x, SawInt4(1).decode(payload, {})) < 3e-4
-
-
-def test_the_low_nibble_is_the_even_channel():
-    x = torch.arange(16.0).repeat(4).view(1, 1, 1, 64)
-    codes = SawInt4(1).encode(x, {})["codes"].flatten()
-    assert codes[:8].tolist() == [0x10, 0x32, 0x54, 0x76, 0x98, 0xBA, 0xDC, 0xFE]
-    assert unpack(codes, 4, 64)[:16].tolist() == list(range(16))
-
-
-def test_halves_put_channel_i_below_channel_i_plus_half():
-    x = torch.arange(16.0).repeat(4).view(1, 1, 1, 64)
-    codes = SawInt4(1, pack="halves").encode(x, {})["codes"].flatten()
-    assert codes.tolist() == [16 * ((i + 32) % 16) + i % 16 for i in range(32)]
-    x = rows_of_every_kind()
-    both = SawInt4(1, pack="halves").encode(x, {})["codes"]
-    neighbours = unpack(SawInt4(1).encode(x, {})["codes"], 4, 128)
-    assert torch.equal(torch.cat([both & 15, both >> 4], -1), neighbours)
-    assert torch.equal(roundtrip(SawInt4(1, pack="halves"), x, {}), roundtrip(SawInt4(1), x, {}))

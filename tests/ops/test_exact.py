@@ -51,21 +51,6 @@ def test_a_rotation_equals_that_of_integers(dim, bits):
         assert torch.equal(got, expected)
 
 
-def test_numbers_of_kernels_are_two_of_8_bits_whose_sums_are_exact_in_float32():
-    """Whatever the sums' order: of 2 D products of two halves each."""
-    whole = torch.tensor([-(2**KERNEL_BITS), 2**KERNEL_BITS, -1, 0, 1, 127, 128, -128, -129, 32639, 32640])
-    high = (whole + 128) >> 8
-    low = whole - 256 * high
-    assert max(int(high.abs().max()), int(low.abs().max())) <= 128
-    assert 2 * max(DIMS) * 128**2 <= 2**23
-
-
-def test_the_order_of_terms_does_not_show():
-    rotation, x = rotation_of(96), gauss(50, 96, seed=1)
-    order = torch.randperm(96, generator=torch.Generator().manual_seed(2))
-    assert torch.equal(rotate_exactly(x[:, order], rotation[order]), rotate_exactly(x, rotation))
-
-
 def test_zeros_come_out_positive():
     x = torch.zeros(2, 64)
     x[1] = -0.0

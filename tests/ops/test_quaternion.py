@@ -8,13 +8,10 @@ from packedkv.ops import quaternion
 from packedkv.ops.quaternion import (
     MANY,
     UNITS,
-    conjugate,
-    decode_lengths,
     multiply,
     nearest_entry,
     nearest_product,
     products,
-    quantize_lengths,
     random_units,
     scaled,
 )
@@ -36,15 +33,6 @@ def test_the_units_are_a_group_60_degrees_apart():
     assert torch.equal(multiply(torch.eye(4, dtype=torch.float64)[1], UNITS[0::4]), UNITS[2::4])
 
 
-def test_hamilton_rules():
-    one, i, j, k = torch.eye(4)
-    for a, b, c in ((i, j, k), (j, k, i), (k, i, j)):
-        assert torch.equal(multiply(a, b), c)
-        assert torch.equal(multiply(b, a), -c)
-        assert torch.equal(multiply(a, a), -one)
-        assert torch.equal(multiply(a, conjugate(a)), one)
-
-
 @pytest.mark.parametrize("count", [1, 24, 192], ids=lambda s: f"S{s}")
 def test_products_are_exact_in_fp16_and_closed(count):
     q = random_units(count, generator(5))
@@ -58,31 +46,6 @@ def test_products_are_exact_in_fp16_and_closed(count):
     assert float(q.norm(dim=-1).max()) <= 1
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=lambda d: str(d)[6:])
-@pytest.mark.parametrize("count", [1, 24, 48, 96, 192], ids=lambda s: f"S{s}")
-def test_the_closed_form_equals_the_search_over_all_products(count, dtype):
-    q = random_units(count, generator(1))
-    x = torch.randn(4000, 4, generator=generator(2)).to(dtype)
-    score = x.double() @ products(q).T
-    found = nearest_product(x, q)
-    best, index = score.max(1)
-    same = found == index
-    assert float((best - score.gather(1, found[:, None])[:, 0]).max()) <= 1e-6 * 8
-    assert float(same.float().mean()) > 0.999
-
-
-def test_ties_take_the_lowest_product():
-    """q_s twice: every score comes twice. And corners: x on the border of six cells of a single q."""
-    q = random_units(6, generator(3))
-    x = torch.randn(500, 4, generator=generator(4))
-    assert torch.equal(nearest_product(x, torch.cat([q, q])), nearest_product(x, q))
-    one = torch.tensor([[1.0, 0, 0, 0]], dtype=torch.float64)
-    x = torch.tensor([[1.0, 1, 0, 0], [1, 1, 1, 1], [3, 1, 1, 1], [0, 0, 0, 0], [0, 0, -2, 2]])
-    expected = (x.double() @ UNITS.T).max(1, keepdim=True).values == x.double() @ UNITS.T
-    assert nearest_product(x, one).tolist() == expected.int().argmax(1).tolist()
-    assert nearest_product(x, one)[3] == 0
-
-
 def vectors(kind: str) -> torch.Tensor:
     n, g = MANY + 900, generator(11)  # enough for a search in cells
     if kind == "gaussian":
@@ -93,7 +56,7 @@ def vectors(kind: str) -> torch.Tensor:
         return torch.randn(n, 4, generator=g) * 2.0 ** torch.randint(-24, 15, (n, 4), generator=g)
     if kind == "integers":  # on walls between faces and cells, and zeros
         return torch.randint(-2, 3, (n, 4), generator=g).float()
-    return torch.randn(n, 4, generator=g) * (torch.rand(n, 4, generator=g) < 0.3)
+    return (torch.randn(n, 4, generator=g) * (torch.rand(n, 4, generator=g) < 0.3)).bfloat16()
 
 
 KINDS = ["gaussian", "extreme", "wide", "integers", "sparse"]
@@ -128,18 +91,6 @@ def test_a_gpu_finds_what_a_cpu_finds(kind):
     q, x, entries = random_units(24, generator(12)), vectors(kind), random_units(576, generator(13))
     assert torch.equal(nearest_product(x.cuda(), q.cuda()).cpu(), nearest_product(x, q))
     assert torch.equal(nearest_entry(x.cuda(), entries.cuda(), "angle").cpu(), nearest_entry(x, entries, "angle"))
-
-
-def test_lengths_come_back_within_half_a_step_and_never_overflow():
-    length = torch.rand(100, 32, generator=generator(8), dtype=torch.float64) * 131008
-    length[0, 0] = 131008
-    steps, scale = quantize_lengths(length, 4)
-    assert bool(scale.isfinite().all())
-    assert int(steps.max()) == 15
-    back = decode_lengths(steps, scale, 4)
-    longest = length.amax(1, keepdim=True)
-    assert float(((back - length).abs() / longest).max()) <= 0.5 / 15 + 2**-10
-    assert quantize_lengths(torch.zeros(1, 4, dtype=torch.float64), 4)[0].tolist() == [[0] * 4]
 
 
 @pytest.mark.parametrize("count", [1, 16, 17, 18, 64, 80, 128, 256])
