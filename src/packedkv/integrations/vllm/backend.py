@@ -123,7 +123,6 @@ class PackedBackend(AttentionBackend):  # type: ignore[misc]
 
     @classmethod
     def customize_spec(cls, spec: AttentionSpec) -> AttentionSpec:
-        """Return the spec with the bytes of a packed token."""
         if spec.state_content_bytes is not None:
             return spec
         content, sink_bytes = cls.token_bytes, cls.sink_bytes
@@ -204,7 +203,6 @@ class PackedImpl(AttentionImpl[PackedMetadata]):  # type: ignore[misc]
         self.leads = False
 
     def process_weights_after_loading(self, act_dtype: torch.dtype) -> None:
-        """Bind the layer, or bind it to new weights."""
         self.model.bind(self, act_dtype)
 
     # -- a step --------------------------------------------------------------------------------------------------------
@@ -212,7 +210,6 @@ class PackedImpl(AttentionImpl[PackedMetadata]):  # type: ignore[misc]
     def do_kv_cache_update(
         self, layer: Any, key: Tensor, value: Tensor, kv_cache: Tensor, slot_mapping: Tensor
     ) -> None:
-        """Encode new tokens ``[T, H, D]`` into their slots."""
         count = slot_mapping.shape[0]
         if kv_cache.numel() == 0 or count == 0:
             return
@@ -247,7 +244,6 @@ class PackedImpl(AttentionImpl[PackedMetadata]):  # type: ignore[misc]
         output_scale: Tensor | None = None,
         output_block_scale: Tensor | None = None,
     ) -> Tensor:
-        """Attend with ``query [T, HQ, D]``, into ``output``."""
         if output_scale is not None or output_block_scale is not None:
             raise UnsupportedError("packedkv: fused quantization of the output is not computed; switch that pass off.")
         if attn_metadata is None:  # a profiling run; before there is a cache it measures memory
@@ -274,7 +270,6 @@ class PackedImpl(AttentionImpl[PackedMetadata]):  # type: ignore[misc]
         return output
 
     def _chunks(self, packed: EngineLayer, m: PackedMetadata) -> Prompts:
-        """Return the prompt chunks that are attended together, and those that are request by request."""
         if m.chunks and packed.takes_chunks(self.rules):
             return m.prompts[self.rules.seen.window]
         return [], m.chunks

@@ -58,8 +58,7 @@ def impls_of(config: VllmConfig, kind: type) -> dict[str, Any]:
 class ServedModel:
     """State that the layers of a model share in a process: options, means of keys, and the backend classes.
 
-    ``config``: of the model; the implementation of a draft model's layer has its own. ``options``: with the constants
-    that the server fits. ``backend``: ``PackedBackend``.
+    The implementation of a draft model's layer has its own ``config``. ``backend``: ``PackedBackend``.
     """
 
     def __init__(self, config: VllmConfig, options: Options, backend: type[Any]) -> None:
@@ -92,13 +91,7 @@ class ServedModel:
         return sorted({extract_layer_index(name) for name, tokens in windows.items() if tokens or not window})
 
     def skipping(self, options: Options) -> Options:
-        """Return the options with the layers of ``--kv-cache-dtype-skip-layers`` in 16 bit, as in a recipe.
-
-        Raises
-        ------
-        UnsupportedError
-            The model has no layer of this name, or none is left to pack.
-        """
+        """Return the options with the layers of ``--kv-cache-dtype-skip-layers`` in 16 bit, as in a recipe."""
         if not (names := self.config.cache_config.kv_cache_dtype_skip_layers):
             return options
         order, option = self.caching_layers(), "--kv-cache-dtype-skip-layers"
@@ -135,14 +128,6 @@ class ServedModel:
         """Check the preset against the model's key biases, and decide which keys are encoded without their mean.
 
         ``again``: new weights have replaced others in a running engine.
-
-        Raises
-        ------
-        BrokenPresetError
-        UnsupportedError
-            The layers do not support the mean that the spec names, or processes have constants of two files.
-        FormatError
-            The constants are another model's.
         """
         options = self.options if again else self.skipping(self.options)
         means, kinds = self._means(options)
@@ -235,12 +220,7 @@ class ServedModel:
     def bind(self, impl: Any, dtype: torch.dtype) -> None:
         """Bind a layer, or bind it to new weights: set ``packed``, ``digest`` and the backend of its vLLM layer.
 
-        ``dtype``: of keys and values.
-
-        Raises
-        ------
-        UnsupportedError
-            It cannot be served. With new weights the engine runs no further step.
+        ``dtype``: of keys and values. After an error with new weights the engine runs no further step.
         """
         again = any(one.shared is not None for one in impls_of(self.config, type(impl)).values())
         try:
@@ -296,7 +276,6 @@ class ServedModel:
             )
 
     def _layer(self, impl: Any, index: int, mean: MeanRemoval | None, dtype: torch.dtype, layer: Any) -> EngineLayer:
-        """Make the ``EngineLayer`` of vLLM's ``layer``."""
         config, options, heads, head_dim = impl.config, self.options, impl.num_kv_heads, impl.head_size
         where = f"packedkv, layer {index}"
         scheme, fitted = options.draft.for_layer(0, 1), None
@@ -369,7 +348,6 @@ class ServedModel:
 
 
 def _largest_on_any_process(numbers: list[int]) -> list[int]:
-    """Element-wise maximum over all processes."""
     found = torch.tensor(numbers)
     for group in (get_tp_group(), get_pp_group()):
         if group.world_size > 1:

@@ -18,26 +18,22 @@ class Attention(CPUAttentionBackend):  # type: ignore[misc]
         return CPUAttentionBackend.get_impl_cls() if current_options() is None else PackedImpl
 
 
-def _latent(backend: Any) -> Any:
-    if current_options() is not None:
-        raise UnsupportedError(
-            "packedkv: the model has multi-head latent attention: it caches one latent and one RoPE key instead of K "
-            "and V per head, which these codecs do not take; serve it without packedkv in --additional-config."
-        )
-    return backend.get_impl_cls()
+class _Latent:
+    """Multi-head latent attention; refused with a preset."""
+
+    @classmethod
+    def get_impl_cls(cls) -> Any:
+        if current_options() is not None:
+            raise UnsupportedError(
+                "packedkv: the model has multi-head latent attention: it caches one latent and one RoPE key instead of "
+                "K and V per head, which these codecs do not take; serve it without packedkv in --additional-config."
+            )
+        return super().get_impl_cls()  # type: ignore[misc]
 
 
-class ReferenceLatent(CPUMLABackend):  # type: ignore[misc]
-    """``CPU_MLA``; refused with a preset."""
-
-    @staticmethod
-    def get_impl_cls() -> Any:
-        return _latent(CPUMLABackend)
+class ReferenceLatent(_Latent, CPUMLABackend):  # type: ignore[misc]
+    """``CPU_MLA``."""
 
 
-class TiledLatent(AMXMLABackend):  # type: ignore[misc]
-    """``AMX_MLA``; refused with a preset."""
-
-    @staticmethod
-    def get_impl_cls() -> Any:
-        return _latent(AMXMLABackend)
+class TiledLatent(_Latent, AMXMLABackend):  # type: ignore[misc]
+    """``AMX_MLA``."""

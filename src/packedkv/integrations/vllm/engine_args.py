@@ -46,15 +46,7 @@ def check_arguments() -> None:
 
 
 def before(args: EngineArgs) -> Options | None:
-    """Check what needs no model; return packedkv's options, or None if no preset is named.
-
-    Raises
-    ------
-    SpecError, FormatError, FileNotFoundError
-        As ``read_options``.
-    UnsupportedError
-        A server does not support the preset, or not with these options.
-    """
+    """Check what needs no model; return ``read_options``, with its errors."""
     options = read_options(args.additional_config, args.kv_cache_dtype)
     if options is None:
         return None
@@ -83,12 +75,7 @@ def before(args: EngineArgs) -> Options | None:
 
 
 def after(args: EngineArgs, config: VllmConfig, options: Options | None) -> None:
-    """Check what needs the model's config, and complete the engine's config.
-
-    Raises
-    ------
-    UnsupportedError
-    """
+    """Check what needs the model's config, and complete the engine's config."""
     given, cache, model = args.kv_cache_dtype, config.cache_config, config.model_config
     scheme = checkpoint_scheme(config)
     if given == "auto" and cache.cache_dtype != "auto":

@@ -71,13 +71,7 @@ class Fit:
 
 
 def fitted_file(config: Any, options: Options) -> Path:
-    """Return the file of constants of an engine's model; fit them if there is none. ``options`` have ``to_fit``.
-
-    Raises
-    ------
-    FitError
-        The checkpoint cannot be fitted here, fitting failed, or the file in the cache is damaged.
-    """
+    """Return the file of constants of an engine's model; fit them if there is none, or raise FitError."""
     fit = fit_of(config, options)
     try:
         file, made = fit.file(), False
@@ -97,13 +91,7 @@ def fitted_file(config: Any, options: Options) -> Path:
 
 
 def fit_of(config: Any, options: Options) -> Fit:
-    """Return the fit of an engine's model.
-
-    Raises
-    ------
-    FitError
-        transformers would not load the weights that the engine serves.
-    """
+    """Return the fit of an engine's model; FitError if transformers would not load the weights that it serves."""
     model, form, folder, why = config.model_config, str(config.load_config.load_format), Path(), ""
     if any(getattr(part, "quantization_config", None) for part in (model.hf_config, model.hf_config.get_text_config())):
         why = "its checkpoint is quantized"
@@ -175,12 +163,7 @@ def locked(file: Path) -> Iterator[None]:
 
 
 def run(fit: Fit, file: Path) -> None:
-    """Make the file in a child process, whose output goes to the log.
-
-    Raises
-    ------
-    FitError
-    """
+    """Make the file in a child process, whose output goes to the log; FitError if that fails."""
     begun, fit = time.monotonic(), replace(fit, device=_device(fit))
     logger.info("packedkv: fitting %s to %s on %s in %s", fit.spec, fit.model, fit.device, fit.dtype)
     status, lines = _output([sys.executable, "-m", "packedkv", *fit.arguments(file)])
@@ -206,12 +189,7 @@ def _output(command: Sequence[str]) -> tuple[int, list[str]]:
 
 
 def check_same_model(config: Any, params: FittedParams) -> None:
-    """Check that constants were fitted to the weights that an engine has loaded, if these are in safetensors.
-
-    Raises
-    ------
-    FormatError
-    """
+    """Raise FormatError if constants were fitted to other weights than an engine has loaded from safetensors."""
     try:
         folder = folder_of(config, local_files_only=True)
         differ = other_weights(folder, params.model.weights)

@@ -9,10 +9,7 @@ from packedkv.kernels.flash import WIDEST, Flash, Ragged
 
 @lru_cache
 def flash_for(head_dim: int, softcap: bool = False) -> Flash | None:
-    """Return the function for ``ChunkReader(flash=...)``; None where PyTorch's is as good, or vLLM has none.
-
-    ``softcap``: whether the layer has one.
-    """
+    """Return the function for ``ChunkReader(flash=...)``; None where PyTorch's is as good, or vLLM has none."""
     if head_dim > WIDEST:
         return None
     try:

@@ -48,7 +48,7 @@ class GroupedLayer(EngineLayer):
 
     @property
     def pending_bytes(self) -> int:
-        """Bytes of the slots."""
+        """Count the slots' bytes."""
         return sum(x.nbytes for x in self.flat_rows.values())
 
     # -- several tokens of one request ---------------------------------------------------------------------------------
@@ -141,10 +141,7 @@ class GroupedLayer(EngineLayer):
     def attend_chunk_groups(
         self, q: Tensor, own: tuple[Tensor, Tensor], cache: Tensor, chunks: GroupChunks, rules: Rules, out: Tensor
     ) -> None:
-        """Attention of prompt chunks, into ``out``; tokens of unfinished groups go to slots.
-
-        ``chunks`` are of this layer's window, and ``takes_chunks`` is true.
-        """
+        """Attention of prompt chunks, into ``out``, if ``takes_chunks``; tokens of unfinished groups go to slots."""
         _, reader = self.pool(cache)
         assert isinstance(reader, GroupChunkReader)
         reader.attend_groups(q, own, chunks, self.flat_rows, rules, out)
@@ -171,10 +168,7 @@ class GroupedLayer(EngineLayer):
     def attend_steps(
         self, q: Tensor, dense: dict[Role, Tensor], tokens: StepTokens, pending: PendingGroups, rules: Rules
     ) -> Tensor:
-        """Attend with each of these tokens as a sequence of its own; nothing synchronises.
-
-        ``dense``: of ``store_steps``. ``tokens``: as in ``decode``, its ``seq_lens`` up to each token.
-        """
+        """Attend with each of these tokens as a sequence of its own; ``dense``: of ``store_steps``."""
         n, cache = q.shape[0], tokens.pages
         packed, start, dense_start = pending.packed[:n], None, None
         if rules.seen.window:

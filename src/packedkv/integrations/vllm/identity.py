@@ -27,11 +27,7 @@ its pages."""
 
 
 def digest_of(options: Options, head_dim: int, dtype: torch.dtype, means: Sequence[Mean] = ()) -> str:
-    """Hash what decides the meaning of a server's bytes to 12 hexadecimal digits.
-
-    The digest covers codecs, layouts, dense first tokens, seed, fitted constants, and ``means``: each layer's ``mean``,
-    with ``auto`` decided.
-    """
+    """Hash what decides the meaning of a server's bytes to 12 hexadecimal digits; ``means``: of the layers, decided."""
     scheme = replace(options.scheme, spec="")
     identity = {
         "scheme": json.loads(scheme.to_json()),
@@ -57,14 +53,9 @@ def folders(transfer: Any) -> list[Path]:
 
 
 def claim(transfer: Any, digest: str, what: str) -> None:
-    """Note the identity of this server's pages in a connector's folders.
+    """Note the identity of this server's pages in a connector's folders; refuse a folder with other pages.
 
     ``transfer``: vLLM's ``kv_transfer_config``, or None. ``what``: preset and seed in words.
-
-    Raises
-    ------
-    UnsupportedError
-        A folder has other pages, or the connector would take one that others use.
     """
     if transfer is not None and transfer.kv_connector == "ExampleConnector" and not folders(transfer):
         raise UnsupportedError(

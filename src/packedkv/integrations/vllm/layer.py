@@ -91,32 +91,15 @@ class EngineLayer:
     A token with NaN, Inf or a magnitude above 65504 is stored as zero bytes. Attention returns ``[n, HQ, D]`` of q's
     dtype, and reads the keys and values of the queries' own tokens from the pages.
 
-    Parameters
-    ----------
-    scheme : KVScheme
-        Of this layer, without window.
-    layer : int
-        Layer index; with ``seed`` and the head's number it determines random constants.
-    heads, head_dim : int
-        KV heads of this process.
-    dtype : torch.dtype
-        Of the model's keys and values.
-    device : torch.device
-    first_head : int
-        The model's number of the first of these heads.
-    seed : int
-    params : mapping of role to Params, optional
-        Calibrated constants.
-    mean : MeanRemoval, optional
-        The mean that is subtracted from keys before they are encoded, with its values.
+    ``scheme``: of this layer, without window. ``heads``: KV heads of this process; the model's number of the first is
+    ``first_head``. ``dtype``: of the model's keys and values. ``params``: calibrated constants. ``mean``, with its
+    values, is subtracted from keys before they are encoded.
     """
 
     unserved = ""
-    """Why the reference serves the layer, on a CPU, and not kernels; see ``find_kernels``."""
-
+    """Why the reference serves the layer, on a CPU that has no kernels for it."""
     batched = False
     """Whether kernels take the prompts of several requests in one call, as on a GPU; set by ``engine``."""
-
     flash: Flash | None = None
     """The engine's own flash attention, if it has a better one than PyTorch."""
 
@@ -164,13 +147,7 @@ class EngineLayer:
         return self.layouts[page_tokens]
 
     def pages(self, cache: Tensor) -> tuple[PageLayout, Tensor]:
-        """View the engine's blocks as pages ``[num_blocks, H, N * C]``.
-
-        Raises
-        ------
-        UnsupportedError
-            If the strides differ: heads of a block, and bytes of a head, must be contiguous.
-        """
+        """View the engine's blocks as pages ``[num_blocks, H, N * C]``; UnsupportedError if they have gaps."""
         blocks, heads, tokens, content = cache.shape
         layout, least = self.layout(tokens), self.token_bytes(tokens)
         want = (heads * tokens * content, tokens * content, content, 1)
@@ -222,7 +199,6 @@ class EngineLayer:
         return positions
 
     def _first_positions(self, requests: int) -> Tensor | None:
-        """Position of slot 0 of so many requests, where keys are stored without their mean."""
         return None if self.mean is None else self.placed[:requests]
 
     # -- the reference -------------------------------------------------------------------------------------------------
@@ -301,7 +277,6 @@ class EngineLayer:
     def _attend_parts(
         self, q: Tensor, parts: Iterator[tuple[Tensor, Tensor]], total: int, rules: Rules, mask: Tensor | None
     ) -> Tensor:
-        """Attention over dequantized keys and values; as ``packedkv.attention.attend_parts``."""
         q, key = q.transpose(0, 1)[None], self.roles["key"]
         if key.params is not None:
             q = rounded_queries(q, key.codec, key.params, self.heads)
@@ -312,13 +287,7 @@ class EngineLayer:
     # -- kernels -------------------------------------------------------------------------------------------------------
 
     def find_kernels(self, page_tokens: int) -> None:
-        """Load the kernels for pages of this size.
-
-        Raises
-        ------
-        UnsupportedError
-            A GPU's kernels do not support the layer. On a CPU ``unserved`` says why instead.
-        """
+        """Load the kernels for pages of this size, as ``engine``; on a CPU ``unserved`` gets the error's text."""
         try:
             self.engine(page_tokens)
         except UnsupportedError as error:
@@ -327,13 +296,7 @@ class EngineLayer:
             self.unserved = str(error)
 
     def engine(self, page_tokens: int) -> Engine:
-        """Kernels for pages of this size, with their constants; cached.
-
-        Raises
-        ------
-        UnsupportedError
-            Kernels do not support the layer; the text says why.
-        """
+        """Kernels for pages of this size, with their constants; cached. UnsupportedError if there are none."""
         if page_tokens not in self.engines:
             try:
                 found = choose(self.scheme, self.head_dim, self.device, page_tokens, static=self.device.type != "cpu")
@@ -475,8 +438,5 @@ class EngineLayer:
         return out[0].transpose(0, 1)
 
     def attend_chunks(self, q: Tensor, cache: Tensor, chunks: Chunks, rules: Rules, out: Tensor) -> None:
-        """Attention of prompt chunks of several requests by a GPU's kernels, one launch per stage, into ``out``.
-
-        ``chunks`` are of this layer's window, and ``takes_chunks`` is true.
-        """
+        """Attention of prompt chunks of several requests by a GPU's kernels, into ``out``, if ``takes_chunks``."""
         self.pool(cache)[1].attend(q, chunks, rules, out)

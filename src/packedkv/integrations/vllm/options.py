@@ -108,12 +108,7 @@ def read_options(
 
 
 def _check_keys(additional: Mapping[str, Any]) -> None:
-    """Raise for a misspelled ``packedkv`` and for options outside of its object; leave keys of other plugins alone.
-
-    Raises
-    ------
-    SpecError
-    """
+    """Raise for a misspelled ``packedkv`` and for options outside of its object; leave keys of other plugins alone."""
     for key, value in additional.items():
         if key == KEY:
             continue

@@ -55,21 +55,10 @@ class _Rows(NamedTuple):
 class PendingGroups:
     """Slots of unfinished groups, and a step's indices by row of the batch, or by query.
 
-    Parameters
-    ----------
-    slots : int
-        The most requests that run at once; one more slot, number ``slots``, is for rows without a request.
-    unit : int
-        G, tokens of a group.
-    page_tokens : int
-        Of a block; a multiple of G.
-    rows : int
-        Most rows of a batch, or queries of its decode steps.
-    device : torch.device
-    halves : int
-        Of a slot: 2 with drafts, of which a request may have fewer than G in a step.
-    longest : int
-        Tokens from there on, of drafts behind the longest request, are in no group; 0: there are none.
+    ``slots``: the most requests that run at once; one more slot, number ``slots``, is for rows without a request.
+    ``unit``: G. ``page_tokens``: of a block; a multiple of G. ``rows``: most rows of a batch, or queries of its decode
+    steps. ``halves``: of a slot; 2 with drafts, of which a request may have fewer than G in a step. ``longest``: tokens
+    from there on, of drafts behind the longest request, are in no group; 0: there are none.
     """
 
     def __init__(
@@ -115,25 +104,16 @@ class PendingGroups:
     ) -> None:
         """Assign slots to the batch of a step, and set its indices.
 
-        Parameters
-        ----------
-        block_table : Tensor int32 ``[B, M]``
-        seq_lens : Tensor int32 ``[B]``
-            Tokens, this step's included; 0: a row without a request.
-        query_start_loc : Tensor int32 ``[B + 1]``
-            First query of each row.
-        slot_mapping : Tensor int64 ``[T]``
-            Slot of the pages for each query; below 0: it is not stored, and its row has no request. Neither has a row
-            whose newest token is in block 0, which engines never assign.
-        req_idx : array of int ``[R]``, optional
-            Row of each request in the runner's table; R <= B.
-        queries : int, optional
-            Set the indices of so many first queries; by default those of each row's newest one.
+        ``block_table`` int32 ``[B, M]``. ``seq_lens`` int32 ``[B]``: this step's tokens included; 0: no request.
+        ``query_start_loc`` int32 ``[B + 1]``: first query of each row. ``slot_mapping`` int64 ``[T]``: slot of the
+        pages for each query; below 0 it is not stored, and its row has no request. Nor has a row whose newest token is
+        in block 0, which engines never assign. ``req_idx`` ``[R]``, R <= B: row of each request in the runner's table.
+        ``queries``: set the indices of so many first queries; by default those of each row's newest one.
 
         Raises
         ------
         UnsupportedError
-            A request resumes a group whose first tokens are not in its slot.
+            A request resumes a group whose first tokens are not in its slot; on a GPU a step or two later.
         """
         self.step += 1
         rows = self._rows(block_table, seq_lens, query_start_loc, slot_mapping)
@@ -170,12 +150,10 @@ class PendingGroups:
         return _Rows(block_table, computed, seq_len, real, resumes, pends, first_block, last_block)
 
     def _block_of(self, block_table: Tensor, position: Tensor) -> Tensor:
-        """Block of a token of each row of the table."""
         column = (position.clamp(min=0) // self.page_tokens).clamp_(max=block_table.shape[1] - 1)
         return block_table.gather(1, column[:, None])[:, 0].long()
 
     def _half(self, position: Tensor) -> Tensor:
-        """Half of a slot for the group of a token."""
         return position.clamp(min=0) // self.unit % self.halves
 
     def _set(self, slot: Tensor, real: Tensor, position: Tensor, block: Tensor) -> None:
@@ -192,7 +170,6 @@ class PendingGroups:
         self.first[:count] = torch.where(completes, base % self.page_tokens, self.page_tokens)
 
     def _by_row(self, req_idx: Any, rows: _Rows) -> Tensor:
-        """Slot of each row: the row of its request in the runner's table."""
         slot = torch.full(rows.real.shape, self.slots, dtype=torch.int64, pin_memory=self.device.type == "cuda")
         slot[: len(req_idx)] = torch.as_tensor(req_idx, dtype=torch.int64)
         return torch.where(rows.resumes | rows.pends, slot.to(self.device, non_blocking=True), self.slots)

@@ -39,8 +39,6 @@ def register_dtypes() -> None:
     from packedkv.registry import get, presets
 
     class PackedBytes:
-        """Bytes whose meaning only the backend knows."""
-
         def torch_dtype(self) -> torch.dtype:
             return torch.uint8
 

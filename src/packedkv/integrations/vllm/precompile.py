@@ -17,10 +17,7 @@ logger = init_logger("vllm.packedkv")
 
 
 def precompile(impls: Sequence[Any], page_tokens: int, config: VllmConfig, device: torch.device, queries: int) -> None:
-    """Compile the programs that decode steps, encoding and prompts of these layers need.
-
-    ``impls`` of ``PackedImpl``; ``queries``: most query tokens of a request in a decode step.
-    """
+    """Compile the programs that ``PackedImpl``s need; ``queries``: most query tokens of a request in a decode step."""
     capacity = -(-config.model_config.max_model_len // page_tokens) * page_tokens
     arch, asked = architecture(device), set()
     needed: dict[LabelledProgram, None] = {}

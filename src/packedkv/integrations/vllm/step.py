@@ -64,7 +64,7 @@ def bound_layer(impl: Any) -> EngineLayer:
 
 
 def metadata_of(layer: Any) -> PackedMetadata | None:
-    """Metadata of this step for a layer; None in vLLM's profiling runs."""
+    """Return this step's metadata of a layer; None in vLLM's profiling runs."""
     found = get_forward_context().attn_metadata
     own = found.get(layer.layer_name) if isinstance(found, dict) else None
     return own if isinstance(own, PackedMetadata) else None
@@ -101,7 +101,6 @@ class SharedStep:
         self.workspace: Tensor | None = None
 
     def begin_step(self) -> None:
-        """Discard the results of the step before."""
         self._positions = None
         self._computed.clear()
 
@@ -123,7 +122,7 @@ class SharedStep:
         return self._positions
 
     def visible(self, seq_lens: Tensor, sink: int, window: int) -> dict[str, Any]:
-        """``layer.visible`` of these requests."""
+        """Cache ``layer.visible`` of these requests."""
         count, fields = seq_lens.shape[0], self._visible[sink, window]
         if (sink, window) not in self._computed:
             self._computed.add((sink, window))
@@ -160,7 +159,6 @@ class PackedBuilder(AttentionMetadataBuilder[PackedMetadata]):  # type: ignore[m
 
     @classmethod
     def get_cudagraph_support(cls, vllm_config: VllmConfig, kv_cache_spec: AttentionSpec) -> AttentionCGSupport:
-        """Return which batches a full graph may have."""
         if vllm_config.speculative_config is None:
             return AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE
         return AttentionCGSupport.UNIFORM_BATCH
@@ -237,7 +235,6 @@ class PackedBuilder(AttentionMetadataBuilder[PackedMetadata]):  # type: ignore[m
         return PendingGroups(*sizes, first.device, first.halves, self.longest)
 
     def build_for_cudagraph_capture(self, common_attn_metadata: CommonAttentionMetadata) -> PackedMetadata:
-        """Return the metadata of a batch that has no requests."""
         if self.pending is not None:
             self.pending.blank(common_attn_metadata.num_actual_tokens)
         return self._metadata(common_attn_metadata, *self._split(common_attn_metadata))
@@ -245,7 +242,6 @@ class PackedBuilder(AttentionMetadataBuilder[PackedMetadata]):  # type: ignore[m
     def build(
         self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False
     ) -> PackedMetadata:
-        """Return the metadata of a step; only prompt chunks need numbers on the host."""
         c = common_attn_metadata
         if self.leader.model.stopped:
             raise UnsupportedError(self.leader.model.stopped)

@@ -75,12 +75,9 @@ def _any_error() -> Iterator[None]:
 
 
 def find_biases(name: str, text_config: Any, order: Sequence[int], impls: Mapping[int, Any]) -> KeyBiases:
-    """Read the key biases of a model's layers; ``order``: layers that cache keys; ``impls``: this process's, by layer.
+    """Read the key biases of a model's layers, or raise UnsupportedError.
 
-    Raises
-    ------
-    UnsupportedError
-        They are not known.
+    ``order``: layers that cache keys; ``impls``: this process's, by layer.
     """
     with _any_error():
         find_modules(impls.values())
@@ -105,12 +102,7 @@ def check_biases(
 ) -> None:
     """Check a preset against the key biases of a model's layers; with ``"probe": "warn"`` log a warning instead.
 
-    ``params``: only if they are for these heads. ``starts``: whether this engine can serve another spec; the message
-    names no others.
-
-    Raises
-    ------
-    BrokenPresetError
+    ``params``: only if they are for these heads. ``starts``: whether this engine can serve another spec.
     """
     if options.probe == "off":
         return
@@ -134,12 +126,7 @@ def keys_at(impl: Any, states: Tensor, positions: Tensor) -> Tensor:
     """Compute the keys ``[n, H, D]`` of states ``[n, hidden]`` at ``positions [n]``, float32.
 
     The layer's attention module is called as its model calls it, and ends where it calls its attention layer.
-    ``impl``: the layer's implementation, with ``modules`` and ``head_size``.
-
-    Raises
-    ------
-    UnsupportedError
-        The module takes other arguments than states, positions, and cosines and sines of the positions.
+    UnsupportedError if it takes other arguments than states, positions, and cosines and sines of the positions.
     """
     if not (around := impl.modules):
         raise UnsupportedError("the module around a layer's attention was not seen")
@@ -198,11 +185,11 @@ def _embeddings(around: Sequence[nn.Module]) -> list[nn.Module]:
 class Rotaries:
     """Rotary embeddings of this process's layers, and their means of keys after RoPE; both computed on demand.
 
-    ``rotary(layer)`` gives the rotary embedding. ``mean_after(layer)`` gives the mean after RoPE of keys of random
-    states at the first positions: float32 ``[1, H, D]`` on the CPU. Both raise ``UnsupportedError`` if it is not known.
+    ``mean_after(layer)`` gives the mean after RoPE of keys of random states at the first positions, float32
+    ``[1, H, D]`` on the CPU. As ``rotary(layer)``, it raises ``UnsupportedError`` if it is not known.
 
-    ``impls``: the implementations by layer. ``hidden, dtype``: width and dtype of the states. ``most``: tokens of the
-    longest request. ``axes``: whether a token has positions on several axes (M-RoPE).
+    ``impls``: the implementations by layer. ``hidden, dtype``: of the states. ``most``: tokens of the longest request.
+    ``axes``: whether a token has positions on several axes (M-RoPE).
     """
 
     def __init__(self, impls: Mapping[int, Any], hidden: int, dtype: torch.dtype, most: int, axes: bool) -> None:
@@ -260,7 +247,6 @@ class Rotaries:
             return keys_at(impl, states, torch.arange(count, device=device).repeat(2)).mean(0)[None].cpu()
 
     def _states(self, count: int, device: torch.device) -> Tensor:
-        """Random states ``[count, hidden]``."""
         return torch.randn(count, self.hidden, generator=torch.Generator().manual_seed(0)).to(device, self.dtype)
 
 
@@ -292,10 +278,7 @@ def _read(module: Any, device: torch.device) -> list[Rotary]:
 def decided(
     scheme: KVScheme, order: Sequence[int], biases: KeyBiases | None, params: Mapping[int, Mapping[Any, Params]] | None
 ) -> list[Mean]:
-    """``mean`` of every layer's scheme; the constants of a file decide ``auto``, or the key biases if they are known.
-
-    ``order``: the layers that cache keys.
-    """
+    """``mean`` of every layer's scheme; a file's constants decide ``auto``, or the key biases if they are known."""
     if params is None and biases:
         return biases.means(scheme)
     auto: list[Mean] = ["pre" if MEAN in (params or {}).get(index, {}).get("key", {}) else "none" for index in order]
@@ -315,11 +298,6 @@ def means_of(
 
     ``kinds``: ``mean`` of all layers in order, decided. ``biases``, and ``params`` of a file: of this process's heads.
     ``starts``: whether this engine can serve another spec; errors name no others.
-
-    Raises
-    ------
-    UnsupportedError
-        ``mean=pre`` is not supported for a layer, or nothing gives the mean.
     """
     means, order = dict[int, MeanRemoval](), list(kinds)
     for index in rotaries.impls:
@@ -362,7 +340,6 @@ def means_of(
 
 
 def _cure(scheme: KVScheme, starts: Callable[[str], bool]) -> str:
-    """Name the specs that this engine can serve instead."""
     named = scheme.spec and not scheme.layers
     own = [with_option(scheme.spec, "mean", mean) for mean in ("post", "none")] if named else []
     specs = [spec for spec in (*own, *ALTERNATIVES) if starts(spec)]
