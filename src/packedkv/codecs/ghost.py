@@ -1,35 +1,25 @@
 """Ghost: keys without their mean, more bits where an error costs more, one searched scale a token. Our own method.
 
-Derivation. A score is q . k, so an error e of a key costs it q . e, in the mean square E (q . e)^2. Four steps make
-that small at a fixed number of bytes.
+docs/ghost.md has the derivation and the reasons.
 
-(1) *The ghost term.* Before RoPE the keys of a head share a mean mu, often most of their energy; a key bias of the
-model is part of it. The cache takes R_t mu from the key of position t and adds it again (``mean=pre``), and no byte
-holds it. Values lose their mean m; as attention's weights sum to 1, it comes back in the output.
+Means: the cache takes R_t mu from the key of position t, mu being the mean of a head's keys before RoPE, and adds it
+again (``mean=pre``); no byte holds it. Values lose their mean m. What is left of channel c has variance v_c, and an
+error in it costs f_c times its square. For keys f = E^(3/4), E_c the mean square of the queries; for values f = 1. RoPE
+turns channels p and p + D/2 as a pair, so v and E of keys are means over a pair.
 
-(2) *Bits by reverse water-filling.* What is left of channel c has variance v_c, and an error in it costs f_c times its
-square. For keys f_c follows E_c, the mean square of the queries, which multiply the error: f = E^(3/4), as
-E is of other tokens than those to come and is trusted a little less; for values f = 1. RoPE turns channels p and
-p + D/2 as a pair, so v and E of keys are means over a pair, which hold at every position. In units of sqrt(v_c) a
-normal channel of w bits has the error d(w); together they cost the sum of W_c d(w_c), W = v f. Channels are sorted by
-falling W, and the i-th shares T = 2 b bits with the i-th from the end. So every pair of channels has T bits, and is one
-look-up for a kernel. It is of one of a few kinds k, with widths h_k = ceil(b) + k, up to 7 or T, and l_k = T - h_k; k
-rises as long as the large channel gains more than the small one loses::
+Bits: over sqrt(v_c) a normal channel of w bits has the error d(w); together they cost the sum of W_c d(w_c), W = v f.
+Channels are sorted by falling W, and the i-th shares T = 2 b bits with the i-th from the end. A pair is of a kind k,
+with widths h_k = ceil(b) + k, up to 7 or T, and l_k = T - h_k::
 
     m_k = number of i < D/2 - 4 with W_i (d(h_(k-1)) - d(h_k)) > W_(D-1-i) (d(l_k) - d(l_(k-1)))
     pair i has the last kind with i < m_k; as W falls, so do kinds
 
 Four pairs give a bit to the scale: h = ceil((T - 1)/2), l = floor((T - 1)/2). They stand where h - l falls into the
-order: behind kind 1 where T is even, else last. Bits that go wherever they like would save 0 to 5 % of the error of
-heads of models.
+order: behind kind 1 where T is even, else last.
 
-(3) *Levels.* Lloyd-Max levels of a normal variable are nearly a cubic function of their number. So here they are one,
-the best of the form ``A u + B u^3``, u = i - (2^w - 1)/2: a kernel may compute them or look them up. At 3 bits its
-error is 0.2 % above Lloyd-Max's, at 5 bits 6 %; that of equidistant levels is 8 % and 40 % above.
+Levels: ``A u + B u^3``, u = i - (2^w - 1)/2, the best of this form for N(0, 1).
 
-(4) *One scale a token*, of 16. The constants know each channel's usual size, so the scale only says how large the token
-is. The encoder tries six around the token's root mean square and keeps the one of least cost, since a token with one
-large channel wants another scale than a normal one::
+Scale: one of 16 for each token; the encoder tries six and keeps the one of least cost::
 
     y_c = k_c / sqrt(v_c)                          keys without R_t mu; values x: (x_c - m_c) / sqrt(v_c)
     r = sqrt(mean of y_c^2 over channels with w > 0);  n: the n in 1..15 with 2^((n-6)/4) nearest to r
@@ -54,31 +44,25 @@ of the mean of S_cc H_cc in units 1 / S_cc, so that scaling a channel changes no
 
     H^(1/2) S H^(1/2) = U L U^T;  y = L^(-1/2) U^T H^(1/2) k       variance 1, cost L in place of v f
 
-With gradients g of the model's loss by the keys (values), which `packedkv fit` takes with labels sampled from the model
-itself, a token counts in S and m by the root of sum_c v_c g_c^2 over its mean, cut to 0.001 to 100: the basis suits
-tokens on which the loss depends.
+A token counts in S and m by the root of sum_c v_c g_c^2 over its mean, cut to 0.001 to 100, g the gradients that
+`packedkv fit` takes. The product takes a token as multiples of 2^-15 of the power of two above its largest channel, and
+a matrix, whose columns have length 1, in multiples of 2^-15: a tensor core's sums of these are exact. The inverse is
+that of the rounded matrix.
 
-Its product takes numbers of 15 bits, of which a tensor core's sums are exact: of a token, multiples of 2^-15 of the
-power of two above its largest channel; of the matrix, whose columns have length 1, multiples of 2^-15. What they leave
-out is far below a model's 16 bits, and the inverse is that of the rounded matrix.
-
-No norm, no zero point, no padding: the printed bits are the bytes, for every head and width. Bits: b; b = 3, D = 128:
-48 bytes, 3.0. Which channel has which place is free, as queries follow it.
+The printed bits are the bytes, for every head and width. Bits: b; b = 3, D = 128: 48 bytes, 3.0.
 
 Constants, by place: ``order [1, H, D]`` int16, the channels; ``factor [1, H, D]`` float32, 1 / sqrt(v), and ``weight``
 float32, W over the head's largest; ``widths [1, H, D]`` uint8; of values ``centre [1, H, D]`` float32, m / sqrt(v).
 klt: ``matrix`` and ``inverse [1, H, D, D]`` float32 in place of ``order``; the length that a column of ``matrix`` had
-is in ``factor``. (Its layout version 1 had 24 bits.) `packedkv fit` makes them of keys, values and queries. Without its
-file every second of each sequence's first 512 tokens does, and the leading dimension is B: the cache keeps tokens dense
-until as many have come, so that no byte is written twice. The prompt's queries are not at hand there: E is of the
-model's queries of tokens drawn at random; without a model f is sqrt(v), since where keys are loud, queries often are.
+is in ``factor``. (Its layout version 1 had 24 bits.) Without a file of `packedkv fit` they are fitted on every second
+of each sequence's first 512 tokens, and the leading dimension is B; E is then of queries of random tokens of the model,
+and without a model f is sqrt(v).
 
 Tokens unlike all others (mean of x^2/v above 6) do not count in v and m: a sink's key would. v is at least 1/n of the
 head's mean over n tokens: what a few tokens do not show may be large later.
 
-Deviations from the paper
-1. There is none: the method is ours. Known parts are reverse water-filling (Cover and Thomas, Sec. 10.3.3), Lloyd's and
-   Max's conditions, and bits that differ by RoPE pair (Block-GTQ, arXiv:2606.24033; see ``rope_pairs``).
+Known parts are reverse water-filling (Cover and Thomas, Sec. 10.3.3), Lloyd's and Max's conditions, and bits that
+differ by RoPE pair (Block-GTQ, arXiv:2606.24033; see ``rope_pairs``).
 
 Pitfalls: the first tokens must stay dense (``sink=4``): a sink's key is unlike all others and many scores hang on it.
 The largest scale is 4.8 times the usual one; a token beyond comes back cut. Scale number 0 gives the mean itself, for

@@ -32,17 +32,10 @@ lane that reads m neighbouring chunks shifts the plane by g once and has their b
 0..8 and k = 6, 7, 8, 9 low bits; ``codes`` becomes ``low``, k bits each, and ``digits``: words of 17 digits, sum d_i
 9^i, in 54 bits (3.1765 bits a digit where log2 9 = 3.1699; the last word is as narrow as it may be), one bit stream.
 
-Bits: (8 ceil(n w / 8) + 8 ceil(n r / 8) + 16) / D. D = 128::
-
-                       s24_r3   s24_r4, s48_r3   s48_r4, s96_r3   s24_r6, s96_r4, s192_r3   s192_r6
-    printed + 16/D     3.1675           3.4175           3.6675                    3.9175    4.6675
-    ceil               3.375            3.625            3.875                     4.125     4.875    s24_r3: 54 bytes
-    radix              3.1719           3.4219           3.6719                    3.9219    4.6719   203 per 4 tokens
-
-The paper prints (log2 24 S + r) / 4: no scale, and a width that only the radix packing reaches, within .0044 at D = 128
-and 256; its last word is not full at other D (.0075 more at 80, .02 at 64 and 96). Its Med-C outliers are ``med``'s,
-around this codec: ``outliers=3`` holds long chunks in fp16, two a token: + 1.25 bits at D = 128. This codec sees zeros
-there, which take no part in sigma.
+Bits: (8 ceil(n w / 8) + 8 ceil(n r / 8) + 16) / D; s24_r3 at D = 128: 54 bytes, 3.375, with radix 203 for 4 tokens,
+3.1719. The paper prints (log2 24 S + r) / 4: no scale, and a width that only the radix packing reaches, within .0044 at
+D = 128 and 256; its last word is not full at other D (.0075 more at 80, .02 at 64 and 96). Its Med-C outliers are
+``outliers=3``, two long chunks a token in fp16: + 1.25 bits at D = 128. This codec sees zeros there.
 
 Deviations from the paper
 1. q_s is cut to multiples of 2^-10. All of C is then exact in fp16 and a search in float64 is exact, so a token alone

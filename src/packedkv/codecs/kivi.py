@@ -1,29 +1,18 @@
 """KIVI: asymmetric integers, keys grouped along tokens, values grouped along channels. arXiv:2402.02750, Sec. 3.
 
 Keys have a few channels that are large in every token, so a group of keys is G tokens of ONE channel and an outlier
-channel enlarges no other step; values have none, so a group is G channels of one token::
-
-    Z = fp16(min x)     S = fp16((max x - Z) / (2^b - 1))     x^ = S clip(rne((x - Z) / S), 0, 2^b - 1) + Z
-
-Blocks (drawn for b = 2, D = 128, G = 32; arithmetic and bytes are ``group_int``'s)::
+channel enlarges no other step; values have none, so a group is G channels of one token. Arithmetic and bytes are those
+of asymmetric ``int`` (drawn for b = 2, D = 128, G = 32)::
 
     keys, 32 tokens of one head              values, one token of one head
     codes   uint8  [32, D b / 8]             codes   uint8  [D b / 8]
     scale   fp16   [D]                       scale   fp16   [ceil(D / G)]
     zero    fp16   [D]                       zero    fp16   [ceil(D / G)]
 
-Values of 2 and 3 bits in groups of 32 are interleaved where 128 divides D (``group_int``): the same bytes in another
-order. With ``values=turboquant`` values are TurboQuant-MSE instead (``turboquant``; arXiv:2504.19874, Alg. 1): codes
-uint8 ``[D b / 8]`` of a rotated unit vector, and its norm, fp16 ``[1]``. Neither role is fitted on data.
+With ``values=turboquant`` values are TurboQuant-MSE instead (``turboquant``). Neither role is fitted on data.
 
 Bits: keys b + 32/G; values b + 32 ceil(D/G) / D, TurboQuant b + 16/D. The last group of a value may be shorter: at
-D = 80 and G = 32 it has 16 channels, at D = 64 and G = 128 there is one of 64. Keys and values::
-
-    preset                G     D = 64          D = 128
-    kivi-2, kivi-4        32    b + 1    b + 1      b + 1    b + 1
-    kivi-g64-b            64    b + .5   b + .5     b + .5   b + .5
-    kivi-g128-b          128    b + .25  b + .5     b + .25  b + .25
-    kivi-tq-b       128 keys    b + .25  b + .25    b + .25  b + .125
+D = 80 and G = 32 it has 16 channels, at D = 64 and G = 128 there is one of 64.
 
 Window: AT LEAST the newest 128 tokens stay in 16 bit. Values leave one by one (exactly 128 stay), keys G at a time
 (128 .. 127 + G stay): with G = 32, after a prefill of 128, keys 0-31 are encoded at decode step 32, keys 32-63 at step

@@ -12,12 +12,7 @@ Block (one block of the inner codec)::
     (fields of the inner codec)
     ids    uint8  [G w]     w = ceil(ceil(log2 C) / 8) bytes a token, low byte first; no field for C = 1
 
-Bits: the inner codec's + 8 w / D. INT4 at D = 128 (4.25)::
-
-    C                   1       16      256     2048
-    w                   0        1        1        2
-    bits             4.25   4.3125   4.3125    4.375
-    as printed       4.25    4.281   4.3125    4.336     log2(C) / D: no byte ends there
+Bits: the inner codec's + 8 w / D; the paper prints + log2(C) / D, where no byte ends.
 
 Constants: ``centroids [1 or B, H, C, D]`` fp16; the inner codec's as ``inner.NAME``. They are not counted in the bits:
 C = 2048 at D = 128 are 512 KB per head and role. Fitted by ``packedkv fit`` (leading dimension 1), or on each

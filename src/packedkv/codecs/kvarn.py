@@ -37,7 +37,7 @@ Deviations
 2. All sums are in float64 with a fixed order, and scales are multiplied where the released code adds logarithms, so
    that the bytes are the same on every machine.
 3. Where max |z| is 2^15 or more, t is multiplied by a power of two that brings it below, or Z would leave fp16.
-4. D that is no power of two: H is block-diagonal of the largest one that divides it; the released code refuses such D.
+4. D that is no power of two: H is block-diagonal (ops/hadamard); the released code refuses such D.
 5. k3v3 is not among the released presets.
 
 Pitfalls: t >= e^-0.3 = 0.74 makes the method depend on the unit of x: a tile whose standard deviations are all below

@@ -9,11 +9,9 @@ Block (T = ``block_tokens`` of the inner codec, of one head): the inner codec's 
     flags     uint8  [ceil(T n / 8)]     which chunks are stored; token 0, chunk 0 in the lowest bit
     outliers  fp16   [T slots, 4]        those chunks, ``slots`` rows per token, ascending; unused rows are zero
 
-Bits: the inner codec's + (8 ceil(T n / 8) / T + 64 slots) / D; D = 128: + 0.75, 1.25, 1.75 with 1, 2, 3 slots. int-4
-with 2: 4.25 + 1.25 = 5.5.
+Bits: the inner codec's + (8 ceil(T n / 8) / T + 64 slots) / D; D = 128: + 0.75, 1.25, 1.75 with 1, 2, 3 slots. The
+paper's side channel has no fixed size; its printed bits imply outliers in 0.6 to 1.9 chunks of 32.
 
-The paper's side channel has no fixed size: (1 - p) b + 16 p + 1/4 bits for a share p of outliers, b its bits without
-a scale. Its printed bits imply p = 0.018 to 0.06, which is 0.6 to 1.9 chunks of 32, and + 0.47 to 0.98 at b = 3.8.
 Which ``slots``: outliers lie in a few fixed channels, so take the chunks per token above the threshold, p n rounded up,
 of the worst head, and let ``Med.overflow`` tell what still finds no place. One outlier without a place spoils its
 token; a slot too many costs 64 / D bits. On Qwen2.5-Coder-1.5B two are too few: every token of layer 0 has more, and

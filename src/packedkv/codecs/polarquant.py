@@ -14,8 +14,7 @@ Block (one token of one head)::
     codes  uint8          [ceil((D - 1) b / 8)]     level 1 first, each in order; code 0 in the lowest bits
     norm   fp16 or fp32   [1]                       gamma / sqrt(D)
 
-Bits: (8 ceil((D-1) b / 8) + 16) / D, with fp32 norms + 16 / D. D = 128: 34, 50, 66 bytes at b = 2, 3, 4, that is 2.125,
-3.125, 4.125 bits: the b bits that one angle less saves are lost in rounding up to a byte.
+Bits: (8 ceil((D-1) b / 8) + 16) / D, with fp32 norms + 16 / D; at D = 128 b + 16 / D.
 
 E cos(x, x^) = prod over levels of E cos(psi - psi^); MSE = 2 (1 - cos), the length being kept: .2196 .0571 .0145 at
 D = 128, b = 2, 3, 4, against .1160 .0340 .0093 of TurboQuant in the same bytes. Nine tenths of it are level 1's, whose
@@ -24,8 +23,7 @@ angle ranges over a whole turn and has no more bits than the narrow ones above.
 Deviations from the paper
 1. D that is no power of two: the tree pairs neighbours as long as there are two, and an odd one waits for the next
    level (80 = five 16s: 32 32 16, 64 16, 80). The general density above serves unequal partners, so there are still
-   D - 1 angles and one gamma. A radius per power-of-two block would cost 16/16 bits per element at D = 80 instead.
-   The rotation is block-diagonal there, of the largest power of two that divides D.
+   D - 1 angles and one gamma. The rotation is block-diagonal there (ops/hadamard).
 2. All angles take b bits (the paper gives 4 to level 1 and 2 to the others), as in OCTOPUS' baseline.
 3. The norm is stored as the root mean square, in fp16 by default; ``norm=fp32`` is the paper's.
    A row with |x| < 2^-25 sqrt(D) decodes to zero.

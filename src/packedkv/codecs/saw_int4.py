@@ -5,10 +5,8 @@
     z = rne(-min y / s)                            an integer, NOT clipped to 0..15; zero=float: -min y / s itself
     q = clip(rne(y / s) + z, 0, 15),  y^ = s (q - z)       zero=float: q = clip(rne(y / s + z), 0, 15)
 
-Around it, as the paper's ablations: ``kmeans=C`` subtracts the nearest of C centroids first (App. A.2, see
-``kmeans_residual``), ``hessian=true`` rotates further by the eigenvectors of the queries' second moment (App. A.3, see
-``hessian``). ``oscar=true`` is a later paper's order of the two, for keys: eigenvectors of each head's queries, then
-the Hadamard matrix (see ``hessian``).
+Around it, as the paper's ablations: ``kmeans=C`` (App. A.2, codecs/kmeans_residual) and ``hessian=true`` (App. A.3,
+codecs/hessian); ``oscar=true`` is a later paper's order of the two rotations, for keys (codecs/hessian).
 
 Block (one token of one head)::
 
@@ -17,14 +15,14 @@ Block (one token of one head)::
     scale_zero  fp16   [2]     s, z
     ids         uint8  [w]     kmeans=C: w = 1 byte up to C = 256, 2 beyond, none for C = 1
 
-Bits: 4 + 32/D, with ids + 8w/D; D = 128: 68 bytes, 4.25; kmeans=256: 69 bytes, 4.3125; kmeans=2048: 70 bytes, 4.375.
+Bits: 4 + 32/D, with ids + 8w/D; D = 128: 68 bytes, 4.25.
 
 Deviations from the paper
 1. One (s, z) per head, not per Hadamard block, although Eq. 16 reads per block: a scale per block costs 32/h bits more
    and breaks the equal-page claim; the printed order of block sizes fits per head.
 2. s is held in fp16, codes are computed with the held s. s >= 2^(floor(log2 max|y|) - 9), so that |z| <= 1039 is exact
    in fp16: a constant row comes back within max|y| * 2^-10 (the paper is silent on s = 0).
-3. h defaults to the largest power of two that divides D (D = 80: 16, 96: 32, 192: 64), no random signs (App. A.4).
+3. h defaults to the largest power of two that divides D, no random signs (App. A.4).
 4. zero=float is what the public kernels do, trunc(y / s + z + 0.5) with s and z in fp32. Here both are held in fp16 and
    q is computed with the held ones, hence the nearest of the 16 points; trunc of a number clipped at 0 rounds a tie up,
    rne to even, and both points are as near. Relative MSE on N(0, 1), D = 128: rounded 0.01011, float 0.00996.

@@ -19,22 +19,15 @@ Block (one token of one head); w = b, or b - 1 with the last two fields for QJL 
     signs     uint8          [D / 8]       QJL: sigma
     residual  fp16           [1]           QJL: g
 
-Bits: b + 16/D, QJL keys b + 32/D; with fp32 norms + 16/D. D = 128::
-
-    b                        2        3        4     QJL keys:    2       3       4
-    bytes, fp16 norm        34       50       66                 36      52      68
-    bits, fp16 norm      2.125    3.125    4.125               2.25    3.25    4.25
-    bits, fp32 norm       2.25     3.25     4.25              2.375   3.375   4.375
+Bits: b + 16/D, QJL keys b + 32/D; with fp32 norms + 16/D.
 
 Relative MSE at D = 128: .1160 .03397 .00932 at b = 2, 3, 4. QJL has pi/2 - 1 = .57 of its stage's error energy and
 unshrinks the scores, but its bit is worth a factor of 3 to 4: at equal b, MSE has the smaller error.
 
-TurboQuant-QJL has no option ``scale=search``: r carries the error.
-
 Deviations from the papers
 1. The rotation is a signed Hadamard, not a dense orthogonal matrix: OCTOPUS' baselines (arXiv:2605.21226, Sec. 4) are
-   built so. D that is no power of two: block-diagonal of the largest power of two that divides D (80: 16, 96: 32);
-   small blocks spread an outlier channel less. R' is not: blocks would bias the scores (ops/qjl).
+   built so. D that is no power of two: block-diagonal (ops/hadamard), which spreads an outlier channel less. R' is not:
+   blocks would bias the scores (ops/qjl).
 2. The sketch is orthonormal. A Gaussian one (coefficient sqrt(pi/2) / D) multiplies the error energy by 1.56, not .57.
 3. The norm is stored as the root mean square, in fp16 (``norm=fp32`` is the paper's): |x| < 2^-25 sqrt(D) gives zeros.
 

@@ -33,8 +33,8 @@ Deviations from the paper
 3. ``calibrated`` fits on the prefill unless constants are given, and then refits every layer that is not dense: a
    cache layer does not see the others. The paper's 10 % (``refit``) is chosen by ``packedkv fit``, on a
    text of the user's, by the mean of (y / s - c_code)^2 over the keys of a layer; the paper fits on some 20 vectors.
-4. D that is no power of two: block-diagonal Hadamard of the largest power of two that divides D. With norm=block, the
-   sphere's table is that of 32 channels for a shorter last group as well.
+4. With norm=block, the sphere's table is that of 32 channels for a shorter last group as well. D that is no power of
+   two: block-diagonal Hadamard (ops/hadamard).
 
 Pitfalls
 1. Without random signs a key whose channels are all alike becomes one spike, of which the top level reaches a third

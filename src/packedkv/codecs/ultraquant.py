@@ -26,8 +26,7 @@ Deviations from the paper
 1. Queries stay as they are. The paper rounds rotated queries to E4M3 before QK: ``queries=fp8`` does so (saturating at
    448) wherever attention reads the packed cache (``attend``, ``attention="streamed"``); a model that is handed decoded
    keys multiplies them with queries of its own, so ``attention="decoded"`` refuses the option.
-2. D that is no power of two: block-diagonal Hadamard of the largest power of two that divides D (80: 16, 96: 32,
-   192: 64).
+2. D that is no power of two: block-diagonal Hadamard (ops/hadamard).
 3. Unstated, chosen here: ties go to the even code, nibble order, m = 0, the clip of E.
 
 Pitfalls
