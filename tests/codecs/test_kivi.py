@@ -8,7 +8,8 @@ import packedkv
 from packedkv.cache.layer import LayerCache
 from packedkv.codec import ROLES, Site
 from packedkv.codecs.group_int import GroupInt
-from packedkv.codecs.turboquant import TurboQuant, coordinate_centroids
+from packedkv.codecs.turboquant import TurboQuant
+from packedkv.ops.lloyd_max import unit_levels
 from tests.codecs.draws import normal
 
 
@@ -98,7 +99,7 @@ def turboquant_by_definition(x: np.ndarray, bits: int, signs: np.ndarray) -> np.
     h = np.kron(np.eye(dim // order), (1 - 2 * bit) / np.sqrt(order))
     gamma = np.linalg.norm(x, axis=1, keepdims=True)
     u = (x * signs / gamma) @ h.T
-    levels = coordinate_centroids(dim, bits).numpy()
+    levels = unit_levels(dim, 2**bits).numpy()
     nearest = levels[np.abs(u[..., None] - levels).argmin(-1)]
     held = (gamma / np.sqrt(dim)).astype(np.float16).astype(np.float64) * np.sqrt(dim)
     return held * signs * (nearest @ h)

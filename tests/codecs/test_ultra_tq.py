@@ -9,10 +9,9 @@ from hypothesis import strategies as st
 
 import packedkv
 from packedkv.codec import Sample, Site, roundtrip
-from packedkv.codecs.turboquant import coordinate_centroids
-from packedkv.codecs.ultra_tq import UltraTQ, sphere_levels
+from packedkv.codecs.ultra_tq import UltraTQ
 from packedkv.ops.bitpack import unpack
-from packedkv.ops.lloyd_max import block_norm_density, distortion, normal_levels, sample_levels
+from packedkv.ops.lloyd_max import block_norm_density, distortion, normal_levels, sample_levels, unit_levels
 
 
 def normal(n, dim=64, heads=1, seed=0):
@@ -44,20 +43,20 @@ def test_levels_at_d_64():
     assert torch.equal(levels, -levels.flip(1))
     torch.testing.assert_close(levels[0, 8:] / 8, torch.tensor(positive), rtol=0, atol=6e-7)
     sphere = fitted(UltraTQ(table="sphere"))["levels"]
-    torch.testing.assert_close(sphere / 8, coordinate_centroids(64, 4)[None].float())
+    torch.testing.assert_close(sphere / 8, unit_levels(64, 16)[None].float())
 
 
 def test_the_production_table_is_the_gaussian_one():
     """The paper names the law of a unit vector's coordinate, and prints 0.342."""
     assert round(float(normal_levels(16)[-1]) / 8, 3) == 0.342
-    assert round(float(sphere_levels(64)[-1]) / 8, 3) == 0.331
+    assert round(float(unit_levels(64, 16)[-1]), 3) == 0.331
     assert packedkv.get("ultra-tq").key.table == "gaussian"
 
 
 def test_what_the_gaussian_table_loses_on_the_sphere():
     """1.427e-4 against 1.433e-4 per coordinate at d = 64."""
     density = block_norm_density(64, 1)
-    found = [distortion(density, levels / 8, -1.0, 1.0) for levels in (sphere_levels(64), normal_levels(16))]
+    found = [distortion(density, levels / 8, -1.0, 1.0) for levels in (8 * unit_levels(64, 16), normal_levels(16))]
     assert found == pytest.approx([1.427e-4, 1.433e-4], abs=5e-8)
     x = unit(8192, 64)
     assert error(UltraTQ(table="sphere"), x) < error(UltraTQ(), x) < 1.01 * error(UltraTQ(table="sphere"), x)
@@ -70,7 +69,7 @@ def test_calibration_finds_the_law_that_keys_have():
     x = unit(8192, 64)
     levels = fitted(UltraTQ(table="calibrated"), sample=x)["levels"]
     assert torch.equal(levels, -levels.flip(1))
-    torch.testing.assert_close(levels[0].double(), sphere_levels(64), rtol=0, atol=0.03)
+    torch.testing.assert_close(levels[0].double(), unit_levels(64, 16) * 8, rtol=0, atol=0.03)
     assert error(UltraTQ(table="calibrated"), x, x) == pytest.approx(error(UltraTQ(table="sphere"), x), rel=2e-3)
 
 

@@ -16,7 +16,7 @@ from packedkv.codecs.innerq import InnerQ
 from packedkv.codecs.octopus import Octopus, OctopusQJL
 from packedkv.codecs.outliers import Med
 from packedkv.codecs.saw_int4 import SawInt4
-from packedkv.codecs.turboquant import TurboQuant, TurboQuantQJL, coordinate_centroids
+from packedkv.codecs.turboquant import TurboQuant, TurboQuantQJL
 from packedkv.codecs.ultra_tq import UltraTQ
 from packedkv.codecs.ultraquant import UltraQuant
 from packedkv.kernels.codecs.hqmq import MOST_PAIRS, PAIRS, SIDE, cell_rivals
@@ -26,7 +26,7 @@ from packedkv.kernels.cuda.arguments import EncodeArgs, EncodeRoleArgs
 from packedkv.kernels.spec import encoder as encoder_of
 from packedkv.layout import PageLayout
 from packedkv.ops.hadamard import block_hadamard, power_of_two_divisor
-from packedkv.ops.lloyd_max import midpoints
+from packedkv.ops.lloyd_max import midpoints, unit_levels
 from packedkv.ops.quaternion import UNITS, products, random_units
 from packedkv.ops.widths import put_back, width_cuts
 from packedkv.store.pages import PageStore
@@ -469,7 +469,7 @@ def test_levels(bits: int) -> None:
         if kind == 2:
             walls = walls[1:-1]
         if kind == 3:
-            walls = midpoints(coordinate_centroids(128, bits))
+            walls = midpoints(unit_levels(128, 2**bits))
         table = wall_table(walls, bits)
         error = float(table[8:12].view(torch.float32))
         near = (walls[:, None] + torch.linspace(-8, 8, 65, dtype=torch.float64) * error).flatten()

@@ -242,7 +242,8 @@ def pack_rows(codes: Tensor, radius: Tensor, code_bits: int, radius_bits: int) -
     else:
         radius = radius | sign << 3
     packed = {"codes": pack(row, low), "radius": pack(radius, 4)}
-    return packed | ({"bits": torch.cat([_to_plane(plane) for plane in planes], -1)} if planes else {})
+    streams = [pack(plane.unflatten(-1, (8, -1)).mT.flatten(-2), 1) for plane in planes]
+    return packed | ({"bits": torch.cat(streams, -1)} if streams else {})
 
 
 def unpack_rows(packed: Mapping[str, Tensor], n: int, code_bits: int, radius_bits: int) -> tuple[Tensor, Tensor]:
@@ -256,7 +257,8 @@ def unpack_rows(packed: Mapping[str, Tensor], n: int, code_bits: int, radius_bit
         return (unit & 0x7FFF) >> held << 1 | unit >> 15, radius
     low = _low(code_bits)
     row, radius = (unpack(packed[name], bits, n).to(torch.int32) for name, bits in (("codes", low), ("radius", 4)))
-    planes = [_from_plane(plane) for plane in packed["bits"].split(n // 8, -1)] if "bits" in packed else []
+    streams = packed["bits"].split(n // 8, -1) if "bits" in packed else ()
+    planes = [unpack(x, 1, n).unflatten(-1, (-1, 8)).mT.flatten(-2).to(torch.int32) for x in streams]
     if low < code_bits - 1:
         row = row | planes.pop(0) << low
     sign = planes.pop(0) if radius_bits == 4 else radius >> 3
@@ -266,16 +268,6 @@ def unpack_rows(packed: Mapping[str, Tensor], n: int, code_bits: int, radius_bit
 def _low(code_bits: int) -> int:
     """Bits of a row in ``codes`` where chunks have no unit: a byte, or all of them."""
     return 8 if code_bits == 10 else code_bits - 1
-
-
-def _to_plane(x: Tensor) -> Tensor:
-    """Bits ``[..., n]`` to bytes ``[..., n / 8]``."""
-    return pack(x.unflatten(-1, (8, -1)).mT.flatten(-2), 1)
-
-
-def _from_plane(x: Tensor) -> Tensor:
-    """Undo ``_to_plane``, int32."""
-    return unpack(x, 1, 8 * x.shape[-1]).unflatten(-1, (-1, 8)).mT.flatten(-2).to(torch.int32)
 
 
 # -- radix: base-9 digits as bits --------------------------------------------------------------------------------------

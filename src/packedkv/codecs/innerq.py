@@ -119,11 +119,7 @@ class InnerQ(Codec):
     @property
     def steps(self) -> int:
         """L of the reading."""
-        return {
-            "literal": 2**self.bits - 1,
-            "signed": 2 ** (self.bits - 1) - 1,
-            "full": 2 ** (self.bits - 1),
-        }[self.symmetric]
+        return 2 ** (self.width - 1) - (self.symmetric != "full")
 
     def layout(self, head_dim: int) -> Layout:
         check_head_dim("innerq", head_dim)

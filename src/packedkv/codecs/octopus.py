@@ -78,7 +78,7 @@ factor 1.75 in error energy, one more bit of octopus a factor 3.5.
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from functools import lru_cache, partial
+from functools import lru_cache
 from typing import Literal, get_args
 
 import torch
@@ -142,12 +142,6 @@ def from_square(xi: Tensor, eta: Tensor) -> Tensor:
     x, y = _fold(xi, eta, z < 0)
     v = torch.stack([x, y, z], -1)
     return v / (x * x + y * y + z * z).sqrt()[..., None]
-
-
-def direction_table(centroids: Tensor) -> Tensor:
-    """Directions of every centroid pair: ``[n, 3]`` -> row ``i * len(centroids) + j`` is ``from_square(c_i, c_j)``."""
-    n = len(centroids)
-    return from_square(centroids.repeat_interleave(n), centroids.repeat(n))
 
 
 def coordinate_density(xi: Tensor) -> Tensor:
@@ -293,11 +287,10 @@ class Octopus(UnitRotated, Codec):
         return self.norm_bits if self.code_bits > JOINT_BITS else 0
 
     def layout(self, head_dim: int) -> Layout:
-        """Joint codes and the norm of one token; in version 1 the codes were one bit stream."""
         check_head_dim("octopus", head_dim)
         sizes = split_bytes(-(-head_dim // 3), self.code_bits).items()
         fields = (*(Field(name, "uint8", (size,)) for name, size in sizes), self.norm_field)
-        return Layout(head_dim, 1, fields, nominal_bits=self.code_bits / 3, version=2)
+        return Layout(head_dim, 1, fields, nominal_bits=self.code_bits / 3, version=2)  # 1: one bit stream
 
     def constants(self, site: Site) -> Constants:
         sides = 2**self.direction_bits
@@ -308,7 +301,8 @@ class Octopus(UnitRotated, Codec):
     def fit(self, site: Site, sample: Sample = NO_SAMPLE) -> Params:
         """Sample the signs and tabulate the codebooks; row ``i_xi << b_dir | i_eta`` of ``directions``."""
         xi, rho = direction_centroids(self.direction_bits), norm_centroids(site.head_dim, self.norm_bits)
-        tables = {"xi": xi, "rho": rho, "directions": direction_table(xi)}
+        directions = from_square(xi.repeat_interleave(len(xi)), xi.repeat(len(xi)))
+        tables = {"xi": xi, "rho": rho, "directions": directions}
         tables = {name: table[None].float().to(site.device) for name, table in tables.items()}
         return {"signs": random_signs(site), **tables}
 
@@ -321,6 +315,9 @@ class Octopus(UnitRotated, Codec):
         dim, triplets = x.shape[-1], -(-x.shape[-1] // 3)
         tables = _Tables(params)
 
+        def value(codes: Tensor, norm: Tensor) -> Tensor:
+            return self._triplets(params, codes) * self.length(norm, dim)
+
         def encoded(piece: Tensor) -> tuple[Tensor, Tensor]:
             gamma = row_norm(piece.double())
             u, _ = self.unit(piece)  # Eq. 1
@@ -328,33 +325,28 @@ class Octopus(UnitRotated, Codec):
             direction, length = (found.view(*u.shape[:-1], triplets) for found in self._round(t, tables))
 
             def quantize(factor: float) -> tuple[Tensor, Tensor]:
-                return self._join(direction, length / factor, tables), self.rounded(gamma * factor, dim)
+                codes = direction << self.norm_bits | tables.nearest_rho(length / factor)
+                return codes.to(torch.int32), self.rounded(gamma * factor, dim)
 
             if self.scale == "own":
                 return quantize(FACTORS[0])
-            codes, norm = least_error(piece, quantize, partial(self._values, params))
+            codes, norm = least_error(piece, quantize, value)
             return codes, norm
 
         codes, norm = in_pieces(encoded, x, 3 * CHUNK)
         return {**pack_split(codes, self.code_bits, self.low_bits), "norm": norm}
 
     def decode(self, payload: Payload, params: Params) -> Tensor:
-        """Look triplets up and scale them, Eq. 13."""
-        return self._values(params, self._codes(payload, params), payload["norm"])
+        return self.look_up(payload, params) * self.length(payload["norm"], params["signs"].shape[-1])
 
     def look_up(self, payload: Payload, params: Params) -> Tensor:
         """Triplets of the codes side by side: u^ in float32."""
-        return self._triplets(params, self._codes(payload, params))
-
-    def _codes(self, payload: Payload, params: Params) -> Tensor:
-        return unpack_split(payload, self.code_bits, -(-params["signs"].shape[-1] // 3), self.low_bits)
+        triplets = -(-params["signs"].shape[-1] // 3)
+        return self._triplets(params, unpack_split(payload, self.code_bits, triplets, self.low_bits))
 
     def _triplets(self, params: Params, codes: Tensor) -> Tensor:
         joint = params["directions"][0][:, None] * params["rho"][0][:, None]  # [4^b_dir, 2^b_nrm, 3]
         return joint.flatten(0, 1)[codes.long()].flatten(-2)[..., : params["signs"].shape[-1]]
-
-    def _values(self, params: Params, codes: Tensor, norm: Tensor) -> Tensor:
-        return self._triplets(params, codes) * self.length(norm, params["signs"].shape[-1])
 
     def _round(self, t: Tensor, tables: "_Tables") -> tuple[Tensor, Tensor]:
         """Direction and length of triplets ``t [3, n]``: lines 7-21 of Alg. 1."""
@@ -385,10 +377,6 @@ class Octopus(UnitRotated, Codec):
         near = torch.stack([(grid + offset).clamp(0, levels - 1) for offset in OFFSETS[self.rounding]])
         return (near[:, None, :, None] * levels + near[None, :, None, :]).flatten(2).flatten(0, 1)
 
-    def _join(self, direction: Tensor, length: Tensor, tables: "_Tables") -> Tensor:
-        """Append the index of the norm level nearest to ``length``."""
-        return (direction << self.norm_bits | tables.nearest_rho(length)).to(torch.int32)
-
 
 @dataclass(frozen=True)
 class OctopusQJL(Octopus):
@@ -410,12 +398,10 @@ class OctopusQJL(Octopus):
         return {**super().fit(site), "sketch": random_signs(site, stream=1)}
 
     def encode(self, x: Tensor, params: Params) -> Payload:
-        """Encode as OCTOPUS does, then sketch the residual of the unit vector."""
         payload = super().encode(x, params)
         return sketched(payload, lambda u, own: self.unit(u)[0] - self.look_up(own, params), x, params["sketch"])
 
     def decode(self, payload: Payload, params: Params) -> Tensor:
-        """Add the residual's estimate to the triplets, then scale."""
         r = estimate(payload["signs"], payload["residual"], params["sketch"])
         return (self.look_up(payload, params) + r) * self.length(payload["norm"], params["signs"].shape[-1])
 

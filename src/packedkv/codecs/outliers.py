@@ -35,7 +35,6 @@ Pitfalls
 3. Outliers are not all that plain integers lack: the paper's int4 + Med3 stays broken on Qwen2.5 (Table 2).
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -103,9 +102,15 @@ class Med(Wrapper):
 
     def fit(self, site: Site, sample: Sample = NO_SAMPLE) -> Params:
         """Set ``threshold [B, H]``, C times each sequence's median length; fit the inner codec on the other chunks."""
-        threshold, bulk = self._split_sample(sample.tensor)
+        empty = sample.tensor is None or 0 in sample.tensor.shape[1:]
+        x = needed("Med: the median of chunk lengths", None if empty else sample.tensor, ", use outliers=off")
+        chunks = split_chunks(x.float())
+        median = chunk_lengths(chunks).flatten(2).median(2).values  # of each sequence: no row depends on its neighbours
+        threshold = torch.where(median > 0, self.c * median, LARGEST)  # mostly zeros: nothing to compare with
+        threshold = threshold.clamp_max(LARGEST).float()
         if self.inner.needs or sample.queries is not None:
-            inner = self.inner.fit(site, replace(sample, tensor=bulk()))
+            bulk = _zeroed(chunks, _longest(_above(chunks, threshold), self.slots), x.shape[-1])
+            inner = self.inner.fit(site, replace(sample, tensor=bulk))
         else:  # a cache shares random constants
             inner = seeded_params(self.inner, site)
         return around({"threshold": threshold.to(site.device)}, inner)
@@ -113,7 +118,9 @@ class Med(Wrapper):
     def encode(self, x: Tensor, params: Params) -> Payload:
         chunks = split_chunks(x)  # [B, H, N, n, 4]
         flags = _longest(_above(chunks, params["threshold"]), self.slots)
-        place = _first(flags, min(self.slots, flags.shape[-1]))  # [B, H, N, slots], n where unused
+        slots = min(self.slots, flags.shape[-1])
+        count = torch.arange(1, slots + 1, device=x.device).expand(*flags.shape[:-1], slots)
+        place = torch.searchsorted(flags.cumsum(-1), count.contiguous())  # [B, H, N, slots], n where unused
         padded = torch.nn.functional.pad(chunks, (0, 0, 0, 1))
         kept = padded.gather(3, place[..., None].expand(*place.shape, 4)).half()
         bulk, constants = _zeroed(chunks, flags, x.shape[-1]), inside(params)
@@ -144,17 +151,6 @@ class Med(Wrapper):
         above = _above(split_chunks(x), params["threshold"])
         return ((above > 0).sum(-1) - self.slots).clamp_min(0)
 
-    def _split_sample(self, sample: Tensor | None) -> tuple[Tensor, Callable[[], Tensor]]:
-        """Threshold ``[B, H]``, and a function that returns the sample with zeros in place of stored outliers."""
-        empty = sample is None or 0 in sample.shape[1:]
-        sample = needed("Med: the median of chunk lengths", None if empty else sample, ", use outliers=off")
-        chunks = split_chunks(sample.float())
-        median = chunk_lengths(chunks).flatten(2).median(2).values  # of each sequence: no row depends on its neighbours
-        threshold = torch.where(median > 0, self.c * median, LARGEST)  # mostly zeros: nothing to compare with
-        threshold = threshold.clamp_max(LARGEST).float()
-        dim = sample.shape[-1]
-        return threshold, lambda: _zeroed(chunks, _longest(_above(chunks, threshold), self.slots), dim)
-
 
 def blocks(x: Tensor, tokens: int) -> Tensor:
     """Fold ``tokens`` neighbouring tokens: ``[B, H, N, n, ...]`` -> ``[B, H, N / tokens, tokens n, ...]``."""
@@ -178,12 +174,6 @@ def _longest(above: Tensor, slots: int) -> Tensor:
     for _ in range(min(slots, above.shape[-1])):  # few: faster than a sort
         left.scatter_(-1, left.max(-1, keepdim=True).indices, -1.0)
     return left < above
-
-
-def _first(flags: Tensor, slots: int) -> Tensor:
-    """Positions of the set flags, ascending, ``[..., slots]``; the row's length where there are fewer."""
-    count = torch.arange(1, slots + 1, device=flags.device).expand(*flags.shape[:-1], slots)
-    return torch.searchsorted(flags.cumsum(-1), count.contiguous())
 
 
 def _zeroed(chunks: Tensor, flags: Tensor, head_dim: int) -> Tensor:

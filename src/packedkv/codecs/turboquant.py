@@ -47,7 +47,6 @@ in fewer bytes.
 """
 
 from dataclasses import dataclass, field
-from functools import lru_cache
 from typing import Literal
 
 from torch import Tensor
@@ -57,7 +56,7 @@ from packedkv.errors import SpecError
 from packedkv.layout import Field, Layout, check_head_dim
 from packedkv.ops.bitpack import pack, packed_bytes, unpack
 from packedkv.ops.hadamard import Norm, UnitRotated, random_signs
-from packedkv.ops.lloyd_max import block_norm_density, lloyd_max, nearest_level
+from packedkv.ops.lloyd_max import nearest_level, unit_levels
 from packedkv.ops.qjl import estimate, sketched, sketched_layout
 from packedkv.ops.scale_search import Scale, quantized
 from packedkv.ops.sums import in_pieces
@@ -65,12 +64,6 @@ from packedkv.registry import register
 from packedkv.scheme import KVScheme
 
 Variant = Literal["correct", "printed"]
-
-
-@lru_cache(maxsize=64)
-def coordinate_centroids(head_dim: int, bits: int) -> Tensor:
-    """Lloyd-Max levels of one coordinate of a random unit vector: float64 ``[2**bits]``."""
-    return lloyd_max(block_norm_density(head_dim, 1), 2**bits, -1.0, 1.0, symmetric=True)
 
 
 @dataclass(frozen=True)
@@ -97,7 +90,7 @@ class TurboQuant(UnitRotated, Codec):
         return {"signs": signs, "levels": Constant((2**self.bits,), low=-1, high=1)}
 
     def fit(self, site: Site, sample: Sample = NO_SAMPLE) -> Params:
-        levels = coordinate_centroids(site.head_dim, self.bits)
+        levels = unit_levels(site.head_dim, 2**self.bits)
         return {"signs": random_signs(site), "levels": levels[None].float().to(site.device)}
 
     def encode(self, x: Tensor, params: Params) -> Payload:
@@ -169,13 +162,11 @@ class TurboQuantQJL(TurboQuant):
         return {**self.stage.fit(site), "sketch": signs, "sketch_back": back}
 
     def encode(self, x: Tensor, params: Params) -> Payload:
-        """Round, then sketch the residual."""
         stage = self.stage
         payload = stage.encode(x, params)
         return sketched(payload, lambda u, own: self.unit(u)[0] - stage.look_up(own, params), x, params["sketch"])
 
     def decode(self, payload: Payload, params: Params) -> Tensor:
-        """Add the residual's estimate to the levels, then scale."""
         dim = params["signs"].shape[-1]
         r = estimate(payload["signs"], payload["residual"], params["sketch_back"])
         if self.variant == "printed":

@@ -53,7 +53,7 @@ Not for: keys with a large common mean (without random signs it rotates into a s
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from functools import lru_cache, partial
+from functools import partial
 from typing import Literal
 
 import torch
@@ -67,7 +67,7 @@ from packedkv.layout import Field, Layout, check_head_dim
 from packedkv.ops.bitpack import pack, unpack
 from packedkv.ops.groups import group_count, spread_channels
 from packedkv.ops.hadamard import Rotated, power_of_two_divisor
-from packedkv.ops.lloyd_max import block_norm_density, lloyd_max, nearest_level, normal_levels, sample_levels
+from packedkv.ops.lloyd_max import nearest_level, normal_levels, sample_levels, unit_levels
 from packedkv.ops.scale_search import Scale, quantized
 from packedkv.ops.sums import sum_by_halves
 from packedkv.registry import register
@@ -80,12 +80,6 @@ GROUP = 32
 LEVELS = 16
 SAMPLE = 1 << 19
 """Elements that a calibration looks at; tokens are skipped evenly beyond that."""
-
-
-@lru_cache(maxsize=16)
-def sphere_levels(dim: int) -> Tensor:
-    """Lloyd-Max levels of a coordinate of a uniform vector of length sqrt(dim), float64 ``[16]``."""
-    return lloyd_max(block_norm_density(dim, 1), LEVELS, -1.0, 1.0, symmetric=True) * dim**0.5
 
 
 @dataclass(frozen=True)
@@ -144,7 +138,8 @@ class UltraTQ(Rotated, Codec):
         if self.table == "gaussian":
             levels = normal_levels(LEVELS)
         elif self.table == "sphere":
-            levels = sphere_levels(min(self.group or site.head_dim, site.head_dim))
+            channels = min(self.group or site.head_dim, site.head_dim)
+            levels = unit_levels(channels, LEVELS) * channels**0.5
         else:
             u = self._coordinates(needed("ultra-tq: table=calibrated", sample.tensor, ", use table=gaussian"))
             gaussian = normal_levels(LEVELS)

@@ -38,15 +38,6 @@ def forwarded(name: str, member: Any) -> Any:
     return lambda self, *args: getattr(self.inner, name)(*args)
 
 
-def forward_all(wrapper: type["Wrapper"]) -> type["Wrapper"]:
-    """Forward each public member of ``Codec`` that a class does not define itself."""
-    for name, member in vars(Codec).items():
-        if not name.startswith("_") and name not in vars(wrapper):
-            setattr(wrapper, name, forwarded(name, member))
-    return wrapper
-
-
-@forward_all
 @dataclass(frozen=True)
 class Wrapper(Codec):
     """An inner codec, unchanged."""
@@ -84,3 +75,8 @@ class Wrapper(Codec):
 
     def decode(self, payload: Payload, params: Params) -> Tensor:
         return self.inner.decode(payload, inside(params))
+
+
+for _name, _member in vars(Codec).items():
+    if not _name.startswith("_") and _name not in vars(Wrapper):
+        setattr(Wrapper, _name, forwarded(_name, _member))

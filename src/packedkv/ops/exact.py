@@ -57,14 +57,8 @@ def rotate_exactly(x: Tensor, rotation: Tensor, bits: int = ROTATION_BITS) -> Te
     ``|sum_i x_i R_ij| <= |x| |R_j|`` for every part of the sum: with 24 bits each and columns of length 1 it stays
     within ``2^48 sqrt(D)``, which is exact up to D = 1024; a larger D raises ShapeError.
 
-    Parameters
-    ----------
-    x : Tensor ``[..., D]``
-        Rounded to ``2^-bits`` of each row's largest component; float32 itself rounds at ``2^-24``.
-    rotation : Tensor ``[D, D]``
-        Columns of length 1, of ``cut_rotation``; or the transpose of an orthogonal one.
-    bits : int
-        As of ``cut_rotation``, 24 at most.
+    ``x [..., D]`` is rounded to ``2^-bits`` of each row's largest component, 24 at most; float32 itself rounds at
+    ``2^-24``. ``rotation [D, D]`` is of ``cut_rotation``, columns of length 1, or the transpose of an orthogonal one.
     """
     dim = x.shape[-1]
     if dim > 4 ** (MANTISSA - 2 * ROTATION_BITS):

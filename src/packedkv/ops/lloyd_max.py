@@ -59,7 +59,7 @@ def lloyd_max(density: Density, levels: int, low: float, high: float, *, symmetr
         if turn >= LLOYD_ROUNDS:
             newton = _newton_step(density, centroids, residual, low, high)
             trial = centroids + newton
-            if _ordered(trial, low, high):
+            if bool(low < trial[0]) and bool(trial[-1] < high) and bool((trial.diff() > 0).all()):
                 after = _cell_means(density, trial, low, high) - trial
                 if after.abs().max() < residual.abs().max():
                     centroids, residual = trial, after
@@ -83,6 +83,12 @@ def lloyd_max(density: Density, levels: int, low: float, high: float, *, symmetr
 def normal_levels(levels: int) -> Tensor:
     """Centroids of N(0, 1), float64 ``[levels]``."""
     return lloyd_max(lambda x: (-x * x / 2).exp(), levels, -NORMAL_REACH, NORMAL_REACH, symmetric=True)
+
+
+@lru_cache(maxsize=64)
+def unit_levels(dim: int, levels: int) -> Tensor:
+    """Centroids of one coordinate of a uniform unit vector in R^``dim``, float64 ``[levels]``."""
+    return lloyd_max(block_norm_density(dim, 1), levels, -1.0, 1.0, symmetric=True)
 
 
 def midpoints(centroids: Tensor) -> Tensor:
@@ -200,11 +206,6 @@ def _newton_step(density: Density, centroids: Tensor, residual: Tensor, low: flo
     diagonal[1:] -= lower
     matrix = torch.diag(diagonal) - torch.diag(upper, 1) - torch.diag(lower, -1)
     return torch.linalg.solve(matrix, residual)
-
-
-def _ordered(centroids: Tensor, low: float, high: float) -> bool:
-    inside = bool(centroids[0] > low) and bool(centroids[-1] < high)
-    return inside and bool((centroids.diff() > 0).all())
 
 
 def _companded(density: Density, levels: int, low: float, high: float) -> Tensor:

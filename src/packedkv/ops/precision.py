@@ -1,8 +1,6 @@
 """Make stored bytes and attention independent of PyTorch's modes around a call.
 
-Models often run under autocast, which would compute rotations, scores and norms in 16 bit, so the bytes of a token
-would depend on it. A tensor made in inference mode cannot be written outside of this mode, so a cache that is filled
-there could not continue elsewhere.
+Autocast would compute rotations, scores and norms in 16 bit; a tensor made in inference mode cannot be written outside.
 """
 
 from collections.abc import Callable

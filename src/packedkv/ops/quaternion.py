@@ -296,20 +296,10 @@ def decode_lengths(steps: Tensor, scale: Tensor, bits: int) -> Tensor:
 
 
 def decode_chunks(table: Tensor, codes: Tensor, radius: Tensor, scale: Tensor, bits: int) -> Tensor:
-    """Look up directions and multiply them by lengths.
+    """Look up directions and multiply them by lengths: float32 ``[B, H, N, 4 n]``.
 
-    Parameters
-    ----------
-    table : Tensor float32 ``[H, m, 4]``
-    codes, radius : integer Tensors ``[B, H, N, n]``
-        Rows of the table, and steps of ``quantize_lengths``.
-    scale : Tensor float16 ``[B, H, N, 1]``
-    bits : int
-        As of ``quantize_lengths``.
-
-    Returns
-    -------
-    Tensor float32 ``[B, H, N, 4 n]``
+    ``codes`` and ``radius``, integers ``[B, H, N, n]``, are rows of ``table``, float32 ``[H, m, 4]``, and steps of
+    ``quantize_lengths``, as are ``bits`` and ``scale``, fp16 ``[B, H, N, 1]``.
     """
     codes = codes.long().clamp_max(table.shape[1] - 1)  # slots that were never written hold any bits
     row = codes + torch.arange(table.shape[0], device=table.device)[:, None, None] * table.shape[1]

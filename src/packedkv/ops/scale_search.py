@@ -1,14 +1,12 @@
 """Search of a scale: of several encodings of a token or group, the one of least squared error (``scale=search``).
 
-A method's own rule takes the scale from the norm or the range of the numbers. Codes for a few multiples of it cost no
-byte, and any reader decodes them: a row with one large channel wants a larger scale than a normal one, a coarse code
-wants a range that its outermost numbers exceed::
+Codes for a few multiples of the method's own scale cost no byte, and any reader decodes them: a row with one large
+channel wants a larger scale than a normal one, a coarse code wants a range that its outermost numbers exceed::
 
     for each factor f in FACTORS:  codes and scale by the method's rule, its norm or range times f
     keep those of least sum of (x - x^)^2, x^ as decoded; the first of equals, so the method's own unless one is better
 
-Codes are computed anew for each multiple. The option does not exist for ``fp8``, whose steps follow each number, nor
-for ``hqmq``, whose vectors have radii of their own.
+``fp8``, whose steps follow each number, and ``hqmq``, whose vectors have radii of their own, lack the option.
 """
 
 from collections.abc import Callable, Sequence
@@ -68,10 +66,11 @@ def least_error(
         error = _errors(x, value(*found), group)
         better = error < least  # False for what is not finite: a norm beyond fp16
         least = torch.where(better, error, least)
-        best = tuple(
-            torch.where(better if field.shape[-1] == better.shape[-1] else _spread(better, group, field), field, held)
-            for field, held in zip(found, best, strict=True)
+        masks = (
+            spread_channels(better, group, field.shape[-1]) if group and field.shape[-1] != better.shape[-1] else better
+            for field in found
         )
+        best = tuple(map(torch.where, masks, found, best))
     return best
 
 
@@ -90,7 +89,3 @@ def _errors(x: Tensor, decoded: Tensor, group: int) -> Tensor:
         return sum_by_halves(squares)
     squares = torch.nn.functional.pad(squares, (0, -squares.shape[-1] % group))
     return sum_by_halves(squares.unflatten(-1, (-1, group))).squeeze(-1)
-
-
-def _spread(better: Tensor, group: int, field: Tensor) -> Tensor:
-    return spread_channels(better, group, field.shape[-1]) if group else better
