@@ -148,15 +148,18 @@ def rounded_queries(q: Tensor, codec: Codec, params: Params, kv_heads: int) -> T
     return codec.from_code(codec.query_to_code(folded, params), params).reshape(q.shape)
 
 
+def additive(mask: Tensor) -> Tensor:
+    """Return what a mask, boolean (True = seen) or additive, adds to scores: float32 of its shape."""
+    if mask.dtype != torch.bool:
+        return mask.float()
+    return torch.zeros_like(mask, dtype=torch.float32).masked_fill_(~mask, -torch.inf)
+
+
 def _bias(q: Tensor, mask: Tensor | None, causal: bool, first: int, last: int, total: int) -> Tensor | None:
     if mask is not None:
-        part = mask[..., first:last]
-        if part.dtype == torch.bool:
-            return torch.zeros_like(part, dtype=torch.float32).masked_fill_(~part, -torch.inf)
-        return part.float()
+        return additive(mask[..., first:last])
     n = q.shape[2]
     if not causal or n == 1 or last <= total - n + 1:
         return None
     rows = torch.arange(total - n, total, device=q.device)[:, None]
-    hidden = torch.arange(first, last, device=q.device)[None, :] > rows
-    return torch.zeros(hidden.shape, device=q.device).masked_fill_(hidden, -torch.inf)
+    return additive(torch.arange(first, last, device=q.device)[None, :] <= rows)

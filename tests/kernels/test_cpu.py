@@ -497,7 +497,7 @@ def _written(
         clean = clean - turn.turn(mean[:, :, None], positions)
     store.write(role, first, codec.encode(codec.to_code(clean, params), params))
     at = torch.full((x.shape[0],), first, dtype=torch.int32)
-    encoder = spec.encoder(role)
+    encoder = spec.encoders[role]
     assert encoder is not None
     own = {role: constants_for(encoder, params, HEADS, dim)}
     common, rounds = prepared(spec), (role,) if rounded else ()
@@ -578,7 +578,7 @@ def test_every_encoder_is_tested() -> None:
     named = set()
     for codec in CODECS:
         spec = cpu_spec(codec, codec, 64, page_layout(codec, codec, 64, 64).page_tokens)
-        named |= {encoder.name for role in ROLES if (encoder := spec.encoder(role)) is not None}
+        named |= {encoder.name for role in ROLES if (encoder := spec.encoders[role]) is not None}
     lines = (HERE / "encoders.h").read_text().splitlines()
     assert {line.split('"')[1] for line in lines if line.startswith('    {"')} == named
 
@@ -657,7 +657,7 @@ def test_numbers_at_the_walls_between_levels(bits: int, variant: str) -> None:
     u[-1] = (1 - (u[:-1] ** 2).sum()).sqrt()  # of unit length
     lengths = torch.linspace(0.5, 20, HEADS * rows, dtype=torch.float64).view(1, HEADS, rows, 1)
     x = (u * lengths).float()
-    common, encoder = prepared(spec), spec.encoder("key")
+    common, encoder = prepared(spec), spec.encoders["key"]
     common.key.order = 1  # rows are in the basis of the codes already
     assert encoder is not None
     own: dict[Role, Constants] = {"key": constants_for(encoder, params, HEADS, dim)._replace(factor=None)}

@@ -13,18 +13,14 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from packedkv.attention import BEFORE_IT, Partial, Seen, partial
+from packedkv.attention import BEFORE_IT, Partial, Seen, additive, partial
 
 REFERENCE_ROWS = 256
 """Most query rows scored at a time where flash attention cannot be used."""
 SCORE_BYTES = 1 << 28
 """Most bytes of their scores, unless a single row takes more."""
-
-
 WIDEST = 256
 """Largest head_dim of PyTorch's flash attention."""
-
-
 _forward = torch.ops.aten._flash_attention_forward.default  # which of the overloads need not be found at each call
 _cudnn = torch.ops.aten._scaled_dot_product_cudnn_attention.default
 
@@ -89,21 +85,18 @@ def score(q: Tensor, k: Tensor, v: Tensor, scale: float, seen: Seen = BEFORE_IT,
     k, v = k.to(q.dtype), v.to(q.dtype)
     if seen.start:
         return _ragged(q, k, v, scale, seen)
-    if recurring and not (seen.causal or seen.window) and _by_cudnn(q, k, v):
-        out, lse, *_ = _cudnn(q, k, v, None, True, scale=scale)
-        return Partial(out, lse.view(q.shape[:3]))
+    if recurring and not (seen.causal or seen.window):
+        # PyTorch plans at the first call of each shape, in each thread
+        params = torch.backends.cuda.SDPAParams(q, k, v, None, 0.0, False, q.shape[1] != k.shape[1])
+        if torch.backends.cuda.can_use_cudnn_attention(params):
+            out, lse, *_ = _cudnn(q, k, v, None, True, scale=scale)
+            return Partial(out, lse.view(q.shape[:3]))
     # the operator's tensors are [B, tokens, heads, D]
     out, lse, *_ = _forward(
         q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), None, None, q.shape[2], k.shape[2], 0.0,
         seen.causal and not seen.window, False, scale=scale, **_window(seen),
     )  # fmt: skip
     return Partial(out.transpose(1, 2), lse)
-
-
-def _by_cudnn(q: Tensor, k: Tensor, v: Tensor) -> bool:
-    """Whether cuDNN supports these shapes; PyTorch plans at the first call of each shape, in each thread."""
-    params = torch.backends.cuda.SDPAParams(q, k, v, None, 0.0, False, q.shape[1] != k.shape[1])
-    return torch.backends.cuda.can_use_cudnn_attention(params)
 
 
 def _window(seen: Seen) -> dict[str, int]:
@@ -162,10 +155,7 @@ def _by_rows(q: Tensor, k: Tensor, v: Tensor, scale: float, seen: Seen) -> Parti
 def _bias(seen: Seen, n: int, t: int, first: int, last: int, device: torch.device) -> Tensor | None:
     """What is added to the scores of the queries ``[first, last)`` of n; None: nothing."""
     if seen.mask is not None:
-        mask = seen.mask[..., first:last, :] if seen.mask.shape[-2] > 1 else seen.mask
-        if mask.dtype != torch.bool:
-            return mask.float()
-        return torch.zeros(mask.shape, device=device).masked_fill_(~mask, -torch.inf)
+        return additive(seen.mask[..., first:last, :] if seen.mask.shape[-2] > 1 else seen.mask)
     own = torch.arange(t - n + first, t - n + last, device=device)[:, None]
     keys = torch.arange(t, device=device)
     hidden = torch.zeros(1, 1, 1, 1, dtype=torch.bool, device=device)
@@ -175,4 +165,4 @@ def _bias(seen: Seen, n: int, t: int, first: int, last: int, device: torch.devic
         hidden = hidden | (keys <= own - seen.window)
     if seen.start:
         hidden = hidden | (keys < torch.tensor(seen.start, device=device)[:, None, None, None])
-    return torch.zeros(hidden.shape, device=device).masked_fill_(hidden, -torch.inf)
+    return additive(~hidden)

@@ -7,12 +7,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from packedkv.attention import additive
 from packedkv.codec import Role, saturated
 from packedkv.kernels.constants import Constants
 from packedkv.kernels.cpu import library
 from packedkv.kernels.cpu.library import ArgsStruct, RoleStruct
 from packedkv.kernels.cpu.mean import CpuMean
-from packedkv.kernels.cpu.spec import CpuSpec
+from packedkv.kernels.cpu.spec import CpuReader, CpuSpec
 from packedkv.kernels.structs import KINDS, step_of
 from packedkv.kernels.tokens import Rules
 
@@ -66,7 +67,7 @@ def attend(
         low, high = (x.contiguous() for x in seen)
         args.low, args.high = low.data_ptr(), high.data_ptr()
     if (mask := rules.seen.mask) is not None:
-        mask = _additive(mask).float().expand(batch, query_heads, n, mask.shape[-1])
+        mask = additive(mask).expand(batch, query_heads, n, mask.shape[-1])
         mask = mask if mask.stride(3) == 1 else mask.contiguous()
         args.mask = mask.data_ptr()
         args.mask_batch, args.mask_head, args.mask_row, _ = mask.stride()
@@ -92,11 +93,6 @@ def concatenated(*parts: Tensor | None) -> Tensor | None:
     return None if not found else found[0] if len(found) == 1 else torch.cat(found, 2)
 
 
-def _additive(mask: Tensor) -> Tensor:
-    """A mask as a number that is added to scores."""
-    return torch.zeros(mask.shape).masked_fill_(~mask, -torch.inf) if mask.dtype == torch.bool else mask
-
-
 def workspace_bytes(q: Tensor) -> int:
     """Upper bound of what ``attend`` needs beside the cache for ``q [B, HQ, n, D]``."""
     threads, dim = torch.get_num_threads(), q.shape[3]
@@ -111,8 +107,8 @@ def unpack(spec: CpuSpec, role: Role, page: Tensor, head: int, constants: Consta
     """
     struct = RoleStruct()
     _fill(struct, spec, role, constants, None)
-    out = torch.empty(count, spec.head_dim)
-    library.library().kv_unpack(struct, page.data_ptr(), head, spec.head_dim, first, count, out.data_ptr())
+    out = torch.empty(count, dim := spec.page.key.head_dim)
+    library.library().kv_unpack(struct, page.data_ptr(), head, dim, first, count, out.data_ptr())
     return out
 
 
@@ -139,12 +135,12 @@ def _fill_mean(struct: Any, mean: CpuMean) -> None:
 
 def _fill(struct: Any, spec: CpuSpec, role: Role, constants: Constants, dense: Tensor | None) -> Tensor | None:
     """Set the fields of one role; returns a tensor that must outlive the call."""
-    reader = spec.key if role == "key" else spec.value
+    reader: CpuReader = getattr(spec, role)
     struct.reader = library.number_of(library.chosen(), "reader", reader.name)
     fill_constants(struct, constants)
     struct.order = constants.order
-    offsets = spec.offsets(role)
-    struct.planes[: len(offsets)] = offsets
+    planes = spec.planes(role)
+    struct.planes[: len(planes)] = [plane.offset for plane in planes]
     struct.options[: len(reader.options)] = reader.options
     if dense is None:
         return None

@@ -23,15 +23,15 @@ ROUNDED = 3
 def prepared(spec: CpuSpec) -> Any:
     """What every call of ``encode`` for these codecs has in common."""
     args = EncodeArgsStruct()
-    args.page_tokens, args.dim = spec.page.page_tokens, spec.head_dim
+    args.page_tokens, args.dim = spec.page.page_tokens, spec.page.key.head_dim
     for role in ROLES:
         struct = getattr(args, role)
         struct.block = spec.page.side(role).block_tokens
-        if (encoder := spec.encoder(role)) is None:
+        if (encoder := spec.encoders[role]) is None:
             continue
         struct.encoder = library.number_of(library.chosen(), "encoder", encoder.name)
         struct.order, struct.divides = encoder.order, encoder.divide
-        planes = [plane for plane in spec.page.planes if plane.role == role]
+        planes = spec.planes(role)
         struct.planes[:] = [plane.offset for plane in planes] + [-1] * (len(struct.planes) - len(planes))
         struct.sizes[: len(planes)] = [plane.field.nbytes for plane in planes]
         struct.options[: len(encoder.options)] = encoder.options

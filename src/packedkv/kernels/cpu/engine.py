@@ -1,5 +1,7 @@
 """The engine of CPUs."""
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -30,8 +32,7 @@ class CpuEngine(Engine):
     def _find(self) -> None:
         self.name = f"cpu {library.variant()}"
         self.spec = cpu_spec(self.codecs["key"], self.codecs["value"], self.head_dim, self.page_tokens)
-        self.readers = {"key": self.spec.key, "value": self.spec.value}
-        self.encoders = {role: self.spec.encoder(role) for role in ROLES}
+        self.readers, self.encoders = {"key": self.spec.key, "value": self.spec.value}, self.spec.encoders
         held = {role: codec.held_dtype(torch.float32) for role, codec in self.codecs.items()}
         self.rounded = tuple(role for role in ROLES if held[role] == torch.float16)
 
@@ -61,19 +62,19 @@ class CpuEngine(Engine):
 
     def attend_step(self, q: Tensor, tokens: StepTokens, rules: Rules) -> Tensor:
         batch = q.shape[0]
-        at = _as_list(tokens.placed, batch, 0)
-        first, last = _as_list(tokens.start, batch, 0), tokens.seq_lens.tolist()
+        at, first, last = _as_list(tokens.placed, batch), _as_list(tokens.start, batch), tokens.seq_lens.tolist()
         dense_k, dense_v = tokens.dense_k, tokens.dense_v
         if tokens.dense_at is not None and dense_k is not None and dense_v is not None:
             dense_k, dense_v = (x.index_select(0, tokens.dense_at) for x in (dense_k, dense_v))
         width = 0 if dense_k is None else dense_k.shape[2]
-        dense_first, dense_last = _as_list(tokens.dense_start, batch, 0), _as_list(tokens.dense_lens, batch, width)
+        dense_first, dense_last = _as_list(tokens.dense_start, batch), _as_list(tokens.dense_lens, batch, width)
         pieces: list[list[Piece]] = [
             [Piece(max(0, last[b] - first[b]), first[b], first[b], at[b] + first[b]), Piece(max(0, z - a), ~a, ~a)]
             for b, (a, z) in enumerate(zip(dense_first, dense_last, strict=True))
         ]
         # ``tokens.workspace`` is not used: the kernels have memory of their own
-        return self._attend(q, tokens, pieces, (dense_k, dense_v), rules, self.mean)
+        dense = dense_k, dense_v
+        return self._attend()(q, tokens.pages, tokens.table, pieces, rules, dense=dense, mean=self.mean)[0]
 
     def attend_chunk(self, q: Tensor, tokens: ChunkTokens, rules: Rules) -> Tensor:
         """Sink and window are pieces of dense tokens, the slots between them a piece of the pages."""
@@ -83,42 +84,30 @@ class CpuEngine(Engine):
         window = tokens.total - sink - (tokens.last - first)
         pieces = [
             [Piece(sink, ~0, ~0), Piece(tokens.last - first, first, first, at + first), Piece(window, ~sink, ~sink)]
-            for at in _as_list(tokens.placed, batch, 0)
+            for at in _as_list(tokens.placed, batch)
         ]
         seen = ranges(rules.seen, batch, q.shape[2], tokens.total)
-        return self._attend(q, tokens, pieces, dense, rules, self.mean, seen)
+        return self._attend()(q, tokens.pages, tokens.table, pieces, rules, dense=dense, seen=seen, mean=self.mean)[0]
 
     def attend_groups(self, q: Tensor, tokens: GroupTokens, rules: Rules) -> Tensor:
         """Group by group."""
         n, length = q.shape[2], tokens.length
-        begin, out = length - tokens.own[0].shape[2], torch.empty_like(q)
+        begin, out, attended = length - tokens.own[0].shape[2], torch.empty_like(q), self._attend()
         for base in range(begin, length, tokens.group):
             first, last = max(base, length - n), min(base + tokens.group, length)
             rows = slice(first - length + n, last - length + n)
             pieces = [Piece(base, 0, 0), Piece(last - base, begin - base - 1, begin - base - 1)]
             seen = ranges(rules.seen, 1, last - first, last)
-            out[:, :, rows] = self._attend(q[:, :, rows], tokens, [pieces], tokens.own, rules, None, seen)
+            part = attended(q[:, :, rows], tokens.pages, tokens.table, [pieces], rules, dense=tokens.own, seen=seen)
+            out[:, :, rows] = part[0]
         return out
 
-    def _attend(
-        self,
-        q: Tensor,
-        tokens: StepTokens | ChunkTokens | GroupTokens,
-        pieces: list[list[Piece]],
-        dense: tuple[Tensor | None, Tensor | None],
-        rules: Rules,
-        mean: CpuMean | None,
-        seen: tuple[Tensor, Tensor] | None = None,
-    ) -> Tensor:
-        """Attention over pieces of the pages and of dense tokens, as ``attend.attend``."""
+    def _attend(self) -> Callable[..., tuple[Tensor, Tensor]]:
+        """Return ``attend`` with the layer's kernels and constants."""
         key, value = (self.reading.get(role, NO_CONSTANTS) for role in ROLES)
-        return attend(
-            q, tokens.pages, tokens.table, pieces, rules, spec=self.spec, key=key, value=value, dense=dense, seen=seen,
-            mean=mean,
-        )[0]  # fmt: skip
+        return partial(attend, spec=self.spec, key=key, value=value)
 
     def workspace_bytes(self, q: Tensor, store: PageStore, dense: bool) -> int:
-        """Scratch of each thread, and of the merge."""
         return workspace_bytes(q)
 
     def chunk_workspace_bytes(self, q: Tensor, heads: int, packed: int, dense: int, flash: bool) -> int:
@@ -126,6 +115,5 @@ class CpuEngine(Engine):
         return workspace_bytes(q) + 4 * dense * q.numel() // q.shape[2]
 
 
-def _as_list(x: Tensor | None, batch: int, default: int) -> list[int]:
-    """Numbers of an int32 ``[B]`` on the CPU."""
+def _as_list(x: Tensor | None, batch: int, default: int = 0) -> list[int]:
     return [default] * batch if x is None else x.tolist()

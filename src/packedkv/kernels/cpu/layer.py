@@ -15,7 +15,7 @@ from packedkv.kernels.constants import NO_CONSTANTS, Constants, constants
 from packedkv.kernels.cpu import library
 from packedkv.kernels.cpu.attend import Piece, attend, concatenated
 from packedkv.kernels.cpu.mean import CpuMean, cpu_mean
-from packedkv.kernels.cpu.spec import CpuSpec, cpu_spec
+from packedkv.kernels.cpu.spec import CpuReader, CpuSpec, cpu_spec
 from packedkv.kernels.tokens import Rules
 from packedkv.ops.rope import NOT_TURNED, Rotary
 from packedkv.store.pages import PageStore
@@ -91,7 +91,7 @@ class CpuAttention:
             return NO_CONSTANTS
         old = self.constants.get(state.role)
         if old is None or old[0] is not state.params:
-            side = spec.key if state.role == "key" else spec.value
+            side: CpuReader = getattr(spec, state.role)
             made = constants(side, state.codec, state.site, state.params, None, seeded=state.seeded)
             old = self.constants[state.role] = state.params, made
         return old[1]

@@ -1,5 +1,6 @@
 """How the CPU kernels read and write a codec: ``cpu_reader`` and ``cpu_encoder`` of ``kernels/codecs/<stem>.py``."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import ClassVar, NamedTuple
@@ -8,7 +9,7 @@ from packedkv.codec import ROLES, Codec, Role
 from packedkv.errors import UnsupportedError
 from packedkv.kernels.constants import Side
 from packedkv.kernels.spec import function_of, or_none
-from packedkv.layout import PageLayout
+from packedkv.layout import PageLayout, Plane
 
 OPTIONS = 8
 PLANES = 8
@@ -64,28 +65,17 @@ class CpuSpec(NamedTuple):
     key: CpuReader
     value: CpuReader
     page: PageLayout
-    write_key: CpuEncoder | None = None  # None: PyTorch encodes the role
-    write_value: CpuEncoder | None = None
+    encoders: Mapping[Role, CpuEncoder | None]  # None: PyTorch encodes the role
 
-    @property
-    def head_dim(self) -> int:
-        """Channels of a token."""
-        return self.page.key.head_dim
-
-    def encoder(self, role: Role) -> CpuEncoder | None:
-        """Return what writes a role."""
-        return self.write_key if role == "key" else self.write_value
-
-    def offsets(self, role: Role) -> list[int]:
-        """Byte of a page at which each plane of a role begins."""
-        return [plane.offset for plane in self.page.planes if plane.role == role]
+    def planes(self, role: Role) -> list[Plane]:
+        """Planes of a role in a page."""
+        return [plane for plane in self.page.planes if plane.role == role]
 
 
 @lru_cache(maxsize=256)  # called for every layer of every cache
 def cpu_spec(key: Codec, value: Codec, head_dim: int, page_tokens: int) -> CpuSpec:
     """Return how the pages of two codecs are read and written; raises UnsupportedError if no kernels read them."""
-    k, v = (cpu_reader(codec, head_dim, role) for codec, role in zip((key, value), ROLES, strict=True))
+    codecs = dict(zip(ROLES, (key, value), strict=True))
+    k, v = (cpu_reader(codec, head_dim, role) for role, codec in codecs.items())
     page = PageLayout(key.layout(head_dim), value.layout(head_dim), page_tokens)
-    return CpuSpec(
-        k, v, page, or_none(cpu_encoder, key, head_dim, "key"), or_none(cpu_encoder, value, head_dim, "value")
-    )
+    return CpuSpec(k, v, page, {role: or_none(cpu_encoder, codec, head_dim, role) for role, codec in codecs.items()})
