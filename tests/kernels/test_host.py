@@ -71,11 +71,11 @@ def test_structs_are_laid_out_as_the_compiler_does(header: str, struct: type[cty
 
 def test_a_struct_that_no_source_declares_is_refused(tmp_path: pathlib.Path) -> None:
     (tmp_path / "a.cuh").write_text("\nstruct Args {\n  float* x;\n};\n")
-    assert structs.fields(tmp_path / "a.cuh", "Args") == [("x", ctypes.c_void_p)]
+    assert structs.structure(tmp_path / "a.cuh", "Args")._fields_ == [("x", ctypes.c_void_p)]
     with pytest.raises(ValueError, match=r"a\.cuh has no struct Other"):
-        structs.fields(tmp_path / "a.cuh", "Other")
+        structs.structure(tmp_path / "a.cuh", "Other")
     with pytest.raises(FileNotFoundError, match=r"b\.cuh"):
-        structs.fields(tmp_path / "b.cuh", "Args")
+        structs.structure(tmp_path / "b.cuh", "Args")
 
 
 # -- the cache of compiled programs ----------------------------------------------------------------------------------

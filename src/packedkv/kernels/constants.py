@@ -122,12 +122,12 @@ def _shared(name: Hashable, device: torch.device, before: Tensor | None, build: 
 def joined(layers: Sequence[Constants], heads: int) -> Constants:
     """Constants of several layers, concatenated along the heads; of one sequence."""
     if len(layers) == 1:
-        return layers[0]._replace(factor=None if layers[0].factor is None else _first_sequence(layers[0].factor))
+        return layers[0]._replace(factor=None if layers[0].factor is None else layers[0].factor[:1])
     tables = layers[0].tables
     if tables is not None and not (tables.dim() == 2 and len(tables) == 1 and all(x.tables is tables for x in layers)):
         held, by_head = [x.tables for x in layers if x.tables is not None], tables.dim() == 2
-        tables = torch.cat([x.expand(heads, -1) if by_head else _first_sequence(x) for x in held], 0 if by_head else 1)
-    factors = [_first_sequence(x.factor) for x in layers if x.factor is not None]
+        tables = torch.cat([x.expand(heads, -1) if by_head else x[:1] for x in held], 0 if by_head else 1)
+    factors = [x.factor[:1] for x in layers if x.factor is not None]
     matrices = [x.matrix for x in layers if x.matrix is not None]
     return Constants(
         tables,
@@ -135,11 +135,6 @@ def joined(layers: Sequence[Constants], heads: int) -> Constants:
         layers[0].order,
         torch.cat(matrices, 1) if matrices else None,
     )
-
-
-def _first_sequence(x: Tensor) -> Tensor:
-    """Of the first sequence alone."""
-    return x if x.shape[0] == 1 else x[:1]
 
 
 def _tables(build: Callable[[Params], Tensor], name: str, params: Params, heads: int) -> Tensor:

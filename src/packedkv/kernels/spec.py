@@ -72,9 +72,6 @@ class Reader(Side):
             )
 
 
-Form = Literal["rows", "blocks", "table"]
-
-
 @dataclass(frozen=True)
 class Encoder(Side):
     """How the encode kernels write one role; the fields that are not described are as of ``Reader``.
@@ -88,7 +85,7 @@ class Encoder(Side):
     block: int = 1
     # the kernel around the struct: "rows", encode_side of encode.cuh (a row at a time), "blocks", encode_blocks of
     # encode_blocks.cuh (a block of tokens), or "table", encode_with_table of encode_table.cuh
-    form: Form = "rows"
+    form: Literal["rows", "blocks", "table"] = "rows"
     # blocks of threads that share a multiprocessor, if each makes tables of its own: no more are launched than run at
     # once on 132 of them. 0: as many as there are rows for
     resident: int = 0
@@ -210,6 +207,11 @@ class DecodeSpec(NamedTuple):
     def blocked(self) -> bool:
         """Whether a role has blocks of several tokens."""
         return max(self.key.block, self.value.block) > 1
+
+    @property
+    def least_tile(self) -> int:
+        """Least tokens of a tile, which a warp unpacks: 16, or 32 with blocks of tokens."""
+        return 32 if self.blocked else 16
 
     def heads(self, group: int) -> int:
         """Query heads of a CTA, 4 or 8, the columns of its products, where ``group`` heads share a KV head.

@@ -17,8 +17,8 @@ _NUMBERS = {
 }
 
 
-def fields(path: Path, struct: str, **named: Any) -> list[tuple[str, Any]]:
-    """Return ``_fields_`` of a C++ struct: the declarations that begin two spaces deep, one on a line.
+def structure(path: Path, struct: str, **named: Any) -> Any:
+    """Return the ctypes structure of a C++ struct, of its declarations that begin two spaces deep, one on a line.
 
     ``named``: ctypes structures of the structs within, and sizes of arrays, by their names in C++. Raises ValueError if
     the file has no such struct.
@@ -34,12 +34,12 @@ def fields(path: Path, struct: str, **named: Any) -> list[tuple[str, Any]]:
             pointer, word, length = re.findall(r"(\*?) *(\w+)(?:\[(\w+)\])?", name)[0]
             one = ctypes.c_void_p if pointer else named.get(kind) or _NUMBERS[kind]
             found.append((word, one * int(named.get(length, length)) if length else one))
-    return found
+    return type(struct, (ctypes.Structure,), {"_fields_": found})
 
 
-def structure(path: Path, struct: str, **named: Any) -> Any:
-    """Return the ctypes structure of a C++ struct, of the same name; arguments as of ``fields``."""
-    return type(struct, (ctypes.Structure,), {"_fields_": fields(path, struct, **named)})
+def address(x: Tensor | None) -> int | None:
+    """Return where a tensor begins; None, a null pointer: there is none."""
+    return None if x is None else x.data_ptr()
 
 
 def step_of(x: Tensor) -> int:

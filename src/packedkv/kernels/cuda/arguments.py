@@ -3,15 +3,16 @@
 Unset fields are zero. Assigning the fields that a call needs is faster than packing all of them.
 """
 
-import ctypes
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from packedkv.errors import ShapeError
 from packedkv.kernels.constants import Constants
 from packedkv.kernels.mean import KeyMean, RotatedMean
 from packedkv.kernels.spec import CSRC
-from packedkv.kernels.structs import fields, step_of, structure
+from packedkv.kernels.structs import address, step_of, structure
 
 
 def aligned_rows(x: Tensor, numbers: int) -> Tensor:
@@ -21,77 +22,62 @@ def aligned_rows(x: Tensor, numbers: int) -> Tensor:
     return x
 
 
-class RoleArgs(ctypes.Structure):
-    """``kv::Side``: tables and factors of keys or values."""
-
-    _fields_ = fields(CSRC / "args.cuh", "Side")
-
-    def fill(self, constants: Constants) -> None:
-        """Set all fields."""
-        tables, factor, self.block, matrix = constants
-        if matrix is not None:
-            self.matrix = matrix.data_ptr()
-        if tables is not None:
-            self.table, self.table_bytes, self.table_head = tables.data_ptr(), tables.shape[-1], step_of(tables)
-        if factor is not None:
-            self.factor, self.factor_batch = factor.data_ptr(), step_of(factor)
+def fill_factor(side: Any, constants: Constants) -> None:
+    """Set the factor and the matrix of a role."""
+    if (factor := constants.factor) is not None:
+        side.factor, side.factor_batch = factor.data_ptr(), step_of(factor)
+    side.matrix = address(constants.matrix)
 
 
-class MeanArgs(ctypes.Structure):
-    """``kv::KeyMean``: the mean before RoPE that keys are held without."""
+def fill_side(side: Any, constants: Constants) -> None:
+    """Set all fields of a ``kv::Side``."""
+    side.block = constants.order
+    if (tables := constants.tables) is not None:
+        side.table, side.table_bytes, side.table_head = tables.data_ptr(), tables.shape[-1], step_of(tables)
+    fill_factor(side, constants)
 
-    _fields_ = fields(CSRC / "args.cuh", "KeyMean")
 
-    def fill(self, key_mean: KeyMean | None, placed: Tensor | None = None) -> None:
-        """Set the fields of a mean, if there is one, and of the positions of slot 0."""
-        if key_mean is None:
-            return
+def fill_mean(args: Any, key_mean: KeyMean | None, placed: Tensor | None = None) -> None:
+    """Set the fields of a ``kv::KeyMean``, if there is one: the mean, and the positions of slot 0."""
+    if key_mean is not None:
         mean, table, _ = key_mean
-        self.mean, self.table = mean.data_ptr(), table.data_ptr()
-        self.batch, self.table_head = step_of(mean), step_of(table)
-        if placed is not None:
-            self.placed = placed.data_ptr()
+        args.mean, args.table, args.placed = mean.data_ptr(), table.data_ptr(), address(placed)
+        args.batch, args.table_head = step_of(mean), step_of(table)
 
 
-DecodeArgs = structure(CSRC / "args.cuh", "DecodeArgs", Side=RoleArgs, KeyMean=MeanArgs)
+def fill_encoder(side: Any, constants: Constants, plane: int) -> None:
+    """Set the constants of an encoder in a ``kv::EncodeSide``, and the byte at which the role's planes begin."""
+    side.plane = plane
+    if (tables := constants.tables) is not None:
+        side.tables, side.table_head = tables.data_ptr(), step_of(tables)
+    fill_factor(side, constants)
 
 
-class EncodeRoleArgs(ctypes.Structure):
-    """``kv::EncodeSide``: where new keys or values come from, and where their planes begin."""
-
-    _fields_ = fields(CSRC / "encode_args.cuh", "EncodeSide")
-
-    def fill(self, x: Tensor, constants: Constants, first: Tensor, plane: int) -> None:
-        """Set the fields for new tokens ``[B, H, N, D]`` and the constants of their encoder."""
-        self.x, self.first, self.tokens = x.data_ptr(), first.data_ptr(), x.shape[2]
-        self.batch, self.head, self.token, _ = x.stride()
-        self.constants(constants, plane)
-
-    def constants(self, constants: Constants, plane: int) -> None:
-        """Set the constants of the encoder, and the byte at which the role's planes begin."""
-        tables, factor, _, matrix = constants
-        self.plane = plane
-        if matrix is not None:
-            self.matrix = matrix.data_ptr()
-        if tables is not None:
-            self.tables, self.table_head = tables.data_ptr(), step_of(tables)
-        if factor is not None:
-            self.factor, self.factor_batch = factor.data_ptr(), step_of(factor)
+def fill_rotated_mean(args: Any, less: RotatedMean) -> None:
+    """Set all fields of a ``kv::EncodeMean``: what is subtracted from keys before they are encoded."""
+    mean, cosines, sines, args.interleaved = less
+    args.mean, args.cosines, args.sines = mean.data_ptr(), cosines.data_ptr(), sines.data_ptr()
+    args.batch, args.turn_batch, args.turn_token = step_of(mean), step_of(cosines), cosines.stride(1)
+    args.turning = 2 * cosines.shape[2]
 
 
-class EncodeMeanArgs(ctypes.Structure):
-    """``kv::EncodeMean``: what is subtracted from keys before they are encoded."""
+def check_pages(name: str, pages: Tensor, least: int, **numbers: Tensor) -> None:
+    """Raise ShapeError unless pages have ``least`` bytes, and ``numbers`` are contiguous int32."""
+    paged = pages.dim() == 3 and pages.is_contiguous()
+    if pages.dtype != torch.uint8 or not paged or pages.shape[2] < least or pages.shape[2] % 16:
+        raise ShapeError(
+            f"{name}: pages are {pages.dtype} {list(pages.shape)}; a contiguous uint8 [num_pages, H, {least}] or "
+            f"longer is needed."
+        )
+    for what, x in numbers.items():
+        if x.dtype != torch.int32 or x.stride(-1) != 1:
+            raise ShapeError(f"{name}: {what} is {x.dtype}; contiguous int32 is needed.")
 
-    _fields_ = fields(CSRC / "encode_args.cuh", "EncodeMean")
 
-    def fill(self, turned: RotatedMean) -> None:
-        """Set all fields."""
-        mean, cosines, sines, self.interleaved = turned
-        self.mean, self.cosines, self.sines = mean.data_ptr(), cosines.data_ptr(), sines.data_ptr()
-        self.batch, self.turn_batch, self.turn_token = step_of(mean), step_of(cosines), cosines.stride(1)
-        self.turning = 2 * cosines.shape[2]
-
-
+MeanArgs = structure(CSRC / "args.cuh", "KeyMean")
+DecodeArgs = structure(CSRC / "args.cuh", "DecodeArgs", Side=structure(CSRC / "args.cuh", "Side"), KeyMean=MeanArgs)
+EncodeRoleArgs = structure(CSRC / "encode_args.cuh", "EncodeSide")
+EncodeMeanArgs = structure(CSRC / "encode_args.cuh", "EncodeMean")
 EncodeArgs = structure(CSRC / "encode_args.cuh", "EncodeArgs", EncodeSide=EncodeRoleArgs, EncodeMean=EncodeMeanArgs)
 UnpackArgs = structure(CSRC / "unpack.cuh", "UnpackArgs", KeyMean=MeanArgs)
 FitNormArgs = structure(CSRC / "fit_innerq.cuh", "FitNormArgs")

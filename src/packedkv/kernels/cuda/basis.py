@@ -13,7 +13,7 @@ from torch import Tensor
 from packedkv.kernels.constants import NO_CONSTANTS, Constants
 from packedkv.kernels.cuda.arguments import MOST_PARTS, BasisArgs
 from packedkv.kernels.cuda.build import Kernel, Program, load
-from packedkv.kernels.structs import KINDS, step_of
+from packedkv.kernels.structs import KINDS, address, step_of
 
 MULTIPLY, DIVIDE, MULTIPLY_AFTER, COPY = range(4)
 """What the factor of a role's constants does: before the rotation, or after it. COPY: there is neither."""
@@ -114,24 +114,15 @@ def change_basis(parts: Sequence[Part]) -> None:
         if (factor := side.factor) is not None:
             rows.factor, rows.group = factor.data_ptr(), heads // factor.shape[1]
             rows.factor_batch = step_of(factor)
-        if source is not None:
-            rows.source = source.data_ptr()
-        if target is not None:
-            rows.target = target.data_ptr()
+        rows.source, rows.target = address(source), address(target)
         if joined is not None:
-            _join(rows, joined)
+            rows.lse, rows.lse_head = joined.lse.data_ptr(), joined.lse.stride(0)
+            rows.other, rows.other_lse = address(joined.other), address(joined.other_lse)
+            rows.sinks = address(joined.sinks)
         rows.wide = _wide(rows, x, out)
         most = max(most, heads * tokens)
     blocks = min(-(-most // (WARPS * rows_of_warp(dim))), MOST_BLOCKS)
     _kernel(dim, x.device).launch((blocks, batch, len(parts)), WARPS * 32, 0, args)
-
-
-def _join(rows: Any, joined: Joined) -> None:
-    rows.lse, rows.lse_head = joined.lse.data_ptr(), joined.lse.stride(0)
-    if joined.other is not None and joined.other_lse is not None:
-        rows.other, rows.other_lse = joined.other.data_ptr(), joined.other_lse.data_ptr()
-    if joined.sinks is not None:
-        rows.sinks = joined.sinks.data_ptr()
 
 
 def queries_to_change(q: Tensor, key: Constants) -> tuple[Tensor, list[Part]]:

@@ -15,12 +15,12 @@ from torch import Tensor
 from packedkv.attention import Seen
 from packedkv.errors import ShapeError, UnsupportedError
 from packedkv.kernels.constants import Constants, constants_of, tensors_of
-from packedkv.kernels.cuda.arguments import DecodeArgs, aligned_rows
+from packedkv.kernels.cuda.arguments import DecodeArgs, aligned_rows, check_pages, fill_mean, fill_side
 from packedkv.kernels.cuda.build import Kernel, Program, load
 from packedkv.kernels.cuda.launch import Config, asked_bytes, config_for, machine, shared_bytes, shares_tables
 from packedkv.kernels.mean import KeyMean, checked
 from packedkv.kernels.spec import DecodeSpec, align, definitions, includes, spec_of
-from packedkv.kernels.structs import KINDS
+from packedkv.kernels.structs import KINDS, address
 from packedkv.kernels.tokens import Rules, StepTokens
 
 LOG2E = 1.4426950408889634
@@ -140,10 +140,7 @@ def _attend(
         args.dense_k, args.dense_v = dense_k.data_ptr(), dense_v.data_ptr()
         args.dense_k_batch, args.dense_k_head, args.dense_k_token, _ = dense_k.stride()
         args.dense_v_batch, args.dense_v_head, args.dense_v_token, _ = dense_v.stride()
-        if tokens.dense_lens is not None:
-            args.dense_lens = tokens.dense_lens.data_ptr()
-        if tokens.dense_start is not None:
-            args.dense_start = tokens.dense_start.data_ptr()
+        args.dense_lens, args.dense_start = address(tokens.dense_lens), address(tokens.dense_start)
         if tokens.dense_at is not None:
             args.dense_at, args.dense_step = tokens.dense_at.data_ptr(), tokens.dense_at.stride(0)
     else:
@@ -179,13 +176,10 @@ def _attend(
         grid = slots, num_kv_heads * tiles, batch
     args.q, args.pages, args.page_table = q.data_ptr(), pages.data_ptr(), table.data_ptr()
     args.seq_lens, args.out, args.lse = tokens.seq_lens.data_ptr(), o.data_ptr(), lse.data_ptr()
-    if tokens.start is not None:
-        args.start = tokens.start.data_ptr()
-    if sinks is not None:
-        args.sinks = sinks.data_ptr()
-    args.key.fill(key)
-    args.value.fill(value)
-    args.mean.fill(mean, tokens.placed)
+    args.start, args.sinks = address(tokens.start), address(sinks)
+    fill_side(args.key, key)
+    fill_side(args.value, value)
+    fill_mean(args.mean, mean, tokens.placed)
     args.q_batch, args.q_head, _, _ = q.stride()
     args.table_row, args.page_bytes = table.stride(0), pages.shape[2]
     args.out_batch, args.out_head = num_q_heads * dim, dim
@@ -194,8 +188,7 @@ def _attend(
     args.dense_kind, args.heads, args.group, args.tiles = dense_kind, num_kv_heads, group, tiles
     args.splits, args.slots = splits, slots
     args.capacity = min(capacity, tokens.longest) if tokens.longest else capacity
-    if tokens.starts is not None:
-        args.starts, args.each = tokens.starts.data_ptr(), each
+    args.starts, args.each = address(tokens.starts), each
     args.scale2, args.softcap = rules.scale * LOG2E, softcap
     # one CTA fills a multiprocessor: the next launch may wait there while the kernel ahead ends elsewhere
     threads = plan.config.teams * plan.config.warps * 32
@@ -283,21 +276,13 @@ def _check(q: Tensor, tokens: StepTokens, rules: Rules, text: str, key: Constant
         )
     spec = spec_of(text, DecodeSpec)
     num_q_heads, dim = q.shape[1], q.shape[3]
-    least, paged = spec.tile_bytes(spec.page_tokens), pages.dim() == 3 and pages.is_contiguous()
-    if pages.dtype != torch.uint8 or not paged or pages.shape[2] < least or pages.shape[2] % 16:
-        raise ShapeError(
-            f"{name}: pages are {pages.dtype} {list(pages.shape)}; a contiguous uint8 [num_pages, H, {least}] or "
-            f"longer is needed."
-        )
+    check_pages(name, pages, spec.tile_bytes(spec.page_tokens), table=table, seq_lens=seq_lens)
     heads = pages.shape[1]
     if dim != spec.head_dim or num_q_heads % heads:
         raise ShapeError(
             f"{name}: q {list(q.shape)} does not fit head_dim={spec.head_dim} and {heads} KV heads, which must divide "
             f"the query heads."
         )
-    for what, x in (("table", table), ("seq_lens", seq_lens)):
-        if x.dtype != torch.int32 or x.stride(-1) != 1:
-            raise ShapeError(f"{name}: {what} is {x.dtype}; contiguous int32 is needed.")
     batch = q.shape[0] if tokens.starts is None else table.shape[0]
     if not table.shape[0] == seq_lens.shape[0] == batch or batch > MOST_SEQUENCES:
         raise ShapeError(

@@ -10,13 +10,13 @@ from torch import Tensor
 from packedkv.codec import ROLES, Role
 from packedkv.errors import ShapeError, UnsupportedError
 from packedkv.kernels.constants import Constants, constants_of, tensors_of
-from packedkv.kernels.cuda.arguments import EncodeArgs, aligned_rows
+from packedkv.kernels.cuda.arguments import EncodeArgs, aligned_rows, check_pages, fill_encoder, fill_rotated_mean
 from packedkv.kernels.cuda.build import Kernel, Program, load
 from packedkv.kernels.cuda.decode import MOST_SEQUENCES
 from packedkv.kernels.cuda.launch import H200
 from packedkv.kernels.mean import RotatedMean
 from packedkv.kernels.spec import Encoder, EncodeSpec, spec_of, text_of
-from packedkv.kernels.structs import KINDS
+from packedkv.kernels.structs import KINDS, address
 from packedkv.kernels.tokens import NewTokens
 from packedkv.store.pages import rows_bytes
 
@@ -130,7 +130,7 @@ def _launches(
 def _common(spec: EncodeSpec, pages: Tensor, bad: Tensor | None, kept: int) -> Any:
     """Arguments that do not depend on the tokens."""
     args = EncodeArgs()
-    args.pages, args.bad = pages.data_ptr(), None if bad is None else bad.data_ptr()
+    args.pages, args.bad = pages.data_ptr(), address(bad)
     args.page_bytes, args.page_tokens, args.heads = pages.shape[2], spec.page_tokens, pages.shape[1]
     args.kept, args.key.rows = kept, spec.page_bytes
     args.value.rows = spec.page_bytes + rows_bytes(kept, spec.head_dim) // 2
@@ -146,12 +146,13 @@ def _encode(new: NewTokens, pages: Tensor, table: Tensor, text: str, key: Consta
     args = _common(spec, pages, new.bad, new.kept)
     args.page_table, args.table_row, args.kind = table.data_ptr(), table.stride(0), KINDS[some.dtype]
     args.capacity = table.shape[1] * spec.page_tokens
-    if "key" in x:
-        args.key.fill(x["key"], key, new.first, spec.key_plane)
-        if new.less is not None:
-            args.mean.fill(new.less)
-    if "value" in x:
-        args.value.fill(x["value"], value, new.first, spec.value_plane)
+    if "key" in x and new.less is not None:
+        fill_rotated_mean(args.mean, new.less)
+    for role, part in x.items():
+        side, own, plane = (args.key, key, spec.key_plane) if role == "key" else (args.value, value, spec.value_plane)
+        side.x, side.first, side.tokens = part.data_ptr(), new.first.data_ptr(), part.shape[2]
+        side.batch, side.head, side.token, _ = part.stride()
+        fill_encoder(side, own, plane)
     for launch in _launches(text, tuple(x), new.kept > 0, some.device):
         launch.run(args, some.shape[0], some.shape[1], [x[role].shape[2] for role in launch.roles])
 
@@ -167,8 +168,8 @@ class SlotWriter:
         known = spec_of(spec, EncodeSpec)
         args = _common(known, pages, bad, kept)
         self.args, self.key, self.value, self.mean = args, args.key, args.value, args.mean
-        self.key.constants(key, known.key_plane)
-        self.value.constants(value, known.value_plane)
+        fill_encoder(self.key, key, known.key_plane)
+        fill_encoder(self.value, value, known.value_plane)
         self.many, self.few = (
             _launches(text_of(one), ROLES, kept > 0, pages.device, True) for one in (known, known.small_batch)
         )
@@ -200,7 +201,7 @@ class SlotWriter:
             side.x, side.tokens, side.token, side.head = x.data_ptr(), x.shape[0], token, head
         args.slots, args.kind = slots.data_ptr(), KINDS[keys.dtype]
         if less is not None:
-            self.mean.fill(less)
+            fill_rotated_mean(self.mean, less)
         for launch in self.few if keys.shape[0] <= self.few_tokens else self.many:
             launch.run(args, 1, keys.shape[1], [keys.shape[0]] * len(launch.roles))
 
@@ -254,15 +255,8 @@ def encode_to_pages(
 def _check(new: NewTokens, pages: Tensor, table: Tensor, spec: str) -> None:
     name = "encode_to_pages"
     known, x = spec_of(spec, EncodeSpec), new.x
-    least, paged = known.page_bytes + rows_bytes(new.kept, known.head_dim), pages.dim() == 3 and pages.is_contiguous()
-    if pages.dtype != torch.uint8 or not paged or pages.shape[2] < least or pages.shape[2] % 16:
-        raise ShapeError(
-            f"{name}: pages are {pages.dtype} {list(pages.shape)}; a contiguous uint8 [num_pages, H, {least}] or "
-            f"longer is needed."
-        )
-    for what, t in (("table", table), ("first", new.first)):
-        if t.dtype != torch.int32 or t.stride(-1) != 1:
-            raise ShapeError(f"{name}: {what} is {t.dtype}; contiguous int32 is needed.")
+    least = known.page_bytes + rows_bytes(new.kept, known.head_dim)
+    check_pages(name, pages, least, table=table, first=new.first)
     for role, part in x.items():
         if (encoder := known.encoder(role)) is None:
             raise UnsupportedError(f"{name}: no kernel encodes these {role}s; encode them with the codec.")
@@ -300,15 +294,8 @@ def _check_turned(name: str, spec: EncodeSpec, less: RotatedMean | None, keys: T
             f"{name}: mean is {mean.dtype} {list(mean.shape)}; float32 [1 or {batch}, {heads}, {dim}] is needed."
         )
     for what, x in (("cosines", cosines), ("sines", sines)):
-        if (
-            x.dtype != torch.float32
-            or x.shape != cosines.shape
-            or x.stride() != cosines.stride()
-            or x.dim() != 3
-            or x.shape[0] not in (1, batch)
-            or x.shape[1] != tokens
-            or 2 * x.shape[2] > dim
-        ):
+        alike = (x.dtype, x.shape, x.stride()) == (torch.float32, cosines.shape, cosines.stride())
+        if not alike or x.dim() != 3 or x.shape[0] not in (1, batch) or x.shape[1] != tokens or 2 * x.shape[2] > dim:
             raise ShapeError(
                 f"{name}: {what} are {x.dtype} {list(x.shape)}; float32 [1 or {batch}, {tokens}, R / 2] is needed, R "
                 f"at most {dim}, cosines and sines alike."

@@ -54,11 +54,6 @@ class Fitter(NamedTuple):
     fit: Callable[[Mapping[Role, Codec], int, Mapping[Role, FirstTokens], FitBuffers], dict[Role, Fitted]]
     program: Callable[[Mapping[Role, Codec], int], Program]
 
-    @property
-    def name(self) -> str:
-        """Of the codecs."""
-        return ", ".join(f"{codec} of {role}s" for role, codec in self.codecs.items())
-
 
 def fitters(key: Codec, value: Codec) -> list[Fitter]:
     """Return what fits the constants of keys and values; PyTorch fits those of roles that are missing there."""

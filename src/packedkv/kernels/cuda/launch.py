@@ -102,18 +102,15 @@ def shared_bytes(spec: DecodeSpec, config: Config, dense: bool = False, heads: i
 
 def candidates(spec: DecodeSpec, stages: int = 2, shrink: int = 0, overlap: int = 0) -> list[Config]:
     """Return launch constants worth trying, without regard to the machine."""
-    least = 32 if spec.blocked else 16
-    tiles = [t for t in (64, 32, 16) if spec.page_tokens % t == 0 and t >= least]
     # warps, resident CTAs; wide heads take all registers of eight warps
     usual = [(4, 2), (6, 2), (8, 1), (11, 1), (12, 1), (16, 1), (4, 1), (2, 1)]
     shapes = usual if spec.head_dim <= 256 else [(4, 2), (8, 1), (6, 1), (4, 1), (2, 1)]
     shapes += [(7, 1), (5, 1)] if overlap else []
-    return [Config(tile, n, stages, resident, 1, 1, shrink, overlap) for tile in tiles for n, resident in shapes]
+    return [Config(tile, n, stages, resident, 1, 1, shrink, overlap) for tile in _tiles(spec) for n, resident in shapes]
 
 
-def _pairs_of_teams(spec: DecodeSpec, shrink: int, overlap: int) -> list[Config]:
-    """As ``candidates``: two teams that share look-up tables, which would leave no room for two CTAs."""
-    return [Config(tile, 4, 2, 1, 1, 2, shrink, overlap) for tile in (64, 32, 16) if spec.page_tokens % tile == 0]
+def _tiles(spec: DecodeSpec) -> list[int]:
+    return [tile for tile in (64, 32, 16) if spec.page_tokens % tile == 0 and tile >= spec.least_tile]
 
 
 def _fits(spec: DecodeSpec, config: Config, machine: Machine, dense: bool = False, heads: int = 8) -> bool:
@@ -177,7 +174,9 @@ def _config(
     else:
         fitting = [c for c in fitting if c.tile <= longest] or fitting
         if spec.key.by_head and not dense and stages > 1 and (overlap or machine.shared_block >= H200.shared_block):
-            fitting += [c for c in _pairs_of_teams(spec, shrink, overlap) if _fits(spec, c, machine, heads=heads)]
+            # two teams that share look-up tables, which would leave no room for two CTAs
+            pairs = [Config(tile, 4, 2, 1, 1, 2, shrink, overlap) for tile in _tiles(spec)]
+            fitting += [c for c in pairs if _fits(spec, c, machine, heads=heads)]
 
         def order(c: Config) -> tuple[int, ...]:
             ends = c.resident * c.teams  # that overlap
@@ -215,8 +214,8 @@ def _teams(spec: DecodeSpec, units: int, capacity: int, machine: Machine, heads:
     if capacity > TEAM_TOKENS or units < 3 * machine.sms or not min(spec.key.team_warps, spec.value.team_warps):
         return None
     best, most, least_warps = None, 0.0, _least_warps(spec, machine)
-    longest, least = min(spec.key.tile, spec.value.tile), 32 if spec.blocked else 16
-    for tile in (t for t in (64, 32, 16) if spec.page_tokens % t == 0 and least <= t <= longest):
+    longest = min(spec.key.tile, spec.value.tile)
+    for tile in (t for t in _tiles(spec) if t <= longest):
         for warps, teams in ((w, n) for w in (1, 2, 3, 4) for n in range(2, 9)):
             config = Config(tile, warps, 2, 1, 1, teams, table_shrink=shrink)
             if not least_warps <= warps * teams <= spec.key.team_warps or not _fits(spec, config, machine, heads=heads):

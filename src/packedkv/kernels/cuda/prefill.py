@@ -27,14 +27,14 @@ from packedkv.attention import Partial, Seen, merge, with_sinks
 from packedkv.codec import ROLES, saturated
 from packedkv.errors import ShapeError, UnsupportedError
 from packedkv.kernels.constants import Constants
-from packedkv.kernels.cuda.arguments import UnpackArgs
+from packedkv.kernels.cuda.arguments import UnpackArgs, fill_mean
 from packedkv.kernels.cuda.basis import DIVIDE, MULTIPLY, Joined, Part, change_basis, out_of_codes, queries_to_change
 from packedkv.kernels.cuda.build import Kernel, Program, load
 from packedkv.kernels.cuda.launch import Machine, machine
 from packedkv.kernels.flash import REFERENCE_ROWS, SCORE_BYTES, Flash, Ragged, by_flash, ragged_attention, score
 from packedkv.kernels.mean import KeyMean, checked
 from packedkv.kernels.spec import DecodeSpec, align, definitions, includes, spec_of
-from packedkv.kernels.structs import step_of
+from packedkv.kernels.structs import address, step_of
 from packedkv.kernels.tokens import ChunkTokens, Rules
 
 STAGING_BYTES = 1 << 30
@@ -44,16 +44,11 @@ QUERY_BYTES = 1 << 28
 WARPS = 4
 
 
-def tile_tokens(spec: DecodeSpec) -> int:
-    """Tokens that a warp unpacks: 16, or 32 where a codec has blocks of tokens."""
-    return 32 if spec.blocked else 16
-
-
 def shared_bytes(spec: DecodeSpec, warps: int = WARPS, table_shrink: int = 0) -> int:
     """Bytes of dynamic shared memory of the kernel; the program asserts that its own number is this one."""
     spec = spec.halved(table_shrink)
     tables = align(sum(align(n) for x in (spec.key, spec.value) for n in (x.shared, x.by_head)), 128)
-    need = tables + warps * (align(spec.tile_bytes(tile_tokens(spec)), 128) + 32 * (spec.head_dim + 8))
+    need = tables + warps * (align(spec.tile_bytes(spec.least_tile), 128) + 32 * (spec.head_dim + 8))
     return max(need, spec.key.min_shared, spec.value.min_shared)
 
 
@@ -80,7 +75,7 @@ def program(spec: DecodeSpec, warps: int = WARPS, table_shrink: int = 0) -> Prog
             '#include "unpack.cuh"',
             *includes(spec.key, spec.value),
             f"using Unpack = kv::Unpacker<{spec.key.type}, {spec.value.type}, {spec.head_dim}, {spec.page_tokens}, "
-            f"{tile_tokens(spec)}, {warps}{f', {spec.pairs}' if spec.pairs else ''}>;",
+            f"{spec.least_tile}, {warps}{f', {spec.pairs}' if spec.pairs else ''}>;",
             f"static_assert(Unpack::SHARED == {shared_bytes(spec, warps, table_shrink)}, "
             '"shared memory as the host counts it (Reader.shared is TABLE?)");',
             f"KV_KERNEL void KV_BOUNDS({warps * 32}, 1) kv_unpack(KV_GRID_CONSTANT kv::UnpackArgs a) "
@@ -106,7 +101,7 @@ def plan_of(text: str, device: torch.device) -> Plan:
     spec = spec_of(text, DecodeSpec)
     config = config_for(spec, machine(device))
     kernel = load(program(spec, *config), ("kv_unpack",), device, f"unpacking {spec.name}")[0]
-    return Plan(spec, kernel, tile_tokens(spec), config[0], shared_bytes(spec, *config))
+    return Plan(spec, kernel, spec.least_tile, config[0], shared_bytes(spec, *config))
 
 
 class Packed(NamedTuple):
@@ -125,7 +120,7 @@ def unpack(packed: Packed, first: int, count: int, dtype: torch.dtype = torch.fl
     """Unpack tokens ``[first, first + count)`` of every sequence to fp16 or bf16, in the basis of the codes.
 
     Returns keys and values ``[B, H, count, D]``, the heads of a token side by side. Raises ShapeError if ``first`` is
-    no multiple of ``tile_tokens``, or the tokens exceed the table.
+    no multiple of ``DecodeSpec.least_tile``, or the tokens exceed the table.
     """
     batch, heads, dim = packed.table.shape[0], packed.pages.shape[1], spec_of(packed.spec, DecodeSpec).head_dim
     k, v = _room(batch, count, heads, dim, packed.pages.device, dtype)
@@ -162,10 +157,9 @@ def filled_args(packed: Packed, plan: Plan) -> Any:
         if side.tables is not None:
             setattr(args, f"{role}_table", side.tables.data_ptr())
             setattr(args, f"{role}_table_head", step_of(side.tables))
-        if side.matrix is not None:
-            setattr(args, f"{role}_matrix", side.matrix[-1].data_ptr())
+        setattr(args, f"{role}_matrix", None if side.matrix is None else side.matrix[-1].data_ptr())
     if (mean := packed.mean) is not None:
-        args.mean.fill(mean, packed.placed)
+        fill_mean(args.mean, mean, packed.placed)
         args.block = packed.key.order
         if (factor := packed.key.factor) is not None:
             args.factor, args.factor_batch = factor.data_ptr(), step_of(factor)
@@ -201,7 +195,7 @@ def staged(
     spec = spec_of(packed.spec, DecodeSpec)
     batch, heads, dim = packed.table.shape[0], packed.pages.shape[1], spec.head_dim
     first, last = (tokens.first + min(max(at - before, 0), count) for at in (low, high))
-    skip = first % tile_tokens(spec) if first < last else 0  # kernels begin at a tile boundary
+    skip = first % spec.least_tile if first < last else 0  # kernels begin at a tile boundary
     k, v = _room(batch, skip + high - low, heads, dim, packed.pages.device)
     if first < last:  # first, because skipped tokens are written to rows that the sink overwrites
         _unpack_into(packed, first - skip, last - first + skip, k, v, max(before - low, 0))
@@ -452,7 +446,7 @@ class ChunkReader:
         for role, side in (("k", packed.key), ("v", packed.value)):  # back to the model's basis
             if side.order != 1 or side.factor is not None:
                 setattr(self.args, f"{role}_order", side.order)
-                setattr(self.args, f"{role}_factor", None if side.factor is None else side.factor.data_ptr())
+                setattr(self.args, f"{role}_factor", address(side.factor))
 
     def attend(self, q: Tensor, chunks: Chunks, rules: Rules, out: Tensor) -> None:
         """Causal attention of queries ``q [n, HQ, D]``, model basis, over their requests' tokens, written to ``out``.

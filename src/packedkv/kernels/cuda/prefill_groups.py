@@ -82,45 +82,39 @@ class GroupChunks(NamedTuple):
         ``halves`` of a slot in turns.
         """
         row, first, *_ = requests[0]
-        numbers = _host_numbers(requests, unit, Sight(window, page_tokens), halves)
-        parts = [np.ascontiguousarray(x, dtype=np.int32).ravel() for x in numbers.arrays.values()]
+        sight = Sight(window, page_tokens)
+        arrays, straight, most, most_queries, most_keys, columns = _host_numbers(requests, unit, sight, halves)
+        parts = [np.ascontiguousarray(x, dtype=np.int32).ravel() for x in arrays.values()]
         flat = torch.from_numpy(np.concatenate(parts))
         if table.is_cuda:
             flat = flat.pin_memory().to(table.device, non_blocking=True)
-        held = dict(zip(numbers.arrays, flat.split([len(x) for x in parts]), strict=True))
+        held = dict(zip(arrays, flat.split([len(x) for x in parts]), strict=True))
         table = table[row : row + len(requests)]
-        if numbers.columns:
-            table = shifted(table, held["skipped"], numbers.columns)
+        if columns:
+            table = shifted(table, held["skipped"], columns)
         pages = table[held["row"], held["column"]].long()
         slots = torch.where(held["place"] < 0, -1, pages * page_tokens + held["place"])
         rows = slot[row : row + len(requests)].int() * (halves * unit)
         old = rows.index_select(0, held["old_row"]) + held["old_place"]
         kept_to = rows.index_select(0, held["kept_row"]) + held["kept_place"]
-        keys, group_keys = (int(numbers.arrays[name][-1]) for name in ("keys", "group_keys"))
+        keys, group_keys = (int(arrays[name][-1]) for name in ("keys", "group_keys"))
         return cls(
-            first, requests[-1][2], table, numbers.straight, slots, held["beside"], held["placed"], old, held["old_to"],
+            first, requests[-1][2], table, straight, slots, held["beside"], held["placed"], old, held["old_to"],
             held["kept"], kept_to,
-            Ragged(held["queries"], held["keys"], numbers.most_queries, numbers.most_keys, max(0, window - unit)),
+            Ragged(held["queries"], held["keys"], most_queries, most_keys, max(0, window - unit)),
             Ragged(held["group_queries"], held["group_keys"], unit, 2 * unit, min(unit, window or unit)),
-            held["near"], numbers.most, keys, group_keys, unit, room,
+            held["near"], most, keys, group_keys, unit, room,
         )  # fmt: skip
-
-
-class _Numbers(NamedTuple):
-    arrays: dict[str, Any]
-    straight: bool
-    most: int
-    most_queries: int
-    most_keys: int
-    columns: int
 
 
 def _starts(counts: Any) -> Any:
     return np.concatenate([[0], np.cumsum(counts)])
 
 
-def _host_numbers(requests: Sequence[Chunk], unit: int, sight: Sight, halves: int) -> _Numbers:
-    """Numbers of ``GroupChunks`` that are known on the host; ``columns`` of the tables that are read, 0: all.
+def _host_numbers(
+    requests: Sequence[Chunk], unit: int, sight: Sight, halves: int
+) -> tuple[dict[str, Any], bool, int, int, int, int]:
+    """Numbers of ``GroupChunks`` that are known on the host, and the columns of the tables that are read, 0: all.
 
     Slots are counted from the first page that is read. It holds the group before the first own one unless the first
     query does not see it; then none is read.
@@ -185,7 +179,7 @@ def _host_numbers(requests: Sequence[Chunk], unit: int, sight: Sight, halves: in
     offset = key_starts[first_group] - unit * (begin == 0) - 2 * (begin - unit)
     numbers["near"] = np.stack([np.maximum(begin - unit, 0), packed, offset], 1)
     columns = -(-int(length.max()) // page_tokens) if origin.any() else 0
-    return _Numbers(numbers, bool(straight), int(packed.max()), int(new.max()), int(distant.max()), columns)
+    return numbers, bool(straight), int(packed.max()), int(new.max()), int(distant.max()), columns
 
 
 class GroupChunkReader(ChunkReader):

@@ -98,7 +98,8 @@ def of_codecs(
         for roles, program in encode.programs(one, kept=kept, slots=slots).items():
             yield LabelledProgram(program, f"{one.name}: {' and '.join(f'{role}s' for role in roles)}")
     for fitter in fitters(key, value):
-        yield LabelledProgram(fitter.program(fitter.codecs, head_dim), f"fitting {fitter.name}")
+        fitted = ", ".join(f"{codec} of {role}s" for role, codec in fitter.codecs.items())
+        yield LabelledProgram(fitter.program(fitter.codecs, head_dim), f"fitting {fitted}")
     yield LabelledProgram(prefill.program(spec, *prefill.config_for(spec, machine)), f"unpacking {spec.name}")
     yield LabelledProgram(basis.program(head_dim), f"rows of {head_dim} channels")
 
