@@ -27,15 +27,25 @@ def describe(spec: str, head_dim: int = 128) -> dict[str, Any]:
     every = scheme.layer_schemes
     pages = [layer.page_layout(head_dim) for layer in every]
     layers = [{"layer": i, "scheme": str(layer)} for i, layer in enumerate(scheme.layers)]
+    options: list[dict[str, Any]] = []
     if scheme.layers:
-        names = _names_of_mix(scheme)
+        places: dict[str, list[str]] = {}
+        for i, layer in enumerate(scheme.layers):
+            places.setdefault(str(layer), []).append(str(i))
+        method, source = "recipe", "a recipe file: key codec/value codec per layer"
+        summary = "; ".join(f"layers {', '.join(at)}: {own}" for own, at in places.items())
     else:
-        method = method_of(spec)
-        summary = (inspect.getdoc(method.recipe) or "").split("\n\n")[0].replace("\n", " ")
-        names = {"method": method.name, "source": method.source, "summary": summary}
+        found, values = method_of(spec), options_of(spec)
+        method, source = found.name, found.source
+        summary = (inspect.getdoc(found.recipe) or "").split("\n\n")[0].replace("\n", " ")
+        for o in found.options.values():
+            about = {"name": o.name, "type": o.type_name, "value": values[o.name], "default": o.default}
+            options.append({**about, "choices": list(o.choices), "doc": o.doc})
     return {
         "spec": str(scheme),
-        **names,
+        "method": method,
+        "source": source,
+        "summary": summary,
         "head_dim": head_dim,
         "key_bits": scheme.key_bits(head_dim),
         "value_bits": scheme.value_bits(head_dim),
@@ -49,7 +59,7 @@ def describe(spec: str, head_dim: int = 128) -> dict[str, Any]:
         "dense_value_layers": scheme.dense_value_layers,
         "page_tokens": max(page.page_tokens for page in pages),
         "page_bytes": max(page.page_bytes for page in pages),
-        "options": [] if scheme.layers else _options(spec),
+        "options": options,
         "layout": [
             {
                 "role": p.role,
@@ -66,29 +76,6 @@ def describe(spec: str, head_dim: int = 128) -> dict[str, Any]:
         "kernels": kernels_for(scheme, head_dim),
         **({"layers": layers} if layers else {}),
     }
-
-
-def _names_of_mix(mix: KVScheme) -> dict[str, str]:
-    kinds: dict[str, list[int]] = {}
-    for i, layer in enumerate(mix.layers):
-        kinds.setdefault(str(layer), []).append(i)
-    summary = "; ".join(f"layers {', '.join(map(str, at))}: {kind}" for kind, at in kinds.items())
-    return {"method": "recipe", "source": "a recipe file: key codec/value codec per layer", "summary": summary}
-
-
-def _options(spec: str) -> list[dict[str, Any]]:
-    values = options_of(spec)
-    return [
-        {
-            "name": o.name,
-            "type": o.type_name,
-            "value": values[o.name],
-            "default": o.default,
-            "choices": list(o.choices),
-            "doc": o.doc,
-        }
-        for o in method_of(spec).options.values()
-    ]
 
 
 def kernels_for(scheme: KVScheme, head_dim: int = 128) -> dict[str, str]:

@@ -94,12 +94,7 @@ class FrameCache:
     def phases(self) -> int:
         """Number of frames after which a full cache writes and reads the same memory again.
 
-        1 where a frame fills whole pages.
-
-        Raises
-        ------
-        ShapeError
-            No frame was appended yet, so there are no pages.
+        1 where a frame fills whole pages. Raises ShapeError before the first append, which makes the pages.
         """
         if self.cache.store is None:
             raise ShapeError("phases: the cache is empty; append a frame first, which makes its pages.")
@@ -204,10 +199,7 @@ class FrameCache:
     def replayed(self, n: int) -> None:
         """Count ``n`` frames that replayed CUDA graphs appended to a full cache.
 
-        Raises
-        ------
-        ShapeError
-            The cache is not full, or n is no multiple of ``phases``.
+        Raises ShapeError if the cache is not full, or n is no multiple of ``phases``.
         """
         if len(self) < self.frames or n < 0 or n % self.phases:
             raise ShapeError(

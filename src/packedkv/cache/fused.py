@@ -700,14 +700,9 @@ class FusedLayerCache(LayerCache):
     def check(self) -> None:
         """Raise the errors that decode steps have flagged (one synchronisation).
 
-        Raises
-        ------
-        ValueError
-            A token was NaN, Inf or above 65504 in magnitude; it was stored as a zero row.
-        ShapeError
-            A captured or compiled step went on when the static cache was full; its tokens were dropped.
-        UnsupportedError
-            Positions were not in order, and keys are encoded without their mean before RoPE.
+        Raises ValueError if a token was NaN, Inf or above 65504 in magnitude and was stored as a zero row; ShapeError
+        if a captured or compiled step dropped tokens because the static cache was full; UnsupportedError if positions
+        were not in order, and keys are encoded without their mean before RoPE.
         """
         if self.slots is not None and int(self.slots.broken):
             raise UnsupportedError(NOT_CONSECUTIVE)

@@ -215,10 +215,10 @@ def capture(
                     alive.append((layer, role, x))
 
     # the logits of a window are larger than all that is recorded
-    less = not backward and "logits_to_keep" in inspect.signature(model.forward).parameters
+    keeps = not backward and "logits_to_keep" in inspect.signature(model.forward).parameters
+    fewest = {"logits_to_keep": 1} if keeps else {}
 
     def run(window: Tensor) -> Any:
-        fewest = {"logits_to_keep": 1} if less else {}
         return model(input_ids=window.to(model.device)[None], use_cache=False, **fewest)
 
     def run_backward(number: int, window: Tensor) -> None:

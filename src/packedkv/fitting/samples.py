@@ -11,8 +11,6 @@ from packedkv.progress import Progress
 
 WINDOW_TOKENS = 1024
 """Of a window: some 4,000 tokens give the constants of ``ghost`` as a novel does."""
-
-
 WARM_UP_CALLS = 3
 """Calls before a capture: libraries allocate their workspaces during the first ones."""
 

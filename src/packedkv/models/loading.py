@@ -25,8 +25,6 @@ from packedkv.progress import Progress
 
 ModelDtype = Literal["float32", "float16", "bfloat16"]
 HUB_ID = re.compile(r"[\w][\w.-]*(/[\w.-]+)?")
-
-
 PACKAGED_TEXT = "wikitext2_test_head.txt"
 
 
