@@ -103,6 +103,11 @@ def by(names: str, **rows: Sequence[Any]) -> pytest.MarkDecorator:
     return pytest.mark.parametrize(f"served_by, {names}", made, indirect=["served_by"])
 
 
+def normal(*shape: int, seed: int = 0) -> torch.Tensor:
+    """Normal numbers, the same on every run."""
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
 @contextmanager
 def unsynchronised() -> Iterator[None]:
     """What waits for the GPU is an error."""

@@ -2,6 +2,7 @@
 
 import ctypes
 from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -21,11 +22,7 @@ extern "C" void run_{name}(const {args}* a, int x, int y, int z, int threads, in
 """
 
 
-ARGS = {
-    "kv_encode": "kv::EncodeArgs",
-    "kv_unpack": "kv::UnpackArgs",
-    "kv_basis": "kv::BasisArgs",
-}
+ARGS = {"kv_encode": "kv::EncodeArgs", "kv_unpack": "kv::UnpackArgs", "kv_basis": "kv::BasisArgs"}
 
 
 class Emulated:
@@ -46,18 +43,19 @@ def emulated(program: Program, names: tuple[str, ...], args: str) -> tuple[Emula
     return tuple(Emulated(library, name) for name in names)
 
 
-def forget() -> None:
-    """Programs loaded for another machine."""
-    for kept in (
-        attention._plan,
-        basis._kernel,
-        cuda_engine._kernels,
-        encode._launches,
-        ghost._fit_kernel,
-        innerq._fit_kernel,
-        prefill.plan_of,
-    ):
-        kept.cache_clear()
+@contextmanager
+def loaded_by(load: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Another function loads programs, on any device; what it loaded is forgotten."""
+    for module in (attention, basis, encode, ghost, innerq, prefill):
+        monkeypatch.setattr(module, "load", load)
+    monkeypatch.setattr(build, "refusal", lambda device: "")
+    plans = attention._plan, basis._kernel, cuda_engine._kernels, prefill.plan_of
+    kept = *plans, encode._launches, ghost._fit_kernel, innerq._fit_kernel
+    for one in kept:
+        one.cache_clear()
+    yield
+    for one in kept:
+        one.cache_clear()
 
 
 @pytest.fixture
@@ -73,12 +71,8 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, Any]]:
         made.update(zip(names, kernels, strict=True))
         return kernels
 
-    for module in (attention, basis, encode, ghost, innerq, prefill):
-        monkeypatch.setattr(module, "load", load)
-    monkeypatch.setattr(build, "refusal", lambda device: "")
-    forget()
-    yield made
-    forget()
+    with loaded_by(load, monkeypatch):
+        yield made
 
 
 @pytest.fixture

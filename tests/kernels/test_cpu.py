@@ -43,7 +43,7 @@ from packedkv.ops.lloyd_max import midpoints
 from packedkv.ops.rope import NOT_TURNED, Rotary
 from packedkv.scheme import KVScheme
 from packedkv.store.pages import PageStore
-from tests.kernels.conftest import ABLE, use
+from tests.kernels.conftest import ABLE, normal, use
 from tests.kernels.decode_cases import Klt, two_dims_in_turn
 
 CPU = torch.device("cpu")
@@ -65,10 +65,6 @@ DIMS = (64, 80, 96, 128, 256)
 
 
 pytestmark = pytest.mark.usefixtures("compiled")
-
-
-def draw(*shape: int, seed: int = 0) -> Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 
 def codecs(spec: str | Codec) -> list[tuple[Role, Codec]]:
@@ -94,7 +90,7 @@ def test_unpacks_what_the_codec_decodes(spec: str | Codec, monkeypatch: pytest.M
             except (UnsupportedError, ShapeError):
                 continue
             heads, tokens = 2, page.page_tokens
-            x, site = draw(1, heads, tokens, dim, seed=dim).half().float(), Site(0, role, heads, dim)
+            x, site = normal(1, heads, tokens, dim, seed=dim).half().float(), Site(0, role, heads, dim)
             x[:, :, 3] = 0
             params = codec.fit(site, Sample(x))
             store = PageStore(page, 1, heads, CPU, tokens)
@@ -158,14 +154,14 @@ def test_attention_is_as_exact_as_float32(spec: str, dim: int, monkeypatch: pyte
     except (UnsupportedError, ShapeError):
         pytest.skip("not at this head_dim")
     unit = page.page_tokens
-    k, v = draw(2, 2, heads, 5 * unit, dim)
+    k, v = normal(2, 2, heads, 5 * unit, dim)
     columns = 5
     store = PageStore(page, 2, heads, CPU, columns * unit)
     order = torch.randperm(10, generator=torch.Generator().manual_seed(3)).int().view(2, columns)
     store.table = order
     sides, decoded = written(store, read, (key, value), (k, v))
     for group, lengths in ((1, (unit, 3)), (3, (2 * unit + 1, 0)), (4, (unit - 1, 7)), (6, (5 * unit - 3, unit + 17))):
-        q = draw(2, heads * group, 1, dim, seed=group + 1)
+        q = normal(2, heads * group, 1, dim, seed=group + 1)
         pieces = [[Piece(n, 0, 0)] for n in lengths]
         results = []
         for variant in ABLE:
@@ -210,12 +206,12 @@ def test_means_of_350_are_as_exact_as_float32(spec: str, turn: Rotary, monkeypat
         (4, (unit - 1, unit + 9), (-40, 17), True),
         (6, (2 * unit, 70), (16_384, 5), False),
     ):
-        mean = 350 * draw(2 if group % 2 else 1, heads, dim, seed=group).sign()
+        mean = 350 * normal(2 if group % 2 else 1, heads, dim, seed=group).sign()
         if few:
             mean[..., torch.arange(dim) % 11 > 0] = 0
-        k, v = draw(2, 2, heads, 2 * unit, dim, seed=group)
+        k, v = normal(2, 2, heads, 2 * unit, dim, seed=group)
         n = 1 if few else 5
-        q = draw(2, heads * group, n, dim, seed=group + 1)
+        q = normal(2, heads * group, n, dim, seed=group + 1)
         store = PageStore(page, 2, heads, CPU, 2 * unit)
         sides, decoded = written(store, read, (key, value), (k, v))
         positions = torch.tensor(first)[:, None] + torch.arange(2 * unit)
@@ -259,7 +255,7 @@ def _sdpa(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 def filled(kind: Any, spec: str, batch: int = 2, heads: int = 2, tokens: int = 333, dim: int = 64) -> Any:
     cache = kind(packedkv.get(spec).for_layer(8, 24))
-    k, v = draw(2, batch, heads, tokens, dim)
+    k, v = normal(2, batch, heads, tokens, dim)
     for first, last in ((0, tokens - 7), (tokens - 7, tokens - 6), (tokens - 6, tokens)):
         cache.append(k[:, :, first:last], v[:, :, first:last])
     return cache
@@ -275,7 +271,7 @@ def test_caches_attend_as_the_reference(spec: str, kind: Any, variant: str) -> N
     cache = plain = filled(kind, spec)
     assert cache.unfused() == ""
     for n in (1, 5, 40):
-        q, sinks = draw(2, 6, n, 64, seed=n), draw(6, seed=n)
+        q, sinks = normal(2, 6, n, 64, seed=n), normal(6, seed=n)
         mask = torch.rand(2, 1, n, 333, generator=torch.Generator().manual_seed(n)) > 0.3
         close(cache.attend(q), attend(q, plain))
         close(cache.attend(q, sinks=sinks), attend(q, plain, sinks=sinks))
@@ -299,15 +295,15 @@ def close(found: Tensor, wanted: Tensor) -> None:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_16_bit_queries(dtype: torch.dtype, variant: str) -> None:
     cache = LayerCache(packedkv.get("int-4"))
-    k, v = draw(2, 1, 2, 100, 64).to(dtype)
+    k, v = normal(2, 1, 2, 100, 64).to(dtype)
     cache.append(k, v)
-    q = draw(1, 4, 1, 64).to(dtype)
+    q = normal(1, 4, 1, 64).to(dtype)
     close(cache.attend(q), attend(q, cache))
 
 
 def test_nan_stays_in_its_row(variant: str) -> None:
     cache = filled(LayerCache, "int-4")
-    q = draw(2, 4, 3, 64)
+    q = normal(2, 4, 3, 64)
     q[0, 1, 2, 5] = torch.nan
     found = cache.attend(q)
     assert found[0, 1, 2].isnan().all()
@@ -322,7 +318,7 @@ def test_a_bad_single_token_is_refused_at_once(spec: str, dtype: torch.dtype) ->
     bad = [torch.nan, torch.inf, -torch.inf, *([65505.0, -65519.0, 1e30] if dtype == torch.float32 else [])]
     most = {torch.bfloat16: 65280.0}.get(dtype, 65504.0)
     for before in (0, 10):
-        tokens = draw(2, 2, 2, before + 3, 64).to(dtype)
+        tokens = normal(2, 2, 2, before + 3, 64).to(dtype)
         tokens[0, 1, 0, -1, 7] = most  # held, not refused
         clean, other, reference = (make(packedkv.get(spec)) for make in (FusedLayerCache, FusedLayerCache, LayerCache))
         for cache in (clean, other):
@@ -343,7 +339,7 @@ def test_a_bad_single_token_is_refused_at_once(spec: str, dtype: torch.dtype) ->
                 cache.append(*good)
         other.check()
         assert all(torch.equal(a, b) for a, b in zip(other.decode(), clean.decode(), strict=True))
-        q = draw(2, 4, 1, 64).to(dtype)
+        q = normal(2, 4, 1, 64).to(dtype)
         assert torch.equal(other.attend(q), clean.attend(q))
 
 
@@ -352,7 +348,7 @@ def test_a_bad_single_token_is_refused_at_once(spec: str, dtype: torch.dtype) ->
 )
 def test_single_tokens_of_float32_are_held_as_fp16(spec: str, variant: str) -> None:
     """Kernels round them; in one call with others they are rounded before."""
-    tokens = draw(2, 2, 2, 9, 64) * torch.logspace(-8, 4, 64)
+    tokens = normal(2, 2, 2, 9, 64) * torch.logspace(-8, 4, 64)
     tokens[..., 4, :] = torch.linspace(1, 1 + 2.0**-6, 64)  # half-way between two fp16 numbers, among others
     one, many = FusedLayerCache(packedkv.get(spec)), FusedLayerCache(packedkv.get(spec))
     for i in range(9):
@@ -365,7 +361,7 @@ def test_single_tokens_of_float32_are_held_as_fp16(spec: str, variant: str) -> N
 def test_splits_over_threads(threads: int) -> None:
     """One KV head and more threads than heads: the history is split, and its parts are merged."""
     before = torch.get_num_threads()
-    cache, q = filled(LayerCache, "int-4", batch=1, heads=1, tokens=5000), draw(1, 3, 1, 64)
+    cache, q = filled(LayerCache, "int-4", batch=1, heads=1, tokens=5000), normal(1, 3, 1, 64)
     try:
         torch.set_num_threads(threads)
         close(cache.attend(q, sinks=torch.zeros(3)), attend(q, cache, sinks=torch.zeros(3)))
@@ -382,7 +378,7 @@ def test_without_the_library_the_reference_serves(monkeypatch: pytest.MonkeyPatc
     assert "missing.so is missing" in cache.unfused()
     assert "compile.py" in cache.unfused()
     monkeypatch.setattr(cpu_layer, "attend", None)
-    q = draw(2, 4, 1, 64)
+    q = normal(2, 4, 1, 64)
     close(cache.attend(q), attend(q, cache))
     with pytest.raises(UnsupportedError, match=r"the CPU kernels are not compiled.*Use attention='decoded'"):
         filled(FusedLayerCache, "int-4")
@@ -455,7 +451,7 @@ HEADS = 2
 @functools.cache
 def _tokens(batch: int, count: int, dim: int, dtype: torch.dtype) -> Tensor:
     """Usual tokens, and extreme ones: zeros, the smallest and largest numbers, constant and one-sided rows."""
-    x = torch.randn(batch, HEADS, count, dim, generator=torch.Generator().manual_seed(dim + count))
+    x = normal(batch, HEADS, count, dim, seed=dim + count)
     x[..., ::7] *= 30
     special = torch.zeros(8, dim)
     special[1] = -0.0
@@ -639,7 +635,7 @@ def test_a_step_rounds_as_the_reference(held: DenseDtype, dtype: torch.dtype) ->
     for scheme in (KVScheme(Dense(held), SawInt4()), KVScheme(SawInt4(), Dense(held))):
         fused, plain = FusedLayerCache(scheme), LayerCache(scheme)
         for seed in range(3):
-            k, v = torch.randn(2, 1, HEADS, 1, 64, generator=torch.Generator().manual_seed(seed)).to(dtype)
+            k, v = normal(2, 1, HEADS, 1, 64, seed=seed).to(dtype)
             fused.append(k, v)
             plain.append(k, v)
         assert set(fused.kernels().values()) == {f"cpu {library.variant()}"}

@@ -30,6 +30,7 @@ from packedkv.ops.lloyd_max import midpoints, unit_levels
 from packedkv.ops.quaternion import UNITS, products, random_units
 from packedkv.ops.widths import put_back, width_cuts
 from packedkv.store.pages import PageStore
+from tests.kernels.conftest import normal
 from tests.kernels.decode_cases import Klt, two_dims_in_turn
 from tests.kernels.harness import Out, build
 
@@ -399,7 +400,7 @@ def test_bad_rows_become_zeros_and_raise_the_flag() -> None:
         values = ((torch.float32, 65520.0), (torch.bfloat16, 65536.0), (torch.float16, float("inf")))
         values += ((torch.float16, float("nan")), (torch.bfloat16, -float("inf")))
         for dtype, value in values if encoders.encoders[i].form != "table" else values[i % 2 :: 2]:
-            x = torch.randn(2, 2, 5 * unit, 128, generator=torch.Generator().manual_seed(1)).half().to(dtype)
+            x = normal(2, 2, 5 * unit, 128, seed=1).half().to(dtype)
             x[0, 1, 3 * unit, 127] = value
             x[1, 0, unit - 1, 0] = value
             encoders.check(codec, x, fitted(codec, x, 2), first=[0, 2 * unit], page=max(64, unit), bad=1)
@@ -409,7 +410,7 @@ def test_tokens_past_the_capacity_are_not_written() -> None:
     encoders = of_each(64, 0)
     for codec in encoders.codecs:
         unit = codec.block_tokens
-        x = torch.randn(3, 1, 3 * unit, 64, generator=torch.Generator().manual_seed(2)).half()
+        x = normal(3, 1, 3 * unit, 64, seed=2).half()
         page = max(32, unit)
         first = [(page - unit) // unit * unit, 0, page]
         encoders.check(codec, x, fitted(codec, x, 3), first=first, page=page, columns=1, bad=2)
@@ -421,7 +422,7 @@ def test_appends_grids_strides_and_orders_of_threads_do_not_show() -> None:
     appended += [Hqmq(24, 3), OctopusQJL(3, 1), Med(Hqmq(24, 3))]
     blocks = [InnerQ(2, "tokens", "literal", hybrid=True), GroupInt(3, 32, "tokens")]
     encoders = Encoders([*appended, *blocks], 64)
-    wide = torch.randn(9, 1, 3, 64 + 4, generator=torch.Generator().manual_seed(5)).bfloat16()
+    wide = normal(9, 1, 3, 64 + 4, seed=5).bfloat16()
     one = wide[..., :64].transpose(1, 2)  # [B, H, 1, D] out of [B, 1, H, D + 4]
     for codec in appended:
         for seed in (0, 1, 2):
@@ -432,7 +433,7 @@ def test_appends_grids_strides_and_orders_of_threads_do_not_show() -> None:
             x = random_rows(tokens, 64, heads, heads).half()
             encoders.check(codec, x, fitted(codec, x), grid=grid, first=[at], seed=heads)
     for codec in blocks:
-        x = torch.randn(2, 3, 64, 64, generator=torch.Generator().manual_seed(6)).half()
+        x = normal(2, 3, 64, 64, seed=6).half()
         for seed in (0, 1, 2, 3):
             encoders.check(codec, x, first=[0, 32], page=32, columns=3, seed=seed)
 

@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import Iterator
 from contextlib import nullcontext
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -25,19 +26,15 @@ from packedkv.codecs.outliers import Med
 from packedkv.errors import PackedKVWarning
 from packedkv.integrations.transformers import cache_for, deferred, layers
 from packedkv.integrations.transformers.argument import passing
-from packedkv.kernels.codecs import ghost, innerq
 from packedkv.kernels.constants import constants_for
-from packedkv.kernels.cuda import basis, build, encode, prefill
-from packedkv.kernels.cuda import decode as attention
-from packedkv.kernels.cuda.engine import CudaEngine
 from packedkv.kernels.spec import encoder, reader
 from packedkv.probe import OutlierProbe
 from packedkv.scheme import KVScheme
 from packedkv.shared import SHARED, Shared, seeded_params
 from packedkv.store.site import LayerSite
 from tests.conftest import tiny_config, tiny_model
-from tests.kernels.conftest import unsynchronised
-from tests.kernels.emulation import forget
+from tests.kernels.conftest import normal, unsynchronised
+from tests.kernels.emulation import loaded_by
 
 DIM, HEADS, LAYERS = 64, 4, 5
 CPU = torch.device("cpu")
@@ -66,17 +63,9 @@ class Counted(TorchDispatchMode):
 def launched(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
     """Kernels that do nothing; the grids of their launches."""
     grids: list[Any] = []
-
-    class Idle:
-        def launch(self, grid: Any, *_: Any, **__: Any) -> None:
-            grids.append(grid)
-
-    for module in (attention, basis, encode, ghost, innerq, prefill):
-        monkeypatch.setattr(module, "load", lambda program, names, device, label="": [Idle() for _ in names])
-    monkeypatch.setattr(build, "refusal", lambda device: "")
-    forget()
-    yield grids
-    forget()
+    idle = SimpleNamespace(launch=lambda grid, *_, **__: grids.append(grid))
+    with loaded_by(lambda program, names, device, label="": [idle for _ in names], monkeypatch):
+        yield grids
 
 
 @pytest.fixture
@@ -99,14 +88,14 @@ def unjudged(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def rows(tokens: int, seed: int = 0, bias: float = 0.0) -> tuple[torch.Tensor, torch.Tensor]:
-    k, v = torch.randn(2, 1, HEADS, tokens, DIM, generator=torch.Generator().manual_seed(seed)).bfloat16()
+    k, v = normal(2, 1, HEADS, tokens, DIM, seed=seed).bfloat16()
     k[..., 5::16] += bias
     return k, v
 
 
-def model_cache(spec: str, **options: Any) -> Any:
+def model_cache(spec: str, attention: str = "fused", **options: Any) -> Any:
     config = tiny_config("llama-gqa", head_dim=DIM, num_hidden_layers=LAYERS, num_key_value_heads=HEADS)
-    return cache_for(config, spec, attention="fused", **options)
+    return cache_for(config, spec, attention=attention, **options)
 
 
 def turn(
@@ -129,8 +118,8 @@ def contents(cache: Any) -> list[Any]:
 
 
 def alike(one: list[Any], other: list[Any]) -> bool:
-    same = (torch.equal(a, b) if isinstance(a, torch.Tensor) else a == b for a, b in zip(one, other, strict=True))
-    return all(same)
+    pairs = zip(one, other, strict=True)
+    return all(torch.equal(a, b) if isinstance(a, torch.Tensor) else a == b for a, b in pairs)
 
 
 # -- what a second cache costs -----------------------------------------------------------------------------------------
@@ -201,9 +190,8 @@ def test_constants_of_all_layers_are_fitted_by_one_launch(
 @pytest.mark.parametrize("spec", PROMPT)
 def test_nothing_waits_for_the_gpu_in_a_prefills_middle(spec: str) -> None:
     k, v = (x.cuda() for x in rows(700))
-    config = tiny_config("llama-gqa", head_dim=DIM, num_hidden_layers=LAYERS, num_key_value_heads=HEADS)
     for turn in range(2):
-        cache = cache_for(config, spec, attention="fused")
+        cache = model_cache(spec)
         with unsynchronised() if turn else nullcontext():
             for layer in range(LAYERS - 1):
                 cache.update(k, v, layer)
@@ -220,9 +208,6 @@ def test_constants_are_shared_and_never_written(machine: dict[str, Any]) -> None
         for cache in caches:
             cache.append(k, v)
         one, two, other = (cache.engine for cache in caches)
-        assert isinstance(one, CudaEngine)
-        assert isinstance(two, CudaEngine)
-        assert isinstance(other, CudaEngine)
         assert one.writing["key"].tables is two.writing["key"].tables
         assert one.reading["key"].tables is two.reading["key"].tables
         alike = isinstance(made.key, Octopus)  # its tables know no layer, its signs do
@@ -237,8 +222,7 @@ def test_constants_are_shared_and_never_written(machine: dict[str, Any]) -> None
         caches[1].append(*(x.repeat(2, 1, 1, 1)[:, :, :5] for x in (k, v)))
         caches[1].reset()
         caches[1].append(*(2 * x for x in (k, v)))
-        for x, held in zip(one.tensors(), before, strict=True):
-            assert torch.equal(x, held)
+        assert all(map(torch.equal, one.tensors(), before))
 
 
 def test_tables_that_are_called_alike_are_the_same_in_all_layers() -> None:
@@ -289,7 +273,7 @@ def test_what_is_shared_is_bounded_and_serves_every_mode() -> None:
 def test_a_prefill_is_judged_when_its_last_layer_is_full(
     attention: str, machine: dict[str, Any], waiting: None
 ) -> None:
-    (k, v), cache = rows(100, bias=60.0), model_cache("int-4", probe="warn")
+    (k, v), cache = rows(100, bias=60.0), model_cache("int-4", attention, probe="warn")
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         for layer in range(LAYERS - 1):
@@ -300,7 +284,7 @@ def test_a_prefill_is_judged_when_its_last_layer_is_full(
     assert len(seen) == 1
     assert set(cache.report()["keys"]) == set(range(LAYERS))
     # a model that leaves layers out is judged at its next step
-    cache = model_cache("int-4", probe="warn")
+    cache = model_cache("int-4", attention, probe="warn")
     cache.update(k, v, 0)
     with pytest.warns(PackedKVWarning, match="int-4 breaks"):
         cache.update(k[:, :, :1], v[:, :, :1], 0)
@@ -312,12 +296,11 @@ def test_layers_measured_together_are_measured_as_alone(
     spec: str, attention: str, machine: dict[str, Any], unjudged: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """At a pass's end on a GPU; some layers are of other keys."""
-    config = tiny_config("llama-gqa", head_dim=DIM, num_hidden_layers=LAYERS, num_key_value_heads=HEADS)
     found = []
     for together in (False, True):
         for module in (deferred, probe):
             monkeypatch.setattr(module, "synchronizes", lambda x, together=together: together)
-        cache = cache_for(config, spec, attention=attention)
+        cache = model_cache(spec, attention)
         for layer in range(LAYERS):
             cache.update(*rows(192, layer, 60.0 * (layer > 0)), layer)
         found.append(cache.report()["keys"])

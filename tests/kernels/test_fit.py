@@ -18,7 +18,7 @@ from packedkv.kernels.engine import FirstTokens
 from packedkv.kernels.spec import encoder, reader
 from packedkv.ops.rope import Rotary
 from packedkv.store.site import MeanRemoval
-from tests.kernels.conftest import Server, by
+from tests.kernels.conftest import Server, by, normal
 
 HEADS, BATCH = 2, 2
 
@@ -125,7 +125,7 @@ def test_a_token_that_is_no_number_gives_an_order_of_all_channels(machine: dict[
 @pytest.mark.parametrize(("head_dim", "tokens"), [(64, 1), (96, 130), (256, 300)])
 def test_the_references_norms(head_dim: int, tokens: int, dtype: torch.dtype, machine: dict[str, Any]) -> None:
     codec = InnerQ(3, norm=True)
-    x = torch.randn(2, tokens, 3, head_dim, generator=torch.Generator().manual_seed(tokens)).to(dtype).transpose(1, 2)
+    x = normal(2, tokens, 3, head_dim, seed=tokens).to(dtype).transpose(1, 2)
     x[0, 1, :, 5], x[0, 1, :, 5 + head_dim // 2] = 0, 0
     x[1, 2, tokens // 2, 7] = torch.inf
     x[1, 0, tokens // 2, 9] = torch.nan

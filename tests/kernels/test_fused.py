@@ -17,6 +17,7 @@ from packedkv.errors import ShapeError, UnsupportedError
 from packedkv.kernels.choose import choose, refusal
 from packedkv.kernels.cuda.engine import CudaEngine
 from packedkv.scheme import KVScheme
+from tests.kernels.conftest import normal
 
 DIM, HEADS, BATCH = 64, 1, 2
 CPU = torch.device("cpu")
@@ -34,15 +35,13 @@ def scheme(spec: str, sink: int = 0, window: int = 0) -> KVScheme:
     return replace(packedkv.get(spec), sink=sink, window=window, spec="")
 
 
-def rows(tokens: int, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
-    generator = torch.Generator().manual_seed(seed)
-    k, v = torch.randn(2, BATCH, HEADS, tokens, DIM, generator=generator).half()
-    return k, v
+def rows(tokens: int, seed: int = 0) -> torch.Tensor:
+    return normal(2, BATCH, HEADS, tokens, DIM, seed=seed).half()
 
 
 def same(fused: FusedLayerCache, reference: LayerCache, seed: int = 1, **options: Any) -> None:
     """Both hold the same tokens, give the same attention, and count their bytes."""
-    q = torch.randn(reference.batch, 2 * HEADS, 1, DIM, generator=torch.Generator().manual_seed(seed))
+    q = normal(reference.batch, 2 * HEADS, 1, DIM, seed=seed)
     torch.testing.assert_close(fused.attend(q, **options), reference.attend(q, **options), rtol=0, atol=4e-3)
     assert len(fused) == len(reference)
     sizes = fused.nbytes()
@@ -79,16 +78,20 @@ def test_a_static_cache_is_filled_again_without_reading_lengths(
 
 
 def test_a_full_static_cache_with_a_window_says_so(machine: dict[str, Any]) -> None:
+    """And takes tokens after a first append that did not fit."""
     k, v = rows(100)
-    cache = FusedLayerCache(scheme("int-8", 0, 3), capacity=64)
-    cache.append(k[:, :, :66], v[:, :, :66])
-    cache.append(k[:, :, 66:67], v[:, :, 66:67])
+    cache, reference = FusedLayerCache(WINDOWED["sinks"], capacity=64), Reference(WINDOWED["sinks"])
+    with pytest.raises(ShapeError, match="do not fit"):
+        cache.append(k, v)
+    assert len(cache) == 0
+    for first, last in ((0, 1), (1, 68), (68, 69)):
+        for each in (cache, reference):
+            each.append(k[:, :, first:last], v[:, :, first:last])
+    same(cache, reference)
     cache.check()
-    cache.append(k[:, :, 67:68], v[:, :, 67:68])
+    cache.append(k[:, :, 69:70], v[:, :, 69:70])
     with pytest.raises(ShapeError, match="is full"):
         cache.check()
-    with pytest.raises(ShapeError, match="do not fit"):
-        FusedLayerCache(scheme("int-8", 0, 3), capacity=64).append(k, v)
 
 
 def test_what_a_cache_cannot_do_is_refused_with_the_way_out(machine: dict[str, Any]) -> None:
@@ -191,15 +194,3 @@ def test_outputs_saturate_in_fp16(spec: str, machine: dict[str, Any]) -> None:
         torch.testing.assert_close(out.float(), attend(q, reference).float(), rtol=0, atol=300)
         q[0, 0, 0, 5] = torch.nan
         assert fused.attend(q)[0, 0].isnan().all()
-
-
-def test_a_static_cache_goes_on_after_a_first_append_that_did_not_fit(machine: dict[str, Any]) -> None:
-    k, v = rows(300)
-    fused, reference = FusedLayerCache(WINDOWED["sinks"], capacity=128), Reference(WINDOWED["sinks"])
-    with pytest.raises(ShapeError, match="do not fit"):
-        fused.append(k, v)
-    assert len(fused) == 0
-    for at in range(9):
-        for cache in (fused, reference):
-            cache.append(k[:, :, at : at + 1], v[:, :, at : at + 1])
-    same(fused, reference)

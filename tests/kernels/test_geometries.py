@@ -5,7 +5,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 import packedkv
 from packedkv.cache.fused import FusedLayerCache
@@ -17,7 +16,7 @@ from packedkv.kernels.mean import chosen_pairs, pairs_of
 from packedkv.scheme import KVScheme
 from packedkv.store.site import LayerSite, MeanRemoval
 from tests.geometries import GEOMETRIES, Geometry
-from tests.kernels.conftest import ABLE, use
+from tests.kernels.conftest import ABLE, normal, use
 
 OFTEN = ("StableLM 3B", "Qwen2.5 0.5B", "GLM-4 9B", "Phi-4 mini")
 """Tried on the emulator in every run: uneven numbers of pairs, interleaved ones, partial rotary, 7 query heads."""
@@ -57,17 +56,13 @@ def in_turn(
     return pytest.mark.parametrize(("preset", "geometry"), found)
 
 
-def draw(*shape: int, seed: int) -> Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
-
-
 class Pair:
     """A cache on kernels and one on the reference, fed alike; keys without their mean before RoPE, or with it."""
 
     def __init__(self, preset: str, geometry: Geometry, *, less: bool, size: float = 2.0) -> None:
         self.geometry, self.rotary = geometry, geometry.rotary
         self.heads = 1 if geometry.group > 8 else 2
-        self.mean = size * draw(1, self.heads, geometry.head_dim, seed=5)
+        self.mean = size * normal(1, self.heads, geometry.head_dim, seed=5)
         scheme = packedkv.get(preset).for_layer(8, 24)
         if less:
             scheme = packedkv.get(preset + ("," if ":" in preset else ":") + "mean=pre").for_layer(8, 24)
@@ -78,7 +73,7 @@ class Pair:
     def append(self, n: int) -> None:
         shape = 2, self.heads, n, self.geometry.head_dim
         positions = (1000 + self.at + torch.arange(n) - PADDING).clamp_min(-1)
-        k, v = draw(*shape, seed=self.at), draw(*shape, seed=self.at + 1)
+        k, v = normal(*shape, seed=self.at), normal(*shape, seed=self.at + 1)
         k = k + self.rotary.turn(self.mean[:, :, None], positions)
         k, v = k.half().float(), v.half().float()
         for cache in (self.fused, self.plain):
@@ -91,7 +86,7 @@ class Pair:
         With learned sinks, which tell a score that is off by the same number for all tokens.
         """
         heads, dim = self.heads * self.geometry.group, self.geometry.head_dim
-        q, sinks = draw(2, heads, n, dim, seed=n + self.at), 6 + draw(heads, seed=n)
+        q, sinks = normal(2, heads, n, dim, seed=n + self.at), 6 + normal(heads, seed=n)
         k, v = (x.double().repeat_interleave(self.geometry.group, 1) for x in cache.decode())
         hidden = torch.arange(self.at) > self.at - n + torch.arange(n)[:, None]
         scores = (q.double() @ k.mT * dim**-0.5).masked_fill(hidden, -torch.inf)

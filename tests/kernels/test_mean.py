@@ -1,10 +1,10 @@
-"""Keys held without their mean before RoPE: the term of the scores, and an engine.
+"""Keys held without their mean before RoPE: scores, and a layer on kernels against the same on the reference.
 
-``test_gpu_cases.py`` has the bytes and the attention of every reader, ``test_prefill.py`` unpacked keys.
+``test_gpu_cases.py`` has the bytes and the attention of every reader, ``test_prefill.py`` unpacked keys,
+``test_readers.py`` decode attention.
 """
 
 import random
-from dataclasses import replace
 from functools import partial
 from typing import Any, Literal
 
@@ -16,71 +16,22 @@ import packedkv
 import packedkv.integrations.transformers.cache  # registers the attention named "packedkv"
 from packedkv.cache.fused import FusedLayerCache
 from packedkv.cache.layer import LayerCache, attend
-from packedkv.codec import Role
-from packedkv.codecs.saw_int4 import SawInt4
 from packedkv.errors import UnsupportedError
 from packedkv.integrations.transformers.argument import passing
-from packedkv.kernels.cuda import encode, launch, prefill
-from packedkv.kernels.cuda.engine import CudaEngine
+from packedkv.kernels.cuda import launch
 from packedkv.kernels.mean import MOST_POSITIONS, key_mean
-from packedkv.kernels.tokens import NewTokens, Rules, StepTokens
 from packedkv.ops.rope import Rotary
-from packedkv.store.pages import PageStore
 from packedkv.store.site import LayerSite, MeanRemoval
 from tests.conftest import tiny_model
 from tests.integrations.test_generate import padded
 from tests.kernels import gpu_cases
-from tests.kernels.decode_cases import Case, Geometry, Means, check_all
+from tests.kernels.conftest import Server, normal
 from tests.kernels.test_fused import WINDOWED
 from tests.test_key_bias import biased
 
-SAW = SawInt4()
-LAST = MOST_POSITIONS
-
-
-# -- the term of the scores --------------------------------------------------------------------------------------------
-
-
-def cases(dim: int) -> tuple[Case, ...]:
-    """Query heads, positions, pairs and options together, as ``decode_cases.CASES`` without a mean."""
-    half = Means((1, 2, 3), rotary=dim // 2, interleaved=True)
-    return (
-        Case((130, 7, 64), heads=2, group=1, means=Means((0, 5, 100_000))),
-        Case((33, 96, 31), start=(3, 95, 0), group=12, splits=2, softcap=20.0, dense=(0, 2, 0),
-             means=Means((-3, 50, 131_000), few=16, each=True)),
-        Case((200, 190, 10), start=(130, 150, 10), heads=2, splits=3, group=3, order=3,
-             means=Means((0, 8, 99_990), size=10.0, base=1e6)),
-        Case((250, 17, 0), splits=13, group=6, softcap=20.0, dense=(3, 0, 1), means=half),
-        Case((65, 0, 100), dense=(5, 1, 9), dense_start=(2, 0, 3), sinks=True, splits=2, group=8, softcap=20.0,
-             means=Means((9, 9, 9), scaling=1.3, each=True)),
-        Case((128, 40), heads=2, sinks=True, scale=0.3, group=4, means=Means((0, 262_000), few=5)),
-        Case((70, 64), group=6, spread=6, seed=1, means=Means((2**21 - 70, 4096), size=30.0)),
-    )  # fmt: skip
-
-
-@pytest.mark.parametrize("dim", [96, 128, 256, *(pytest.param(d, marks=pytest.mark.wide) for d in (64, 80, 192))])
-def test_scores_get_the_mean_back(dim: int) -> None:
-    check_all(SAW, SAW, dim, cases(dim))
-
-
-@pytest.mark.parametrize("few", [0, 7])
-def test_teams_share_the_tile(few: int) -> None:
-    """Where each head has pairs of its own, heads have tables of their own."""
-    case = Case((100, 7, 64, 33), heads=2, group=3, means=Means((0, 5, 100_000, 17), few=few))
-    check_all(SAW, SAW, 64, [case], Geometry(teams=2, warps=1))
-    check_all(SAW, SAW, 64, [replace(case, group=6, order=2)], Geometry(teams=2))
-
-
-@pytest.mark.parametrize("geometry", [Geometry(tile=16, warps=1), Geometry(tile=64, warps=3, stages=3)])
-def test_angles_are_turned_on_over_many_tiles(geometry: Geometry) -> None:
-    check_all(SAW, SAW, 64, [Case((2050,), group=5, means=Means((98_765,), size=4.0))], geometry)
-
-
-def turned_back(means: Means, mean: Tensor, theta: Tensor, tokens: int) -> Tensor:
-    """``R_t mu`` of the first tokens of each sequence, float64 ``[B, H, tokens, D]``."""
-    return torch.stack(
-        [means.turned(own, theta, at + torch.arange(tokens)) for own, at in zip(mean, means.first, strict=True)]
-    )
+DIM, HEADS, BATCH = 64, 2, 2
+PADDED = torch.tensor([[5], [0]])
+"""Left padding of the two sequences."""
 
 
 @pytest.mark.parametrize(
@@ -114,7 +65,10 @@ def test_what_only_the_start_needs_may_lie_in_the_ring(
 @pytest.mark.parametrize("group", [4, 7])
 @pytest.mark.parametrize(
     ("dim", "last"),
-    [(128, 123_000), *(pytest.param(d, n, marks=pytest.mark.gpu) for d in (64, 128, 256) for n in (123_000, LAST))],
+    [
+        (128, 123_000),
+        *(pytest.param(d, n, marks=pytest.mark.gpu) for d in (64, 128, 256) for n in (123_000, MOST_POSITIONS)),
+    ],
 )
 def test_large_means_lose_less_than_keys_in_bf16(group: int, dim: int, last: int, device: torch.device) -> None:
     """Means as Qwen2.5's: the error of a score is a third of that of a cache in bf16."""
@@ -137,59 +91,12 @@ def test_large_means_lose_less_than_keys_in_bf16(group: int, dim: int, last: int
     assert float((scores - want).square().mean()) < float((rounded - want).square().mean()) / 9
 
 
-# -- all of it ---------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("dim", [64, *(pytest.param(d, marks=pytest.mark.gpu) for d in (128, 256))])
-def test_an_engine_holds_keys_without_their_mean(dim: int, device: torch.device) -> None:
-    """Written without the mean, read with it, by one query token and by several; other means come in place."""
-    last = LAST if device.type == "cuda" else 100_070
-    heads, tokens, means = 2, 70, Means((last - 70, 3), size=40.0, each=True)
-    site = LayerSite(packedkv.get("int-8"))
-    roles = site.roles(heads, (dim, dim), torch.float32, device)
-    engine = CudaEngine(site.scheme.key, site.scheme.value, dim, 64)
-    for seed in (4, 5):
-        rng = torch.Generator().manual_seed(seed)
-        _, mean, theta = means.made(Case((tokens,) * 2, heads=heads), dim, rng)
-        engine.hold_without(mean.float().to(device), Rotary(theta.to(device)))
-        engine.prepare(roles)
-        turned = turned_back(means, mean, theta, tokens)
-        keys, values = torch.randn(2, 2, heads, tokens, dim, generator=rng) + torch.stack([turned, turned * 0]).float()
-        store = PageStore(site.scheme.page_layout(dim), 2, heads, device, tokens)
-        angle = (torch.tensor(means.first)[:, None, None] + torch.arange(tokens)[:, None]) * theta
-        turns = (x.float().contiguous().to(device) for x in (mean, angle.cos(), angle.sin()))
-        new: dict[Role, Tensor] = {"key": keys.to(device), "value": values.to(device)}
-        zeros, bad = (torch.zeros(n, dtype=torch.int32, device=device) for n in (2, 1))
-        engine.encode(NewTokens(new, zeros, bad, encode.RotatedMean(*turns)), store)
-        assert not bad.item()
-        q = torch.randn(2, 4, 5, dim, generator=rng)
-        placed = torch.tensor(means.first, dtype=torch.int32, device=device)
-        scale = 0.02  # of scores that differ by a few
-        seen = torch.arange(tokens) <= torch.arange(tokens - 5, tokens)[:, None]
-        want = torch.stack([gpu_cases.truth(*x, scale, 0.0, None, ~seen) for x in zip(q, keys, values, strict=True)])
-        one = engine.attend_step(
-            q[:, :, 4:].to(device), StepTokens(store.pages, store.table, zeros + tokens, placed=placed), Rules(scale)
-        )
-        torch.testing.assert_close(one.double().cpu(), want[:, :, 4:], rtol=0, atol=2e-2)
-        packed = engine.packed(store.pages, store.table, placed)
-        many = prefill.attend_pages(q.to(device), packed, 0, tokens, scale, causal=True)
-        torch.testing.assert_close(many.out.double().cpu(), want, rtol=0, atol=2e-2)
-        if seed == 4:
-            first = engine.tensors()
-    assert [x.data_ptr() for x in engine.tensors()] == [x.data_ptr() for x in first]
-
-
-DIM, HEADS, BATCH = 64, 2, 2
-PADDED = torch.tensor([[5], [0]])
-"""Left padding of the two sequences."""
-
-
 def rotary(**changed: Any) -> Rotary:
     return Rotary(10_000.0 ** -(torch.arange(DIM // 2) / (DIM // 2)), **changed)
 
 
 def mean_of_keys() -> Tensor:
-    mean = 3 * torch.randn(1, HEADS, DIM, generator=torch.Generator().manual_seed(5))
+    mean = 3 * normal(1, HEADS, DIM, seed=5)
     mean[..., ::3] = 0
     return mean
 
@@ -208,7 +115,7 @@ def placed(first: int, last: int, padding: Tensor = PADDED) -> Tensor:
 
 
 def rows(n: int, seed: int, turn: Rotary, mean: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
-    k, v = torch.randn(2, BATCH, HEADS, n, DIM, generator=torch.Generator().manual_seed(seed))
+    k, v = normal(2, BATCH, HEADS, n, DIM, seed=seed)
     return (k + turn.turn(mean[:, :, None], positions)).half(), v.half()
 
 
@@ -232,14 +139,10 @@ class Pair:
         if self.fused.unit > 1:  # values stay dense until the keys of their block are encoded
             return
         torch.testing.assert_close(found[1], want[1], rtol=0, atol=0)
-        q = torch.randn(BATCH, 3 * HEADS, 1, DIM, generator=torch.Generator().manual_seed(9)).half()
-        near = {"rtol": 0, "atol": 6e-3}
-        torch.testing.assert_close(self.fused.attend(q), attend(q, self.plain), **near)
-        torch.testing.assert_close(self.plain.attend(q), attend(q, self.plain), **near)
-        n = min(5, len(self.fused))
-        q = torch.randn(BATCH, 3 * HEADS, n, DIM, generator=torch.Generator().manual_seed(9)).half()
-        torch.testing.assert_close(self.fused.attend(q), attend(q, self.plain), **near)
-        torch.testing.assert_close(self.plain.attend(q), attend(q, self.plain), **near)
+        for n in (1, min(5, len(self.fused))):
+            q = normal(BATCH, 3 * HEADS, n, DIM, seed=9).half()
+            for cache in (self.fused, self.plain):
+                torch.testing.assert_close(cache.attend(q), attend(q, self.plain), rtol=0, atol=6e-3)
 
 
 @pytest.mark.parametrize("spec", ["saw-int4", "ghost-3:sink=4"])
@@ -356,7 +259,7 @@ def test_a_step_of_a_static_cache_is_one_graph(spec: str, machine: dict[str, Any
         traced, plain = (FusedLayerCache(WINDOWED[spec], capacity=192) for _ in range(2))
     else:
         (traced, _), (plain, _) = (both(spec, rotary(), 128) for _ in range(2))
-    q = torch.randn(BATCH, 2 * HEADS, 1, DIM, generator=torch.Generator().manual_seed(5))
+    q = normal(BATCH, 2 * HEADS, 1, DIM, seed=5)
 
     def step(cache: FusedLayerCache, k: Tensor, v: Tensor, positions: Tensor, q: Tensor) -> Tensor:
         cache.append(k, v, positions)
@@ -375,19 +278,11 @@ def test_a_step_of_a_static_cache_is_one_graph(spec: str, machine: dict[str, Any
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
 
 
-@pytest.fixture(params=["cuda", "cpu"])
-def served(request: pytest.FixtureRequest) -> str:
-    """The CUDA kernels, emulated, or the CPU kernels."""
-    request.getfixturevalue("machine" if request.param == "cuda" else "compiled")
-    name: str = request.param
-    return name
-
-
 @pytest.mark.parametrize("spec", ["saw-int4", "int-4:mean=pre", "octopus-3:sink=3,mean=none", "kivi-4", "ghost-4"])
 @pytest.mark.parametrize("kind", ["reference", "growing", "static"])
 @pytest.mark.parametrize("refused", ["one NaN", "several NaN", "positions"])
 def test_refused_first_tokens_leave_no_batch_and_no_dtype_behind(
-    served: str, spec: str, kind: str, refused: str
+    served_by: Server, spec: str, kind: str, refused: str
 ) -> None:
     """Also where kernels find the fault only when there are pages for the tokens."""
     scheme = packedkv.get(spec)
@@ -395,10 +290,10 @@ def test_refused_first_tokens_leave_no_batch_and_no_dtype_behind(
     site = LayerSite(scheme, mean=MeanRemoval("pre", rotary()) if needs_order else None)
     layer = partial(FusedLayerCache, capacity=1024 if kind == "static" else 0)
     cache, fresh = (LayerCache(site) if kind == "reference" else layer(site) for _ in range(2))
-    k, v = torch.randn(2, 1, HEADS, 1 if refused == "one NaN" else 3, DIM, generator=torch.Generator().manual_seed(0))
-    if kind == "static" and served == "cpu":
+    k, v = normal(2, 1, HEADS, 1 if refused == "one NaN" else 3, DIM)
+    if kind == "static" and served_by.name == "cpu":
         return  # for CUDA graphs
-    if refused == "one NaN" and kind != "reference" and served == "cuda":
+    if refused == "one NaN" and kind != "reference" and served_by.name == "cuda":
         return  # the flag of a single token is read by the next check
     if refused == "positions" and needs_order:
         with pytest.raises(UnsupportedError, match="not consecutive"):
@@ -407,14 +302,14 @@ def test_refused_first_tokens_leave_no_batch_and_no_dtype_behind(
         with pytest.raises(ValueError, match="finite"):
             cache.append(k * torch.nan, v)
     assert len(cache) == 0
-    k, v = torch.randn(2, 2, HEADS, 600, DIM, generator=torch.Generator().manual_seed(1)).bfloat16()
+    k, v = normal(2, 2, HEADS, 600, DIM, seed=1).bfloat16()
     for each in (cache, fresh):
         each.append(k, v)
     assert all(map(torch.equal, cache.decode(), fresh.decode()))
 
 
 @pytest.mark.parametrize("spec", ["saw-int4", "octopus-3:window=16", "ghost-3"])
-def test_tokens_taken_back_take_their_constants_along(spec: str, served: str) -> None:
+def test_tokens_taken_back_take_their_constants_along(spec: str, served_by: Server) -> None:
     """Those that made enough for a fit; the next ones make others."""
     pair = Pair(spec, rotary(), given=False)
     wanted = pair.fused.site.fit_tokens

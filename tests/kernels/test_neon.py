@@ -5,6 +5,8 @@ What is checked is what the kernels compute, not how fast.
 
 import ctypes
 import hashlib
+import inspect
+import itertools
 import shutil
 import struct
 import subprocess
@@ -20,7 +22,6 @@ from torch import Tensor
 
 from packedkv.cache.fused import FusedLayerCache
 from packedkv.cache.layer import LayerCache
-from packedkv.codec import Codec
 from packedkv.codecs.ghost import Ghost
 from packedkv.codecs.octopus import Octopus
 from packedkv.codecs.saw_int4 import SawInt4
@@ -65,16 +66,12 @@ def program() -> Path:
 
 
 class Emulated:
-    """The kernels' entry points, each run by a process of the other architecture."""
+    """The entry points of ``library.load``, each run by a process of the other architecture."""
 
     def __init__(self) -> None:
         machine = next(filter(None, map(shutil.which, MACHINES)))
         self.process = subprocess.Popen([machine, program()], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
         self.seen: dict[int, int] = {}
-
-    def close(self) -> None:
-        """End the process."""
-        self.process.communicate()
 
     @contextmanager
     def watching(self, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
@@ -91,16 +88,13 @@ class Emulated:
             yield
 
     def kv_attend(self, args: ArgsStruct) -> None:
-        """As of ``library.load``."""
         self.seen[args.pieces or 0] = PIECE_BYTES * args.batch * args.pieces_each
         self._call(ATTEND, bytes(args), _pointers(ArgsStruct))
 
     def kv_encode(self, args: EncodeArgsStruct) -> None:
-        """As of ``library.load``."""
         self._call(ENCODE, bytes(args), _pointers(EncodeArgsStruct))
 
     def kv_unpack(self, role: RoleStruct, page: int, head: int, dim: int, first: int, count: int, out: int) -> None:
-        """As of ``library.load``."""
         numbers = struct.pack("6q", page, head, dim, first, count, out) + bytes(role)
         self._call(UNPACK, numbers, [0, 5, *(6 + at for at in _pointers(RoleStruct))])
 
@@ -113,8 +107,6 @@ class Emulated:
             regions[begin] = self.seen[begin]
         self.seen.clear()
         stdin, stdout = self.process.stdin, self.process.stdout
-        assert stdin is not None
-        assert stdout is not None
         stdin.write(struct.pack("4Q", function, len(addresses), len(regions), len(used)) + numbers)
         for begin, size in regions.items():
             stdin.write(struct.pack("2Q", begin, size) + ctypes.string_at(begin, size))
@@ -150,7 +142,7 @@ pytestmark = [
 def process() -> Iterator[Emulated]:
     emulated = Emulated()
     yield emulated
-    emulated.close()
+    emulated.process.communicate()
 
 
 @pytest.fixture(autouse=True)
@@ -166,61 +158,42 @@ def neon(process: Emulated, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         yield
 
 
-@pytest.mark.parametrize("spec", [*test_cpu.SERVED, *test_cpu.OTHERS], ids=str)
-def test_readers(spec: str | Codec, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(test_cpu, "DIMS", (64, 80))
-    test_cpu.test_unpacks_what_the_codec_decodes(spec, monkeypatch)
+def rows() -> Iterator[Any]:
+    """Tests of the other instruction sets and their arguments.
 
+    Of encoders the first of each kind of codec and a third of the others; the rest is wide.
+    """
 
-def encoders() -> list[Any]:
-    """The first codec of each kind and a third of the others; the rest is wide: x86's tests encode with all of them."""
+    def row(test: Any, *given: Any, marks: Any = ()) -> Any:
+        return pytest.param(test, given, marks=marks, id="-".join(map(str, (test.__name__, *given))))
+
+    for spec in (*test_cpu.SERVED, *test_cpu.OTHERS):
+        yield row(test_cpu.test_unpacks_what_the_codec_decodes, spec)
     kinds = [type(codec) for codec in test_cpu.CODECS]
-    return [
-        pytest.param(codec, marks=[] if i % 3 == 0 or kinds.index(kinds[i]) == i else [pytest.mark.wide])
-        for i, codec in enumerate(test_cpu.CODECS)
-    ]
-
-
-@pytest.mark.parametrize("codec", encoders(), ids=str)
-def test_encoders(codec: Codec) -> None:
-    test_cpu.test_bytes_are_the_references(codec)
-
-
-@pytest.mark.parametrize(("spec", "dim"), two_dims_in_turn(test_cpu.SERVED, (64, 80)))
-def test_attention(spec: str, dim: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    test_cpu.test_attention_is_as_exact_as_float32(spec, dim, monkeypatch)
-
-
-@pytest.mark.parametrize("spec", ["saw-int4", "ghost-3"])
-def test_means(spec: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    for i, codec in enumerate(test_cpu.CODECS):
+        often = i % 3 == 0 or kinds.index(kinds[i]) == i
+        yield row(test_cpu.test_bytes_are_the_references, codec, marks=[] if often else [pytest.mark.wide])
+    for pair in two_dims_in_turn(test_cpu.SERVED, (64, 80)):
+        yield row(test_cpu.test_attention_is_as_exact_as_float32, *pair.values, marks=pair.marks)
     turn = Rotary(1e4 ** -(torch.arange(0, 1, 1 / 16)), scaling=1.2, interleaved=True)
-    test_cpu.test_means_of_350_are_as_exact_as_float32(spec, turn, monkeypatch)
-    test_cpu.test_keys_lose_their_mean(SawInt4() if spec == "saw-int4" else Ghost(3), turn, 64)
+    for spec, codec in (("saw-int4", SawInt4()), ("ghost-3", Ghost(3))):
+        yield row(test_cpu.test_means_of_350_are_as_exact_as_float32, spec, turn)
+        yield row(test_cpu.test_keys_lose_their_mean, codec, turn, 64)
+    for kind in (LayerCache, FusedLayerCache):
+        yield row(test_cpu.test_caches_attend_as_the_reference, "kivi-sink-2", kind, "neon")
+    yield row(test_cpu.test_splits_over_threads, 5)
+    for dtype in (torch.bfloat16, torch.float16):
+        yield row(test_cpu.test_16_bit_queries, dtype, "neon")
+    yield row(test_cpu.test_nan_stays_in_its_row, "neon")
+    for codec, number in itertools.product((SawInt4(), Octopus(4, 2)), (torch.nan, -torch.inf, 65520.0)):
+        yield row(test_cpu.test_what_cannot_be_held_is_zero_bytes_and_flagged, codec, number)
 
 
-@pytest.mark.parametrize("kind", [LayerCache, FusedLayerCache])
-def test_caches(kind: Any) -> None:
-    test_cpu.test_caches_attend_as_the_reference("kivi-sink-2", kind, "neon")
-    assert "cpu neon" in test_cpu.filled(FusedLayerCache, "saw-int4").kernels().values()
-
-
-def test_splits() -> None:
-    test_cpu.test_splits_over_threads(5)
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_16_bit_queries(dtype: torch.dtype) -> None:
-    test_cpu.test_16_bit_queries(dtype, "neon")
-
-
-def test_nan_stays_in_its_row() -> None:
-    test_cpu.test_nan_stays_in_its_row("neon")
-
-
-@pytest.mark.parametrize("codec", [SawInt4(), Octopus(4, 2)], ids=str)
-@pytest.mark.parametrize("number", [torch.nan, -torch.inf, 65520.0])
-def test_what_cannot_be_held(codec: Codec, number: float) -> None:
-    test_cpu.test_what_cannot_be_held_is_zero_bytes_and_flagged(codec, number)
+@pytest.mark.parametrize(("test", "given"), rows())
+def test_neon(test: Any, given: tuple[Any, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(test_cpu, "DIMS", (64, 80))
+    takes = inspect.signature(test).parameters
+    test(*given, **({"monkeypatch": monkeypatch} if "monkeypatch" in takes else {}))
 
 
 @pytest.mark.parametrize("machine", ["aarch64", "arm64"])

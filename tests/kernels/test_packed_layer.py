@@ -26,7 +26,7 @@ from packedkv.ops.rope import Rotary
 from packedkv.scheme import KVScheme
 from packedkv.store.site import LayerSite, MeanRemoval
 from tests.integrations.test_serving import BLOCK, CPU, DIM, HEADS, ROW, RULES, TOKENS, made, pool, refusal, rows, slots
-from tests.kernels.conftest import Server, by, unsynchronised
+from tests.kernels.conftest import Server, by, normal, unsynchronised
 
 SPECS = ["int-8", "turboquant-4", "hqmq-s24_r3", "octopus-3:window=0", "ultra-tq", "ultraquant"]
 SUNK = ["int-8:sink=3", "turboquant-4:sink=3"]
@@ -69,10 +69,6 @@ def test_why_the_reference_serves(compiled: None, monkeypatch: pytest.MonkeyPatc
     assert unserved("polarquant-3").startswith("polarquant-3: no CPU kernel reads PolarQuant")
     monkeypatch.setattr(library, "chosen", lambda: Path("missing.so"))
     assert "the CPU kernels are not compiled (missing.so is missing)" in unserved("saw-int4")
-
-
-def normal(*shape: int, seed: int) -> Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 
 def filled(layer: EngineLayer) -> Tensor:

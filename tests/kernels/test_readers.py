@@ -292,21 +292,6 @@ def test_every_kind_of_pair_of_ghost(bits: float, dim: int) -> None:
             assert bool(((found - want).abs() < 1e-3 * want.abs() + 1e-6).all()), (role, shrink)
 
 
-@pytest.mark.parametrize(
-    "codec",
-    [*(Hqmq(s, r) for s, r in zip(SIZES, (*RADII, 3), strict=True)), Hqmq(24, 3, codebook="int8")]
-    + [GroupInt(bits, 0, "channels", True) for bits in (2, 3, 4, 8)],
-    ids=str,
-)
-def test_zeros_are_decoded_to_zeros(codec: Codec) -> None:
-    """kv::RestZero: nothing of the inner codec is left under an outlier."""
-    x = torch.randn(1, 1, 64, 64, generator=torch.Generator().manual_seed(0)).unflatten(-1, (16, 4))
-    x[:, :, torch.arange(64), torch.arange(64) % 16] = 0.0
-    params = codec.fit(Site(0, "key", 1, 64))
-    back = codec.decode(codec.encode(x.flatten(-2), params), params).unflatten(-1, (16, 4))
-    assert not back[:, :, torch.arange(64), torch.arange(64) % 16].any()
-
-
 # -- the whole kernel --------------------------------------------------------------------------------------------------
 
 Pair = tuple[Codec, Codec]
@@ -377,6 +362,23 @@ OUTLIERS_OFTEN = {("hqmq", 128), ("int-2", 256), ("hqmq-s96_r4", 64), ("one slot
                   ("five slots", 128)}  # fmt: skip
 
 
+def mean_cases(dim: int) -> tuple[Case, ...]:
+    """Query heads, positions, pairs and options together, as ``CASES`` without a mean."""
+    half = Means((1, 2, 3), rotary=dim // 2, interleaved=True)
+    return (
+        Case((130, 7, 64), heads=2, group=1, means=Means((0, 5, 100_000))),
+        Case((33, 96, 31), start=(3, 95, 0), group=12, splits=2, softcap=20.0, dense=(0, 2, 0),
+             means=Means((-3, 50, 131_000), few=16, each=True)),
+        Case((200, 190, 10), start=(130, 150, 10), heads=2, splits=3, group=3, order=3,
+             means=Means((0, 8, 99_990), size=10.0, base=1e6)),
+        Case((250, 17, 0), splits=13, group=6, softcap=20.0, dense=(3, 0, 1), means=half),
+        Case((65, 0, 100), dense=(5, 1, 9), dense_start=(2, 0, 3), sinks=True, splits=2, group=8, softcap=20.0,
+             means=Means((9, 9, 9), scaling=1.3, each=True)),
+        Case((128, 40), heads=2, sinks=True, scale=0.3, group=4, means=Means((0, 262_000), few=5)),
+        Case((70, 64), group=6, spread=6, seed=1, means=Means((2**21 - 70, 4096), size=30.0)),
+    )  # fmt: skip
+
+
 class One(Ghost):
     """Ghost whose constants are those of all sequences together."""
 
@@ -429,11 +431,26 @@ TEAMS = (
     Case((130, 7, 64, 300), heads=2, group=3, splits=2, dense=(3, 0, 17, 1), sinks=True, order=5),
 )
 """More pieces than teams, pieces with fewer tiles than stages, pieces of dense tokens alone."""
+JOINED = [
+    case
+    for group in (4, 8)
+    for case in (
+        Case((130, 7, 0, 33), heads=2, splits=3, alone=True, dense=(3, 0, 77, 1), sinks=True, group=group),
+        Case((65, 0, 100), dense=(5, 1, 40), dense_start=(2, 0, 30), splits=2, shift=20.0, group=group, order=7),
+        Case((0, 40), dense=(4, 4), values=1e-3, group=group),
+    )
+]
+"""Dense tokens among codes of values with large means, in a split of their own, or alone."""
 DENSE_APART = (
     Case((130, 7, 0, 33), heads=2, splits=3, alone=True, dense=(3, 0, 77, 1), sinks=True),
     Case((65, 0, 100), dense=(5, 1, 40), dense_start=(2, 0, 30), splits=2, alone=True, group=3, order=7),
 )
-DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+MIXED = [
+    Case((33, 70), group=group, dense=(3, 4), q_dtype=dtype, out_dtype=dtype, dense_dtype=dense)
+    for dtype, dense in ((torch.float16,) * 2, (torch.bfloat16,) * 2, (torch.float32, torch.float16))
+    for group in (4, 7)
+]
+"""Queries, outputs and dense tokens of each dtype."""
 
 
 def rows(
@@ -503,6 +520,15 @@ def geometries() -> list[Any]:
                 size = Geometry(tile=16, warps=warps, teams=teams, stages=stages)
                 label = f"{teams} teams, {stages} stages"
                 found += rows(label, of(codec), (64,), TEAMS, 1.0, often=often, geometry=size)
+    # angles are turned on over many tiles; teams share a tile, of one mean or of one for each head
+    far = Case((2050,), group=5, means=Means((98_765,), size=4.0))
+    for size in (Geometry(tile=16, warps=1), Geometry(tile=64, warps=3, stages=3)):
+        found += rows(f"far, tile of {size.tile}", of(SAW), (64,), [far], 1.0, geometry=size)
+    for few in (0, 7):
+        case = Case((100, 7, 64, 33), heads=2, group=3, means=Means((0, 5, 100_000, 17), few=few))
+        label = f"2 teams, {few or 'all'} means"
+        found += rows(label, of(SAW), (64,), [case], 1.0, geometry=Geometry(teams=2, warps=1))
+        found += rows(label, of(SAW), (64,), [replace(case, group=6, order=2)], 1.0, geometry=Geometry(teams=2))
     # each team has the order and the kinds of its own piece, of any sequence and head; pieces without codes
     cases = [
         Case((130, 7, 64), heads=2, group=8, dense=(0, 0, 1)),
@@ -510,7 +536,10 @@ def geometries() -> list[Any]:
         Case((200, 190, 10), start=(130, 150, 10), splits=3, group=3),
         Case((130, 64, 33), means=Means((5, 1000, 3), few=8), heads=2),
     ]
-    return found + rows("2 teams", of(Ghost(3)), (64,), cases, 1.0, geometry=Geometry(teams=2))
+    found += rows("2 teams", of(Ghost(3)), (64,), cases, 1.0, geometry=Geometry(teams=2))
+    for teams in (1, 2):
+        found += rows(f"dense apart, {teams} teams", of(INT4), (64,), DENSE_APART, 1.0, geometry=Geometry(teams=teams))
+    return found
 
 
 def numbers() -> list[Any]:
@@ -593,6 +622,16 @@ OUTLIER_PAIRS = {name: (codec, codec) for name, codec in OUTLIERS.items()}
         *rows("", OCTOPUS_PAIRS, (64, 96, 128, 192, 256), tolerance=1.0),
         *rows("", HQMQ_PAIRS, (64, 96, 128, 192, 256), HQMQ_CASES, 1.0),
         *rows("", of(Ghost(3)), (128,), GHOST_CASES, 1.0),
+        *rows("dense joins", of(Ghost(4)), (64,), JOINED, 1.0),
+        *rows("dtypes", of(SAW), (64,), MIXED),
+        *rows(
+            "means",
+            of(SAW),
+            (96, 128, 256, 64, 80, 192),
+            mean_cases,
+            1.0,
+            often=[(str(SAW), d) for d in (96, 128, 256)],
+        ),
         *rows("one for all", of(One(2.5)), (64,), CASES[:3], 1.0),
         # mixed channels: dense tokens, means and windows stay in the model's basis
         *rows("klt", of(Klt(3, "klt")), (128,), GHOST_CASES, 1.0, often=[]),
@@ -605,32 +644,6 @@ def test_decode(
     key: Codec, value: Codec, dim: int, cases: Sequence[Case], geometry: Geometry, tolerance: float
 ) -> None:
     check_all(key, value, dim, cases, geometry, tolerance)
-
-
-@pytest.mark.parametrize("teams", [1, 2])
-def test_dense_tokens_in_a_split_of_their_own(teams: int) -> None:
-    check_all(INT4, INT4, 64, DENSE_APART, Geometry(teams=teams))
-
-
-@pytest.mark.parametrize("group", [4, 8])
-def test_dense_tokens_join_the_codes(group: int) -> None:
-    """Among codes of values with large means, in a split of their own, or alone."""
-    cases = (
-        Case((130, 7, 0, 33), heads=2, splits=3, alone=True, dense=(3, 0, 77, 1), sinks=True, group=group),
-        Case((65, 0, 100), dense=(5, 1, 40), dense_start=(2, 0, 30), splits=2, shift=20.0, group=group, order=7),
-        Case((0, 40), dense=(4, 4), values=1e-3, group=group),
-    )
-    check_all(Ghost(4), Ghost(4), 64, cases)
-
-
-@pytest.mark.parametrize("group", [4, 7])
-def test_dtypes(group: int) -> None:
-    case = Case(lens=(33, 70), group=group, dense=(3, 4))
-    cases = [
-        replace(case, q_dtype=dtype, out_dtype=dtype, dense_dtype=torch.float16 if dtype == torch.float32 else dtype)
-        for dtype in DTYPES
-    ]
-    check_all(SAW, SAW, 64, cases, tolerance=2)
 
 
 @pytest.mark.parametrize("role", ROLES)
