@@ -42,27 +42,11 @@ def packedkv_attention(
     position_bias: Tensor | None = None,
     **_ignored: Any,
 ) -> tuple[Tensor, None]:
-    """Attention over a packed layer, or over plain tensors; transformers' attention signature.
+    """Attention of ``query [B, HQ, n, D]`` over a packed layer or plain K and V: ``[B, n, HQ, D]``, and None.
 
-    Parameters
-    ----------
-    query : Tensor ``[B, HQ, n, D]``
-    key, value : PackedKV, or Tensor ``[B, H, N, D]``
-    attention_mask : Tensor, optional
-        Boolean (True = attend) or additive, ``[B, 1, n, N]``; None is causal.
-    s_aux : Tensor, optional
-        Learned sink logits ``[HQ]`` (GPT-OSS).
-    softcap : float, optional
-        Scores become ``softcap * tanh(score / softcap)`` (Gemma 2).
-
-    Returns
-    -------
-    (Tensor ``[B, n, HQ, D]``, None)
-
-    Raises
-    ------
-    UnsupportedError
-        For position biases or dropout, which this function does not compute.
+    ``attention_mask [B, 1, n, N]`` is boolean (True = attend) or additive; None is causal. ``s_aux [HQ]``: learned sink
+    logits (GPT-OSS). ``softcap``: scores become ``softcap * tanh(score / softcap)`` (Gemma 2). UnsupportedError for
+    position biases and dropout.
     """
     if position_bias is not None:
         raise UnsupportedError(

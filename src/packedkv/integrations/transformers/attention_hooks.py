@@ -38,10 +38,7 @@ class _Recording:
 
 
 class _Recordings(threading.local):
-    """Recordings of the current thread."""
-
-    def __init__(self) -> None:
-        self.open: list[_Recording] = []
+    open: tuple[_Recording, ...] = ()
 
 
 _LOCK = threading.RLock()
@@ -95,11 +92,11 @@ def watched(model: Any, seen: Watcher) -> Iterator[None]:
     """
     recording = _Recording(seen)
     with implementation(model, _recorder(model.config._attn_implementation)):
-        _recordings.open.append(recording)
+        _recordings.open += (recording,)
         try:
             yield
         finally:
-            _recordings.open.remove(recording)
+            _recordings.open = tuple(one for one in _recordings.open if one is not recording)
     if not recording.calls:
         raise UnsupportedError(
             f"{type(model).__name__}: no attention layer was seen; its attention does not go through transformers' "
@@ -111,6 +108,15 @@ def _recorder(original: str) -> str:
     """Name of the implementation that records its inputs and calls ``original``; registered once."""
     from transformers import AttentionInterface, AttentionMaskInterface
 
+    def attention(
+        module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **options: Any
+    ) -> Any:
+        for recording in _recordings.open:
+            recording.calls += 1
+            recording.watcher(module, query, key, value, attention_mask, options)
+        eager = getattr(sys.modules[type(module).__module__], "eager_attention_forward", None)
+        return AttentionInterface().get_interface(original, eager)(module, query, key, value, attention_mask, **options)
+
     if original.startswith(RECORDER):
         return original
     with _LOCK:
@@ -118,21 +124,6 @@ def _recorder(original: str) -> str:
             name = f"{RECORDER}_{len(_recorders)}"
             # the mask must be built as for the model's own implementation
             AttentionMaskInterface.register(name, AttentionMaskInterface()[original])
-            AttentionInterface.register(name, _recording_attention(original))
+            AttentionInterface.register(name, attention)
             _recorders[original] = name
         return _recorders[original]
-
-
-def _recording_attention(original: str) -> Callable[..., Any]:
-    from transformers import AttentionInterface
-
-    def attention(
-        module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **options: Any
-    ) -> Any:
-        for recording in list(_recordings.open):
-            recording.calls += 1
-            recording.watcher(module, query, key, value, attention_mask, options)
-        eager = getattr(sys.modules[type(module).__module__], "eager_attention_forward", None)
-        return AttentionInterface().get_interface(original, eager)(module, query, key, value, attention_mask, **options)
-
-    return attention

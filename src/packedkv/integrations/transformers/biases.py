@@ -16,10 +16,7 @@ _known: "weakref.WeakKeyDictionary[nn.Module, tuple[tuple[Any, ...], KeyBiases]]
 
 
 def biases_of(model: Any, plan: ModelPlan) -> KeyBiases | None:
-    """Return the key biases of a model; None: unknown, because it is a config, has no weights or another structure.
-
-    Of ``plan``, its name and the layers that cache keys are used.
-    """
+    """Return the key biases of a model; None: unknown, because it is a config, has no weights or another structure."""
     if not isinstance(model, nn.Module):
         return None
     if model in _known and _known[model][0] == _known[model][1].versions():

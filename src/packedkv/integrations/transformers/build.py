@@ -152,13 +152,7 @@ def _built(request: Request, scheme: KVScheme, accepts: Callable[[str], bool]) -
 
 
 def layer_schemes(plan: ModelPlan, scheme: KVScheme, page_tokens: int | None = None) -> list[KVScheme]:
-    """Scheme of each of ``kv_layers``; outer layers are those of a stack.
-
-    Raises
-    ------
-    ShapeError
-        A codec cannot take a layer's head_dim or the page size.
-    """
+    """Scheme of each of ``kv_layers``; ShapeError if a codec cannot take a layer's head_dim or the page size."""
     schemes = [scheme.for_layer(i, len(stack)) for stack in plan.stacks for i in range(len(stack))]
     seen = set()
     for layer, own in zip(plan.kv_layers, schemes, strict=True):

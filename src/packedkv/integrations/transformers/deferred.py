@@ -83,14 +83,8 @@ class PendingCheck(NamedTuple):
 class Deferred:
     """Appends and checks of one forward pass of several tokens, done at its end.
 
-    If a pass stops half-way, they are done before the next call adds, changes or reads anything.
-
-    Parameters
-    ----------
-    layers : int
-        Layers that a pass fills.
-    probe : OutlierProbe, optional
-        Measures the keys of the pass that fills the empty layers.
+    If a pass stops half-way, they are done before the next call adds, changes or reads anything. ``layers``: number of
+    layers that a pass fills. ``probe`` measures the keys of the pass that fills the empty layers.
     """
 
     def __init__(self, layers: int, probe: OutlierProbe | None = None) -> None:

@@ -44,17 +44,8 @@ class ChangedWeights:
     def scale(self, part: Tensor, factor: Tensor, cause: str, *, offset: float = 0.0, remedy: str = "") -> None:
         """Set ``part``, a parameter or some of its rows, to ``(part + offset) * factor - offset``, in float32 at least.
 
-        Parameters
-        ----------
-        cause, remedy : str
-            Of the error: the operation, e.g. ``"LlamaForCausalLM: folding"``, and advice, e.g. ``"pass ..., or "``.
-        offset : float
-            What the model itself adds to the weight, e.g. 1 for Gemma's ``x (1 + w)``.
-
-        Raises
-        ------
-        UnsupportedError
-            If a value leaves the dtype's range; ``part`` is then unchanged.
+        ``offset``: what the model itself adds to the weight, e.g. 1 for Gemma's ``x (1 + w)``. UnsupportedError, with
+        ``cause`` and ``remedy``, if a value leaves the dtype's range; ``part`` is then unchanged.
         """
         wide = torch.promote_types(part.dtype, torch.float32)
         with torch.no_grad():

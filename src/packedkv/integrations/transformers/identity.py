@@ -12,13 +12,7 @@ from packedkv.scheme import KVScheme
 
 
 def identify(model_or_config: Any, name: str = "") -> ModelIdentity:
-    """Read the identity of a model or config; ``name`` defaults to the class name.
-
-    Raises
-    ------
-    UnsupportedError
-        If the model cannot be served.
-    """
+    """Read the identity of a model or config; ``name`` defaults to the class name. Errors as ``plan_for``."""
     model_or_config = unwrapped(model_or_config)
     plan = plan_for(model_or_config, "decoded")
     config = getattr(model_or_config, "config", model_or_config).get_text_config(decoder=True)

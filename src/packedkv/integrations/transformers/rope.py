@@ -48,14 +48,8 @@ def take_positions(taken: int, cache: int, hook: "PositionHook | None") -> tuple
     """Positions ``[B or 1, n]`` of this thread's forward pass, and the number of the pass.
 
     All layers of a pass get the same tensor. None: no pass was recorded, or the newest one is known to be another: of
-    another model, or this layer has taken its positions already, or a layer of another cache has.
-
-    Parameters
-    ----------
-    taken, cache : int
-        Number of the pass whose positions the layer took last, and of the layer's cache.
-    hook : PositionHook or None
-        Of the model that the cache was made for.
+    another model, or this layer has taken its positions already, or a layer of another cache has. ``taken``: number of
+    the pass whose positions the layer took last. ``cache``: number of the layer's cache.
     """
     positions = _newest.positions
     if positions is None or hook is None or hook.name != _newest.hook:
@@ -144,7 +138,7 @@ class Rope:
         self._rotaries: dict[str, Rotary] = {}
 
     def hook(self) -> PositionHook:
-        """Return the owner of the hook that records positions; while a cache keeps it, the same one."""
+        """Return the owner of the hook; while a cache keeps it, the same one."""
         with _LOCK:
             owner = _by_name.get(_name_on(self.embedding) or "") or PositionHook(self.embedding)
             owner.embeddings.add(self.embedding)

@@ -42,12 +42,8 @@ def _use_in(kind: type[nn.Module]) -> str:
 
 
 def _parsed(source: str) -> ast.Module:
-    """Parse source code in one thread at a time.
-
-    CPython 3.11 counts the depth of syntax trees over all threads and raises SystemError if another thread parses
-    (python/cpython#106905). The lock excludes threads of this module; a new attempt those of other libraries.
-    """
-    with _parsing:
+    """Parse source code; CPython 3.11 raises SystemError while another thread parses (python/cpython#106905)."""
+    with _parsing:  # excludes threads of this module; a new attempt those of other libraries
         for _ in range(ATTEMPTS - 1):
             try:
                 return ast.parse(source)
@@ -57,21 +53,12 @@ def _parsed(source: str) -> ast.Module:
 
 
 class _Reader:
-    """Follows the names of cached tensors through the statements of one function.
-
-    Attributes
-    ----------
-    cached : set of str
-        Names that hold what a cache returned.
-    interfaces : set of str
-        Names that hold an attention function of transformers' registry.
-    handed : bool
-        Whether cached tensors were passed to such a function.
-    """
+    """Follows the names of cached tensors through the statements of one function."""
 
     def __init__(self) -> None:
-        self.cached, self.interfaces = set[str](), set[str]()
-        self.handed = False
+        self.cached = set[str]()  # names of what a cache returned
+        self.interfaces = set[str]()  # names of attention functions of transformers' registry
+        self.handed = False  # whether cached tensors were passed to such a function
 
     def block(self, statements: list[ast.stmt]) -> str:
         """Return the first expression that uses a cached tensor other than to pass it to an attention function."""
