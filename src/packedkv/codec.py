@@ -274,7 +274,7 @@ class Dense(Codec):
     """The identity in 16 bit: baseline of every table, and the codec of layers that a scheme keeps dense.
 
     A cache fixes the dtype when it first sees the model's tensors (``for_dtype``): bf16 stays bf16, float32 is stored
-    as fp16. ``codecs/dense.py`` says the rest.
+    as fp16.
     """
 
     dtype: DenseDtype | None = None

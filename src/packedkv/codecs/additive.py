@@ -119,7 +119,6 @@ class Additive(Codec):
         return {name: table[None].to(site.device) for name, table in tables.items()}
 
     def encode(self, x: Tensor, params: Params) -> Payload:
-        """Find the pair of codewords of each chunk's direction, then radii; elementwise or exact in float64."""
         chunks = split_chunks(x)
         length = chunk_lengths(chunks)
         u = chunks
@@ -138,8 +137,8 @@ class Additive(Codec):
     def _search(self, u: Tensor, params: Params, head: int) -> Tensor:
         """Rows of the codebook for ``u [n, 4]``, unit vectors unless the search is by angle; the lowest on ties."""
         if self.reading != "greedy":
-            by: Literal["angle", "distance"] = "angle" if self.reading == "normalised" else "distance"
-            return nearest_entry(u, params["codebook"][0, head].double(), by)
+            by_angle = self.reading == "normalised"
+            return nearest_entry(u, params["codebook"][0, head].double(), "angle" if by_angle else "distance")
         first, second = (params[name][0, head].double() for name in ("first", "second"))
         i = nearest_entry(u, first, by="distance")
         return i * self.k + nearest_entry(u - first[i], second, by="distance")

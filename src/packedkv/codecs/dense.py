@@ -1,11 +1,6 @@
 """Dense: the identity in 16 bit; baseline of every table, and the codec of boundary layers (``packedkv.codec.Dense``).
 
-Bytes of a token: D x 2. Bits: 16. float32 input is stored as fp16 (``float16``), bf16 input as bf16 with
-``Dense(dtype="bfloat16")``, which a cache selects from the model's first tensors.
-
-Use: the baseline of every table, and layers that a scheme keeps in 16 bit.
-
-Not for: saving memory.
+Bytes of a token: D x 2. Bits: 16, or 32 with dtype=float32.
 """
 
 from typing import Literal

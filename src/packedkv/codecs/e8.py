@@ -115,8 +115,6 @@ class E8(Rotated, Codec):
         return Layout(head_dim, 1, fields, nominal_bits=2.0)
 
     def encode(self, x: Tensor, params: Params) -> Payload:
-        """Find the nearest points of rows divided by their stored scales; float64, element by element."""
-
         def points_of(piece: Tensor) -> tuple[Tensor, Tensor]:
             wide = piece.double()
             scale = (row_norm(wide) * (STEP / x.shape[-1] ** 0.5)).clamp_max(FP16_MAX).half()

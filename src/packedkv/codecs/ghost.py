@@ -443,7 +443,6 @@ class Ghost(Codec):
         return {name: value.to(site.device) for name, value in params.items()}
 
     def to_code(self, x: Tensor, params: Params) -> Tensor:
-        """Channels in their places, or uncorrelated ones; each over its size."""
         if self.transform == "klt":
             return rotate_exactly(x, params["matrix"][0], KERNEL_BITS) * params["factor"].unsqueeze(2)
         return ordered(x, params["order"]).float() * params["factor"].unsqueeze(2)
@@ -460,7 +459,6 @@ class Ghost(Codec):
         return put_back(channels, params["order"])
 
     def encode(self, x: Tensor, params: Params) -> Payload:
-        """Try scales; elementwise in float32 and sums by halves, so nothing depends on the call's shape."""
         upper = params["widths"][..., ::2].long().unsqueeze(2)  # where the second code of a field begins
         fields, turns = x.shape[-1] // 2, torch.arange(PARTS, device=x.device)
 

@@ -165,7 +165,6 @@ class Hqmq(Codec):
         return {name: value.to(site.device) for name, value in params.items()}
 
     def encode(self, x: Tensor, params: Params) -> Payload:
-        """Find the code of each chunk's direction, then radii; elementwise or exact in float64."""
         tokens = self.block_tokens
         chunks = split_chunks(x)  # [B, H, N, n, 4]
         secondary = params["secondary"][0].double()

@@ -109,7 +109,6 @@ class KMeansResidual(Wrapper):
         return around({"centroids": held.to(site.device)}, inner)
 
     def encode(self, x: Tensor, params: Params) -> Payload:
-        """Assign, subtract, and encode the residual: Eq. 5."""
         if not self.id_bytes:
             return self.inner.encode(x - params["centroids"].float(), inside(params))
         ids = nearest_centroid(x, params["centroids"])
@@ -119,7 +118,6 @@ class KMeansResidual(Wrapper):
         return {**payload, "ids": parts.unflatten(2, (ids.shape[2] // g, g)).flatten(3)}
 
     def decode(self, payload: Payload, params: Params) -> Tensor:
-        """Add the centroid to the decoded residual: Eq. 6."""
         residual = self.inner.decode({n: t for n, t in payload.items() if n != "ids"}, inside(params))
         if not self.id_bytes:
             return residual + params["centroids"].float()

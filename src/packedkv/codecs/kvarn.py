@@ -125,7 +125,6 @@ class KVarN(Rotated, Codec):
         return Layout(head_dim, self.group, fields, nominal_bits=self.bits)
 
     def encode(self, x: Tensor, params: Params) -> Payload:
-        """Divide the columns of every tile by their stored scales, then round the rows."""
         tiles = x.unflatten(2, (-1, self.group))  # [B, H, M, G, D]
         tiles = tiles.transpose(-1, -2) if self.along == "tokens" else tiles  # [..., rows, columns]
         rows, columns = tiles.shape[-2:]

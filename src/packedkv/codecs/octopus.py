@@ -307,11 +307,6 @@ class Octopus(UnitRotated, Codec):
         return {"signs": random_signs(site), **tables}
 
     def encode(self, x: Tensor, params: Params) -> Payload:
-        """Alg. 1 on the rotated key.
-
-        Every step is elementwise in float64, sums included, so the codes do not depend on what else is in the call.
-        Directions do not depend on the norm: a search tries lengths alone.
-        """
         dim, triplets = x.shape[-1], -(-x.shape[-1] // 3)
         tables = _Tables(params)
 
@@ -324,7 +319,7 @@ class Octopus(UnitRotated, Codec):
             t = torch.nn.functional.pad(u, (0, triplets * 3 - dim)).reshape(-1, 3).T.contiguous()
             direction, length = (found.view(*u.shape[:-1], triplets) for found in self._round(t, tables))
 
-            def quantize(factor: float) -> tuple[Tensor, Tensor]:
+            def quantize(factor: float) -> tuple[Tensor, Tensor]:  # directions do not depend on the norm
                 codes = direction << self.norm_bits | tables.nearest_rho(length / factor)
                 return codes.to(torch.int32), self.rounded(gamma * factor, dim)
 

@@ -17,9 +17,8 @@ of the worst head, and let ``Med.overflow`` tell what still finds no place. One 
 token; a slot too many costs 64 / D bits. On Qwen2.5-Coder-1.5B two are too few: every token of layer 0 has more, and
 with room for all of them the loss of ``outliers=3`` is gone (docs/key-biases.md).
 
-The basis is the model's: outliers are split off before the inner codec's ``to_code`` and put back behind its
-``from_code``, both of which therefore run inside ``encode`` and ``decode``. For hqmq and int, whose maps are the
-identity, nothing is added; a rotating inner codec loses nothing but the time to rotate back each decoded token.
+Outliers are those of the model basis: the inner codec's ``to_code`` and ``from_code`` run inside ``encode`` and
+``decode``. A rotating inner codec loses only the time to rotate back each decoded token.
 
 Deviations from the paper
 1. The threshold is frozen at ``fit``: C times the sample's median. The paper takes the median of the whole batch at
@@ -81,7 +80,6 @@ class Med(Wrapper):
     def needs(self) -> frozenset[Part]:
         return self.inner.needs | {"tensor"}
 
-    # Outliers are split off in the model basis; the inner codec's maps are inside ``encode`` and ``decode``.
     to_code, query_to_code, from_code = Codec.to_code, Codec.query_to_code, Codec.from_code
 
     def layout(self, head_dim: int) -> Layout:

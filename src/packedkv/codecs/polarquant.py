@@ -122,7 +122,6 @@ class PolarQuant(UnitRotated, Codec):
         return {"signs": random_signs(site), "angles": torch.stack([sectors, *rows])[None].to(site.device)}
 
     def encode(self, x: Tensor, params: Params) -> Payload:
-        """Climb the tree; elementwise in float64, so nothing depends on what else is in the call."""
         dim = x.shape[-1]
         walls = [midpoints(row) for row in params["angles"][0]]
         cuts = [_share(wall.sin(), wall.cos() + wall.sin()) for wall in walls]
@@ -138,7 +137,6 @@ class PolarQuant(UnitRotated, Codec):
         return dict(zip(("codes", "norm"), in_pieces(encoded, x), strict=True))
 
     def decode(self, payload: Payload, params: Params) -> Tensor:
-        """Descend from gamma to coordinates."""
         dim = params["signs"].shape[-1]
         codes = unpack(payload["codes"], self.bits, dim - 1).int()
         cos, sin = params["angles"][0].cos().float(), params["angles"][0].sin().float()

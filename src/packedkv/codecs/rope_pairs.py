@@ -168,7 +168,6 @@ class RopePairs(Codec):
         return {name: value.to(site.device) for name, value in params.items()}
 
     def to_code(self, x: Tensor, params: Params) -> Tensor:
-        """Channels in coded order, each over its pair's size."""
         return ordered(x, params["order"]).float() / params["scale"].unsqueeze(2)
 
     def query_to_code(self, q: Tensor, params: Params) -> Tensor:
@@ -178,7 +177,6 @@ class RopePairs(Codec):
         return put_back(x * params["scale"].unsqueeze(2), params["order"])
 
     def encode(self, x: Tensor, params: Params) -> Payload:
-        """Round each channel over the token's norm; elementwise in float64, so nothing depends on the call's shape."""
         widths = _channel_widths(params)
         channel, place = _bit_places(widths, x.shape[-1] * self.bits)
         cuts = width_cuts(params["levels"][0])[widths]

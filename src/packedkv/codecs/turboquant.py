@@ -94,7 +94,6 @@ class TurboQuant(UnitRotated, Codec):
         return {"signs": random_signs(site), "levels": levels[None].float().to(site.device)}
 
     def encode(self, x: Tensor, params: Params) -> Payload:
-        """Round each coordinate of the unit vector; elementwise in float64, so nothing depends on the call's shape."""
         search = nearest_level(params["levels"][0].double())
 
         def quantize(rows: Tensor, factor: float) -> tuple[Tensor, Tensor]:

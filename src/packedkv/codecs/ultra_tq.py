@@ -168,7 +168,6 @@ class UltraTQ(Rotated, Codec):
         return (y.double() / held)[(held > 0).expand_as(y)]
 
     def encode(self, x: Tensor, params: Params) -> Payload:
-        """Nearest level of each coordinate over its stored norm; elementwise in float64, a tie to the lower level."""
         search = nearest_level(params["levels"][0].double())
 
         def quantize(rows: Tensor, factor: float) -> tuple[Tensor, Tensor]:

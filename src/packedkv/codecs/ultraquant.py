@@ -124,7 +124,6 @@ class UltraQuant(Rotated, Codec):
         return rotated.clamp(-E4M3_MAX, E4M3_MAX).to(torch.float8_e4m3fn).float()
 
     def encode(self, x: Tensor, params: Params) -> Payload:
-        """Scale each group and round it to E2M1, Alg. 1 lines 5-7."""
         codes, scale = quantized(x, self._quantize, self._value, self.scale, GROUP, POWERS)
         return {"codes": pack(codes, 4), "scale": scale}
 

@@ -1,9 +1,7 @@
 """Groups of numbers that share a scale: splitting channels into groups, and scales that are valid in fp16.
 
-Groups run along channels (neighbouring channels of one token) or along tokens (neighbouring tokens of one channel).
 Along channels the last group is shorter when the group does not divide head_dim: 80 channels in groups of 32 are
-32 + 32 + 16. So every head_dim works, and bits are counted for the actual groups. ``group = 0`` is one group of all
-channels.
+32 + 32 + 16. ``group = 0`` is one group of all channels.
 """
 
 import torch

@@ -6,8 +6,6 @@ The plain iteration converges by a factor 1 - O(1/levels^2) per round. Here a fe
 ``r(c) = E[x | cell] - c``, whose Jacobian is tridiagonal; a step that breaks the order of the centroids or does not
 reduce the residual is replaced by a plain round. Cell moments are composite Gauss-Legendre sums, so any density that is
 smooth inside the interval will do; it need not be normalised.
-
-Densities of a uniform unit vector in R^d, the law of a key after a random rotation, are here as well.
 """
 
 from collections.abc import Callable

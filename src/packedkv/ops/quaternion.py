@@ -7,9 +7,9 @@ The units are +-1, +-i, +-j, +-k and (+-1 +-i +-j +-k)/2: a group (closed under 
 
 and <x, p q> = <x conj(q), p>, so the best of 24 S products p q_s costs S products and S closed forms.
 
-Many vectors are searched faster in cells. The nearest of +-1, +-i, +-j, +-k turns a vector to the front, where y_0 is
-the largest component; cells are boxes of (y_1, y_2, y_3) / y_0, each with the few entries that can win in it. That is
-exact as well: the same indices, ties included. A GPU, where each small product is a launch, tries everything at once.
+Many vectors are searched faster in cells, which is exact as well. The nearest of +-1, +-i, +-j, +-k turns a vector to
+the front, where y_0 is the largest component; cells are boxes of (y_1, y_2, y_3) / y_0, each with the few entries that
+can win in it.
 
 Random units are cut to multiples of 2^-10. Products with Hurwitz units are then multiples of 2^-11 of size at most 1,
 which fp16 holds exactly: a table of products in fp16 IS the product set, and a search in float64 makes no rounding.
