@@ -13,8 +13,7 @@ from packedkv.codecs.ghost import Ghost
 from packedkv.codecs.innerq import InnerQ
 from packedkv.kernels.codecs import ghost, innerq
 from packedkv.kernels.constants import constants_for
-from packedkv.kernels.cuda.fit import FitBuffers
-from packedkv.kernels.engine import FirstTokens
+from packedkv.kernels.engine import FirstTokens, FitBuffers
 from packedkv.kernels.spec import encoder, reader
 from packedkv.ops.rope import Rotary
 from packedkv.store.site import MeanRemoval

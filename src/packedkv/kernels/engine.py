@@ -4,17 +4,20 @@ The state of an engine is names and tensors, no module or compiled kernel, so th
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Hashable, Mapping, Sequence
-from typing import Any, NamedTuple, Self
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from typing import Any, NamedTuple, Self, TypeVar
 
 from torch import Tensor
 
 from packedkv.codec import ROLES, Codec, Params, Role
 from packedkv.kernels.constants import NO_CONSTANTS, Constants, Side, constants
+from packedkv.kernels.spec import of_module
 from packedkv.kernels.tokens import ChunkTokens, GroupTokens, NewTokens, Rules, StepTokens
 from packedkv.ops.rope import Rotary
 from packedkv.store.pages import PageStore
 from packedkv.store.site import RoleSite
+
+T = TypeVar("T")
 
 
 class FirstTokens(NamedTuple):
@@ -40,6 +43,59 @@ class Fitted(NamedTuple):
     mean: Tensor | None = None
 
 
+class FitBuffers:
+    """Buffers for device-fitted constants; the first layer of a cache allocates them for all layers.
+
+    Fits of several layers share a launch, ``launch``.
+    """
+
+    layers = 0
+    """Number of layers of the cache, as far as known."""
+
+    def __init__(self) -> None:
+        self._left: dict[Hashable, list[Any]] = {}
+        self.waiting: list[Callable[[], None]] = []
+
+    def launch(self) -> None:
+        """Launch the pending fits; later kernels on the stream read their constants."""
+        waiting, self.waiting = self.waiting, []
+        for launch in waiting:
+            launch()
+
+    def take(self, name: Hashable, make: Callable[[int], list[T]]) -> T:
+        """Return memory for one layer; ``make`` allocates it for all layers of a ``name`` at once."""
+        left = self._left.get(name)
+        if not left:
+            left = self._left[name] = make(max(1, self.layers))[::-1]
+        one: T = left.pop()
+        return one
+
+
+class Fitter(NamedTuple):
+    """Fits constants by kernels, with the numbers of the reference, for the codecs of one module.
+
+    ``fit(codecs, head_dim, samples, buffers)`` returns the constants of the roles that have samples; they are valid
+    after ``buffers.launch``. ``program(codecs, head_dim)`` is the program that it launches.
+    """
+
+    codecs: dict[Role, Codec]
+    fit: Callable[[Mapping[Role, Codec], int, Mapping[Role, FirstTokens], FitBuffers], dict[Role, Fitted]]
+    program: Callable[[Mapping[Role, Codec], int], Any]
+
+
+def fitters(key: Codec, value: Codec) -> list[Fitter]:
+    """Return what fits the constants of keys and values on a GPU: ``fit`` and ``fit_program`` of ``kernels/codecs``.
+
+    PyTorch fits those of the other roles.
+    """
+    found: dict[str, Fitter] = {}
+    for role, codec in zip(ROLES, (key, value), strict=True):
+        if codec.needs == {"tensor"} and (fit := of_module(codec, "fit")) is not None:
+            one = found.setdefault(type(codec).__module__, Fitter({}, fit, of_module(codec, "fit_program")))
+            one.codecs[role] = codec
+    return list(found.values())
+
+
 class Engine(ABC):
     """Reads and writes the pages of one layer with kernels for its two codecs."""
 
@@ -52,6 +108,7 @@ class Engine(ABC):
     readers: Mapping[Role, Side]
     encoders: Mapping[Role, Side | None]
     """None: PyTorch encodes the role."""
+    fitters: Sequence[Fitter] = ()
     mean: tuple[Any, ...] | None = None
     """The mean that is subtracted from keys; see ``hold_without``."""
 
@@ -60,6 +117,8 @@ class Engine(ABC):
         self.head_dim, self.page_tokens = head_dim, page_tokens
         self.reading: dict[Role, Constants] = {}
         self.writing: dict[Role, Constants] = {}
+        self.own: dict[Role, Fitted] = {}
+        self.buffers = FitBuffers()
         self._find()
 
     @abstractmethod
@@ -67,28 +126,31 @@ class Engine(ABC):
         """Look up readers and encoders of the codecs."""
 
     def __getstate__(self) -> dict[str, Any]:
-        """Leave out readers and encoders, which hold functions."""
-        return {name: x for name, x in self.__dict__.items() if name not in ("readers", "encoders")}
+        """Leave out what holds functions, and memory for further layers."""
+        left = "readers", "encoders", "fitters", "buffers"
+        return {name: x for name, x in self.__dict__.items() if name not in left}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Look the readers and encoders up again."""
-        self.__dict__.update(state)
+        """Look the functions up again; a copy has memory for fits of its own."""
+        self.__dict__.update(state, buffers=FitBuffers())
         self._find()
 
     def fresh(self) -> Self:
-        """Return the same kernels without constants, for another layer."""
+        """Return the same kernels without constants, for another layer; ``buffers`` are shared."""
         other = object.__new__(type(self))
-        other.__dict__.update(self.__dict__, reading={}, writing={}, ready=False)
+        other.__dict__.update(self.__dict__, reading={}, writing={}, own={}, ready=False)
         return other
 
     def expect_layer(self) -> None:
         """Count one more layer with these kernels; memory for all of them is allocated at once."""
-        return  # nothing is shared
+        self.buffers.layers += 1
 
     def prepare(self, roles: Mapping[Role, RoleSite]) -> None:
         """Set the constants of the roles; existing tensors keep their addresses if shapes allow."""
         for role in ROLES:
-            if self.take_fitted(role, roles[role].params):
+            own = self.own.get(role)
+            if own is not None and own.params is roles[role].params:  # fitted on the device
+                self.reading[role], self.writing[role] = own.reading, own.writing
                 continue
             for found, kept in ((self.readers[role], self.reading), (self.encoders[role], self.writing)):
                 if found is None:  # PyTorch encodes it
@@ -101,21 +163,22 @@ class Engine(ABC):
                 )
         self.ready = True
 
-    def take_fitted(self, role: Role, params: Params | None) -> bool:
-        """Set the constants of a role if the engine fitted these params itself; returns whether it did."""
-        return False
-
     def fits(self, role: Role) -> bool:
         """Whether a kernel fits a role's constants, with the reference's result."""
-        return False
+        return any(role in fitter.codecs for fitter in self.fitters)
 
     def fit(self, samples: Mapping[Role, FirstTokens]) -> dict[Role, Fitted]:
         """Fit the constants of roles that it ``fits``; they are valid after ``launch_fits``."""
-        return {}
+        found: dict[Role, Fitted] = {}
+        for fitter in self.fitters:
+            if own := {role: samples[role] for role in fitter.codecs if role in samples}:
+                found |= fitter.fit(fitter.codecs, self.head_dim, own, self.buffers)
+        self.own |= found
+        return found
 
     def launch_fits(self) -> None:
         """Launch the pending fits of this layer and of the layers that share its launch."""
-        return  # nothing is fitted
+        self.buffers.launch()
 
     @abstractmethod
     def hold_without(self, mean: Tensor, rotary: Rotary, *, look: bool = True) -> None:

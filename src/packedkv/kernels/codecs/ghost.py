@@ -30,8 +30,7 @@ from packedkv.kernels.constants import Constants
 from packedkv.kernels.cpu.spec import CpuEncoder, CpuReader
 from packedkv.kernels.cuda.arguments import FIT_LAYERS, FitGhostLayers
 from packedkv.kernels.cuda.build import Kernel, Program, load
-from packedkv.kernels.cuda.fit import FitBuffers
-from packedkv.kernels.engine import FirstTokens, Fitted
+from packedkv.kernels.engine import FirstTokens, FitBuffers, Fitted
 from packedkv.kernels.spec import Encoder, Reader, align, flag
 from packedkv.kernels.structs import KINDS, step_of
 from packedkv.ops.exact import KERNEL_BITS

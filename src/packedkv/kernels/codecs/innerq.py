@@ -13,8 +13,7 @@ from packedkv.kernels.constants import Constants
 from packedkv.kernels.cpu.spec import CpuEncoder, CpuReader
 from packedkv.kernels.cuda.arguments import FitNormArgs, aligned_rows
 from packedkv.kernels.cuda.build import Kernel, Program, load
-from packedkv.kernels.cuda.fit import FitBuffers
-from packedkv.kernels.engine import FirstTokens, Fitted
+from packedkv.kernels.engine import FirstTokens, FitBuffers, Fitted
 from packedkv.kernels.spec import Encoder, Reader, flag
 from packedkv.kernels.structs import KINDS
 

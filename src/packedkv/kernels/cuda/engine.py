@@ -2,21 +2,19 @@
 
 from collections.abc import Hashable, Mapping, Sequence
 from functools import lru_cache
-from typing import Any, Self
 
 import torch
 from torch import Tensor
 
-from packedkv.codec import ROLES, Codec, Params, Role
+from packedkv.codec import ROLES, Codec, Role
 from packedkv.errors import UnsupportedError
 from packedkv.kernels.constants import NO_CONSTANTS, joined
 from packedkv.kernels.cuda import decode
 from packedkv.kernels.cuda.basis import out_of_codes
 from packedkv.kernels.cuda.encode import SlotWriter, encode_to_pages
-from packedkv.kernels.cuda.fit import FitBuffers, Fitter, fitters
 from packedkv.kernels.cuda.prefill import ChunkReader, Packed, attend_chunk, unpack, workspace_bytes
 from packedkv.kernels.cuda.prefill_groups import GroupChunkReader, attend_groups
-from packedkv.kernels.engine import Engine, FirstTokens, Fitted
+from packedkv.kernels.engine import Engine, Fitter, fitters
 from packedkv.kernels.flash import Flash
 from packedkv.kernels.mean import KeyMean, RotatedMean, key_mean
 from packedkv.kernels.spec import Encoder, Reader, decode_spec, encode_spec, reader, text_of
@@ -46,52 +44,6 @@ class CudaEngine(Engine):
     name = "cuda"
     refuses_at_once = False
     mean: KeyMean | None = None
-
-    def __init__(self, key: Codec, value: Codec, head_dim: int, page_tokens: int) -> None:
-        super().__init__(key, value, head_dim, page_tokens)
-        self.own: dict[Role, Fitted] = {}
-        self.buffers = FitBuffers()
-
-    def __getstate__(self) -> dict[str, Any]:
-        """Fitters hold functions, and memory for further layers stays behind."""
-        return {name: x for name, x in super().__getstate__().items() if name not in ("buffers", "fitters")}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        """A copy has memory for fits of its own."""
-        super().__setstate__(state)
-        self.buffers = FitBuffers()
-
-    def fresh(self) -> Self:
-        other = super().fresh()
-        other.own = {}  # ``buffers`` stay shared by the layers
-        return other
-
-    def expect_layer(self) -> None:
-        self.buffers.layers += 1
-
-    def fits(self, role: Role) -> bool:
-        """Whether the codec has a fitter (``kernels/cuda/fit.py``)."""
-        return any(role in fitter.codecs for fitter in self.fitters)
-
-    def fit(self, samples: Mapping[Role, FirstTokens]) -> dict[Role, Fitted]:
-        """Hand each fitter the roles that it fits; ``own`` keeps what they return for ``take_fitted``."""
-        found: dict[Role, Fitted] = {}
-        for fitter in self.fitters:
-            if own := {role: samples[role] for role in fitter.codecs if role in samples}:
-                found |= fitter.fit(fitter.codecs, self.head_dim, own, self.buffers)
-        self.own |= found
-        return found
-
-    def launch_fits(self) -> None:
-        self.buffers.launch()
-
-    def take_fitted(self, role: Role, params: Params | None) -> bool:
-        """Use the constants that a fit wrote on the device, if the role's params are those of that fit."""
-        own = self.own.get(role)
-        if own is None or own.params is not params:
-            return False
-        self.reading[role], self.writing[role] = own.reading, own.writing
-        return True
 
     def _find(self) -> None:
         """Look up the specs of the codecs and register them with the launches."""

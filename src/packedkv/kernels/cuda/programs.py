@@ -12,8 +12,8 @@ import torch
 from packedkv.codec import ROLES, Codec
 from packedkv.kernels.cuda import basis, decode, encode, prefill
 from packedkv.kernels.cuda.build import Program, compile_program, compiled
-from packedkv.kernels.cuda.fit import fitters
 from packedkv.kernels.cuda.launch import Machine, configs_for
+from packedkv.kernels.engine import fitters
 from packedkv.kernels.mean import BLOCK, most_pairs
 from packedkv.kernels.spec import DecodeSpec, decode_spec, encode_spec
 from packedkv.kernels.structs import KINDS
