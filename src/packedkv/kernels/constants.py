@@ -3,13 +3,14 @@
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from packedkv.codec import Codec, Params, Site
 from packedkv.errors import UnsupportedError
+from packedkv.kernels.structs import address, step_of
 from packedkv.shared import SHARED
 
 
@@ -117,6 +118,13 @@ def _shared(name: Hashable, device: torch.device, before: Tensor | None, build: 
     if before is None or before.shape != fresh.shape or before.device != fresh.device:
         return fresh
     return before.copy_(fresh)
+
+
+def fill_factor(side: Any, constants: Constants) -> None:
+    """Set the factor and the matrix of a role in a struct of kernels."""
+    if (factor := constants.factor) is not None:
+        side.factor, side.factor_batch = factor.data_ptr(), step_of(factor)
+    side.matrix = address(constants.matrix)
 
 
 def joined(layers: Sequence[Constants], heads: int) -> Constants:

@@ -114,14 +114,11 @@ def read_lines(params: Params, values: bool) -> Tensor:
     In the form of mixed.cuh.
     """
     back = way_back(params)
-    return torch.cat([_over_unit(x) for x in ((back,) if values else (back.mT, back))])
-
-
-def _over_unit(matrix: Tensor) -> Tensor:
-    """Lines of a matrix, of which the largest number over the unit is from 2^14 to 2^15."""
-    unit = torch.exp2(torch.frexp(matrix.abs().amax((-2, -1))).exponent.double() - 15).float()
-    head = torch.nn.functional.pad(unit.unsqueeze(-1), (0, 3))
-    return torch.cat([_bytes(head), _bytes(_lines(matrix / unit.double()[..., None, None]))], -1)
+    # over the unit the largest number of a matrix is from 2^14 to 2^15
+    unit = torch.exp2(torch.frexp(back.abs().amax((-2, -1))).exponent.double() - 15).float()
+    head, scaled = _bytes(torch.nn.functional.pad(unit.unsqueeze(-1), (0, 3))), back / unit.double()[..., None, None]
+    both = (scaled,) if values else (scaled.mT, scaled)
+    return torch.cat([torch.cat([head, _bytes(_lines(matrix))], -1) for matrix in both])
 
 
 def _lines(matrix: Tensor) -> Tensor:

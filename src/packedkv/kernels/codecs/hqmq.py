@@ -220,16 +220,8 @@ def cell_rivals(table: Tensor, side: int = SIDE) -> tuple[Tensor, Tensor, Tensor
     """Which products of ``table``, float64 ``[H, m, 4]``, can be the best in which cell.
 
     ``side``: cells along an axis, an odd multiple of 3. They reach a little beyond [-1, 1], so that the corners of the
-    octahedron lie inside.
-
-    Returns
-    -------
-    place : Tensor int64 ``[n]``
-        Cells that the octahedron touches: ``(i * side + j) * side + k``.
-    names : Tensor int64 ``[H, n, w]``
-        Rows of the table, ascending where they are held.
-    held : Tensor bool ``[H, n, w]``
-        Which of them can win there.
+    octahedron lie inside. Returns the cells that the octahedron touches, int64 ``[n]``: ``(i * side + j) * side + k``;
+    rows of the table, int64 ``[H, n, w]``, ascending where they are held; and which of them can win there.
     """
     cells = _cells(side, table.device)
     # the wide boxes rule out most products

@@ -9,12 +9,12 @@ from torch import Tensor
 
 from packedkv.attention import additive
 from packedkv.codec import Role, saturated
-from packedkv.kernels.constants import Constants
+from packedkv.kernels.constants import Constants, fill_factor
 from packedkv.kernels.cpu import library
 from packedkv.kernels.cpu.library import ArgsStruct, RoleStruct
 from packedkv.kernels.cpu.mean import CpuMean
 from packedkv.kernels.cpu.spec import CpuReader, CpuSpec
-from packedkv.kernels.structs import KINDS, step_of
+from packedkv.kernels.structs import KINDS, address, step_of
 from packedkv.kernels.tokens import Rules
 
 
@@ -71,9 +71,8 @@ def attend(
         mask = mask if mask.stride(3) == 1 else mask.contiguous()
         args.mask = mask.data_ptr()
         args.mask_batch, args.mask_head, args.mask_row, _ = mask.stride()
-    if (sinks := rules.sinks) is not None:
-        sinks = sinks.float().contiguous()
-        args.sinks = sinks.data_ptr()
+    sinks = None if rules.sinks is None else rules.sinks.float().contiguous()
+    args.sinks = address(sinks)
     args.page_bytes, args.page_tokens = pages.shape[2], spec.page.page_tokens
     args.table_row = table.stride(0)
     args.batch, args.heads, args.group = batch, heads, query_heads // heads
@@ -114,14 +113,10 @@ def unpack(spec: CpuSpec, role: Role, page: Tensor, head: int, constants: Consta
 
 def fill_constants(struct: Any, constants: Constants) -> None:
     """Set where the tables, the factor and the matrix of a role lie."""
-    tables, factor, _, matrix = constants
-    if tables is not None:
+    if (tables := constants.tables) is not None:
         struct.tables, struct.tables_head = tables.data_ptr(), tables.shape[-1] if tables.shape[-2] > 1 else 0
         struct.tables_batch = step_of(tables) if tables.dim() == 3 else 0
-    if factor is not None:
-        struct.factor, struct.factor_batch = factor.data_ptr(), step_of(factor)
-    if matrix is not None:
-        struct.matrix = matrix.data_ptr()
+    fill_factor(struct, constants)
 
 
 def _fill_mean(struct: Any, mean: CpuMean) -> None:

@@ -89,14 +89,7 @@ def _alone(folder: Path) -> Iterator[None]:
 def compile_missing(folder: Path = HERE, more: tuple[str, ...] = ()) -> list[Path]:
     """Compile the variants that are missing in a folder, with ``more`` flags; returns their files.
 
-    Sources are compiled side by side, one on each processor.
-
-    Raises
-    ------
-    FileNotFoundError
-        There is no C++ compiler.
-    subprocess.CalledProcessError
-        It failed; its messages are on standard error.
+    Raises FileNotFoundError if there is no C++ compiler, CalledProcessError if it fails: its messages are on stderr.
     """
     if not missing(folder):
         return []

@@ -12,7 +12,6 @@ from packedkv.kernels.cpu import library
 from packedkv.kernels.cpu.attend import fill_constants
 from packedkv.kernels.cpu.library import EncodeArgsStruct
 from packedkv.kernels.cpu.spec import CpuSpec
-from packedkv.kernels.mean import RotatedMean
 from packedkv.kernels.structs import KINDS, step_of
 from packedkv.kernels.tokens import NewTokens
 
@@ -59,18 +58,14 @@ def encode(
     args.batch, args.heads, args.threads = table.shape[0], pages.shape[1], torch.get_num_threads()
     held = [_fill(getattr(args, role), constants[role], x, role in rounded) for role, x in new.x.items()]
     if new.less is not None and "key" in new.x:
-        held += _fill_less(args.less, new.less)
+        less = args.less
+        mean, cosines, _ = rotated = [x.contiguous() for x in new.less[:3]]
+        less.mean, less.cosines, less.sines = (x.data_ptr() for x in rotated)
+        less.mean_batch, less.angles_batch = step_of(mean), step_of(cosines)
+        less.pairs, less.interleaved = cosines.shape[2], new.less.interleaved
+        held += rotated
     library.library().kv_encode(args)
     del held  # alive until here
-
-
-def _fill_less(struct: Any, less: RotatedMean) -> list[Tensor]:
-    """Set what is subtracted from keys; returns tensors that must outlive the call."""
-    mean, cosines, sines = (x.contiguous() for x in less[:3])
-    struct.mean, struct.cosines, struct.sines = mean.data_ptr(), cosines.data_ptr(), sines.data_ptr()
-    struct.mean_batch, struct.angles_batch = step_of(mean), step_of(cosines)
-    struct.pairs, struct.interleaved = cosines.shape[2], less.interleaved
-    return [mean, cosines, sines]
 
 
 def _fill(struct: Any, constants: Constants, x: Tensor, rounded: bool) -> Tensor:

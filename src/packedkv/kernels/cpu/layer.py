@@ -71,15 +71,11 @@ class CpuAttention:
         if (visible := ranges(seen, batch, q.shape[2], total)) is not None:  # counted from the part's first token
             low, high = ((x - first).clamp(0, tokens) for x in visible)
             visible = low, high
+        dense_k, dense_v = (concatenated(roles[role].sink, roles[role].window) for role in ROLES)
         out, lse = attend(
             q, store.pages, store.table,
             [pieces] * batch if mean is None or runs is None else _with_positions(pieces, runs, batch), rules,
-            spec=spec, key=key, value=value,
-            dense=(
-                concatenated(roles["key"].sink, roles["key"].window),
-                concatenated(roles["value"].sink, roles["value"].window),
-            ),
-            seen=visible,
+            spec=spec, key=key, value=value, dense=(dense_k, dense_v), seen=visible,
             mean=None if mean is None or self.mean is None else self.mean[1],
         )  # fmt: skip
         return Partial(out, lse)

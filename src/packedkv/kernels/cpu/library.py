@@ -19,8 +19,7 @@ from packedkv.kernels.structs import structure
 
 KNOWN = {"AVX512": "avx512", "AVX2": "avx2"}
 """Instruction sets by PyTorch's names; everything else is the first of this machine's ``variants``."""
-
-
+PATHS = {name: HERE / file_name(name) for name in variants()}
 _SIZES = {"PLANES": PLANES, "OPTIONS": OPTIONS}
 RoleStruct = structure(HERE / "attend.h", "Role", **_SIZES)
 MeanStruct = structure(HERE / "mean.h", "KeyMean")
@@ -90,12 +89,7 @@ def number_of(path: Path, kind: Literal["reader", "encoder"], name: str) -> int:
 
 def chosen() -> Path:
     """Where the kernels of this machine's instruction set are, compiled or not."""
-    return _path(variant())
-
-
-@cache
-def _path(name: str) -> Path:
-    return HERE / file_name(name)
+    return PATHS[variant()]
 
 
 @cache

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from packedkv.errors import ShapeError
-from packedkv.kernels.constants import Constants
+from packedkv.kernels.constants import Constants, fill_factor
 from packedkv.kernels.mean import KeyMean, RotatedMean
 from packedkv.kernels.spec import CSRC
 from packedkv.kernels.structs import address, step_of, structure
@@ -20,13 +20,6 @@ def aligned_rows(x: Tensor, numbers: int) -> Tensor:
     if x.stride(3) != 1 or x.data_ptr() % 16 or any(stride % numbers for stride in x.stride()[:3]):
         return x.clone(memory_format=torch.contiguous_format)
     return x
-
-
-def fill_factor(side: Any, constants: Constants) -> None:
-    """Set the factor and the matrix of a role."""
-    if (factor := constants.factor) is not None:
-        side.factor, side.factor_batch = factor.data_ptr(), step_of(factor)
-    side.matrix = address(constants.matrix)
 
 
 def fill_side(side: Any, constants: Constants) -> None:

@@ -5,7 +5,7 @@ One launch takes several tensors: a dozen small operations in every layer take t
 
 from collections.abc import Sequence
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -77,13 +77,6 @@ def rows_of_warp(head_dim: int) -> int:
     return 32 // max(4, 1 << (head_dim // max(8, head_dim // 32) - 1).bit_length())
 
 
-def _wide(rows: Any, x: Tensor, out: Tensor) -> bool:
-    """Whether all rows begin at multiples of 16 bytes, so that they are loaded and stored as vectors."""
-    strides = rows.batch | rows.head | rows.token, rows.out_batch | rows.out_head | rows.out_token
-    sizes = (x.itemsize * strides[0]) | (out.itemsize * strides[1])
-    return not (sizes | rows.x | rows.out | (rows.other or 0)) % 16
-
-
 def change_basis(parts: Sequence[Part]) -> None:
     """Change up to ``MOST_PARTS`` tensors of the same batch and head_dim in one launch."""
     parts = [part for part in parts if part.x.numel() and part.tokens != 0]
@@ -119,7 +112,10 @@ def change_basis(parts: Sequence[Part]) -> None:
             rows.lse, rows.lse_head = joined.lse.data_ptr(), joined.lse.stride(0)
             rows.other, rows.other_lse = address(joined.other), address(joined.other_lse)
             rows.sinks = address(joined.sinks)
-        rows.wide = _wide(rows, x, out)
+        # whether all rows begin at multiples of 16 bytes, so that they are loaded and stored as vectors
+        sizes = x.itemsize * (rows.batch | rows.head | rows.token)
+        sizes |= out.itemsize * (rows.out_batch | rows.out_head | rows.out_token)
+        rows.wide = not (sizes | rows.x | rows.out | (rows.other or 0)) % 16
         most = max(most, heads * tokens)
     blocks = min(-(-most // (WARPS * rows_of_warp(dim))), MOST_BLOCKS)
     _kernel(dim, x.device).launch((blocks, batch, len(parts)), WARPS * 32, 0, args)

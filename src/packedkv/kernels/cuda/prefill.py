@@ -461,8 +461,9 @@ class ChunkReader:
             given = room.get("query", q.shape, device, dtype)
             change_basis([Part(q, given, way=MULTIPLY)])
         self.unpack(chunks.table, chunks.ragged.keys, chunks.ragged.most_keys, k, v, chunks.placed)
-        if self.kept is not None:
-            self._put_kept(chunks, k, v)
+        if self.kept is not None:  # first tokens over the unpacked ones
+            outs, at, ends = (x.transpose(0, 1)[None] for x in (k, v)), chunks.kept_at, chunks.ragged.keys
+            change_basis([Part(self.kept[:, :, place], to, at=at, ends=ends) for place, to in enumerate(outs)])
         direct = out.dtype == dtype and sinks is None
         found = out if direct else room.get("output", q.shape, device, dtype)
         lse = self.flash(given, k, v, chunks.ragged, rules.scale, rules.seen.softcap, found)
@@ -484,15 +485,6 @@ class ChunkReader:
             args.mean.placed = placed.data_ptr()
         blocks = -(-most // (plan.tile * plan.warps))
         plan.kernel.launch((blocks, k.shape[1], table.shape[0]), plan.warps * 32, plan.shared, args)
-
-    def _put_kept(self, chunks: Chunks, k: Tensor, v: Tensor) -> None:
-        """Write first tokens over the unpacked ones."""
-        assert self.kept is not None
-        parts = []
-        for place, out in enumerate((k, v)):
-            held, at, ends = self.kept[:, :, place], chunks.kept_at, chunks.ragged.keys
-            parts.append(Part(held, out.transpose(0, 1)[None], at=at, ends=ends))
-        change_basis(parts)
 
 
 def dtype_of(q: Tensor) -> torch.dtype:
