@@ -284,7 +284,7 @@ class LayerCache:
         """
         dense, sink = self.roles["key"].dense_tokens, self.scheme.sink
         room = sink - self.start - self.length if sink else 0  # a static cache reads its length from the device
-        behind = {role: self.roles[role].to_sink(x, room) for role, x in new.items()}
+        behind = {role: _to_sink(self.roles[role], x, room) for role, x in new.items()}
         if not waits and not self.is_fitted and dense + new["key"].shape[2]:
             self._fit(behind, None if dense else new)
         if self.recent is not None and not waits:
@@ -294,7 +294,7 @@ class LayerCache:
             of = self.roles[role]
             unit = self.together or of.codec.block_tokens
             count = 0 if waits else max(0, of.window.shape[2] + x.shape[2] - self.scheme.window) // unit * unit
-            leaving[role] = of.to_window(x, count)
+            leaving[role] = _to_window(of, x, count)
         return leaving
 
     def _pass_recent(self, recent: "LayerCache", behind: Mapping[Role, Tensor]) -> dict[Role, Tensor]:
@@ -614,6 +614,33 @@ class LayerCache:
         """Elements of K and V of the live tokens."""
         dims = sum(s.site.head_dim for s in self.roles.values())
         return self.batch * (self.store.heads if self.store else 0) * self.length * dims
+
+
+def _to_sink(of: RoleState, x: Tensor, room: int) -> Tensor:
+    """Put the first ``room`` of new tokens into the sink; return the others."""
+    if (count := min(max(room, 0), x.shape[2])) == 0:
+        return x
+    first = x.narrow(2, 0, count)
+    of.sink = torch.cat([of.sink, first], 2) if of.sink.shape[2] else first.clone()
+    return x.narrow(2, count, x.shape[2] - count)
+
+
+def _to_window(of: RoleState, x: Tensor, count: int) -> Tensor:
+    """Put new tokens into the window; return the oldest ``count`` tokens, which leave it."""
+    old, width = of.window, of.window.shape[2]
+    total = width + x.shape[2]
+    if count == total:
+        if not width:
+            return x
+        of.window = no_tokens(x.shape[0], x.shape[1], x.shape[3], x.dtype, x.device)
+        return torch.cat([old, x], 2)
+    if width and count <= width:  # each copied once: most steps
+        of.window = torch.cat([old.narrow(2, count, width - count), x], 2)
+        return old.narrow(2, 0, count)
+    pending = torch.cat([old, x], 2) if width else x
+    # a clone: a view would keep the prefill's 16-bit tensor alive
+    of.window = pending.narrow(2, count, total - count).clone()
+    return pending.narrow(2, 0, count)
 
 
 def _storage_bytes(x: Tensor) -> int:

@@ -163,36 +163,9 @@ class RoleState(RoleSite):
         """Number of dense tokens."""
         return self.sink.shape[2] + self.window.shape[2]
 
-    # -- dense tokens ----------------------------------------------------------------------------------------------
-
-    def to_sink(self, x: Tensor, room: int) -> Tensor:
-        """Put the first ``room`` of new tokens into the sink; return the others."""
-        if (count := min(max(room, 0), x.shape[2])) == 0:
-            return x
-        first = x.narrow(2, 0, count)
-        self.sink = torch.cat([self.sink, first], 2) if self.sink.shape[2] else first.clone()
-        return x.narrow(2, count, x.shape[2] - count)
-
     def pending(self, x: Tensor) -> Tensor:
         """Tokens of the window, then ``x``."""
         return torch.cat([self.window, x], 2) if self.window.shape[2] else x
-
-    def to_window(self, x: Tensor, count: int) -> Tensor:
-        """Put new tokens into the window; return the oldest ``count`` tokens, which leave it."""
-        old, width = self.window, self.window.shape[2]
-        total = width + x.shape[2]
-        if count == total:
-            if not width:
-                return x
-            self.window = no_tokens(x.shape[0], x.shape[1], x.shape[3], x.dtype, x.device)
-            return torch.cat([old, x], 2)
-        if width and count <= width:  # each copied once: most steps
-            self.window = torch.cat([old.narrow(2, count, width - count), x], 2)
-            return old.narrow(2, 0, count)
-        pending = self.pending(x)
-        # a clone: a view would keep the prefill's 16-bit tensor alive
-        self.window = pending.narrow(2, count, total - count).clone()
-        return pending.narrow(2, 0, count)
 
 
 def empty_roles(sites: Mapping[Role, RoleSite], like: Tensor) -> dict[Role, RoleState]:
