@@ -22,7 +22,7 @@ from packedkv.files.params import (
 from packedkv.fitting.fit import fit_model
 from packedkv.integrations.transformers import layers
 from packedkv.integrations.transformers.argument import passing
-from packedkv.integrations.transformers.identity import identify, load_params
+from packedkv.integrations.transformers.plan import identify, load_params
 from tests.cli.tiny import TEXT, leaning, tiny_llama, tiny_loaded
 
 SMALL = {"windows": 2, "window_tokens": 96}

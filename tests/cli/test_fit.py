@@ -17,7 +17,7 @@ from packedkv.fitting.fit import about, about_text, capture, fit_model
 from packedkv.fitting.samples import WARM_UP_CALLS, own_windows
 from packedkv.integrations.transformers.argument import passing
 from packedkv.integrations.transformers.attention_hooks import watched
-from packedkv.integrations.transformers.identity import load_params
+from packedkv.integrations.transformers.plan import load_params
 from packedkv.models import windows as text_windows
 from packedkv.models.loading import load_text
 from packedkv.progress import Progress

@@ -109,8 +109,7 @@ def fit_model(
     >>> fitted.save("innerq.safetensors")  # doctest: +SKIP
     """
     from packedkv.integrations.transformers.build import layer_schemes, resolve_means  # needs transformers
-    from packedkv.integrations.transformers.identity import identify
-    from packedkv.integrations.transformers.plan import plan_for
+    from packedkv.integrations.transformers.plan import identify, plan_for
     from packedkv.integrations.transformers.rope import rotary_of
 
     scheme, shown = get(spec), progress or Progress(False)

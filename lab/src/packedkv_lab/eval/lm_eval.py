@@ -28,7 +28,7 @@ from packedkv.description import describe
 from packedkv.errors import FormatError, KVError, ModelError, SpecError, UnsupportedError
 from packedkv.files.params import LayerParams
 from packedkv.integrations.transformers.argument import passing
-from packedkv.integrations.transformers.identity import load_params
+from packedkv.integrations.transformers.plan import load_params
 from packedkv.models import loading as models
 from packedkv.models.named import NAMED
 from packedkv.registry import get, load_file

@@ -16,7 +16,7 @@ from packedkv.cli.measure.perplexity import Reference, compressed_logits, summar
 from packedkv.cli.measure.rows import Row, append_line, resumed_lines
 from packedkv.codec import ROLES, Role
 from packedkv.errors import FormatError
-from packedkv.integrations.transformers.plan import plan_for
+from packedkv.integrations.transformers.plan import identify, plan_for
 from packedkv.models.loading import LoadedModel
 from packedkv.progress import Progress
 from packedkv.registry import LayerChoice, scheme_of
@@ -156,8 +156,6 @@ def _measure(
 
 
 def _header(model: LoadedModel, windows: Sequence[Tensor], seed: int, text: str) -> dict[str, Any]:
-    from packedkv.integrations.transformers.identity import identify
-
     weights = identify(model.model).weights
     return {
         "format": FORMAT,

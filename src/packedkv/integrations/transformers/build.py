@@ -27,9 +27,8 @@ from packedkv.errors import (
 from packedkv.files.params import FittedParams, LayerParams, check_given
 from packedkv.integrations.transformers.biases import biases_of
 from packedkv.integrations.transformers.deferred import Deferred
-from packedkv.integrations.transformers.identity import load_params
 from packedkv.integrations.transformers.layers import CrossLayer, PackedCacheLayer
-from packedkv.integrations.transformers.plan import ModelPlan, plan_for
+from packedkv.integrations.transformers.plan import ModelPlan, load_params, plan_for
 from packedkv.integrations.transformers.queries import query_energies
 from packedkv.integrations.transformers.rope import has_rotary, hook_of, rotary_of
 from packedkv.kernels.choose import Kernels

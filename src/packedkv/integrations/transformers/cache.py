@@ -225,7 +225,7 @@ def cache_for(
     params : path or mapping, optional
         Fitted constants: a file that ``packedkv fit`` wrote, or ``{layer: {"key": Params, "value": Params}}``. Without
         them codecs that need a sample are fitted on each prefill. Cross-attention layers are counted on behind the
-        decoder's own. ``mean=auto`` subtracts the means that are given here, and no others.
+        decoder's own. Where they are given, ``mean=auto`` subtracts the mean among them, or none.
     page_tokens : int, optional
         Tokens of a page; default 64, rounded up to whole blocks.
     max_len : int, optional

@@ -1,19 +1,23 @@
-"""What each layer of a transformers model needs from its cache, or why it is refused, read from the model's config."""
+"""What each layer of a transformers model needs from its cache, or why it is refused; the model's identity."""
 
 import copy
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from functools import cached_property
+from pathlib import Path
 from typing import Any, Literal
 
+import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers import __version__ as transformers_version
 from transformers.cache_utils import get_layer_types_and_kwargs
 
 from packedkv.errors import UnsupportedError
+from packedkv.files.params import WEIGHTS, FittedParams, ModelIdentity, figures, read_params
 from packedkv.integrations.transformers.argument import KNOWN_VERSIONS, cache_argument, unwrapped
 from packedkv.integrations.transformers.attention_hooks import implementation_of
 from packedkv.integrations.transformers.source_check import check_use_of_cached
+from packedkv.scheme import KVScheme
 
 Attention = Literal["decoded", "streamed", "fused"]
 
@@ -256,3 +260,39 @@ def _common(sizes: Iterable[int | None]) -> int | None:
     """Return the size of all layers, or None if they differ."""
     different = set(sizes)
     return different.pop() if len(different) == 1 else None
+
+
+def identify(model_or_config: Any, name: str = "") -> ModelIdentity:
+    """Read the identity of a model or config; ``name`` defaults to the class name. Errors as ``plan_for``."""
+    model_or_config = unwrapped(model_or_config)
+    plan = plan_for(model_or_config, "decoded")
+    config = getattr(model_or_config, "config", model_or_config).get_text_config(decoder=True)
+    layers = tuple(layer.index for layer in plan.kv_layers)
+    weights: dict[str, tuple[int, float, float]] = {}
+    if isinstance(model_or_config, torch.nn.Module):
+        names = [n for n, p in model_or_config.named_parameters() if p.is_floating_point() and p.ndim > 1]
+        chosen = [names[round(i)] for i in torch.linspace(0, len(names) - 1, min(WEIGHTS, len(names))).tolist()]
+        weights = figures(model_or_config, chosen)
+    return ModelIdentity(name or plan.name, config.model_type, layers, plan.heads, plan.head_dim, weights)
+
+
+def load_params(
+    params: str | Path | FittedParams, model_or_config: Any, spec: str | KVScheme, *, seed: int = 0
+) -> FittedParams:
+    """Read a params file for a model, or its config, and a scheme, as ``cache_for`` takes it.
+
+    Constants that were read before are only checked. Weights are compared if a model is given, not a config.
+
+    Raises
+    ------
+    FileNotFoundError, IsADirectoryError
+        No file there.
+    FormatError
+        The file is cut, altered, foreign or newer, or was fitted for another scheme, model, shape or seed.
+    """
+    fitted = params if isinstance(params, FittedParams) else read_params(params)
+    model_or_config = unwrapped(model_or_config)
+    here = identify(getattr(model_or_config, "config", model_or_config))
+    model = model_or_config if isinstance(model_or_config, torch.nn.Module) else None
+    fitted.check(here, spec, seed=seed, model=model)
+    return fitted

@@ -26,8 +26,7 @@ from vllm.v1.attention.backend import MultipleOf
 from packedkv.codec import ROLES, Dense, Params, Role
 from packedkv.errors import KVError, UnsupportedError
 from packedkv.files.params import FittedParams
-from packedkv.integrations.transformers.identity import load_params
-from packedkv.integrations.transformers.plan import plan_for
+from packedkv.integrations.transformers.plan import load_params, plan_for
 from packedkv.integrations.vllm.engine_args import check_engine
 from packedkv.integrations.vllm.fitting import check_same_model
 from packedkv.integrations.vllm.flash import flash_for

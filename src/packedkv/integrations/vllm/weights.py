@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from packedkv.codec import Params
 from packedkv.errors import BrokenPresetError, UnsupportedError
 from packedkv.files.params import FittedParams
+from packedkv.integrations.transformers.rope import PLACES
 from packedkv.integrations.vllm.options import Options
 from packedkv.kernels.mean import MOST_POSITIONS
 from packedkv.key_bias import KeyBiases
@@ -32,8 +33,6 @@ logger = logging.getLogger("vllm.packedkv")
 
 ALTERNATIVES = ("kivi-tq-4", "kivi-4:window=0", "octopus-4:window=0", "int-8")
 """Presets to try where one breaks, with the options that a server needs."""
-PLACES = (0, 1, 7, 100, 1000)
-"""Positions at which a ``Rotary`` is verified; the last position is another one."""
 ALIKE = 0.02
 """Largest difference there, relative to the length of a key; angles in bf16 are good to 0.006."""
 MEASURED = 2048
@@ -224,7 +223,7 @@ class Rotaries:
         if len(embeddings) != 1:
             raise UnsupportedError(f"{name} has {len(embeddings) or 'no'} rotary embeddings beside it")
         module, device = embeddings[0], next(around[0].parameters()).device
-        # one state at several positions: its first key, rotated, must give the others
+        # one state at several positions, the last one included: its first key, rotated, must give the others
         places = torch.tensor([*(p for p in PLACES if p < last), last], device=device)
         states = self._states(1, device).expand(len(places), -1).contiguous()
         keys = keys_at(impl, states, places).transpose(0, 1)[None]  # [1, H, n, D]
