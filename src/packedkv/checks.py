@@ -20,11 +20,6 @@ def largest(x: Tensor) -> Tensor:
     return torch.maximum(-low, high)
 
 
-def largest_of(xs: Sequence[Tensor]) -> Tensor:
-    """``largest`` of several tensors of one device, none of them empty: a few launches for all."""
-    return torch.nn.utils.get_total_norm(xs, torch.inf)
-
-
 def check_tensor(name: str, x: Tensor) -> None:
     """Validate that codecs can store a tensor: floating ``[B, H, N, D]`` (ShapeError), no NaN, Inf or above 65504.
 

@@ -9,10 +9,11 @@ from typing import Literal, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
+from torch.nn.utils import get_total_norm
 
 from packedkv.cache.fused import FusedLayerCache
 from packedkv.cache.layer import LayerCache
-from packedkv.checks import largest, largest_of
+from packedkv.checks import largest
 from packedkv.codec import FP16_MAX, ROLES
 from packedkv.errors import UnsupportedError
 from packedkv.integrations.transformers.rope import new_number
@@ -191,7 +192,7 @@ class Deferred:
         looks: list[tuple[PendingCheck | None, Tensor, float]] = [(None, x, 0) for x in disorder.values()]
         looks += [(c, x, 0) for c in checks for x in (c.flag, c.earlier) if x is not None and x.device == device]
         looks += [(c, x, FP16_MAX) for c in checks for x in c.largest if x.device == device]
-        looks += [(None, largest_of(dense), FP16_MAX)] if dense else []
+        looks += [(None, get_total_norm(dense, torch.inf), FP16_MAX)] if dense else []  # a few launches for all
         numbers = torch.cat([x.view(1) for _, x, _ in looks]).tolist()
         for (check, x, limit), number in zip(looks, numbers, strict=True):
             if number <= limit:  # false for NaN
@@ -202,7 +203,7 @@ class Deferred:
                     flag.zero_()
                 raise UnsupportedError(NOT_CONSECUTIVE)
             if check is None:
-                check = next(c for c in checks if c.dense and not float(largest_of(c.dense)) <= FP16_MAX)
+                check = next(c for c in checks if c.dense and not float(get_total_norm(c.dense, torch.inf)) <= FP16_MAX)
             self._refuse(checks, check, number if x is check.earlier else 0)
 
     def _refuse(self, checks: Sequence[PendingCheck], check: PendingCheck, earlier: float) -> None:
