@@ -62,14 +62,14 @@ def constants_of(tensors: Sequence[Tensor | None], orders: tuple[int, int]) -> t
     return Constants(a, b, key, c), Constants(d, e, value, f)
 
 
-Lookup = Callable[[str, Callable[[], Tensor]], Tensor]
-"""Return the tensor of a field of ``Constants``: an existing one, or the result of the function."""
-
-
 def constants_for(
-    kernel: Side, params: Params, heads: int, head_dim: int, lookup: Lookup = lambda _, build: build()
+    kernel: Side,
+    params: Params,
+    heads: int,
+    head_dim: int,
+    lookup: Callable[[str, Callable[[], Tensor]], Tensor] = lambda _, build: build(),
 ) -> Constants:
-    """Build the tensors of one role from the site's constants.
+    """Build the tensors of one role from the site's constants; ``lookup`` returns a field, built or an existing one.
 
     Raises UnsupportedError if ``params`` lack a constant that ``kernel`` names, or if tables have another shape or
     dtype than kernels take.

@@ -15,8 +15,6 @@ from packedkv.kernels.spec import Encoder, Reader, flag
 from packedkv.ops.hadamard import power_of_two_divisor
 from packedkv.ops.lloyd_max import midpoints
 
-DIRECTION_BITS = 6
-"""Largest b_dir: 4096 directions of 8 bytes."""
 TABLE_BUDGET = 131072
 """Bytes up to which tables have copies, as in csrc/read_octopus.cuh."""
 ROUNDINGS = {"scalar": "ROUND_SCALAR", "local_2x2": "ROUND_2X2", "local_3x3": "ROUND_3X3", "full": "ROUND_FULL"}
@@ -26,7 +24,7 @@ def reader(codec: Octopus, head_dim: int, role: Role) -> Reader:
     """Return the reader of keys: it looks up triplets in tables, which must fit into shared memory."""
     if role == "value":
         raise UnsupportedError(f"the kernels read OCTOPUS' keys, not {codec} as values")
-    if codec.direction_bits > DIRECTION_BITS:
+    if codec.direction_bits > 6:  # 4096 directions of 8 bytes
         raise UnsupportedError(f"the table of directions of {codec} does not fit into shared memory")
     own = Reader(
         f"kv::ReadOctopus<{_numbers(codec, head_dim)}>",

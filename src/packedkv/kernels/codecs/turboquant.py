@@ -25,7 +25,8 @@ def reader(codec: TurboQuant, head_dim: int, role: Role) -> Reader:
         name.format("false"),
         "read_levels.cuh",
         shared=level_bytes(codec.bits),
-        tables=lambda params: read_table(params, head_dim),
+        # times sqrt(D), as norms are root mean squares
+        tables=lambda params: level_table(params["levels"][0].double() * head_dim**0.5, codec.bits)[None],
         factor="signs",
         order=power_of_two_divisor(head_dim),
         shares_table_with=f"levels of {codec.bits} bits, {head_dim} channels",
@@ -85,9 +86,3 @@ def cpu_encoder(codec: TurboQuant, head_dim: int, role: Role) -> CpuEncoder:
         order=power_of_two_divisor(head_dim),
         layer_invariant=True,
     )
-
-
-def read_table(params: Params, head_dim: int) -> Tensor:
-    """Table of ``ReadTurboQuant``: levels of the unit vector's coordinates times sqrt(D), uint8 ``[1, bytes]``."""
-    levels = params["levels"][0].double() * head_dim**0.5
-    return level_table(levels, len(levels).bit_length() - 1)[None]

@@ -1,7 +1,6 @@
 """Kernels of ``ultra-tq``: keys rounded to 16 levels, rotated; its values are ``group_int``."""
 
 import math
-from functools import partial
 
 import torch
 from torch import Tensor
@@ -18,11 +17,12 @@ def reader(codec: UltraTQ, head_dim: int, role: Role) -> Reader:
     """Keys only: 16 levels, over 4 where blocks have norms."""
     if role == "value":
         raise UnsupportedError(f"the kernels read Ultra-TQ's keys, not {codec} as values")
+    unit = 4 if codec.norm == "block" else 1
     return Reader(
         f"kv::ReadUltraTQ<{head_dim}, {flag(codec.norm == 'block')}>",
         "read_levels.cuh",
         shared=level_bytes(4),
-        tables=partial(read_table, codec),
+        tables=lambda params: level_table(params["levels"][0].double() / unit, 4)[None],
         order=codec.order_for(head_dim),
         layer_invariant=True,
     )
@@ -51,9 +51,3 @@ def cpu_encoder(codec: UltraTQ, head_dim: int, role: Role) -> CpuEncoder:
         return torch.cat([walls := walls_of(params["levels"][0]), unit.to(walls)], 1)
 
     return CpuEncoder("group levels", (codec.group,), tables=tables, order=codec.order_for(head_dim))
-
-
-def read_table(codec: UltraTQ, params: Params) -> Tensor:
-    """Table of ``ReadUltraTQ``: the levels, over 4 when blocks have norms of their own, uint8 ``[1, 1024]``."""
-    levels = params["levels"][0].double()
-    return level_table(levels / 4 if codec.norm == "block" else levels, 4)[None]

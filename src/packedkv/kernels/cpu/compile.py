@@ -16,12 +16,6 @@ from contextlib import contextmanager
 from pathlib import Path
 
 HERE = Path(__file__).parent
-X86: dict[str, tuple[str, ...]] = {
-    "portable": ("-march=x86-64",),
-    "avx2": ("-march=x86-64-v3",),
-    "avx512": ("-march=x86-64-v4",),
-}
-"""Flags by instruction set; the last two are the psABI's levels: Haswell and later, Skylake-X and Zen 4 and later."""
 ARM: dict[str, tuple[str, ...]] = {"neon": ("-march=armv8-a",)}
 """NEON belongs to every 64-bit ARM processor."""
 FLAGS = (
@@ -36,8 +30,8 @@ QUIET = ("-Wno-maybe-uninitialized", "-Wno-unknown-warning-option")
 def variants() -> dict[str, tuple[str, ...]]:
     """Instruction sets that are compiled for this kind of machine, and their flags."""
     machine = platform.machine().lower()
-    if machine in ("x86_64", "amd64"):
-        return X86
+    if machine in ("x86_64", "amd64"):  # the psABI's levels: Haswell and later, Skylake-X and Zen 4 and later
+        return {"portable": ("-march=x86-64",), "avx2": ("-march=x86-64-v3",), "avx512": ("-march=x86-64-v4",)}
     return ARM if machine in ("aarch64", "arm64") else {"portable": ()}
 
 

@@ -33,13 +33,11 @@ class Joined(NamedTuple):
 class Part(NamedTuple):
     """Rows to be changed: ``x [B, H, t, D]`` of ``KINDS``, last axis contiguous, to ``out [B, H, T, D]``.
 
-    Or, of one sequence and without views made for it, ``x [t, H, D]`` to ``out [T, H, D]``.
-
-    By default all of ``x``; otherwise ``tokens`` of them from ``first`` on. They go to ``out`` from ``to`` on.
+    Or of one sequence ``x [t, H, D]`` to ``out [T, H, D]``. By default all rows of ``x``; otherwise ``tokens`` of them
+    from ``first`` on. They go to ``out`` from ``to`` on.
 
     With ``at [B, ...]`` and ``ends [B + 1]``, both int32, those of sequence b are ``x[at[b, 0]]``, and go to the rows
     of ``out [1, H, T, D]`` from ``ends[b]`` on, as many as lie below ``ends[b + 1]``; none where ``at`` is negative.
-
     With ``source`` or ``target``, int32 ``[tokens]``, row t is row ``source[t]`` of ``x``, and goes to row
     ``target[t]`` of ``out``, or nowhere where that is negative.
     """

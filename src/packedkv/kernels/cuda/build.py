@@ -49,13 +49,9 @@ class Program(NamedTuple):
 
 
 def _core() -> Any:
-    """Import cuda-core, by its name before or since version 0.5; raises UnsupportedError if it is not installed."""
-    for name in ("cuda.core", "cuda.core.experimental"):
-        try:
-            module = importlib.import_module(name)
-        except ImportError:
-            continue
-        if hasattr(module, "ProgramOptions"):
+    """Import cuda-core, version 0.5 or later; raises UnsupportedError if it is not installed."""
+    with contextlib.suppress(ImportError):
+        if hasattr(module := importlib.import_module("cuda.core"), "ProgramOptions"):
             return module
     raise UnsupportedError(f"the CUDA kernels need cuda-core, which is not installed or does not load; {INSTALL}.")
 
