@@ -71,11 +71,7 @@ def key_mean(
 
 
 def most_pairs(head_dim: int) -> int:
-    """Pairs of a program for a mean of all channels.
-
-    >>> most_pairs(128), most_pairs(80)
-    (64, 48)
-    """
+    """Pairs of a program for a mean of all channels."""
     return align(head_dim // 2, BLOCK)
 
 

@@ -1,12 +1,12 @@
 """Kernels of numbers held dense."""
 
+import torch
+
 from packedkv.codec import Dense, Role
 from packedkv.errors import UnsupportedError
 from packedkv.kernels.cpu.spec import CpuEncoder, CpuReader
 from packedkv.kernels.spec import Encoder, Reader, flag
-
-KINDS = ("float16", "bfloat16", "float32")
-"""As the CPU kernels number them."""
+from packedkv.kernels.structs import KINDS
 
 
 def reader(codec: Dense, head_dim: int, role: Role) -> Reader:
@@ -16,7 +16,7 @@ def reader(codec: Dense, head_dim: int, role: Role) -> Reader:
 
 
 def cpu_reader(codec: Dense, head_dim: int, role: Role) -> CpuReader:
-    return CpuReader("dense", (KINDS.index(codec.dtype or "float16"),))
+    return CpuReader("dense", (KINDS[codec.held_dtype(torch.float16)],))
 
 
 def encoder(codec: Dense, head_dim: int, role: Role) -> Encoder:
@@ -26,4 +26,4 @@ def encoder(codec: Dense, head_dim: int, role: Role) -> Encoder:
 
 
 def cpu_encoder(codec: Dense, head_dim: int, role: Role) -> CpuEncoder:
-    return CpuEncoder("dense", (KINDS.index(codec.dtype or "float16"),))
+    return CpuEncoder("dense", (KINDS[codec.held_dtype(torch.float16)],))

@@ -13,8 +13,6 @@ SLACK = 2.0**-20
 _CODES_OF_AN_INDEX = {1: 8, 2: 4, 3: 2, 4: 2}
 """By the bits of a code; one code for more bits."""
 
-# -- of readers --------------------------------------------------------------------------------------------------------
-
 
 def level_table(levels: Tensor, bits: int) -> Tensor:
     """Levels of all the codes that are looked up at once: uint8 ``[entries * bytes of an entry]``.
@@ -69,9 +67,6 @@ def group_levels(unit: float, levels: Tensor) -> Tensor:
     """
     levels = levels.float()
     return torch.cat([levels.new_tensor([unit]), levels]).view(torch.uint8)[None]
-
-
-# -- of encoders -------------------------------------------------------------------------------------------------------
 
 
 def walls_of(levels: Tensor) -> Tensor:

@@ -17,8 +17,6 @@ from packedkv.kernels.cpu.compile import HERE, digest, file_name, variants
 from packedkv.kernels.cpu.spec import OPTIONS, PLANES
 from packedkv.kernels.structs import structure
 
-KNOWN = {"AVX512": "avx512", "AVX2": "avx2"}
-"""Instruction sets by PyTorch's names; everything else is the first of this machine's ``variants``."""
 PATHS = {name: HERE / file_name(name) for name in variants()}
 _SIZES = {"PLANES": PLANES, "OPTIONS": OPTIONS}
 RoleStruct = structure(HERE / "attend.h", "Role", **_SIZES)
@@ -48,8 +46,8 @@ def variant() -> str:
 
 @cache
 def _variant(capability: str) -> str:
-    found, here = KNOWN.get(capability.split("_")[0], ""), variants()
-    return found if found in here else next(iter(here))
+    found = capability.split("_")[0].lower()
+    return found if found in variants() else next(iter(variants()))
 
 
 def library() -> ctypes.CDLL:

@@ -28,9 +28,6 @@ COMBINE_WARPS = 8
 MOST_SEQUENCES = 65535
 
 
-# -- the program -------------------------------------------------------------------------------------------------------
-
-
 def program(
     spec: DecodeSpec, config: Config, cap: bool = False, dense: int = -1, heads: int = 8, several: bool = False
 ) -> Program:
@@ -62,9 +59,6 @@ def program(
         ],
         (spec.key.folder, spec.value.folder),
     )
-
-
-# -- the operator ------------------------------------------------------------------------------------------------------
 
 
 class Plan(NamedTuple):

@@ -158,10 +158,9 @@ def _encode(new: NewTokens, pages: Tensor, table: Tensor, text: str, key: Consta
 
 
 class SlotWriter:
-    """Encodes tokens into any slots of a pool of pages that an engine owns, in one launch where both roles allow it.
+    """Encodes tokens into any slots of an engine's pool of pages, in one launch where both roles allow it.
 
-    Every layer of every step has a call; arguments that are the same in all calls are prepared once. The parameters are
-    those of ``encode_to_pages``; ``key`` and ``value`` are the same for all sequences.
+    Parameters as of ``encode_to_pages``, with one ``key`` and ``value`` for all sequences: prepared once for all calls.
     """
 
     def __init__(self, pages: Tensor, spec: str, key: Constants, value: Constants, bad: Tensor, kept: int = 0) -> None:
