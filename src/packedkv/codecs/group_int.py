@@ -54,16 +54,16 @@ Deviations
 3. S >= 2^-24; a constant group has S = 2^-24 and code 0, x^ = Z (S = 0 in the papers).
 
 Pitfalls: one outlier channel sets the step of its whole group. Keys of models with a key bias (Qwen2.5) have such
-channels, and INT4 keys break there, with ``outliers=3`` too (HQMQ, Table 2). Two bits symmetric have three levels and
+channels, and INT4 keys break there, with ``outliers=3`` too (HQMQ, Table 2): saw-int4 costs the same bytes and spreads
+them. Two bits symmetric have three levels and
 lose most of a Gaussian (relative MSE 0.43 in groups of 32 against 0.15 asymmetric). Where S < 2^-14 is subnormal in
 fp16, an absolute error of at most (2^b - 1) 2^-25 comes on top of S/2.
 
 Use: a baseline, and models whose keys have no outlier channels (probe: ``cache.report()["keys"]``). int-4 has fused
 kernels, without options.
 
-Not for: keys with a few large channels (Qwen2-like). saw-int4 costs the same bytes and spreads them; ``outliers=3``
-stores them in fp16, for 1.25 bits more (D = 128; 2.25 at D = 64, where groups of 32, ``group=32``, + 0.5, do as well on
-the small model measured).
+Not for: keys with a few large channels. At D = 64 ``outliers=3`` costs 2.25 bits more; there ``group=32``, + 0.5, does
+as well on the small model measured.
 """
 
 from dataclasses import dataclass, field

@@ -45,13 +45,12 @@ Deviations from the paper
    most, relative MSE + 4e-5 at S = 24, + 2e-5 above. The bytes of the cache are the same.
 
 Pitfalls: one chunk 100 times the median zeroes the 3- and 4-bit radii of all others (r=6: a third of them): use
-``outliers=3`` on such keys. r_q rounds |x|, not <x, c>: decoded chunks are a little long.
+``outliers=3`` on such keys (Qwen2-like). r_q rounds |x|, not <x, c>: decoded chunks are a little long.
 
 Use: 3.2 to 4.9 bits in fine steps (D = 128) without rotation or calibration.
 
 Not for: least error per bit: on the small model measured turboquant-4 at 4.25 bits loses less than any of its presets,
-turboquant-3 at 3.25 less than those below 4. Keys with outlier chunks unless ``outliers=3`` is on (Qwen2-like).
-Encoding on a CPU, where the search costs tens of times int-4's time.
+turboquant-3 at 3.25 less than those below 4. Encoding on a CPU: the search costs tens of times int-4's time.
 """
 
 import math

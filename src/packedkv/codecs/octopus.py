@@ -76,7 +76,7 @@ factor 1.75 in error energy, one more bit of octopus a factor 3.5.
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Literal, get_args
@@ -308,7 +308,9 @@ class Octopus(UnitRotated, Codec):
 
     def encode(self, x: Tensor, params: Params) -> Payload:
         dim, triplets = x.shape[-1], -(-x.shape[-1] // 3)
-        tables = _Tables(params)
+        xi, rho, directions = (params[name][0].double() for name in ("xi", "rho", "directions"))
+        start = interval(xi[1:-1]) if self.rounding == "local_3x3" else nearest_level(xi)
+        nearest_rho = nearest_level(rho)
 
         def value(codes: Tensor, norm: Tensor) -> Tensor:
             return self._triplets(params, codes) * self.length(norm, dim)
@@ -317,10 +319,10 @@ class Octopus(UnitRotated, Codec):
             gamma = row_norm(piece.double())
             u, _ = self.unit(piece)  # Eq. 1
             t = torch.nn.functional.pad(u, (0, triplets * 3 - dim)).reshape(-1, 3).T.contiguous()
-            direction, length = (found.view(*u.shape[:-1], triplets) for found in self._round(t, tables))
+            direction, length = (found.view(*u.shape[:-1], triplets) for found in self._round(t, start, directions))
 
             def quantize(factor: float) -> tuple[Tensor, Tensor]:  # directions do not depend on the norm
-                codes = direction << self.norm_bits | tables.nearest_rho(length / factor)
+                codes = direction << self.norm_bits | nearest_rho(length / factor)
                 return codes.to(torch.int32), self.rounded(gamma * factor, dim)
 
             if self.scale == "own":
@@ -343,11 +345,10 @@ class Octopus(UnitRotated, Codec):
         joint = params["directions"][0][:, None] * params["rho"][0][:, None]  # [4^b_dir, 2^b_nrm, 3]
         return joint.flatten(0, 1)[codes.long()].flatten(-2)[..., : params["signs"].shape[-1]]
 
-    def _round(self, t: Tensor, tables: "_Tables") -> tuple[Tensor, Tensor]:
-        """Direction and length of triplets ``t [3, n]``: lines 7-21 of Alg. 1."""
+    def _round(self, t: Tensor, start: Callable[[Tensor], Tensor], directions: Tensor) -> tuple[Tensor, Tensor]:
+        """Direction and length of triplets ``t [3, n]``, lines 7-21 of Alg. 1; ``start`` maps xi to the first level."""
         x, y, z = t
         xi, eta = to_square(x, y, z)
-        start = tables.below_xi if self.rounding == "local_3x3" else tables.nearest_xi
         seed = start(xi) << self.direction_bits | start(eta)
         if self.rounding == "scalar":
             return seed, (x * x + y * y + z * z).sqrt()
@@ -355,7 +356,7 @@ class Octopus(UnitRotated, Codec):
         if self.rounding == "full":
             seed = torch.zeros_like(seed)
         best, chosen = torch.full_like(x, -torch.inf), torch.zeros_like(seed)
-        for number, (n_x, n_y, n_z) in enumerate(tables.directions[candidates].mT.contiguous()):
+        for number, (n_x, n_y, n_z) in enumerate(directions[candidates].mT.contiguous()):
             score = n_x.index_select(0, seed).mul_(x)  # Eq. 12: s = t . n
             score.add_(n_y.index_select(0, seed).mul_(y)).add_(n_z.index_select(0, seed).mul_(z))
             chosen.masked_fill_(score > best, number)  # candidates ascend, so a tie keeps the lowest
@@ -399,17 +400,6 @@ class OctopusQJL(Octopus):
     def decode(self, payload: Payload, params: Params) -> Tensor:
         r = estimate(payload["signs"], payload["residual"], params["sketch"])
         return (self.look_up(payload, params) + r) * self.length(payload["norm"], params["signs"].shape[-1])
-
-
-class _Tables:
-    """Tables of the encoder, in float64."""
-
-    def __init__(self, params: Params) -> None:
-        self.directions = params["directions"][0].double()
-        xi = params["xi"][0].double()
-        self.nearest_xi = nearest_level(xi)
-        self.below_xi = interval(xi[1:-1])
-        self.nearest_rho = nearest_level(params["rho"][0].double())
 
 
 def split_bits(bits: int, split: Split) -> tuple[int, int]:

@@ -47,7 +47,7 @@ Pitfalls
 Use: 4-bit keys where values need per-group offsets: the accuracy variant of UltraQuant, 4.56 bits per element (D = 128)
 outside the four dense layers, which weigh most in shallow models: 6.1 bits in all with 30 layers of D = 64.
 
-Not for: keys with a large common mean (without random signs it rotates into a spike), or a budget of 4.25 bits.
+Not for: keys with a large common mean, or a budget of 4.25 bits.
 """
 
 import math

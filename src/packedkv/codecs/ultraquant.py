@@ -8,8 +8,7 @@
 
 E2M1: bit 3 of a code is the sign, bits 0-2 number the magnitudes; a negative number that rounds to zero keeps its sign,
 code 8, as hardware casts do. With ``scale=real`` the scale is c m itself, which is what Eq. 2 optimises c for.
-``scale=search`` takes of E - 1, E and E + 1 the one of least squared error, in the same bytes. Every step is one
-elementwise IEEE operation or an exact one, so CPU and GPU write the same bytes.
+``scale=search`` takes of E - 1, E and E + 1 the one of least squared error, in the same bytes.
 
 Block (one token of one head; g = ceil(D / 32) groups, the last one shorter when 32 does not divide D)::
 
