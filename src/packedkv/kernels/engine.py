@@ -44,10 +44,7 @@ class Fitted(NamedTuple):
 
 
 class FitBuffers:
-    """Buffers for device-fitted constants; the first layer of a cache allocates them for all layers.
-
-    Fits of several layers share a launch, ``launch``.
-    """
+    """Buffers for device-fitted constants, which a cache's first layer allocates for all; fits share a ``launch``."""
 
     layers = 0
     """Number of layers of the cache, as far as known."""
@@ -222,10 +219,7 @@ class Engine(ABC):
 
     @abstractmethod
     def attend_step(self, q: Tensor, tokens: StepTokens, rules: Rules) -> Tensor:
-        """Attention of one query token per sequence, ``[B, HQ, 1, D]``; nothing synchronises on a GPU.
-
-        Of ``rules.seen`` the soft cap alone.
-        """
+        """Attention of one query token per sequence, ``[B, HQ, 1, D]``; of ``rules.seen`` only the soft cap is used."""
 
     @abstractmethod
     def attend_chunk(self, q: Tensor, tokens: ChunkTokens, rules: Rules) -> Tensor:

@@ -57,8 +57,7 @@ def level_bytes(total: int, shrink: int = 0) -> int:
 
 def reader(codec: Ghost, head_dim: int, role: Role) -> Reader:
     """Pairs of channels by their kinds; the sizes multiply queries and outputs, or a matrix does (``klt``)."""
-    codec.layout(head_dim)  # refuses what does not fill quarters
-    _check(head_dim)
+    _check(codec, head_dim)
     total, mixed, values = codec.total, codec.transform == "klt", role == "value"
     own = align(head_dim * 3 // 2) + (4 * head_dim if values else 0)
     name = f"kv::ReadGhost<{head_dim}, {total}, {flag(values)}"
@@ -76,7 +75,8 @@ def reader(codec: Ghost, head_dim: int, role: Role) -> Reader:
     )
 
 
-def _check(head_dim: int) -> None:
+def _check(codec: Ghost, head_dim: int) -> None:
+    codec.layout(head_dim)  # refuses what does not fill quarters
     if head_dim > 256:
         raise UnsupportedError(f"the kernels number a channel of ghost in a byte: head_dim up to 256, not {head_dim}")
 
@@ -109,10 +109,7 @@ def way_back(params: Params) -> Tensor:
 
 
 def read_lines(params: Params, values: bool) -> Tensor:
-    """What multiplies outputs and unpacked values, or queries and then unpacked keys: uint8 ``[1 or 2, H, bytes]``.
-
-    In the form of mixed.cuh.
-    """
+    """Lines of outputs and unpacked values, or queries and then unpacked keys: uint8 ``[n, H, bytes]`` (mixed.cuh)."""
     back = way_back(params)
     # over the unit the largest number of a matrix is from 2^14 to 2^15
     unit = torch.exp2(torch.frexp(back.abs().amax((-2, -1))).exponent.double() - 15).float()
@@ -152,8 +149,7 @@ def read_tables(params: Params, total: int) -> Tensor:
 
 def encoder(codec: Ghost, head_dim: int, role: Role) -> Encoder:
     """Rows by the kinds of pairs; with few tokens, and head_dims of 128 or 256, by teams of 32 threads."""
-    codec.layout(head_dim)
-    _check(head_dim)
+    _check(codec, head_dim)
     mixed = codec.transform == "klt"
     found = Encoder(
         _struct(f"kv::GhostRow<{head_dim}, {codec.total}>", codec),
@@ -199,13 +195,9 @@ def cpu_read_tables(params: Params) -> Tensor:
     found = levels()
     positive = [found[(1 << w) - 1 + (1 << w - 1) : (1 << w + 1) - 1] for w in range(1, WIDEST + 1)]
     same = torch.cat([torch.zeros(1), *positive, scales()]).expand(*order.shape[:2], -1)
-    parts = [_bytes(order.to(torch.int16)), _even_then_odd(widths), _bytes(same)]
-    return _padded(torch.cat([*parts, *([_bytes(_even_then_odd(params["centre"]))] if "centre" in params else [])], -1))
-
-
-def _even_then_odd(x: Tensor) -> Tensor:
-    """Even places, then odd ones."""
-    return torch.cat([x[..., ::2], x[..., 1::2]], -1)
+    apart = [x.unflatten(-1, (-1, 2)).mT.flatten(-2) for x in (widths, params.get("centre")) if x is not None]
+    parts = [order.to(torch.int16), apart[0], same, *apart[1:]]  # even places apart from odd ones
+    return _padded(torch.cat([_bytes(x) for x in parts], -1))
 
 
 def cpu_write_tables(params: Params) -> Tensor:
@@ -330,10 +322,7 @@ class _Layers:
 def fit(
     codecs: Mapping[Role, Codec], head_dim: int, samples: Mapping[Role, FirstTokens], buffers: FitBuffers
 ) -> dict[Role, Fitted]:
-    """As ``Ghost.fit`` of the samples, after subtracting the mean; nothing synchronises.
-
-    Launched with other layers' by ``buffers.launch``.
-    """
+    """As ``Ghost.fit`` of the samples without their mean, launched by ``buffers.launch``; nothing synchronises."""
     some = next(iter(samples.values()))
     device, (batch, heads) = some.x.device, some.x.shape[:2]
     shapes = tuple([(role, sample.tokens, sample.angles is not None) for role, sample in samples.items()])

@@ -239,10 +239,7 @@ def cell_rivals(table: Tensor, side: int = SIDE) -> tuple[Tensor, Tensor, Tensor
 
 
 def _packed(bits: Tensor) -> tuple[Tensor, Tensor]:
-    """Number the set bits along the last axis, ascending: ``[..., n]`` -> ``[..., w]``; one host sync.
-
-    Also returns which of these places are taken.
-    """
+    """Number the set bits of the last axis, ascending, ``[..., w]``; also which places are taken. One host sync."""
     count = bits.sum(-1, keepdim=True)
     width = int(count.max())
     to = torch.where(bits, bits.cumsum(-1) - 1, width)

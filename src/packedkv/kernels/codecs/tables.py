@@ -61,19 +61,13 @@ def half_rows(table: Tensor) -> Tensor:
 
 
 def group_levels(unit: float, levels: Tensor) -> Tensor:
-    """Table of ``unpack_group_levels`` and ``unpack_levels``: a factor of all norms, then the levels ``[n]``.
-
-    Float32 numbers, uint8 ``[1, 4 + 4 n]``.
-    """
+    """Table of ``unpack_group_levels`` and ``unpack_levels``: a factor of norms, then the levels ``[n]``; float32."""
     levels = levels.float()
     return torch.cat([levels.new_tensor([unit]), levels]).view(torch.uint8)[None]
 
 
 def walls_of(levels: Tensor) -> Tensor:
-    """Table of ``Nearest`` in cpu/encode_linear.h: the walls between ascending ``levels [2**bits]``, then infinity.
-
-    Float64 numbers, uint8 ``[1, 8 * 2**bits]``.
-    """
+    """Table of ``Nearest`` (cpu/encode_linear.h): float64 walls between ascending ``levels [2**bits]``, infinity."""
     return filled_walls(midpoints(levels.double()), len(levels).bit_length() - 1).view(torch.uint8)[None]
 
 

@@ -348,10 +348,7 @@ class Workspace:
         self.held: dict[tuple[str, torch.Size], Tensor] = {}
 
     def get(self, what: str, shape: torch.Size, device: torch.device, dtype: torch.dtype = torch.float16) -> Tensor:
-        """Return memory of this shape, the same for each ``what`` until a larger one is asked for.
-
-        A ``what`` always has the same dtype.
-        """
+        """Return memory of this shape: the same for each ``what``, always of one dtype, until more is needed."""
         if (found := self.held.get((what, shape))) is None:
             flat, count = self.flat.get(what), shape.numel()
             if flat is None or flat.numel() < count:
