@@ -70,19 +70,26 @@ def copy(tmp_path_factory) -> Path:
     return target
 
 
-def only_preset(listed: str) -> list[dict]:
-    return [row for row in json.loads(listed) if row["spec"].startswith("spin-")]
+def check_rows(listed: str) -> None:
+    rows = [row for row in json.loads(listed) if row["spec"].startswith("spin-")]
+    assert [row["spec"] for row in rows] == PRESETS
+    for row in rows:
+        assert (row["method"], row["source"]) == ("spin", "docs/add-a-codec.md")
+        bits = int(row["spec"][-1])
+        assert row["key_bits"] == row["value_bits"] == bits + 16 / 128
+        assert row["nominal_bits"] == bits
+        assert row["kernels"] == {"encode": "none", "decode": "none"}
 
 
-def check_row(row: dict) -> None:
-    assert (row["method"], row["source"]) == ("spin", "docs/add-a-codec.md")
-    bits = int(row["spec"][-1])
-    assert row["key_bits"] == row["value_bits"] == bits + 16 / 128
-    assert row["nominal_bits"] == bits
-    assert row["kernels"] == {"encode": "none", "decode": "none"}
-
-
-# -- the roads ---------------------------------------------------------------------------------------------------------
+REFUSED = """
+def refused(file, *said):
+    try:
+        packedkv.load_file(file)
+    except packedkv.SpecError as error:
+        assert all(part in str(error) for part in said), error
+    else:
+        raise AssertionError(f"{file} was loaded")
+"""
 
 
 def test_a_file_loaded_in_python(codec_file):
@@ -106,42 +113,21 @@ def test_a_file_loaded_in_python_with_its_reader(codec_file):
     reader.write_text(code_block(1))
     program = f"""
 import packedkv, sys
+{REFUSED}
 before = list(sys.path)
 for _ in range(2):
     assert packedkv.load_file({str(reader)!r}) == {PRESETS}
     assert packedkv.describe("spin-4")["kernels"] == {{"encode": "none", "decode": "cuda"}}
 assert sys.path == before
-try:
-    packedkv.load_file({str(codec_file)!r})
-except packedkv.SpecError as error:
-    assert f"'spin' is registered already, by {codec_file}" in str(error), error
-else:
-    raise AssertionError("a second class of the same codec")
+refused({str(codec_file)!r}, "'spin' is registered already, by {codec_file}")
 assert packedkv.describe("spin-4")["kernels"] == {{"encode": "none", "decode": "cuda"}}
 assert packedkv.from_json(packedkv.get("spin-4").to_json()) == packedkv.get("spin-4"), "the class that was refused"
 """
     run("-c", program)
-    program = f"""
-import packedkv, spin
-try:
-    packedkv.load_file({str(reader)!r})
-except packedkv.SpecError as error:
-    assert "was loaded or imported before, load this one alone" in str(error), error
-else:
-    raise AssertionError("no new preset")
-"""
-    run("-c", program, extra=codec_file.parent)
-    program = f"""
-import packedkv
-packedkv.load_file({str(codec_file)!r})
-try:
-    packedkv.load_file({str(reader)!r})
-except packedkv.SpecError as error:
-    assert "'spin' is registered already" in str(error) and "is given alone" in str(error), error
-else:
-    raise AssertionError("a second class of the same codec")
-"""
-    run("-c", program)
+    said = "was loaded or imported before, load this one alone"
+    run("-c", f"import packedkv, spin\n{REFUSED}\nrefused({str(reader)!r}, {said!r})", extra=codec_file.parent)
+    first = f"import packedkv\n{REFUSED}\npackedkv.load_file({str(codec_file)!r})"
+    run("-c", f"{first}\nrefused({str(reader)!r}, \"'spin' is registered already\", 'is given alone')")
 
 
 def test_a_module_named_by_an_entry_point(codec_file, tmp_path):
@@ -157,10 +143,7 @@ def test_a_module_named_by_an_entry_point(codec_file, tmp_path):
 
 
 def test_a_file_named_on_the_command_line(codec_file):
-    rows = only_preset(run("-m", "packedkv.cli.main", "list", "--json", "-", "--codec-file", str(codec_file)))
-    assert [row["spec"] for row in rows] == PRESETS
-    for row in rows:
-        check_row(row)
+    check_rows(run("-m", "packedkv.cli.main", "list", "--json", "-", "--codec-file", str(codec_file)))
 
 
 def test_a_file_that_imports_what_is_not_there(codec_file):
@@ -176,10 +159,7 @@ def test_a_file_that_imports_what_is_not_there(codec_file):
 
 def test_a_file_dropped_into_the_library_is_listed_and_described(copy):
     source = copy / "src"
-    rows = only_preset(run("-m", "packedkv.cli.main", "list", "--json", "-", source=source))
-    assert [row["spec"] for row in rows] == PRESETS
-    for row in rows:
-        check_row(row)
+    check_rows(run("-m", "packedkv.cli.main", "list", "--json", "-", source=source))
     described = json.loads(run("-m", "packedkv.cli.main", "describe", "spin-4:window=32", "--json", "-", source=source))
     described = described[0] if isinstance(described, list) else described
     options = {o["name"]: o for o in described["options"]}
@@ -206,6 +186,3 @@ def test_the_short_example_runs_and_prints_its_true_bits():
     assert list(bits) == ["sign:window=0", "sign", "saw-int4", "dense"]
     assert 1 + 16 / 128 < bits["sign:window=0"] < 1.2  # a whole number of pages, and the table
     assert sorted(bits.values()) == list(bits.values())
-
-
-# -- the tutorial itself -----------------------------------------------------------------------------------------------

@@ -98,11 +98,16 @@ def test_what_cannot_be_is_refused(spec: str, text: str) -> None:
         packedkv.get(spec)
 
 
-def test_what_has_no_tiers_says_so() -> None:
-    own, (k, v) = scheme(SPECS[0]), tokens(8)
+def test_what_has_no_tiers_says_so(tiny: Any) -> None:
+    own, (k, v), model = scheme(SPECS[0]), tokens(8), tiny("llama-gqa")
+    model.set_attn_implementation("packedkv")
     assert "age tiers" in choose.refusal(own, 64, torch.device("cpu"))
-    with pytest.raises(UnsupportedError, match=r"age tiers.* Use attention='decoded' or 'streamed'"):
-        FusedLayerCache(own).append(k, v)
+    for fused in (lambda: FusedLayerCache(own).append(k, v), lambda: cache_for(model, SPECS[0], attention="fused")):
+        with pytest.raises(UnsupportedError, match=r"age tiers.* Use attention='decoded' or 'streamed'"):
+            fused()
+    left_open = cache_for(model, SPECS[0]).report()
+    assert left_open["attention"] == "decoded"
+    assert "age tiers" in left_open["unfused"]
     with pytest.raises(UnsupportedError, match="use LayerCache or cache_for"):
         packedkv.compress(SPECS[0], k, v)
     assert 'pages that requests share must not change; give "window": 0' in refusal(own, 64)
@@ -130,16 +135,6 @@ def test_kernels_read_both_tiers() -> None:
     cache, plain = filled(SPECS[1]), LayerCache(scheme("kivi-2"))
     plain.append(*tokens())
     assert cache.unfused() == plain.unfused()  # empty where the kernels are compiled
-
-
-def test_fused_attention_is_refused_and_never_taken_for_it(tiny: Any) -> None:
-    model, spec = tiny("llama-gqa"), "saw-int4:window=8,recent=int-8"
-    model.set_attn_implementation("packedkv")
-    with pytest.raises(UnsupportedError, match=r"age tiers.* Use attention='decoded' or 'streamed'"):
-        cache_for(model, spec, attention="fused")
-    left_open = cache_for(model, spec)
-    assert left_open.options["attention"] == "decoded"
-    assert "age tiers" in left_open.report()["unfused"]
 
 
 def test_spec_scheme_and_description() -> None:

@@ -128,9 +128,8 @@ def test_what_is_no_regular_file_is_refused(tmp_path):
             read(fifo)
 
 
-@pytest.mark.parametrize("depth", [100_000])
-def test_deeply_nested_json_is_refused(tmp_path, depth):
-    nested, path = "[" * depth + "]" * depth, tmp_path / "file"
+def test_deeply_nested_json_is_refused(tmp_path):
+    nested, path = "[" * 100_000 + "]" * 100_000, tmp_path / "file"
     path.write_text(nested)
     with pytest.raises(packedkv.FormatError, match="not JSON"):
         read_choices(path)
@@ -138,12 +137,3 @@ def test_deeply_nested_json_is_refused(tmp_path, depth):
         path.write_bytes(len(text).to_bytes(8, "little") + text.encode())
         with pytest.raises(packedkv.FormatError, match="JSON"):
             load_layers(path)
-
-
-def test_about_of_a_recipe_is_an_object(tmp_path):
-    path = tmp_path / "r.json"
-    write_recipe(path, [LayerChoice("int-4", "int-4")])
-    for about in ("[1]", '"text"', "3"):
-        path.write_text(path.read_text().partition('"about"')[0] + f'"about": {about}}}')
-        with pytest.raises(packedkv.FormatError, match="about is"):
-            read_choices(path)

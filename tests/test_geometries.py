@@ -62,10 +62,3 @@ def test_the_table_has_the_geometry_of_every_causal_model() -> None:
                     missing[name, "group"] = group
     assert not missing
     assert seen > 100
-
-
-def test_the_table_has_uneven_pairs_and_head_ratios() -> None:
-    assert {64, 80, 96, 112, 128, 192, 256} <= {g.head_dim for g in GEOMETRIES}
-    assert {0.25, 0.4, 0.5, 0.75, 1.0} <= {round(g.rotated / g.head_dim, 2) for g in GEOMETRIES}
-    assert any(g.rotated // 2 % 16 and g.interleaved for g in GEOMETRIES)
-    assert len({g.model for g in GEOMETRIES}) == len(GEOMETRIES)

@@ -121,8 +121,10 @@ def test_a_long_prefill_is_encoded_in_parts_with_the_constants_of_the_file(model
         (lambda layers: {str(layer): roles for layer, roles in layers.items()}, r"layers \['0', '1', '2'\]; Llama"),
         (lambda layers: {7: layers[0]}, r"layers \[7\]; LlamaForCausalLM caches keys and values in layers \[0, 1, 2\]"),
         (lambda layers: {0: {"keys": layers[0]["key"]}}, r"params of layer 0 are for \['keys'\]; pass them for 'key'"),
+        (lambda layers: 3, "params are int: expected the path of a file of `packedkv fit`"),
+        (lambda layers: [], "params are list: expected the path"),
+        (lambda layers: {0: [1.0]}, "params are dict: expected the path"),
     ],
-    ids=["layers as text", "no such layer", "no such role"],
 )
 def test_constants_that_nothing_would_use_are_refused(model, fitted, change, text):
     with pytest.raises(FitError, match=text):
@@ -155,14 +157,11 @@ def test_a_saved_cache_keeps_the_constants_it_was_given(model, tmp_path):
 # -- what does not fit -------------------------------------------------------------------------------------------------
 
 
-def test_another_scheme_is_refused(model, saved):
+def test_another_scheme_and_another_seed_where_it_matters_are_refused(model, fitted, saved):
     with pytest.raises(FormatError, match=r"fitted for hqmq-s24_r3:outliers=3, not for hqmq-s24_r3:outliers=4; run"):
         packedkv.cache_for(model.model, "hqmq-s24_r3:outliers=4", params=saved)
     with pytest.raises(FormatError, match="not for innerq-base"):
         load_params(saved, model.model, "innerq-base")
-
-
-def test_another_seed_is_refused_where_it_matters(model, fitted, saved):
     with pytest.raises(FormatError, match=r"fitted with seed 0, .*not with seed 1; pass seed=0"):
         packedkv.cache_for(model.model, SPECS[1], seed=1, params=saved)
     packedkv.cache_for(model.model, SPECS[0], seed=1, params=fitted[SPECS[0]])
@@ -228,28 +227,16 @@ def test_constants_that_need_queries_are_refused_without_a_file(model):
     packedkv.cache_for(model.model, leaning(dense_layers=1), params={1: given[1]})
 
 
-# -- which file is for which spec --------------------------------------------------------------------------------------
-
-
-def test_each_spec_gets_its_file(fitted, saved, tmp_path):
+def test_each_spec_gets_its_file_or_files_are_refused(fitted, saved, tmp_path):
     fitted[SPECS[0]].save(tmp_path / "innerq")
-    schemes = [packedkv.get(spec) for spec in ("dense", *SPECS)]
+    same = packedkv.get("hqmq:s=24,r=3,outliers=3")  # of another name
+    schemes = [*(packedkv.get(spec) for spec in ("dense", *SPECS)), same]
     found = match_params([saved, tmp_path / "innerq"], schemes)
-    assert [None if f is None else f.spec for f in found] == [None, SPECS[0], SPECS[1], None]
-
-
-def test_two_specs_of_one_scheme_share_its_file(saved):
-    schemes = [packedkv.get(SPECS[1]), packedkv.get("hqmq:s=24,r=3,outliers=3")]
-    assert schemes[0] == schemes[1]
-    assert str(schemes[0]) != str(schemes[1])
-    assert [f and f.spec for f in match_params([saved], schemes)] == [SPECS[1], SPECS[1]]
-
-
-def test_a_file_for_no_spec_and_two_for_one_are_refused(fitted, saved):
+    assert [None if f is None else f.spec for f in found] == [None, SPECS[0], SPECS[1], None, SPECS[1]]
     with pytest.raises(SpecError, match=r"fitted for hqmq-s24_r3:outliers=3, which is not among the specs given \(den"):
         match_params([saved], [packedkv.get("dense")])
     with pytest.raises(SpecError, match=r"params.safetensors and .*both fitted for hqmq-s24_r3:outliers=3"):
-        match_params([saved, saved], [packedkv.get(SPECS[1])])
+        match_params([saved, saved], [same])
 
 
 # -- files that are not right ------------------------------------------------------------------------------------------
@@ -315,9 +302,3 @@ def test_a_file_of_the_former_name_is_refused_by_that_name(tmp_path):
     save_file({"x": torch.zeros(2)}, path, metadata={"kvcodec-params": "{}"})
     with pytest.raises(FormatError, match="by kvcodec, the former name of packedkv; run packedkv fit again"):
         read_params(path)
-
-
-@pytest.mark.parametrize(("params", "said"), [(3, "int"), ([], "list"), ({0: [1.0]}, "dict")], ids=["3", "[]", "lists"])
-def test_params_that_are_no_constants_of_layers(params, said, model):
-    with pytest.raises(FitError, match=rf"params are {said}: expected the path of a file of `packedkv fit`"):
-        packedkv.cache_for(model.model, "ghost-3", params=params)

@@ -120,12 +120,8 @@ def test_windows_come_from_the_presets_whose_codecs_are_used_and_dense_ones_have
     both = scheme_of(LayerChoice("kivi-4", "innerq-base"))
     assert (both.sink, both.window) == (32, 128)
     assert scheme_of(LayerChoice("kivi-4", "innerq-base", sink=0, window=0)).window == 0
-
-
-def test_outer_layers_of_a_preset_are_the_recipe_s_business():
-    assert packedkv.get("octopus-4").for_layer(0, 4).key == Dense()
-    mix = mix_of([packedkv.get("octopus-4")] * 4)
-    assert mix.for_layer(0, 4).key == packedkv.get("octopus-4").key
+    assert packedkv.get("octopus-4").for_layer(0, 4).key == Dense()  # outer layers are the recipe's business
+    assert mix_of([packedkv.get("octopus-4")] * 4).for_layer(0, 4).key == packedkv.get("octopus-4").key
 
 
 def test_json_gives_an_equal_mixture_and_writes_equal_layers_once(recipe):
@@ -227,6 +223,7 @@ def test_constants_are_fitted_layer_by_layer(tmp_path):
         ),
         ('{"format": "packedkv-recipe", "version": 2, "layers": []}', "version 2"),
         ('{"format": "packedkv-recipe", "version": 1, "layers": []}', "one object per KV layer"),
+        *((f'HEAD [{{"key": "int-4", "value": "int-4"}}], "about": {x}}}', "about is") for x in ("[1]", '"text"', "3")),
         ('HEAD [{"key": "int-4"}]}', "layer 0"),
         ('HEAD [{"key": 4, "value": "int-4"}]}', "layer 0"),
         ('HEAD [{"key": "int-4", "value": "int-4"}, "int-4"]}', "layer 1"),

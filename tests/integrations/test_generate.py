@@ -70,7 +70,9 @@ FURTHER = [(f"turns saw-int4 {name}", "decoded") for name in ("llama4", "gemma3n
 """Layers that attend chunks, borrow K and V, differ in heads and head_dim, or are convolutions."""
 MEANS = [
     (f"{program} saw-int4:mean=pre {name}", attention)
-    for program, name, attention in zip(PROGRAMS, cycle(["qwen2", "mistral", "glm", "phi"]), cycle(ATTENTIONS))
+    for program, name, attention in zip(
+        PROGRAMS, cycle(["qwen2", "mistral", "glm", "phi", "gpt-neox"]), cycle(ATTENTIONS)
+    )
 ]
 """Keys without their mean before RoPE: windows, and partial and interleaved rotations."""
 

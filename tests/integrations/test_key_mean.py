@@ -10,12 +10,13 @@ from torch import Tensor
 import packedkv
 from packedkv.codec import roundtrip
 from packedkv.codecs.rope_pairs import RopePairs
-from packedkv.errors import FitError, FormatError, UnsupportedError
+from packedkv.errors import FitError, FormatError, PackedKVWarning, UnsupportedError
 from packedkv.fitting.fit import fit_model
 from packedkv.integrations.transformers import attention_hooks
 from packedkv.integrations.transformers.argument import passing
 from packedkv.integrations.transformers.biases import biases_of
 from packedkv.integrations.transformers.plan import plan_for
+from packedkv.integrations.transformers.queries import SKIPPED, TOKENS, query_energies
 from packedkv.integrations.transformers.rope import record_positions
 from packedkv.integrations.vllm.options import read_options
 from packedkv.integrations.vllm.weights import decided
@@ -93,29 +94,6 @@ def test_dense_tokens_keep_their_mean(model: Any) -> None:
     assert torch.equal(got[:, :, :4], own[:, :, :4].half().float())
     assert torch.equal(got[:, :, 36:], own[:, :, 36:].half().float())
     assert 0 < (got[:, :, 4:36] - own[:, :, 4:36]).abs().amax() < 1
-
-
-@pytest.mark.parametrize("family", ["Phi", "Glm", "GPTNeoX"])
-def test_partial_and_interleaved_rope(family: str) -> None:
-    """Whatever the model turns, and how: keys without their mean are those of the model without the bias."""
-    sizes = {"hidden_size": 128, "num_attention_heads": 4, "num_hidden_layers": 1, "vocab_size": 256}
-    sizes |= {"intermediate_size": 64, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
-    more = {"Phi": {}, "Glm": {"num_key_value_heads": 2, "head_dim": 32, "attention_bias": True}, "GPTNeoX": {}}
-    torch.manual_seed(0)
-    config = getattr(transformers, f"{family}Config")(**sizes, **more[family])
-    made = getattr(transformers, f"{family}ForCausalLM")(config).eval()
-    with torch.no_grad():
-        for name, weight in made.named_parameters():
-            if name.endswith("k_proj.bias"):
-                weight[5], weight[31] = 300.0, -80.0
-            if name.endswith("query_key_value.bias"):
-                weight[32 + 5], weight[32 + 31] = 300.0, -80.0  # a head's queries, keys, values
-    ids = prompt(1, 60)
-    cache = packedkv.cache_for(made, "int-4:mean=pre")
-    run(made, cache, ids)
-    own, got = own_keys(made, ids)[0], cache.layer_caches[0].decode()[0]
-    assert own.abs().amax() > 250
-    assert (got - own).abs().amax() < 0.5  # a step of int-4 with the bias is 25
 
 
 # -- what is refused ---------------------------------------------------------------------------------------------------
@@ -371,3 +349,69 @@ def test_params_fitted_without_a_mean_serve_the_preset(tmp_path: Any) -> None:
     assert cache.report()["mean"] == "none"
     with pytest.raises(FormatError, match="fitted for rope-pairs-3:mean=none, not for rope-pairs-3:mean=pre"):
         packedkv.cache_for(made, "rope-pairs-3:mean=pre", params=tmp_path / "old")
+
+
+# -- energies of queries, from a run on random tokens ------------------------------------------------------------------
+
+
+def by_hand(model: Any, layer: int) -> torch.Tensor:
+    """Mean squares before RoPE over each pair, from the layer's own input: ``[H, D / 2]``."""
+    inputs: list[torch.Tensor] = []
+    attention = model.model.layers[layer].self_attn
+    hook = attention.q_proj.register_forward_hook(lambda _, __, out: inputs.append(out))
+    tokens = torch.randint(0, model.config.vocab_size, (1, TOKENS), generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        model(tokens, use_cache=False)
+    hook.remove()
+    heads, dim = model.config.num_key_value_heads, attention.head_dim
+    squares = inputs[0][0, SKIPPED:].double().view(TOKENS - SKIPPED, heads, -1, dim).square().mean((0, 2))
+    return (squares[:, : dim // 2] + squares[:, dim // 2 :]) / 2
+
+
+@pytest.mark.parametrize("make", [lambda: tiny_model("llama-gqa"), biased])
+def test_they_are_of_the_queries_of_each_group_whatever_rope_does(make: Any) -> None:
+    model = make()
+    own = model.config._attn_implementation
+    found = query_energies(model)
+    assert sorted(found) == list(range(model.config.num_hidden_layers))
+    for layer, energy in found.items():
+        low, high = energy[0].chunk(2, -1)
+        torch.testing.assert_close((low + high) / 2, by_hand(model, layer), rtol=1e-4, atol=0)
+    assert model.config._attn_implementation == own
+
+
+def test_a_model_runs_once_until_its_weights_change() -> None:
+    model, runs = tiny_model("llama-gqa"), []
+    model.get_decoder().register_forward_pre_hook(lambda *_: runs.append(1))
+    first = query_energies(model)
+    assert query_energies(model) is first
+    assert len(runs) == 1
+    with torch.no_grad():
+        model.model.layers[0].self_attn.q_proj.weight.mul_(2)
+    assert len(runs) == 1
+    torch.testing.assert_close(query_energies(model)[0], 4 * first[0])
+    assert len(runs) == 2
+
+
+def test_only_constants_that_wait_for_tokens_ask_for_them() -> None:
+    model = tiny_model("llama-gqa")
+    runs: list[int] = []
+    model.get_decoder().register_forward_pre_hook(lambda *_: runs.append(1))
+    packedkv.cache_for(model, "saw-int4")
+    assert not runs
+    cache = packedkv.cache_for(model, "ghost-3")
+    assert runs == [1]
+    found = query_energies(model)
+    assert all(torch.equal(one.site.energy, found[i]) for i, one in enumerate(cache.layer_caches))
+
+
+def test_a_model_without_weights_has_none_and_one_that_does_not_run_says_so() -> None:
+    assert query_energies(tiny_model("llama-gqa").to("meta")) == {}
+    model = tiny_model("llama-gqa")
+
+    def refuse(*_: Any) -> None:
+        raise ValueError("pixel_values are missing")
+
+    model.get_decoder().register_forward_pre_hook(refuse)
+    with pytest.warns(PackedKVWarning, match=r"did not run on tokens alone \(pixel_values are missing\)"):
+        assert query_energies(model) == {}

@@ -146,23 +146,15 @@ def test_a_cache_made_while_another_thread_records_is_that_of_the_models_attenti
     assert beside == alone == {"packedkv": "fused", "sdpa": "decoded"}[attention]
 
 
-def test_two_models_may_get_one_tensor_of_positions(shared_model: Any) -> None:
-    other, ids, places = biased(), prompt(1, 40), torch.arange(40)[None]
-    for model in (shared_model, other):
-        cache, expected = (new_cache(model, "saw-int4:mean=pre", "decoded") for _ in range(2))
-        wanted = logits(model, expected, ids)
+def test_two_models_tell_the_positions_of_their_own_pass(shared_model: Any) -> None:
+    """With one tensor of positions; a copied model tells them to caches of the original as well as to its own."""
+    ids, places, spec = prompt(1, 40), torch.arange(40)[None], "saw-int4:mean=pre"
+    caches = [new_cache(shared_model, spec, "decoded") for _ in range(3)]
+    wanted = logits(shared_model, caches[0], ids)
+    copied, other = copy.deepcopy(shared_model), biased()
+    caches += [new_cache(model, spec, "decoded") for model in (copied, other)]
+    for model, cache in zip((shared_model, copied, copied, other), caches[1:], strict=True):
         assert torch.equal(logits(model, cache, ids, position_ids=places), wanted)
-
-
-def test_a_copied_model_tells_the_positions_of_its_pass(shared_model: Any) -> None:
-    """To caches of the original, and where the copy has a cache of its own as well."""
-    ids, spec = prompt(1, 40), "saw-int4:mean=pre"
-    cache, expected = (new_cache(shared_model, spec, "decoded") for _ in range(2))
-    wanted = logits(shared_model, expected, ids)
-    copied = copy.deepcopy(shared_model)
-    own = new_cache(copied, spec, "decoded")
-    for each in (cache, own):
-        assert torch.equal(logits(copied, each, ids), wanted)
 
 
 def test_a_pickled_cache_of_a_copied_model_outlives_the_original() -> None:

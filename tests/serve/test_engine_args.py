@@ -57,7 +57,7 @@ HONORED = {
     "dtype": "of keys and values before they are encoded",
     "quantization": "of weights; a KV cache that it brings is replaced, below",
     "quantization_config": "as quantization",
-    "weight_transfer_config": "new weights bind the layers again (test_reload)",
+    "weight_transfer_config": "new weights bind the layers again (test_means)",
     "mm_encoder_attn_backend": "encoders keep no cache",
 }
 NO_EFFECT = {

@@ -17,9 +17,9 @@ import pytest
 import torch
 
 import packedkv
-from packedkv.kernels.cpu import library
-from tests.serve.engines import ENVIRONMENT, NEW, prompts, spec_of
-from tests.serve.engines import library as tokens_of
+from packedkv.kernels.cpu import library as cpu_library
+from packedkv.registry import LayerChoice, write_recipe
+from tests.serve.engines import ENVIRONMENT, NEW, Biased, engine, generate, library, prompts, spec_of
 
 PRESET, GIVEN = "octopus-3", {"window": 0}
 """With an option of its own; how the engine serves other presets, test_engine.py asks in this process."""
@@ -111,7 +111,7 @@ def servers(llama: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[di
 def test_a_server_streams_what_the_library_generates(servers: Any, llama: Any) -> None:
     server = servers[PRESET]
     assert server.wait() is None, server.text()[-3000:]
-    assert f"layers are served by the kernels 'cpu {library.variant()}'" in server.text()
+    assert f"layers are served by the kernels 'cpu {cpu_library.variant()}'" in server.text()
     assert "the reference" not in server.text()
     spec = spec_of({"preset": PRESET, **GIVEN})
     scheme = packedkv.get(spec)
@@ -123,7 +123,7 @@ def test_a_server_streams_what_the_library_generates(servers: Any, llama: Any) -
     assert int(server.setting("block_size")) == BLOCK
     assert [server.setting(f"packedkv_{name}") for name in ("preset", "seed", "params")] == [PRESET, "0", "none"]
     (ids,) = prompts(70)
-    want = [f"t{i}" for i in tokens_of(llama.model, spec, ids)]
+    want = [f"t{i}" for i in library(llama.model, spec, ids)]
     for hits in (0, 64):  # three chunks; then two whole blocks from the prefix cache
         assert "".join(server.complete(ids)).split() == want
         assert server.metric("prefix_cache_hits_total") == hits
@@ -166,3 +166,63 @@ def test_exchanged_pages_are_found(llama: Any, tmp_path: Path) -> None:
     status, found = soak(llama.folder, tmp_path / "soak.json", "--plant", "pages")
     assert status == 1
     assert found["wrong"]
+
+
+# -- two processes with half of the heads each -------------------------------------------------------------------------
+
+SCRIPT = """
+import json, sys
+from tests.serve.engines import engine, generate
+if __name__ == "__main__":
+    folder, given, ids, block = json.loads(sys.argv[1])
+    with engine(folder, given, tensor_parallel_size=2, block_size=block) as llm:
+        print("TOKENS", json.dumps(generate(llm, ids)))
+"""
+
+
+IDS = prompts(40, 7)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("preset", ["turboquant-4", "hqmq-s24_r3"])
+def test_two_processes_generate_what_one_does(preset: str, llama: Any, tmp_path: Path) -> None:
+    """Both presets draw constants for every head."""
+    found = by_two(llama.folder, {"preset": preset}, tmp_path)
+    assert found == [library(llama.model, preset, own) for own in IDS]
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("preset", ["kivi-2", "recipe"])
+def test_groups_and_recipes(preset: str, llama: Any, tmp_path: Path) -> None:
+    """Slots of unfinished groups are those of a process's own heads; layers have pages of several sizes."""
+    given = {"preset": preset, "window": 0}
+    if preset == "recipe":
+        kinds = "kivi-2:window=0", "turboquant-4"
+        write_recipe(tmp_path / "recipe.json", [LayerChoice(kinds[i % 2], kinds[i % 2]) for i in range(6)])
+        given = {"preset": str(tmp_path / "recipe.json")}
+    found = by_two(llama.folder, given, tmp_path, 32)
+    with engine(llama.folder, given, block_size=32) as llm:
+        assert found == generate(llm, IDS)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("preset", ["saw-int4", "ghost-3"])
+def test_each_process_has_the_means_of_its_heads(preset: str, biased: Biased, tmp_path: Path) -> None:
+    file = tmp_path / "fitted.safetensors"
+    fitted = biased.fitted(preset, file) if "ghost" in preset else None
+    found = by_two(biased.folder, {"preset": preset, **({"params": str(file)} if fitted else {})}, tmp_path)
+    assert found == [library(biased.model, preset, own, params=fitted) for own in IDS]
+
+
+def by_two(folder: Path, options: dict[str, Any], tmp_path: Path, block: int = 16) -> Any:
+    script = tmp_path / "run.py"
+    script.write_text(SCRIPT)
+    environment = {**os.environ, **ENVIRONMENT, "VLLM_CPU_OMP_THREADS_BIND": "0|1"}
+    environment |= {"PYTHONPATH": os.pathsep.join(sys.path), "VLLM_ENABLE_V1_MULTIPROCESSING": "1"}
+    done = subprocess.run(
+        [sys.executable, str(script), json.dumps([str(folder), options, IDS, block])],
+        env=environment, capture_output=True, text=True, check=False, timeout=1800,
+    )  # fmt: skip
+    found = [line for line in done.stdout.splitlines() if "TOKENS" in line]
+    assert found, done.stdout[-2000:] + done.stderr[-3000:]
+    return json.loads(found[0].split("TOKENS", 1)[1])
