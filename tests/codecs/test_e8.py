@@ -7,16 +7,10 @@ import pytest
 import torch
 from hypothesis import given
 
-from packedkv.codec import roundtrip
 from packedkv.codecs.e8 import E8, points
 from packedkv.codecs.turboquant import TurboQuant
-from tests.codecs.draws import fitted, normal, relative_mse
 
-from .definitions import MARGIN, by_definition, hadamard, key_batches
-
-
-def error(codec, x):
-    return relative_mse(x, roundtrip(codec, x, fitted(codec, x.shape[-1], x.shape[1])))
+from .support import MARGIN, by_definition, error, hadamard, key_batches, normal
 
 
 def by_counting() -> np.ndarray:

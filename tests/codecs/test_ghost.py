@@ -27,9 +27,8 @@ from packedkv.codecs.ghost import (
     usual,
 )
 from packedkv.ops.lloyd_max import distortion, lloyd_max
-from tests.codecs.draws import normal, uneven
 
-from .definitions import by_definition, smallest
+from .support import by_definition, normal, smallest, uneven
 
 ALL_BITS = (2, 2.5, 3, 3.5, 4, 4.5, 5)
 

@@ -9,7 +9,8 @@ from packedkv.codecs.innerq import InnerQ
 from packedkv.codecs.kmeans_residual import KMeansResidual
 from packedkv.codecs.saw_int4 import SawInt4
 from packedkv.ops.hadamard import block_hadamard
-from tests.codecs.draws import normal
+
+from .support import normal
 
 
 def anisotropic(*shape: int, seed: int = 0) -> torch.Tensor:

@@ -10,20 +10,14 @@ from packedkv.codec import Sample, Site, roundtrip
 from packedkv.codecs.innerq import InnerQ
 from packedkv.ops.bitpack import unpack
 
+from .support import error
+from .support import tokens as normal
+
 BITS = {  # key, value, published mean
     "base": (3.5, 3.5, 3.5),
     "small": (3.5, 2.5, 3.0),
     "hybrid": (3.5, 3.0, 3.25),
 }
-
-
-def normal(n, dim=64, heads=1, batch=1, seed=0):
-    return torch.randn(batch, heads, n, dim, generator=torch.Generator().manual_seed(seed))
-
-
-def error(codec, x):
-    """Relative MSE."""
-    return float((roundtrip(codec, x, {}) - x).square().sum() / x.square().sum())
 
 
 @pytest.mark.parametrize("along", ["channels", "tokens"])

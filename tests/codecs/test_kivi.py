@@ -10,7 +10,8 @@ from packedkv.codec import ROLES, Site
 from packedkv.codecs.group_int import GroupInt
 from packedkv.codecs.turboquant import TurboQuant
 from packedkv.ops.lloyd_max import unit_levels
-from tests.codecs.draws import normal
+
+from .support import normal
 
 
 def encoded_counts(spec: str, prefill: int, steps: int) -> list[tuple[int, int]]:

@@ -12,7 +12,8 @@ from packedkv.codecs.group_int import GroupInt
 from packedkv.codecs.kmeans_residual import KMeansResidual, fit_centroids, nearest_centroid
 from packedkv.codecs.saw_int4 import SawInt4
 from packedkv.errors import FitError
-from tests.codecs.draws import normal, relative_mse
+
+from .support import normal, relative_mse
 
 SITE = Site(0, "key", 2, 64)
 

@@ -8,19 +8,12 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from packedkv.codec import roundtrip
 from packedkv.codecs.kvarn import KVarN
 from packedkv.ops.bitpack import unpack
-from tests.codecs.draws import normal
 
-from .definitions import MARGIN, by_definition, hadamard, key_batches
+from .support import MARGIN, by_definition, error, hadamard, key_batches, normal
 
 SIDES = ("tokens", "channels")
-
-
-def error(codec, x):
-    y = roundtrip(codec, x, {})
-    return float((y - x).square().sum() / x.square().sum())
 
 
 def balanced(tile: np.ndarray, rounds: int) -> tuple[np.ndarray, np.ndarray]:

@@ -5,15 +5,22 @@ from functools import lru_cache
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from packedkv.codec import roundtrip
-from packedkv.codecs.octopus import Octopus, unpack_split
+from packedkv.codecs.octopus import (
+    Octopus,
+    coordinate_density,
+    from_square,
+    pack_split,
+    split_bytes,
+    to_square,
+    unpack_split,
+)
 from packedkv.ops.lloyd_max import block_norm_density, distortion, lloyd_max
-from tests.codecs.draws import fitted, unit_keys
 
-from .definitions import MARGIN, by_definition, key_batches, nearest, rotated_unit, smallest
+from .support import MARGIN, by_definition, fitted, key_batches, nearest, rotated_unit, smallest, unit_keys
 
 SPLIT = {2: (3, 1), 3: (4, 2), 4: (5, 3)}
 
@@ -154,3 +161,93 @@ def test_codes_are_those_of_the_definition(rounding, x, split):
     torch.testing.assert_close(
         payload["norm"].double() * dim**0.5, x.double().norm(dim=-1, keepdim=True), rtol=2**-10, atol=2**-24 * dim**0.5
     )
+
+
+# -- the octahedral map ------------------------------------------------------------------------------------------------
+
+
+def directions(n, seed=0):
+    v = torch.randn(n, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+    return v / v.norm(dim=-1, keepdim=True)
+
+
+def test_from_square_inverts_to_square():
+    n = directions(100_000)
+    xi, eta = to_square(*n.unbind(-1))
+    assert float(xi.abs().max()) <= 1
+    assert float(eta.abs().max()) <= 1
+    torch.testing.assert_close(from_square(xi, eta), n, rtol=0, atol=1e-14)
+
+
+@pytest.mark.parametrize(
+    ("vector", "square"),
+    [
+        ((0, 0, 1), (0, 0)),
+        ((1, 0, 0), (1, 0)),
+        ((0, -1, 0), (0, -1)),
+        ((0, 0, -1), (1, 1)),  # sign(0) = +1: the south pole goes to one corner of the four
+        ((0.0, -0.0, -1), (1, 1)),
+        ((-1, 0, -1), (-1, 0.5)),
+        ((0, 0, 0), (0, 0)),
+    ],
+    ids=str,
+)
+def test_points_on_axes_map_to_fixed_points_of_the_square(vector, square):
+    x, y, z = torch.tensor(vector, dtype=torch.float64)[:, None].unbind(0)
+    assert tuple(float(c) for c in to_square(x, y, z)) == square
+
+
+def test_density_integrates_to_one_and_fits_samples():
+    edges = torch.linspace(-1, 1, 21, dtype=torch.float64)
+    unit = (torch.arange(1000).double() + 0.5) / 1000
+    x = edges[:-1, None] + edges.diff()[:, None] * unit
+    mass = coordinate_density(x).mean(1) * edges.diff()
+    assert float(mass.sum()) == pytest.approx(1, abs=1e-6)
+    n = 400_000
+    for coordinate in to_square(*directions(n, 3).unbind(-1)):
+        share = torch.histogram(coordinate, edges)[0] / n
+        # binomial standard error at p = 1/20 is 3.4e-4
+        torch.testing.assert_close(share, mass, rtol=0, atol=1.5e-3)
+
+
+# -- codes in four parts -----------------------------------------------------------------------------------------------
+
+
+def random_codes(bits: int, *shape: int, seed: int = 0) -> torch.Tensor:
+    return torch.randint(0, 1 << bits, shape, generator=torch.Generator().manual_seed(seed))
+
+
+def split_by_definition(codes: list[int], bits: int, low: int) -> tuple[list[int], list[int]]:
+    """Bytes of the fields ``codes`` and ``tail``, bit by bit."""
+    least, more = divmod(len(codes), 4)
+    words = least * bits // 32
+    head, tail, first = [], [], 0
+    for part in range(4):
+        mine = codes[first : first + least + (part < more)]
+        first += len(mine)
+        fields = [(code >> low, bits - low) for code in mine[:least]]
+        fields += [(code & (1 << low) - 1, low) for code in mine[:least]]
+        fields += [(code, bits) for code in mine[least:]]
+        stream = [value >> i & 1 for value, length in fields for i in range(length)]
+        head += stream[: 32 * words]
+        tail += stream[32 * words :]
+    tail += [0] * (-(len(head) + len(tail)) % 8)
+    head_bytes, tail_bytes = (
+        [sum(bit << i for i, bit in enumerate(run[at : at + 8])) for at in range(0, len(run), 8)]
+        for run in (head, tail)
+    )
+    return head_bytes, tail_bytes
+
+
+@settings(max_examples=120, deadline=None, derandomize=True, database=None)
+@given(n=st.integers(1, 90), bits=st.integers(1, 16), data=st.data(), seed=st.integers(0, 999))
+def test_bytes_are_those_of_the_definition_and_decode(n, bits, data, seed):
+    low = data.draw(st.integers(0, bits - 1))
+    codes = random_codes(bits, 2, n, seed=seed)
+    packed = pack_split(codes, bits, low)
+    assert {name: field.shape[-1] for name, field in packed.items()} == split_bytes(n, bits)
+    for row in range(2):
+        head, tail = split_by_definition(codes[row].tolist(), bits, low)
+        assert packed["codes"][row].tolist() == head if head else "codes" not in packed
+        assert packed["tail"][row].tolist() == tail if tail else "tail" not in packed
+    assert torch.equal(unpack_split(packed, bits, n, low), codes.int())

@@ -15,7 +15,8 @@ from packedkv.codecs.saw_int4 import SawInt4
 from packedkv.codecs.ultra_tq import UltraTQ
 from packedkv.codecs.wrapper import inside
 from packedkv.ops.bitpack import unpack
-from tests.codecs.draws import normal_fp16, relative_mse
+
+from .support import normal_fp16, relative_mse
 
 INNERS = [
     Hqmq(24, 3),

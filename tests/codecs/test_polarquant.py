@@ -10,9 +10,8 @@ from hypothesis import strategies as st
 from packedkv.codec import roundtrip
 from packedkv.codecs.polarquant import PolarQuant, angle_levels, tree
 from packedkv.ops.bitpack import unpack
-from tests.codecs.draws import fitted, normal, unit_keys
 
-from .definitions import by_definition, key_batches, nearest
+from .support import by_definition, fitted, key_batches, nearest, normal, unit_keys
 
 DIMS = (64, 80, 96, 128, 192, 256)
 

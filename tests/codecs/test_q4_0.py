@@ -7,7 +7,7 @@ from hypothesis import given
 
 from packedkv.codecs.q4_0 import Q40
 
-from .definitions import by_definition, key_batches
+from .support import by_definition, key_batches
 
 
 def ggml_blocks(x: np.ndarray) -> np.ndarray:

@@ -8,9 +8,8 @@ from packedkv.codec import roundtrip
 from packedkv.codecs.octopus import Octopus, OctopusQJL, unpack_split
 from packedkv.codecs.turboquant import TurboQuant, TurboQuantQJL
 from packedkv.ops.bitpack import unpack
-from tests.codecs.draws import fitted, normal, score_errors
 
-from .definitions import MARGIN, by_definition, key_batches, rotated_unit, sylvester
+from .support import MARGIN, by_definition, fitted, key_batches, normal, rotated_unit, score_errors, sylvester
 
 SPLIT = {2: (3, 1), 3: (4, 2), 4: (5, 3)}
 

@@ -19,7 +19,8 @@ from packedkv.codecs.saw_int4 import SawInt4
 from packedkv.codecs.turboquant import TurboQuant, TurboQuantQJL
 from packedkv.codecs.ultra_tq import UltraTQ
 from packedkv.codecs.ultraquant import UltraQuant
-from tests.codecs.draws import normal
+
+from .support import normal
 
 DENSE = {"dense_key_layers": 0, "dense_value_layers": 0}
 RECIPES = {  # spec: key, value, and what else differs from the preset; goldens hold the presets themselves

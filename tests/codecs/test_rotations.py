@@ -14,8 +14,7 @@ from packedkv.codecs.turboquant import TurboQuant
 from packedkv.codecs.ultra_tq import UltraTQ
 from packedkv.codecs.ultraquant import UltraQuant
 
-from .definitions import hadamard
-from .draws import fitted, normal, relative_mse
+from .support import fitted, hadamard, normal, relative_mse
 
 LARGEST = {64: 64, 80: 16, 96: 32, 128: 128, 192: 64, 256: 256}
 """Largest power of two that divides a head_dim."""

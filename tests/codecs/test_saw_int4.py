@@ -7,7 +7,8 @@ import packedkv
 from packedkv.codec import roundtrip
 from packedkv.codecs.saw_int4 import SawInt4
 from packedkv.ops.bitpack import unpack
-from tests.codecs.draws import normal, relative_mse
+
+from .support import normal, relative_mse
 
 
 def test_rounding_the_zero_point_costs_one_and_a_half_percent_on_gaussian_tokens():

@@ -9,9 +9,8 @@ from packedkv.codec import roundtrip
 from packedkv.codecs.turboquant import TurboQuant
 from packedkv.ops.bitpack import unpack
 from packedkv.ops.lloyd_max import block_norm_density, distortion
-from tests.codecs.draws import fitted, normal, score_errors, unit_keys
 
-from .definitions import by_definition, key_batches, nearest, rotated_unit
+from .support import by_definition, fitted, key_batches, nearest, normal, rotated_unit, score_errors, unit_keys
 
 EXACT = {
     64: {1: 0.358387, 2: 0.114526, 3: 0.033391, 4: 0.009132},

@@ -8,14 +8,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import packedkv
-from packedkv.codec import Sample, Site, roundtrip
+from packedkv.codec import Sample, Site
 from packedkv.codecs.ultra_tq import UltraTQ
 from packedkv.ops.bitpack import unpack
 from packedkv.ops.lloyd_max import block_norm_density, distortion, normal_levels, sample_levels, unit_levels
 
-
-def normal(n, dim=64, heads=1, seed=0):
-    return torch.randn(1, heads, n, dim, generator=torch.Generator().manual_seed(seed))
+from . import support
+from .support import error
+from .support import tokens as normal
 
 
 def unit(n, dim, seed=0):
@@ -24,13 +24,7 @@ def unit(n, dim, seed=0):
 
 
 def fitted(codec, dim=64, sample=None):
-    return codec.fit(Site(0, "key", 1, dim), Sample(sample))
-
-
-def error(codec, x, sample=None):
-    """Relative MSE."""
-    params = fitted(codec, x.shape[-1], sample)
-    return float((roundtrip(codec, x, params) - x).square().sum() / x.square().sum())
+    return support.fitted(codec, dim, sample=sample)
 
 
 # -- tables --------------------------------------------------------------------------------------------------------

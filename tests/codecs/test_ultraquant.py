@@ -19,19 +19,18 @@ from packedkv.codecs.ultraquant import (
 )
 from packedkv.ops.bitpack import unpack
 
+from .support import error
+from .support import tokens as normal
+
 GRID = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6])
 OCTAVE = [2 ** (i / 8) for i in range(8)]
-
-
-def normal(n, dim=64, heads=1, seed=0):
-    return torch.randn(1, heads, n, dim, generator=torch.Generator().manual_seed(seed))
 
 
 @lru_cache
 def gaussian_error(c, scale="pow2", factor=1.0):
     """Relative MSE of 16384 Gaussian groups of 32, times ``factor``."""
     x = normal(8192) * factor
-    return float((roundtrip(UltraQuant(False, c, scale), x, {}) - x).square().sum() / x.square().sum())
+    return error(UltraQuant(False, c, scale), x)
 
 
 def any_magnitude(c):

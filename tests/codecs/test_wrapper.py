@@ -11,6 +11,8 @@ from packedkv.codec import ROLES, Codec, Dense, Params, Sample, Site
 from packedkv.codecs.wrapper import Wrapper, inside
 from packedkv.errors import FitError, SpecError
 
+from .support import normal
+
 OPTIONS = (
     "ghost-3:transform=klt", "ultra-tq:table=calibrated", "saw-int4:hessian=true", "saw-int4:kmeans=1",
     "innerq-base:norm=false", "int-4:outliers=3", "turboquant-4:scale=search",
@@ -24,10 +26,6 @@ def codecs() -> dict[str, Codec]:
     """Every codec that a preset or one of the options uses, by its text."""
     found = [packedkv.get(spec).codec(role) for spec in (*packedkv.presets(), *OPTIONS) for role in ROLES]
     return {repr(codec): codec for codec in found}
-
-
-def normal(*shape: int, seed: int) -> torch.Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 
 def same(one: Params, other: Params) -> bool:
