@@ -132,10 +132,7 @@ class Library:
     def memory(self) -> Iterator[Memory]:
         """Buffers for a call; at the end those with ``write`` go back to their tensors.
 
-        Raises
-        ------
-        EmulationError
-            If a kernel wrote behind the end of one.
+        Raises ``EmulationError`` where a kernel wrote behind the end of one.
         """
         memory = Memory(self)
         try:
@@ -146,19 +143,9 @@ class Library:
         memory._close(back=True)
 
     def enter(self, name: str, *args: Any, seed: int = 0, result: Any = None) -> Any:
-        """Call the function ``name`` with plain ctypes arguments.
+        """Call ``name`` with plain ctypes arguments; raise ``EmulationError`` for what a launch inside found wrong.
 
-        Parameters
-        ----------
-        seed
-            Order of blocks, warps and lanes; 0: one after another.
-        result
-            The ctypes type it returns.
-
-        Raises
-        ------
-        EmulationError
-            What a launch inside it found wrong.
+        ``seed``: order of blocks, warps and lanes, 0 for one after another; ``result``: the ctypes type it returns.
         """
         function = self.raw[name]
         function.restype = result

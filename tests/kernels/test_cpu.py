@@ -67,6 +67,12 @@ DIMS = (64, 80, 96, 128, 256)
 pytestmark = pytest.mark.usefixtures("compiled")
 
 
+def kernels_of(key: Codec, value: Codec, dim: int) -> tuple[Any, Any]:
+    """Page layout of two codecs, and the kernels that read and write it."""
+    layout = page_layout(key, value, dim, dim)
+    return layout, cpu_spec(key, value, dim, layout.page_tokens)
+
+
 def codecs(spec: str | Codec) -> list[tuple[Role, Codec]]:
     if isinstance(spec, Codec):
         return [("key", spec)]
@@ -85,8 +91,7 @@ def test_unpacks_what_the_codec_decodes(spec: str | Codec, monkeypatch: pytest.M
     for role, codec in codecs(spec):
         for dim in DIMS:
             try:
-                page = page_layout(codec, codec, dim, dim)
-                read = cpu_spec(codec, codec, dim, page.page_tokens)
+                page, read = kernels_of(codec, codec, dim)
             except (UnsupportedError, ShapeError):
                 continue
             heads, tokens = 2, page.page_tokens
@@ -118,7 +123,7 @@ def test_every_reader_is_tested() -> None:
 
 def _readers(codec: Codec) -> list[Any]:
     try:
-        read = cpu_spec(codec, codec, 128, page_layout(codec, codec, 128, 128).page_tokens)
+        _, read = kernels_of(codec, codec, 128)
     except UnsupportedError:
         return []
     return [read.key, read.value]
@@ -149,8 +154,7 @@ def test_attention_is_as_exact_as_float32(spec: str, dim: int, monkeypatch: pyte
     heads = 2
     key, value = (codec for _, codec in codecs(spec))
     try:
-        page = page_layout(key, value, dim, dim)
-        read = cpu_spec(key, value, dim, page.page_tokens)
+        page, read = kernels_of(key, value, dim)
     except (UnsupportedError, ShapeError):
         pytest.skip("not at this head_dim")
     unit = page.page_tokens
@@ -196,8 +200,7 @@ def test_means_of_350_are_as_exact_as_float32(spec: str, turn: Rotary, monkeypat
     """Of few channels or of all, one for all sequences or one each; far positions and those of padding."""
     dim, heads = 96 if len(turn.frequencies) == 48 else 64, 2
     key, value = (codec for _, codec in codecs(spec))
-    page = page_layout(key, value, dim, dim)
-    read = cpu_spec(key, value, dim, page.page_tokens)
+    page, read = kernels_of(key, value, dim)
     unit = page.page_tokens
     errors: dict[str, list[tuple[float, float]]] = {variant: [] for variant in ABLE}
     for group, lengths, first, few in (
@@ -292,20 +295,15 @@ def close(found: Tensor, wanted: Tensor) -> None:
     assert float((found.float() - wanted.float()).abs().max()) < (2e-5 if found.dtype == torch.float32 else 2e-2)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_16_bit_queries(dtype: torch.dtype, variant: str) -> None:
-    cache = LayerCache(packedkv.get("int-4"))
-    k, v = normal(2, 1, 2, 100, 64).to(dtype)
-    cache.append(k, v)
-    q = normal(1, 4, 1, 64).to(dtype)
-    close(cache.attend(q), attend(q, cache))
-
-
-def test_nan_stays_in_its_row(variant: str) -> None:
-    cache = filled(LayerCache, "int-4")
+def test_16_bit_queries_and_nan_in_its_row(variant: str) -> None:
+    for dtype in (torch.bfloat16, torch.float16):
+        cache = LayerCache(packedkv.get("int-4"))
+        cache.append(*normal(2, 1, 2, 100, 64).to(dtype))
+        q = normal(1, 4, 1, 64).to(dtype)
+        close(cache.attend(q), attend(q, cache))
     q = normal(2, 4, 3, 64)
     q[0, 1, 2, 5] = torch.nan
-    found = cache.attend(q)
+    found = filled(LayerCache, "int-4").attend(q)
     assert found[0, 1, 2].isnan().all()
     found[0, 1, 2] = 0
     assert not found.isnan().any()
@@ -338,7 +336,7 @@ def test_a_bad_single_token_is_refused_at_once(spec: str, dtype: torch.dtype) ->
             for cache in (clean, other):
                 cache.append(*good)
         other.check()
-        assert all(torch.equal(a, b) for a, b in zip(other.decode(), clean.decode(), strict=True))
+        assert all(map(torch.equal, other.decode(), clean.decode()))
         q = normal(2, 4, 1, 64).to(dtype)
         assert torch.equal(other.attend(q), clean.attend(q))
 
@@ -354,7 +352,7 @@ def test_single_tokens_of_float32_are_held_as_fp16(spec: str, variant: str) -> N
     for i in range(9):
         one.append(*tokens[..., i : i + 1, :])
     many.append(*tokens)
-    assert all(torch.equal(a, b) for a, b in zip(one.decode(), many.decode(), strict=True))
+    assert all(map(torch.equal, one.decode(), many.decode()))
 
 
 @pytest.mark.parametrize("threads", [2, 5])
@@ -384,20 +382,15 @@ def test_without_the_library_the_reference_serves(monkeypatch: pytest.MonkeyPatc
         filled(FusedLayerCache, "int-4")
 
 
-def test_a_library_of_other_sources_is_not_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_refusals_name_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    scheme = packedkv.get("int-4")
+    assert "leave max_len out" in refusal(scheme, 64, CPU, static=True)
+    assert refusal(scheme, 72, CPU).startswith("the CPU kernels take a head_dim of 16, 32, ... 512")
+    assert refusal(scheme, 528, CPU)
     library.load.cache_clear()
     monkeypatch.setattr(library, "digest", lambda: "0" * 32)
     assert "compiled from other sources" in library.refusal(CPU)
     library.load.cache_clear()
-
-
-def test_a_static_cache_is_refused() -> None:
-    assert "leave max_len out" in refusal(packedkv.get("int-4"), 64, CPU, static=True)
-
-
-def test_head_dims() -> None:
-    assert refusal(packedkv.get("int-4"), 72, CPU).startswith("the CPU kernels take a head_dim of 16, 32, ... 512")
-    assert refusal(packedkv.get("int-4"), 528, CPU)
 
 
 def test_nothing_is_compiled_twice(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -476,8 +469,7 @@ def _written(
 ) -> tuple[Tensor, list[Tensor], set[int]]:
     """Pages of the reference, pages of each instruction set, and their flags; ``removed``: mean and positions."""
     dim, less = x.shape[3], None
-    layout = page_layout(codec, codec, dim, dim)
-    spec = cpu_spec(codec, codec, dim, layout.page_tokens)
+    layout, spec = kernels_of(codec, codec, dim)
     rest = x.float()
     if removed is not None:
         turn, mean, positions = removed
@@ -507,11 +499,6 @@ def _written(
     return store.pages, found, flags
 
 
-def _agree(want: Tensor, found: list[Tensor], case: object = "") -> None:
-    """Assert that the pages of every instruction set are the reference's."""
-    assert [variant for variant, pages in zip(ABLE, found, strict=True) if not torch.equal(pages, want)] == [], case
-
-
 @pytest.mark.parametrize("codec", CODECS, ids=str)
 def test_bytes_are_the_references(codec: Codec) -> None:
     unit = codec.block_tokens
@@ -526,7 +513,7 @@ def test_bytes_are_the_references(codec: Codec) -> None:
                 x = x.transpose(1, 2).contiguous().transpose(1, 2)
             want, found, flags = _written(codec, x, ROLES[i % 2], 3 * unit)
             assert flags == {0}
-            _agree(want, found, (dim, batch, count, x.dtype))
+            assert all(torch.equal(pages, want) for pages in found), (dim, batch, count, x.dtype)
 
 
 @pytest.mark.parametrize(
@@ -555,7 +542,7 @@ def test_keys_lose_their_mean(codec: Codec, turn: Rotary, dim: int) -> None:
         removed = (turn, mean, positions)
         want, found, flags = _written(codec, x.to(dtype), "key", unit, dtype == torch.float32, removed)
         assert flags == {0}
-        _agree(want, found, (batch, count))
+        assert all(torch.equal(pages, want) for pages in found), (batch, count)
 
 
 def test_both_roles_are_encoded_by_kernels() -> None:
@@ -573,7 +560,7 @@ def test_both_roles_are_encoded_by_kernels() -> None:
 def test_every_encoder_is_tested() -> None:
     named = set()
     for codec in CODECS:
-        spec = cpu_spec(codec, codec, 64, page_layout(codec, codec, 64, 64).page_tokens)
+        _, spec = kernels_of(codec, codec, 64)
         named |= {encoder.name for role in ROLES if (encoder := spec.encoders[role]) is not None}
     lines = (HERE / "encoders.h").read_text().splitlines()
     assert {line.split('"')[1] for line in lines if line.startswith('    {"')} == named
@@ -617,8 +604,7 @@ def test_what_cannot_be_held_is_zero_bytes_and_flagged(codec: Codec, number: flo
 
 def test_tokens_behind_the_pages_are_dropped(variant: str) -> None:
     codec, x = SawInt4(), _tokens(1, 37, 64, torch.float16)
-    layout = page_layout(codec, codec, 64, 64)
-    spec, bad = cpu_spec(codec, codec, 64, layout.page_tokens), torch.zeros(1, dtype=torch.int32)
+    (layout, spec), bad = kernels_of(codec, codec, 64), torch.zeros(1, dtype=torch.int32)
     store = PageStore(layout, 1, HEADS, x.device, layout.page_tokens)
     first = torch.tensor([layout.page_tokens - 10], dtype=torch.int32)
     own: dict[Role, Constants] = {"key": Constants(None, None, 1)}
@@ -639,15 +625,13 @@ def test_a_step_rounds_as_the_reference(held: DenseDtype, dtype: torch.dtype) ->
             fused.append(k, v)
             plain.append(k, v)
         assert set(fused.kernels().values()) == {f"cpu {library.variant()}"}
-        for got, want in zip(fused.decode(), plain.decode(), strict=True):
-            assert torch.equal(got, want)
+        assert all(map(torch.equal, fused.decode(), plain.decode()))
 
 
 @pytest.mark.parametrize("bits", [2, 3, 4])
 def test_numbers_at_the_walls_between_levels(bits: int, variant: str) -> None:
     codec, dim, rows = TurboQuant(bits), 64, 200
-    layout = page_layout(codec, codec, dim, dim)
-    spec, params = cpu_spec(codec, codec, dim, layout.page_tokens), codec.fit(Site(0, "key", HEADS, dim))
+    (layout, spec), params = kernels_of(codec, codec, dim), codec.fit(Site(0, "key", HEADS, dim))
     walls = midpoints(params["levels"][0].double())
     u = walls[torch.arange(dim) % len(walls)] * (torch.arange(dim) < 8)
     u[-1] = (1 - (u[:-1] ** 2).sum()).sqrt()  # of unit length

@@ -182,9 +182,7 @@ def rows() -> Iterator[Any]:
     for kind in (LayerCache, FusedLayerCache):
         yield row(test_cpu.test_caches_attend_as_the_reference, "kivi-sink-2", kind, "neon")
     yield row(test_cpu.test_splits_over_threads, 5)
-    for dtype in (torch.bfloat16, torch.float16):
-        yield row(test_cpu.test_16_bit_queries, dtype, "neon")
-    yield row(test_cpu.test_nan_stays_in_its_row, "neon")
+    yield row(test_cpu.test_16_bit_queries_and_nan_in_its_row, "neon")
     for codec, number in itertools.product((SawInt4(), Octopus(4, 2)), (torch.nan, -torch.inf, 65520.0)):
         yield row(test_cpu.test_what_cannot_be_held_is_zero_bytes_and_flagged, codec, number)
 
