@@ -79,39 +79,28 @@ def test_listed_bits_are_measured_bytes(spec, dim):
     assert described["nominal_bits"] <= described["effective_bits"]
 
 
-def test_nbytes_is_the_formula_and_the_tensors(spec):
+@pytest.mark.parametrize("extra", [0, 1, 5])
+def test_nbytes_is_the_formula_and_the_tensors(spec, extra):
+    """Of a cache and of compressed tensors."""
     scheme = packedkv.get(spec)
     dim = dim_of(scheme)
-    for extra in (0, 1, 5):
-        tokens = scheme.sink + scheme.window + 2 * block_of(scheme) + extra
-        k, v = kv(tokens, dim=dim)
-        packed = packedkv.compress(scheme, k, v)
-        assert sum(packed.nbytes.values()) == sum(t.nbytes for t in packed.tensors())
-        expected = 0
-        for role, codec in sides(scheme):
-            encoded = scheme.encoded_tokens(role, tokens)
-            blocks = encoded // codec.block_tokens
-            expected += 2 * 2 * (blocks * codec.layout(dim).block_bytes + (tokens - encoded) * dim * 2)
-        assert sum(packed.nbytes.values()) == expected
-        assert packed.effective_bits == expected * 8 / (2 * k.numel())
-
-
-def test_cache_nbytes_is_the_formula_and_the_tensors(spec):
-    scheme = packedkv.get(spec)
-    dim, g = dim_of(scheme), block_of(scheme)
-    tokens = scheme.sink + scheme.window + 2 * g + 1
-    cache = cache_of(scheme, dim=dim)
-    cache.append(*kv(tokens, dim=dim))
-    parts = cache.nbytes()
+    tokens = scheme.sink + scheme.window + 2 * block_of(scheme) + extra
+    cache, (k, v) = cache_of(scheme, dim=dim), kv(tokens, dim=dim)
+    packed = packedkv.compress(scheme, k, v)
+    cache.append(k, v)
+    parts, expected = cache.nbytes(), 0
     assert sum(parts.values()) == sum(t.untyped_storage().nbytes() for t in cache.tensors())
     for role, codec in sides(scheme):
         encoded = scheme.encoded_tokens(role, tokens)
         planes = {f"{role}.{f.part}" for f in codec.layout(dim).fields}
         held = sum(parts[p] for p in planes)
         assert held == 4 * encoded // codec.block_tokens * codec.layout(dim).block_bytes
+        expected += held + 4 * (tokens - encoded) * dim * 2
         sink = min(scheme.sink, tokens)
         assert parts.get(f"{role}.sink", 0) == 4 * sink * dim * 2
         assert parts.get(f"{role}.window", 0) == 4 * (tokens - sink - encoded) * dim * 2
+    assert sum(packed.nbytes.values()) == sum(t.nbytes for t in packed.tensors()) == expected
+    assert packed.effective_bits == expected * 8 / (2 * k.numel())
     page = scheme.page_layout(dim)
     pages = -(-max(scheme.encoded_tokens("key", tokens), scheme.encoded_tokens("value", tokens)) // page.page_tokens)
     held = sum(size for part, size in parts.items() if part.split(".")[-1] not in ("sink", "window", "table"))

@@ -17,6 +17,7 @@ from packedkv.scheme import KVScheme
 from packedkv.store.site import LayerSite, MeanRemoval
 from tests.geometries import GEOMETRIES, Geometry
 from tests.kernels.conftest import ABLE, normal, use
+from tests.kernels.gpu_cases import truth
 
 OFTEN = ("StableLM 3B", "Qwen2.5 0.5B", "GLM-4 9B", "Phi-4 mini")
 """Tried on the emulator in every run: uneven numbers of pairs, interleaved ones, partial rotary, 7 query heads."""
@@ -87,11 +88,9 @@ class Pair:
         """
         heads, dim = self.heads * self.geometry.group, self.geometry.head_dim
         q, sinks = normal(2, heads, n, dim, seed=n + self.at), 6 + normal(heads, seed=n)
-        k, v = (x.double().repeat_interleave(self.geometry.group, 1) for x in cache.decode())
         hidden = torch.arange(self.at) > self.at - n + torch.arange(n)[:, None]
-        scores = (q.double() @ k.mT * dim**-0.5).masked_fill(hidden, -torch.inf)
-        column = sinks.double()[:, None, None].expand(2, -1, n, 1)
-        want = torch.cat([scores, column], -1).softmax(-1)[..., :-1] @ v
+        each = zip(q, *cache.decode(), strict=True)
+        want = torch.stack([truth(*x, dim**-0.5, 0.0, sinks, hidden) for x in each])
         return float((cache.attend(q, sinks=sinks) - want).abs().max() / want.abs().max())
 
     def check(self, cache: FusedLayerCache | LayerCache, near: float) -> None:

@@ -1,6 +1,6 @@
 """Keys held without their mean before RoPE: scores, and a layer on kernels against the same on the reference.
 
-``test_gpu_cases.py`` has the bytes and the attention of every reader, ``test_prefill.py`` unpacked keys,
+``test_gpu_cases.py`` has the bytes and the attention of every reader, ``test_fused.py`` unpacked keys,
 ``test_readers.py`` decode attention.
 """
 

@@ -2,7 +2,7 @@
 
 from contextlib import nullcontext
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import pytest
 import torch
@@ -197,41 +197,6 @@ def test_several_queries_of_a_request(spec: str, group: int, served_by: Server) 
             torch.testing.assert_close(found[at].cpu(), right, rtol=0, atol=4e-3)
 
 
-@pytest.mark.parametrize("kind", ["pre", "post"])
-@pytest.mark.parametrize("spec", ["saw-int4", "turboquant-4"])
-def test_keys_without_their_mean(spec: str, kind: Literal["pre", "post"], served_by: Server) -> None:
-    """The codec's bytes, cut anywhere and in steps of two requests; attention of steps and chunks, in windows too."""
-    mean = removal(kind, scaling=1.2)
-    assert mean is not None
-    layer, plain, (k, v) = made(spec, mean=mean), made(spec), rows()
-    k = (k + mean.at(mean.given, torch.arange(TOKENS)[None])[0].transpose(0, 1)).half()
-    want, rough, cache = pool(layer), pool(plain), pool(layer)
-    layer.write(k, v, want, slots(0, TOKENS), torch.arange(TOKENS)[None])
-    plain.write(k, v, rough, slots(0, TOKENS))
-    assert not torch.equal(want, rough)
-    for first, last in ((0, 1), (1, 20), (20, 50)):
-        layer.encode_chunk(k[first:last], v[first:last], cache, ROW, last)
-    layer.encode(k[50:], v[50:], cache, slots(50, TOKENS), torch.arange(50, TOKENS)[None])
-    assert torch.equal(cache, want)
-    with pytest.raises(ShapeError, match="the positions of new tokens are needed"):
-        layer.encode(k[:1], v[:1], cache, slots(0, 1))
-    table, lengths = three()
-    store = LayerCache(LayerSite(layer.scheme, 3, mean=mean))
-    store.append(k.transpose(0, 1)[None], v.transpose(0, 1)[None])
-    for window in (0, 9):
-        rule, q = Rules(0.125, Seen(window=window)), normal(3, 2 * HEADS, DIM, seed=3).half()
-        found = layer.decode(q, StepTokens(cache, table, lengths, **visible(lengths, 0, window)), rule)
-        for i in (0, 2):
-            right = layer.attend(q[i : i + 1], cache, ROW, int(lengths[i]), rule)
-            torch.testing.assert_close(found[i : i + 1], right, rtol=0, atol=6e-3)
-        q = normal(7, 2 * HEADS, DIM, seed=4).half()
-        right = layer.attend(q, cache, ROW, TOKENS, rule)
-        torch.testing.assert_close(layer.prefill(q, cache, ROW, TOKENS, rule), right, rtol=0, atol=6e-3)
-        if not window:
-            library = attend(q.transpose(0, 1)[None], store, scale=0.125)[0].transpose(0, 1)
-            torch.testing.assert_close(right, library.to(right.dtype), rtol=0, atol=3e-3)
-
-
 class EngineFlash:
     """Stands for vLLM's: causal attention of the newest tokens of each sequence, with its log-sum-exp."""
 
@@ -318,7 +283,7 @@ def test_chunks_of_many_requests_at_once(spec: str, dtype: torch.dtype, rules: s
 
 
 def fitted(spec: str, kind: str, dim: int = DIM) -> tuple[EngineLayer, MeanRemoval | None, Tensor, Tensor]:
-    """A layer of ``ghost`` with constants and a mean as from a file; tokens ``[T, H, D]`` without that mean."""
+    """A layer with constants and a mean as from a file; tokens ``[T, H, D]`` without that mean."""
     x = normal(1, HEADS, 1, dim, seed=1).exp() * normal(1, HEADS, 300, dim, seed=2)
     params: dict[Role, Params] = {}
     for role in ROLES:
@@ -326,7 +291,8 @@ def fitted(spec: str, kind: str, dim: int = DIM) -> tuple[EngineLayer, MeanRemov
         params[role] = codec.settle([codec.fit(Site(3, role, HEADS, dim, 0, CPU), Sample(x, x.flip(2)))])[0]
     k, v = (x[0, :, at : at + TOKENS].transpose(0, 1).contiguous() for at in (0, TOKENS))
     mean = removal(kind, dim, 1.2 if dim == DIM else 1.0)
-    return made(f"{spec},mean={kind}", params=params, mean=mean, head_dim=dim), mean, k, v
+    spec = f"{spec}{',' if ':' in spec else ':'}mean={kind}"
+    return made(spec, params=params, mean=mean, head_dim=dim), mean, k, v
 
 
 def apart(found: Tensor, right: Tensor) -> float:
@@ -336,26 +302,39 @@ def apart(found: Tensor, right: Tensor) -> float:
 
 @pytest.mark.parametrize("kind", ["pre", "post", "none"])
 @pytest.mark.parametrize(
-    "spec", ["ghost-3:transform=channels", "ghost-3:transform=klt", "ghost-2:transform=klt,sink=0,bits=2.5"]
+    "spec",
+    [
+        *("saw-int4", "turboquant-4", "ghost-3:transform=channels", "ghost-3:transform=klt"),
+        "ghost-2:transform=klt,sink=0,bits=2.5",
+    ],
 )
-def test_ghost_in_an_engines_pages(spec: str, kind: str, served_by: Server) -> None:
-    """Tokens of several requests in any order in one launch, and padding; steps, and prompts of many requests."""
+def test_keys_without_their_mean_and_constants_of_a_file(spec: str, kind: str, served_by: Server) -> None:
+    """A prompt cut anywhere, tokens of several requests in any order and padding; attention of steps and of chunks."""
     layer, mean, k, v = fitted(spec, kind)
     if mean is not None:
         k = k + mean.at(mean.given, torch.arange(TOKENS)[None])[0].transpose(0, 1)
-    k, v, want, cache = k.half(), v.half(), pool(layer), pool(layer)
+    k, v, want, cache, rule = k.half(), v.half(), pool(layer), pool(layer), Rules(0.125)
     layer.write(k, v, want, slots(0, TOKENS), torch.arange(TOKENS)[None])
-    order = torch.randperm(TOKENS, generator=torch.Generator().manual_seed(2))
-    where = torch.cat([slots(0, TOKENS)[order], torch.tensor([-1, -1])])
-    padded = torch.cat([order, order[:2]])
+    for first, last in ((0, 1), (1, 20), (20, 50)):
+        layer.encode_chunk(k[first:last], v[first:last], cache, ROW, last)
+    order = 50 + torch.randperm(TOKENS - 50, generator=torch.Generator().manual_seed(2))
+    where, padded = torch.cat([slots(0, TOKENS)[order], torch.tensor([-1, -1])]), torch.cat([order, order[:2]])
     layer.encode(k[padded], v[padded], cache, where, padded[None])
     assert torch.equal(cache, want)
-    (table, lengths), rule, q = three(), Rules(0.125), normal(24, 2 * HEADS, DIM, seed=3).half()
-    found = layer.decode(q[:3], StepTokens(cache, table, lengths, **visible(lengths, layer.sink, 0)), rule)
-    assert bool((found[1] == 0).all())
-    for i in (0, 2):
-        right = layer.attend(q[i : i + 1], cache, ROW, int(lengths[i]), rule)
-        assert apart(found[i : i + 1], right) < 0.004
+    if mean is not None:
+        with pytest.raises(ShapeError, match="the positions of new tokens are needed"):
+            layer.encode(k[:1], v[:1], cache, slots(0, 1))
+    store = LayerCache(LayerSite(layer.scheme, 3, mean=mean, fitted=layer.site.fitted))
+    store.append(k.transpose(0, 1)[None], v.transpose(0, 1)[None])
+    (table, lengths), q = three(), normal(24, 2 * HEADS, DIM, seed=3).half()
+    for window in (0, 9):
+        own = rule._replace(seen=Seen(window=window))
+        found = layer.decode(q[:3], StepTokens(cache, table, lengths, **visible(lengths, layer.sink, window)), own)
+        assert bool((found[1] == 0).all())
+        for i in (0, 2):
+            assert apart(found[i : i + 1], layer.attend(q[i : i + 1], cache, table[i], int(lengths[i]), own)) < 0.004
+    right = attend(q[:7].transpose(0, 1)[None], store, scale=0.125)[0].transpose(0, 1)
+    assert apart(layer.attend(q[:7], cache, ROW, TOKENS, rule), right) < 0.004
     requests = [(0, 0, 7, 41), (1, 7, 23, 16), (2, 23, 24, TOKENS)]
     if served_by.name == "cuda":
         before, out = served_by.counted(), torch.full_like(q, torch.nan)

@@ -357,7 +357,7 @@ OUTLIERS: dict[str, Codec] = {
     **{f"int-{bits}": Med(GroupInt(bits, 0), 1.5) for bits in (2, 3, 4, 8)},
     "int symmetric": Med(GroupInt(4, 0, "channels", True), 1.9),
 }
-# a reader of each number of slots, and of codes in 10 to 13 bits; integers of all widths are unpacked in test_prefill
+# a reader of each number of slots, and of codes in 10 to 13 bits; integers of all widths are unpacked in test_fused
 OUTLIERS_OFTEN = {("hqmq", 128), ("int-2", 256), ("hqmq-s96_r4", 64), ("one slot", 96), ("three slots", 192),
                   ("five slots", 128)}  # fmt: skip
 
