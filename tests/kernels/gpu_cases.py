@@ -36,8 +36,9 @@ import torch
 from torch import Tensor
 
 import packedkv
+from packedkv.atomic import whole_file
 from packedkv.attention import Seen
-from packedkv.codec import ROLES, Codec, Params, Payload, Sample, Site
+from packedkv.codec import ROLES, Params, Payload, Role, Sample, Site
 from packedkv.codecs.ghost import Ghost
 from packedkv.description import kernels_for
 from packedkv.errors import ShapeError
@@ -197,7 +198,6 @@ def fill(
 ) -> Layer:  # fmt: skip
     """Encode random keys and values, also with the kernels if there are some; raise if a byte is not the codec's."""
     scheme, device = packedkv.get(c.preset), gen.device
-    codecs: dict[str, Codec] = {"key": scheme.key, "value": scheme.value}
     pairs = mean.held.pairs if mean is not None else 0
     pair = specs.decode_spec(scheme.key, scheme.value, c.dim, c.page, pairs)
     target = specs.encode_spec(scheme.key, scheme.value, c.dim, c.page, mean=pairs > 0)
@@ -216,10 +216,10 @@ def fill(
     params: dict[str, Params] = {}
     payloads: dict[str, list[Payload]] = {}
     laws: list[str] = []
-    given: dict[str, Tensor | None] = {"key": None, "value": None}
+    new: dict[Role, Tensor] = {}
     held = {role: Constants(None, None, 1) for role in ROLES}
     for role in ROLES:
-        codec, side = codecs[role], target.encoder(role)
+        codec, side = scheme.codec(role), target.encoder(role)
         site = Site(rng.randrange(8), role, heads, c.dim, rng.randrange(1000), device)
         x, law = rows(rng, gen, (batch, heads, tokens, c.dim), role)
         less = mean if role == "key" else None
@@ -232,44 +232,42 @@ def fill(
         params[role] = own = {name: value.to(device) for name, value in fitted.items()}
         payloads[role] = [codec.encode(codec.to_code(y[:, :, at : at + STEP], own), own) for at in parts]
         if side is not None:
-            given[role], held[role] = x, constants_for(side, own, heads, c.dim)
+            new[role], held[role] = x, constants_for(side, own, heads, c.dim)
     bad, before = torch.zeros(1, dtype=torch.int32, device=device), store.pages.clone()
-    if kernels and (target.key is not None or target.value is not None):
+    if kernels and new:
         less = None
         if mean is not None and target.mean:
             less = encode.RotatedMean(mean.mean, *mean.at(0, tokens), mean.rotary.interleaved)
-        new = {role: x for role, x in given.items() if x is not None}
         encode.encode_to_pages(
             NewTokens(new, first, bad, less), store.pages, store.table, spec=specs.text_of(target), key=held["key"],
             value=held["value"],
         )  # fmt: skip
     written, store.pages = store.pages, before
-    for role in ROLES:
-        if given[role] is not None:
-            _write(store, role, payloads[role])
+
+    def write(role: str) -> None:
+        for i, payload in enumerate(payloads[role]):
+            store.write(role, i * STEP, payload)
+
+    for role in new:
+        write(role)
     if kernels and (int(bad) or not torch.equal(written, store.pages)):
         wrong = int((written != store.pages).sum())
         raise AssertionError(f"encode: {wrong} bytes differ, bad={int(bad)}, {dtype}")
     decoded, tensors = {}, {}
     for role in ROLES:
-        if given[role] is None:
-            _write(store, role, payloads[role])
-        codec, own = codecs[role], params[role]
+        if role not in new:
+            write(role)
+        codec, own = scheme.codec(role), params[role]
         tensors[role] = constants_for(specs.reader(codec, c.dim, role), own, heads, c.dim)
         back = (codec.decode(store.read(role, at, min(at + STEP, tokens)), own) for at in parts)
         decoded[role] = torch.cat([codec.from_code(part, own) for part in back], 2)
         if role == "key" and mean is not None:
             decoded[role] = decoded[role] + mean.turned(0, tokens)
-    note = ",".join(role for role in ROLES if given[role] is None)
+    note = ",".join(role for role in ROLES if role not in new)
     return Layer(
         store, specs.text_of(pair), tensors["key"], tensors["value"], decoded["key"], decoded["value"], note,
         laws, mean,
     )  # fmt: skip
-
-
-def _write(store: PageStore, role: str, payloads: list[Payload]) -> None:
-    for i, payload in enumerate(payloads):
-        store.write(role, i * STEP, payload)
 
 
 def truth(
@@ -427,8 +425,9 @@ def decode_case(c: Combination, seed: int, device: str, longest: bool = False) -
         if dense[0] is not None and dense[1] is not None:
             k, v = torch.cat([k, dense[0][b].float()], 1), torch.cat([v, dense[1][b].float()], 1)
         want = truth(q[b], k, v, scale, cap, sinks)
-        error = distance(o[b], want) if float(want.norm()) else float(o[b].abs().max())
-        base = distance(rounded(q[b], k, v, scale, cap, sinks), want) if float(want.norm()) else 0.0
+        error, base = float(o[b].abs().max()), 0.0
+        if float(want.norm()):
+            error, base = distance(o[b], want), distance(rounded(q[b], k, v, scale, cap, sinks), want)
         ratio, drawn = error / (2 * base + SLACK), {}
         if math.isfinite(error) and ratio > 1:
             drawn = {"bf16_once": base}
@@ -608,9 +607,8 @@ def report(path: Path | None, results: list[dict[str, Any]], wanted: int) -> Non
         "torch": torch.__version__,
         "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
     }
-    part = path.with_suffix(".part")
-    part.write_text(json.dumps(text, indent=1))
-    part.replace(path)
+    with whole_file(path) as part:
+        part.write_text(json.dumps(text, indent=1))
 
 
 if __name__ == "__main__":
