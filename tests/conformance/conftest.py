@@ -1,11 +1,9 @@
 """One parameter for the whole suite: every preset that the registry knows, whoever wrote it, and some variants."""
 
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from hypothesis import HealthCheck, settings
 
 import packedkv
@@ -74,22 +72,3 @@ def in_turn(name: str, values: Sequence[Any], ids: Callable[[Any], str] = str) -
 def spec(request: pytest.FixtureRequest) -> str:
     """Every preset and variant, one after the other."""
     return request.param
-
-
-@pytest.fixture(scope="session")
-def regen_golden(request: pytest.FixtureRequest) -> bool:
-    return bool(request.config.getoption("--regen-golden", default=False))
-
-
-@pytest.fixture(scope="session")
-def golden_root() -> Path:
-    return Path(__file__).parents[1] / "golden"
-
-
-@pytest.fixture(scope="package", autouse=True)
-def _one_thread():
-    """Tensors are tiny here: threads only cost."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)

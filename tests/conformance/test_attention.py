@@ -63,15 +63,12 @@ def test_decoded_tokens_are_not_rounded_to_16_bit(spec, dtype):
     k, v = gaussian(2, 2, 2, tokens, 1, seed=1).float().expand(-1, -1, -1, -1, dim).to(dtype)
     cache.append(k.contiguous(), v.contiguous())
     q = (100 * gaussian(2, 6, 1, dim, seed=2)).to(dtype).float()
-    want = dense_attention(rounded_of(cache, q), *cache.decode(dtype=torch.float32))
+    # ultraquant rounds queries in the basis of the codes
+    key = cache.roles["key"]
+    rounded = rounded_queries(q, key.codec, key.params, key.site.num_heads)
+    want = dense_attention(rounded, *cache.decode(dtype=torch.float32))
     for out in (attend(q, cache), cache.attend(q)):
         torch.testing.assert_close(out, want, rtol=0, atol=5e-4)
-
-
-def rounded_of(cache, q):
-    """Queries as attention takes them: ``ultraquant`` rounds them in the basis of the codes."""
-    key = cache.roles["key"]
-    return rounded_queries(q, key.codec, key.params, key.site.num_heads)
 
 
 def test_outputs_saturate_in_fp16(spec):

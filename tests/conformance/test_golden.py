@@ -36,6 +36,7 @@ MANY = 256
 """Tokens whose bytes a golden knows by their digest."""
 INPUTS = "inputs.safetensors"
 """What the goldens' tokens are, ``role.tokens.head_dim``: the same for all codecs."""
+ROOT = Path(__file__).parents[1] / "golden"
 BUDGET = 600_000
 """Bytes that all goldens together may take."""
 
@@ -129,10 +130,9 @@ def spec(name) -> str:
 
 
 @pytest.fixture(scope="module")
-def golden(name, golden_root, regen_golden) -> Path:
-    spec, dim = goldens()[name]
-    folder = golden_root / name
-    if regen_golden:
+def golden(name, request: pytest.FixtureRequest) -> Path:
+    (spec, dim), folder = goldens()[name], ROOT / name
+    if request.config.getoption("--regen-golden", default=False):
         write(folder, spec, dim)
     assert (folder / "config.json").is_file(), (
         f"no golden for {spec}: run pytest tests/conformance/test_golden.py --regen-golden and commit {folder}"
@@ -187,10 +187,10 @@ def test_golden_describes_the_layout_and_the_preset(golden, spec):
         assert relative_mse(x.float(), tensors[f"{role}.decoded"].float()) < 0.5, role
 
 
-def test_no_golden_is_lost_or_too_large(golden_root):
-    folders = {p.name for p in golden_root.iterdir() if p.is_dir()}
+def test_no_golden_is_lost_or_too_large():
+    folders = {p.name for p in ROOT.iterdir() if p.is_dir()}
     assert folders >= set(goldens())
     for folder in folders:  # those of presets that are gone must still load
-        config = json.loads((golden_root / folder / "config.json").read_text())
+        config = json.loads((ROOT / folder / "config.json").read_text())
         packedkv.from_json(json.dumps(config["scheme"]))
-    assert sum(p.stat().st_size for p in golden_root.rglob("*") if p.is_file()) < BUDGET
+    assert sum(p.stat().st_size for p in ROOT.rglob("*") if p.is_file()) < BUDGET
