@@ -240,11 +240,7 @@ LENGTHS = (0, 1, 3, 5, 63, 65, 127, 128, 129, 131, 133, 300, 511, 512, 513, 515,
 MORE = 530
 """Tokens that follow: enough for every fit."""
 MEANS = ("none", "pre", "post", "given")
-KINDS = {
-    "reference": LayerCache,
-    "growing": FusedLayerCache,
-    "static": lambda site: FusedLayerCache(site, capacity=2048),
-}
+KINDS = LayerCache, FusedLayerCache
 
 
 def new_site(spec: str, mean: str, most: int | None = None) -> LayerSite:
@@ -264,13 +260,13 @@ def held(cache: LayerCache) -> list[torch.Tensor]:
     return [x.contiguous() for x in cache.decode()] if cache.store is not None else []
 
 
-def resumes(path, spec: str, mean: str, kind: str, n: int, most: int | None = None) -> None:
+def resumes(path, spec: str, mean: str, kind: type[LayerCache], n: int, most: int | None = None) -> None:
     site = new_site(spec, mean, most)
     dim = dim_of(site.scheme)
-    if kind != "reference" and refusal(site.scheme, dim, torch.device("cpu"), static=kind == "static"):
+    if kind is FusedLayerCache and refusal(site.scheme, dim, torch.device("cpu")):
         return
     where = f"{spec}, mean={mean}, {kind}, {n} tokens, most={most}"
-    cache = KINDS[kind](site)
+    cache = kind(site)
     keys, values = kv(n + MORE, dim=dim, seed=5)
     keys = keys + 3 * gaussian(1, 2, 1, dim, seed=6)
     if n:
@@ -286,14 +282,14 @@ def resumes(path, spec: str, mean: str, kind: str, n: int, most: int | None = No
             each.append(keys[:, :, first:last], values[:, :, first:last])
         assert_alike(cache, loaded, f"{where}, then {last}")
     if n:
-        fresh = KINDS[kind](site)
+        fresh = kind(site)
         loaded.reset()
         for each in (fresh, loaded):
             each.append(keys[:, :, :MORE], values[:, :, :MORE])
         assert_alike(fresh, loaded, f"{where}, reset")
 
 
-def cases(spec: str) -> list[tuple[str, str, int]]:
+def cases(spec: str) -> list[tuple[str, type[LayerCache], int]]:
     scheme = packedkv.get(spec)
     lengths = sorted({*LENGTHS, *(n for n in edge_lengths(scheme) if n >= 0)})
     return list(itertools.product(MEANS, KINDS, lengths))
@@ -306,15 +302,16 @@ def test_a_loaded_cache_goes_on_as_the_saved_one(spec, tmp_path):
         resumes(tmp_path / "c", spec, *every[(at * 37 + i * 101) % len(every)])
 
 
-@pytest.mark.parametrize("n", [5, 131, 300, 516])
-@pytest.mark.parametrize("mean", ["pre", "none"])
-def test_a_cache_that_waits_for_its_fit_goes_on_as_the_saved_one(mean, n, tmp_path):
-    resumes(tmp_path / "c", "ghost-3", mean, "reference", n)
-
-
-@pytest.mark.parametrize("most", [64, 200])
-def test_a_sliding_layer_goes_on_as_the_saved_one(most, tmp_path):
-    resumes(tmp_path / "c", "ghost-3:sink=0", "none", "reference", 40, most)
+@pytest.mark.parametrize(
+    ("spec", "mean", "n", "most"),
+    [
+        *(("ghost-3", mean, n, None) for mean in ("pre", "none") for n in (5, 131, 300, 516)),
+        *(("ghost-3:sink=0", "none", 40, most) for most in (64, 200)),
+    ],
+)
+def test_a_cache_that_waits_for_its_fit_goes_on_as_the_saved_one(spec, mean, n, most, tmp_path):
+    """Also in a sliding layer."""
+    resumes(tmp_path / "c", spec, mean, LayerCache, n, most)
 
 
 @pytest.mark.nightly
