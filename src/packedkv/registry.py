@@ -299,13 +299,14 @@ def read_recipe(path: str | Path) -> KVScheme:
 
     Raises FormatError as ``read_choices``, and SpecError for a spec that does not exist; the text names the layer.
     """
-    schemes = []
-    for layer, choice in enumerate(read_choices(path)[0]):
+
+    def at(layer: int, choice: LayerChoice) -> KVScheme:
         try:
-            schemes.append(scheme_of(choice))
+            return scheme_of(choice)
         except SpecError as error:
             raise SpecError(f"{path}, layer {layer}: {error}") from error
-    return mix_of(schemes, str(path))
+
+    return mix_of([at(layer, choice) for layer, choice in enumerate(read_choices(path)[0])], str(path))
 
 
 def split_specs(text: str) -> list[str]:
