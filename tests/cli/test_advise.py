@@ -13,8 +13,7 @@ import torch
 
 import packedkv
 from packedkv.cli import main as cli
-from packedkv.cli.advise import speed as speed_module
-from packedkv.cli.advise import steps
+from packedkv.cli.advise import run, steps
 from packedkv.cli.advise.candidates import Candidate, check_specs, choose, default_specs
 from packedkv.cli.advise.expected import cache_bytes
 from packedkv.cli.advise.run import advise
@@ -408,18 +407,17 @@ def test_a_config_that_hides_its_sizes_is_refused(hidden):
 
 def test_each_figure_is_of_its_own_cache(llama, monkeypatch):
     scheme = packedkv.get("int-4")
-    filled, greedy = [], speed_module.greedy
+    filled, greedy = [], generation.greedy
 
     def timed(model, prompt, new_tokens, cache):
         greedy(model, prompt, new_tokens, cache)
         filled.append(cache)
         return Generation([], [1 / len(filled)], 0.0)
 
-    monkeypatch.setattr(speed_module, "greedy", timed)
     monkeypatch.setattr(generation, "greedy", timed)
-    found = speed_module.speed(llama, scheme, torch.arange(3, 60), 0)
+    found = run.speed(llama, scheme, torch.arange(3, 60), 0)
     packed, plain = filled
     assert {layer.cache.scheme for layer in packed.layers} == {replace(scheme, mean="none")}  # decided for this model
-    assert packed.get_seq_length() == plain.get_seq_length() == 41 + speed_module.NEW_TOKENS - 1
+    assert packed.get_seq_length() == plain.get_seq_length() == 41 + run.NEW_TOKENS - 1
     assert not isinstance(plain, type(packed))
     assert (found["tokens_per_s"], found["uncompressed_tokens_per_s"], found["prompt_tokens"]) == (1.0, 2.0, 41)

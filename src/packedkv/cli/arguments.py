@@ -1,15 +1,23 @@
-"""Arguments that several commands take: their types, and groups of options."""
+"""What commands share: types and groups of arguments, and the result that the command line writes."""
 
 import argparse
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from packedkv.errors import KVError
 from packedkv.models.named import NAMES
 
 PROBE = ("refuse", "warn", "off")
 """The choices of ``packedkv.key_bias.Probe``, written here because that module needs torch."""
+
+
+class Result(NamedTuple):
+    """The result of a command: ``data`` for ``--json``, readable ``text``, and the exit status."""
+
+    data: Any
+    text: str
+    status: int = 0
 
 
 def at_least(least: int) -> Callable[[str], int]:

@@ -12,8 +12,7 @@ from importlib import import_module
 from importlib.metadata import entry_points
 from typing import Any
 
-from packedkv.cli.arguments import add_codec_file, check_target
-from packedkv.cli.result import Result
+from packedkv.cli.arguments import Result, add_codec_file, check_target
 from packedkv.errors import KVError
 from packedkv.version import __version__
 
@@ -91,7 +90,6 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
 
 
 def _write(json: str | None, result: Result) -> int:
-    """Write the JSON if requested, and the readable text unless the JSON goes to standard output."""
     from packedkv.cli.measure.rows import write_json
 
     if json is not None:

@@ -93,7 +93,6 @@ def _filled(spec: str, k: Tensor, v: Tensor) -> LayerCache:
 
 
 def _check(spec: str, cache: LayerCache, q: Tensor, tolerance: float) -> None:
-    """Verify a cache's attention before it is timed."""
     k, v = (x.float() for x in cache.decode())
     exact = scaled_dot_product_attention(q.float(), k, v, enable_gqa=True)
     difference = float((cache.attend(q).float() - exact).abs().max())

@@ -86,7 +86,6 @@ def cpu_decode_rows(specs: Sequence[str], shape: Shape, recorder: Recorder, *, r
 
 
 def _torch_jobs(q: Tensor, k: Tensor, v: Tensor) -> dict[str, Callable[[], object]]:
-    """Attention without compression, by the name of its rows."""
     q16, k16, v16 = (x.bfloat16() for x in (q, k, v))
     transposed = k.mT.contiguous()
     rows = q.view(*k.shape[:2], -1, k.shape[3])
@@ -135,7 +134,6 @@ def _site(spec: str, k: Tensor) -> tuple[LayerSite, Tensor]:
 
 @torch.no_grad()
 def _check(spec: str, k: Tensor, v: Tensor, q: Tensor) -> None:
-    """Verify attention before it is timed."""
     site, removed = _site(spec, k)
     cache = LayerCache(site)
     cache.append(k + removed, v)

@@ -72,12 +72,6 @@ class Runner:
         cache_for = importlib.import_module("packedkv.integrations.transformers.cache").cache_for
         return cache_for(self.model, spec, attention="fused")
 
-    def filled(self, make: Callable[[], Any]) -> Any:
-        """Return a cache filled with ``held`` tokens."""
-        cache = make()
-        self.token(cache, self.held)
-        return cache
-
     def token(self, cache: Any, n: int) -> int:
         """Run ``n`` tokens and read the first new one back."""
         out = self.model(self.ids[:, :n], **passing(self.model, cache), use_cache=True, logits_to_keep=1)
@@ -95,7 +89,8 @@ class Runner:
     @torch.no_grad()
     def turn(self, make: Callable[[], Any], n: int) -> tuple[float, Any]:
         """Milliseconds to the first token of a turn of ``n`` tokens over a filled cache, and the cache."""
-        cache = self.filled(make)
+        cache = make()
+        self.token(cache, self.held)
         synchronize(self.device)
         begun = time.perf_counter()
         self.token(cache, n)

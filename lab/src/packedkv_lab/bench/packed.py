@@ -208,7 +208,6 @@ class Gate(NamedTuple):
         return self.share <= 1
 
     def __str__(self) -> str:
-        """Both errors."""
         return f"attention error {self.error:.2e}, bf16 SDPA over the decoded K and V {self.bf16_error:.2e}"
 
 

@@ -374,7 +374,13 @@ class CpuRival(NamedTuple):
 def cpu_rivals() -> list[CpuRival]:
     """Every rival, installed or not."""
     return [
-        CpuRival("flex", "torch", "torch.nn.attention.flex_attention", 1e-4, _flex_on_cpu),
+        CpuRival(
+            "flex",
+            "torch",
+            "torch.nn.attention.flex_attention",
+            1e-4,
+            lambda q, k, v: (_flex(q, k, v), k.nbytes + v.nbytes),
+        ),
         *(
             CpuRival(f"llama.cpp-{name}", "llama-cpp-python", "llama_cpp", error, partial(_llama, number))
             for name, (number, error) in GGML_TYPES.items()
@@ -384,10 +390,6 @@ def cpu_rivals() -> list[CpuRival]:
             for name, (module, package) in PACKAGES.items()
         ),
     ]
-
-
-def _flex_on_cpu(q: Tensor, k: Tensor, v: Tensor) -> tuple[Call, int]:
-    return _flex(q, k, v), k.nbytes + v.nbytes
 
 
 GGML_TYPES = {"f16": (1, 0.2), "q8_0": (8, 5e-2), "q4_0": (2, 0.5)}
@@ -423,7 +425,6 @@ FUNCTIONS: dict[str, tuple[Any, tuple[Any, ...]]] = {
 
 @cache
 def _ggml() -> Any:
-    """Functions of both of ggml's libraries that are called here."""
     found = importlib.util.find_spec("llama_cpp")
     assert found is not None
     assert found.submodule_search_locations
@@ -536,11 +537,6 @@ def _hqq(bits: int, group: int, x: Tensor) -> Any:
     )
 
 
-def _hqq_back(packed: Any) -> Tensor:
-    found: Tensor = importlib.import_module("hqq.core.quantize").Quantizer.dequantize(*packed)
-    return found
-
-
 def _quanto(bits: int, group: int, x: Tensor) -> Any:
     quanto = importlib.import_module("optimum.quanto")
     kind = {2: quanto.qint2, 4: quanto.qint4}[bits]
@@ -548,14 +544,9 @@ def _quanto(bits: int, group: int, x: Tensor) -> Any:
     return quanto.quantize_weight(x, qtype=kind, axis=0, scale=scale, shift=shift, group_size=group)
 
 
-def _quanto_back(packed: Any) -> Tensor:
-    found: Tensor = packed.dequantize()
-    return found
-
-
 QUANTIZERS: dict[str, tuple[Callable[[int, int, Tensor], Any], Callable[[Any], Tensor]]] = {
-    "hqq": (_hqq, _hqq_back),
-    "quanto": (_quanto, _quanto_back),
+    "hqq": (_hqq, lambda packed: importlib.import_module("hqq.core.quantize").Quantizer.dequantize(*packed)),
+    "quanto": (_quanto, lambda packed: packed.dequantize()),
 }
 
 

@@ -60,10 +60,6 @@ class Server:
             raise KVError(f"bench serve: {self.url}{path} returned HTTP {response.status}: {said}")
         return response
 
-    def first_model(self) -> str:
-        """Return the name of the first model that the server lists."""
-        return str(json.load(self.request("/v1/models"))["data"][0]["id"])
-
 
 @dataclass(frozen=True)
 class Sessions:
@@ -149,7 +145,7 @@ def play(server: Server, model: str, load: Sessions, number: int, seed: int, voc
 
 def session_rows(server: Server, load: Sessions, recorder: Recorder, *, label: str, vocabulary: int = 30_000) -> None:
     """Send the load and write rows by round: times, residency, and how many requests were answered."""
-    model = server.model or server.first_model()
+    model = server.model or str(json.load(server.request("/v1/models"))["data"][0]["id"])
     begin = time.perf_counter()
     with ThreadPoolExecutor(load.sessions) as pool:
         played = pool.map(lambda i: list(play(server, model, load, i, recorder.seed, vocabulary)), range(load.sessions))

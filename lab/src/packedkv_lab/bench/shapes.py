@@ -31,7 +31,6 @@ class Shape:
     queries: int = 1
 
     def __post_init__(self) -> None:
-        """Validate the sizes."""
         if min(self.batch, self.query_heads, self.kv_heads, self.head_dim, self.tokens, self.queries) < 1:
             raise ShapeError(f"shape {self.name}: every size must be at least 1.")
         if self.query_heads % self.kv_heads:

@@ -12,8 +12,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from packedkv.cli import arguments
-from packedkv.cli.arguments import add_codec_file, positive, seconds
-from packedkv.cli.result import Result
+from packedkv.cli.arguments import Result, add_codec_file, positive, seconds
 from packedkv.errors import SpecError, UnsupportedError
 
 DEVICE_LOST, FAILED = 3, 1
@@ -163,13 +162,11 @@ def add_arguments(p: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> Result | int:
-    """Run the bench that ``args.what`` names."""
     job = Job(**{f.name: getattr(args, f.name) for f in fields(Job)})
     return _page(job) if job.what == "page" else Run(job).measure()
 
 
 def _page(job: Job) -> Result:
-    """Write the page of a folder."""
     from packedkv.progress import Progress
     from packedkv_lab.report.bench import write_page
 
@@ -238,7 +235,6 @@ class Run:
         return Result(rows, _table(rows), FAILED if any(row.get("errors") for row in rows) else 0)
 
     def _on_server(self) -> None:
-        """Send sessions to a server."""
         from packedkv_lab.bench.sessions import Server, Sessions, session_rows
 
         job = self.job
@@ -251,7 +247,6 @@ class Run:
         session_rows(server, load, self.recorder, label=job.label, vocabulary=job.vocabulary)
 
     def _on_cpu(self) -> None:
-        """Run a bench that needs no GPU."""
         from packedkv.registry import presets
         from packedkv_lab.bench import cache, codec, cpu_decode
         from packedkv_lab.bench.shapes import Shape
@@ -275,7 +270,6 @@ class Run:
             cpu_decode.cpu_decode_rows(job.specs or cpu_decode.PRESETS, shape, self.recorder, repeats=job.repeats)
 
     def _on_gpu(self) -> None:
-        """Run a bench of the GPU's kernels."""
         from packedkv.registry import get, split_specs
         from packedkv_lab.bench import decode, encode, first, generate, prefill
         from packedkv_lab.bench.shapes import KMEANS, PRESETS, shapes_named
@@ -309,7 +303,6 @@ class Run:
 
 
 def _table(rows: Sequence[dict[str, Any]]) -> str:
-    """Return the table of a bench's rows for a terminal."""
     lines = [f"{'spec':<20} {'bits':>6}  {'metric':<20} {'p20':>12} {'p50':>12} {'p80':>12}  {'unit':<8}  shape"]
     for r in rows:
         values = " ".join(f"{(r['values'] or {}).get(p, float('nan')):>12.4g}" for p in ("p20", "p50", "p80"))

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from packedkv.cli.arguments import (
+    Result,
     add_model,
     add_probe,
     add_reading,
@@ -19,7 +20,6 @@ from packedkv.cli.arguments import (
 from packedkv.cli.commands.compare import NEW_TOKENS, measure, read_constants
 from packedkv.cli.page.tables import aligned
 from packedkv.cli.page.words import scalar_text
-from packedkv.cli.result import Result
 from packedkv.errors import SpecError
 
 WINDOWS = 3
@@ -31,7 +31,6 @@ SPECS = "presets, e.g. saw-int4,kivi-2:window=64; transformers' own quantized ca
 
 
 def add_arguments(p: argparse.ArgumentParser) -> None:
-    """Add the command's arguments."""
     from packedkv_lab.eval.tasks import task_names
 
     add_model(p)
@@ -80,7 +79,6 @@ def add_arguments(p: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> Result:
-    """Run the tasks, or measure one preset."""
     if args.spec is not None:
         return _single(args)
     for option, instead in (("windows", "--limit"), ("new_tokens", SINGLE), ("probe", SINGLE)):
@@ -90,7 +88,6 @@ def run(args: argparse.Namespace) -> Result:
 
 
 def _single(args: argparse.Namespace) -> Result:
-    """One preset through ``compare``."""
     from packedkv.cli.measure.compare import about
     from packedkv.cli.measure.quantized_cache import quantized_cache_of
     from packedkv.cli.measure.rows import plain

@@ -5,8 +5,8 @@ from pathlib import Path
 from typing import Any
 
 from packedkv.cli import arguments
+from packedkv.cli.arguments import Result
 from packedkv.cli.page.rows import read_rows
-from packedkv.cli.result import Result
 from packedkv.errors import FormatError, KVError, SpecError
 from packedkv_lab.report.results import ADVICE, SENSITIVITY, read_folder, read_layers, read_times
 from packedkv_lab.report.sizes import CONTEXT, CONTEXTS
@@ -15,7 +15,6 @@ PAGE = "report.html"
 
 
 def add_arguments(p: argparse.ArgumentParser) -> None:
-    """Add the command's arguments."""
     p.add_argument("files", nargs="+", metavar="DIR|FILE.json", help="what eval --output wrote, or files of rows")
     p.add_argument("--out", metavar="FOLDER", help="of files: where picture and page go (packedkv-report)")
     p.add_argument("--title", help="the page's title")
@@ -51,7 +50,6 @@ def context_tokens(text: str) -> int:
 
 
 def _names_folder(files: list[str]) -> bool:
-    """Whether the argument is the folder of a run, rather than files."""
     folders = [path for path in files if Path(path).is_dir()]
     if folders and len(files) > 1:
         raise SpecError(f"{folders[0]} is a folder: name it alone, one page shows one run; or name files alone.")
@@ -59,7 +57,6 @@ def _names_folder(files: list[str]) -> bool:
 
 
 def _check_options(args: argparse.Namespace) -> None:
-    """Validate the options: some apply to a folder only."""
     if not Path(args.files[0]).exists() and not args.files[0].endswith((".json", ".jsonl")):
         raise SpecError(f"{args.files[0]} does not exist; name the folder that `packedkv eval --output` wrote.")
     for option in ("output", "bench", "layers"):
@@ -69,7 +66,6 @@ def _check_options(args: argparse.Namespace) -> None:
 
 
 def run(args: argparse.Namespace) -> Result:
-    """Write the page of a folder, or picture and page of files."""
     from packedkv.cli.measure.rows import check_writable
     from packedkv.cli.page.compare import write_report
 
@@ -88,7 +84,6 @@ def run(args: argparse.Namespace) -> Result:
 
 
 def _eval_page(args: argparse.Namespace) -> Path:
-    """Write the page of a run; return its path."""
     from packedkv.cli.page.rows import write_whole
     from packedkv_lab.report.evaluation import page_html
 

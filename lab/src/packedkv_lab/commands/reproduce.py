@@ -6,12 +6,11 @@ from itertools import chain
 from time import monotonic
 from typing import Any
 
-from packedkv.cli.result import Result, collected
+from packedkv.cli.arguments import Result
 from packedkv.errors import KVError
 
 
 def add_arguments(p: argparse.ArgumentParser) -> None:
-    """Add the command's arguments."""
     p.add_argument("papers", nargs="*", metavar="PAPER", help="e.g. saw-int4, or rate-distortion; default: all")
     p.add_argument("--quick", action="store_true", help="smaller samples: sooner done, less exact")
     p.add_argument("--model", metavar="MODEL", help="rate-distortion also on this model's keys and values")
@@ -19,7 +18,6 @@ def add_arguments(p: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> Result:
-    """Recompute, and write the folder if one was named."""
     from packedkv.cli.measure.rows import check_writable
     from packedkv.progress import Progress
     from packedkv_lab.reproduce import rate_distortion, report, reproduce_rows
@@ -40,7 +38,15 @@ def run(args: argparse.Namespace) -> Result:
         raise KVError(f"--model is for {rate_distortion.STUDY}, which was not asked for; add it, or name no paper.")
     if args.out is not None:
         check_writable(args.out)
-    rows, written = collected(chain.from_iterable(sources)), []
+    rows: list[dict[str, Any]] = []
+    try:
+        rows.extend(chain.from_iterable(sources))
+    except KeyboardInterrupt:
+        if not rows:
+            raise
+        progress.say("interrupted: the rows hold what was finished.")
+        rows = [row | {"partial": True} for row in rows]
+    written = []
     if args.out is not None:
         about = {"seconds": round(monotonic() - start), "quick": args.quick, "model": args.model or "none"}
         written = [f"written: {path}" for path in report.write_folder(rows, args.out, about)]

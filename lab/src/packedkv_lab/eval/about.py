@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from packedkv.cli.measure.compare import about_params
 from packedkv.cli.measure.quantized_cache import PACKAGES, QuantizedCacheSpec
 from packedkv.cli.measure.rows import Row
 from packedkv.cli.stamp import versions
@@ -53,13 +54,12 @@ def about_run(
         "specs": [str(scheme) for scheme in schemes],
         "bits": {str(scheme): _bits(scheme, plan.head_dim) for scheme in schemes},
         # by checksum: the file may be replaced under the same name
-        "recipes": {str(s): {"sha256": _sha256(s.to_json())} for s in schemes if isinstance(s, KVScheme) and s.layers},
-        "params": {
-            str(scheme): {"file": given.file, "sha256": given.sha256, "tokens": given.tokens, "text": given.text_name}
-            if given
-            else None
-            for scheme, given in zip(schemes, params, strict=True)
+        "recipes": {
+            str(s): {"sha256": hashlib.sha256(s.to_json().encode()).hexdigest()}
+            for s in schemes
+            if isinstance(s, KVScheme) and s.layers
         },
+        "params": {str(scheme): about_params(given) for scheme, given in zip(schemes, params, strict=True)},
     }
     for task in tasks:
         mine, source = items[task.name], task.source(settings)
@@ -78,10 +78,6 @@ def _bits(scheme: KVScheme | QuantizedCacheSpec, head_dim: int | None) -> Row:
         return {"key_bits": scheme.key_bits(head_dim or 128), "value_bits": scheme.value_bits(head_dim or 128)}
     except ShapeError:
         return {"key_bits": None, "value_bits": None}
-
-
-def _sha256(text: str) -> str:
-    return hashlib.sha256(text.encode()).hexdigest()
 
 
 def weights_sha256(model: torch.nn.Module) -> str:

@@ -80,7 +80,6 @@ def read_window(reader: Reader, item: Item, reference: Reference, begin: Begin) 
 
 
 def _done(item: Item, result: tuple[Output, Held] | str, seconds: float) -> Done:
-    """A finished item of an output and what the cache held, or of an error."""
     if isinstance(result, str):
         return Done(item, None, None, seconds, result)
     return Done(item, *result, seconds)

@@ -149,7 +149,6 @@ class PackedKVLM(HFLM):  # type: ignore[misc]
         self.held.add(cache)
 
     def _autocast(self) -> Any:
-        """Return the mixed precision that ``hf`` would run in."""
         dtype = self.mixed_precision_dtype
         return torch.autocast(self.device.type, dtype=dtype, enabled=dtype is not None)
 
@@ -344,7 +343,6 @@ def _device(device: str | None) -> str:
 
 
 def _load(name: str, device: str, dtype: Any, options: dict[str, Any]) -> models.LoadedModel:
-    """Load a named model or a GGUF."""
     if foreign := sorted(set(options) - set(FOR_A_LOADED_MODEL)):
         raise ModelError(
             f"{name} is loaded by packedkv, which takes no {', '.join(foreign)}; those options are for models that "

@@ -9,7 +9,6 @@ import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 from packedkv.cli.measure.rows import Row, check_writable, plain, write_json
@@ -81,9 +80,7 @@ class Store:
     def __enter__(self) -> "Store":
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         os.close(self._file)
 
     def has(self, spec: str, task: str, item: str) -> bool:
@@ -175,7 +172,6 @@ def _open_locked(path: Path) -> int:
 
 
 def _merged(folder: Path, old: Row, new: Row) -> Row:
-    """Merge the contents of ``run.json`` of both runs."""
     found: list[str] = []
     for part in FIXED:
         found += _differences(part, _compared(old.get(part)), _compared(new.get(part)))
@@ -210,7 +206,6 @@ def _compared(value: Any) -> Any:
 
 
 def _differences(name: str, old: Any, new: Any) -> Iterator[str]:
-    """Describe the differences, value by value."""
     if isinstance(old, Mapping) and isinstance(new, Mapping):
         for key in dict.fromkeys([*old, *new]):
             yield from _differences(f"{name} {key}", old.get(key), new.get(key))

@@ -139,7 +139,6 @@ def _name(spec: str) -> Cell:
 
 
 def _value(row: Row | None) -> Cell:
-    """A metric's value with its interval."""
     if row is None:
         return Cell(DASH)
     return Cell(value_text(row.metric, row["value"]), interval_text(row.metric, row["low"], row["high"]))
@@ -225,7 +224,6 @@ def _task_table(results: Results, task: str) -> str:
 
 
 def _items(row: Row) -> Cell:
-    """Items, those that failed, and those that are missing."""
     items, planned, failed = row["items"] or 0, row["planned"], row["failed"]
     text = f"{items:.0f}" if planned is None or items >= planned else f"{items:.0f} of {planned:.0f}"
     return Cell(text, f"{failed:.0f} without a result" if failed else "")

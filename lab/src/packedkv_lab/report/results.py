@@ -46,7 +46,6 @@ class Row:
     status: str
 
     def __getitem__(self, key: str) -> float | None:
-        """Return a number of ``NUMBERS``; None where the row has none."""
         return self.numbers[key]
 
 

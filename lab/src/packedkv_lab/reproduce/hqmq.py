@@ -66,7 +66,9 @@ def geometry(quick: bool) -> Found:
     seeds = 6 if quick else 20
     means: dict[int, float] = {}
     for s in SIZES[:2] if quick else (6, 12, *SIZES):
-        means[s] = sum(covering_radius(products(_secondary(s, i)), 2048, i) for i in range(seeds)) / seeds
+        means[s] = (
+            sum(covering_radius(products(random_units(s, _generator(500 + i))), 2048, i) for i in range(seeds)) / seeds
+        )
         if s in SIZES:
             yield f"S={s}, 2T x random", "degrees", means[s]
     if not quick:
@@ -109,7 +111,3 @@ def covering_radius(points: Tensor, starts: int, seed: int) -> float:
 
 def _generator(seed: int) -> torch.Generator:
     return torch.Generator().manual_seed(seed)
-
-
-def _secondary(s: int, seed: int) -> Tensor:
-    return random_units(s, _generator(500 + seed))

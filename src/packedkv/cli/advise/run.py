@@ -6,24 +6,33 @@ tokens are negligible in a long context but much of a short window. The advised 
 
 import hashlib
 import time
+import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from torch import Tensor
+
 from packedkv.cli.advise.candidates import DENSE
 from packedkv.cli.advise.expected import dtype_of
-from packedkv.cli.advise.speed import speed
 from packedkv.cli.advise.steps import MIXTURE, Finalist, Request, Search
+from packedkv.cli.measure import generation
+from packedkv.cli.measure.caches import generating_cache
 from packedkv.cli.measure.outliers import key_outliers
 from packedkv.cli.measure.rows import plain
 from packedkv.cli.measure.sensitivity import sensitivity
 from packedkv.cli.stamp import versions
 from packedkv.codec import ROLES
-from packedkv.errors import KVError
+from packedkv.errors import KVError, PackedKVWarning
+from packedkv.integrations.transformers.attention_hooks import implementation
 from packedkv.models import windows as text_windows
 from packedkv.models.loading import LoadedModel
 from packedkv.progress import Progress
 from packedkv.registry import get, write_recipe
+from packedkv.scheme import KVScheme
+
+NEW_TOKENS = 16
+PROMPT_TOKENS = 256
 
 
 def advise(
@@ -111,6 +120,24 @@ def advise(
     }
     result["not_measured"] = _not_measured(result, search.unserved(best))
     return result
+
+
+def speed(model: Any, scheme: KVScheme, window: Tensor, seed: int) -> dict[str, Any]:
+    """Greedy tokens per second of one sequence after the start of ``window [n]``, with a scheme and uncompressed."""
+    prompt = window[: max(1, min(PROMPT_TOKENS, window.numel() - NEW_TOKENS))]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", PackedKVWarning)
+        cache, attention = generating_cache(model, scheme, seed=seed)
+        with implementation(model, attention):
+            made = generation.greedy(model, prompt, NEW_TOKENS, cache)
+    base = generation.uncompressed(model, prompt, NEW_TOKENS)
+    return {
+        "tokens_per_s": made.tokens_per_s,
+        "uncompressed_tokens_per_s": base.tokens_per_s,
+        "prompt_tokens": prompt.numel(),
+        "new_tokens": NEW_TOKENS,
+        "device": str(model.device),
+    }
 
 
 def _write_mixture(path: Path, best: Finalist, about: Mapping[str, Any]) -> None:

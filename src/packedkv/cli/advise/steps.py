@@ -52,7 +52,6 @@ class Request:
     probe: Probe = "refuse"
 
     def __post_init__(self) -> None:
-        """Validate the request."""
         if self.memory is None and self.max_kl is None:
             raise SpecError("advise: say how much memory there is (--memory 8GiB), or which KL is accepted (--max-kl).")
         if min(self.context, self.batch, self.windows, self.uniform) < 1 or self.window_tokens < 2:

@@ -3,13 +3,13 @@
 import argparse
 import re
 from collections.abc import Mapping, Sequence
+from dataclasses import fields
 from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-from packedkv.cli.arguments import add_device, add_model, add_probe, add_seed, at_least, positive, specs, tokens
+from packedkv.cli.arguments import Result, add_device, add_model, add_probe, add_seed, at_least, positive, specs, tokens
 from packedkv.cli.page.tables import aligned
-from packedkv.cli.result import Result
 
 OUTPUT = "packedkv-advice"
 INTERRUPTED = 130
@@ -36,7 +36,6 @@ def memory(text: str) -> int:
 
 
 def add_arguments(p: argparse.ArgumentParser) -> None:
-    """Add the command's arguments."""
     add_model(p)
     p.add_argument("--context", type=tokens, required=True, metavar="N", help="tokens of each sequence, e.g. 32k")
     p.add_argument("--memory", type=memory, metavar="SIZE", help="of the cache at that context: the least KL within it")
@@ -64,7 +63,6 @@ def add_arguments(p: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> Result:
-    """Advise, and write the folder."""
     from packedkv.cli.advise.run import advise
     from packedkv.cli.advise.steps import Request
     from packedkv.cli.measure.rows import check_writable, plain, write_json
@@ -74,18 +72,7 @@ def run(args: argparse.Namespace) -> Result:
 
     for spec in args.specs or ():
         get(spec)
-    request = Request(
-        context=args.context,
-        memory=args.memory,
-        max_kl=args.max_kl,
-        batch=args.batch,
-        specs=tuple(args.specs or ()),
-        windows=args.windows,
-        window_tokens=args.window_tokens,
-        uniform=args.uniform,
-        seed=args.seed,
-        probe=args.probe,
-    )
+    request = Request(**{f.name: getattr(args, f.name) for f in fields(Request)} | {"specs": tuple(args.specs or ())})
     text = load_text(args.text)
     out = check_writable(args.output)
     progress = Progress()

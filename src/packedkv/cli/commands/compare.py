@@ -4,15 +4,13 @@ import argparse
 from collections.abc import Sequence
 from typing import Any
 
-from packedkv.cli.arguments import add_model, add_probe, add_reading, add_text, not_negative, specs
-from packedkv.cli.result import Result
+from packedkv.cli.arguments import Result, add_model, add_probe, add_reading, add_text, not_negative, specs
 from packedkv.errors import KVError
 
 NEW_TOKENS = 32
 
 
 def add_arguments(p: argparse.ArgumentParser) -> None:
-    """Add the command's arguments."""
     add_model(p)
     p.add_argument("--specs", type=specs, required=True, metavar="A,B", help="presets, e.g. saw-int4,kivi-2:window=64")
     add_text(p)
@@ -28,7 +26,6 @@ def add_arguments(p: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> Result:
-    """Compare the presets."""
     from packedkv.cli.measure.compare import about
     from packedkv.cli.measure.rows import plain, table
 
@@ -45,13 +42,9 @@ def measure(args: argparse.Namespace, wanted: Sequence[str]) -> list[dict[str, A
     params = read_constants(args.params, wanted)
     text = load_text(args.text)
     progress = Progress()
+    same = ("windows", "window_tokens", "prefill", "seed", "budget", "new_tokens")
     settings = Settings(
-        windows=args.windows,
-        window_tokens=args.window_tokens,
-        prefill=args.prefill,
-        seed=args.seed,
-        budget=args.budget,
-        new_tokens=args.new_tokens,
+        **{name: getattr(args, name) for name in same},
         text_name=text.name,
         text_sha256=text.sha256,
         probe=args.probe or "refuse",

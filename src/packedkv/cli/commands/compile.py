@@ -4,14 +4,12 @@ import argparse
 import os
 from typing import Any
 
-from packedkv.cli.arguments import add_head_dim, positive, specs
-from packedkv.cli.result import Result
+from packedkv.cli.arguments import Result, add_head_dim, positive, specs
 
 DTYPES = ("bfloat16", "float16", "float32")
 
 
 def add_arguments(p: argparse.ArgumentParser) -> None:
-    """Add the command's arguments."""
     p.add_argument("specs", metavar="SPECS", type=specs, help="e.g. saw-int4,octopus-3")
     add_head_dim(p)
     p.add_argument("--arch", metavar="SM", default="sm_90", help="compute capabilities: sm_80,sm_90 (%(default)s)")
@@ -29,7 +27,6 @@ def add_arguments(p: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> Result:
-    """Compile the missing programs."""
     import torch
 
     from packedkv.description import kernels_for

@@ -3,13 +3,11 @@
 import argparse
 from pathlib import Path
 
-from packedkv.cli.arguments import add_probe, add_text, specs
-from packedkv.cli.result import Result
+from packedkv.cli.arguments import Result, add_probe, add_text, specs
 from packedkv.models.named import NAMES
 
 
 def add_arguments(p: argparse.ArgumentParser) -> None:
-    """Add the command's arguments."""
     p.add_argument("--model", help=f"path, .gguf file, hub id, or one of: {NAMES} (default: the first)")
     p.add_argument("--specs", type=specs, metavar="A,B", help="presets, instead of the nine")
     add_text(p)
@@ -18,7 +16,6 @@ def add_arguments(p: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> Result:
-    """Measure, and write the report."""
     from packedkv.cli.demo import BUDGET, LONG_TOKENS, MODEL, NEW_TOKENS, run_demo, show
     from packedkv.cli.measure.compare import Settings
     from packedkv.models.loading import load_text

@@ -3,19 +3,16 @@
 import argparse
 from typing import Any
 
-from packedkv.cli.arguments import add_head_dim
+from packedkv.cli.arguments import Result, add_head_dim
 from packedkv.cli.page.words import scalar_text
-from packedkv.cli.result import Result
 
 
 def add_arguments(p: argparse.ArgumentParser) -> None:
-    """Add the command's arguments."""
     p.add_argument("spec", metavar="SPEC", help="a preset, with options or without, e.g. kivi-2:window=64")
     add_head_dim(p)
 
 
 def run(args: argparse.Namespace) -> Result:
-    """Describe the preset."""
     import packedkv
 
     found = packedkv.describe(args.spec, args.head_dim)

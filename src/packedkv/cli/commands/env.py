@@ -4,7 +4,7 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from packedkv.cli.result import Result
+from packedkv.cli.arguments import Result
 
 PACKAGES = (
     "transformers", "vllm", "packedkv-lab", "lm-eval", "safetensors", "numpy", "scikit-learn", "gguf", "triton",
@@ -17,7 +17,6 @@ def add_arguments(p: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> Result:
-    """Describe the installation."""
     import platform
 
     import torch
@@ -59,6 +58,5 @@ def _gpu(device: Any, build: Any) -> str:
 
 
 def _held(folder: Path) -> str:
-    """Number and size of the files in a folder."""
     files = [path for path in folder.glob("*") if path.is_file()]
     return f"{len(files)} files, {sum(path.stat().st_size for path in files) / 1e6:.1f} MB"

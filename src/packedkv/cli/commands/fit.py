@@ -3,13 +3,11 @@
 import argparse
 import time
 
-from packedkv.cli.arguments import add_device, add_model, at_least, check_target, positive
-from packedkv.cli.result import Result
+from packedkv.cli.arguments import Result, add_device, add_model, at_least, check_target, positive
 from packedkv.errors import KVError
 
 
 def add_arguments(p: argparse.ArgumentParser) -> None:
-    """Add the command's arguments."""
     add_model(p)
     p.add_argument("spec", metavar="SPEC", help="a preset with constants to fit, e.g. innerq-base")
     p.add_argument(
@@ -34,7 +32,6 @@ def add_arguments(p: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> Result:
-    """Fit and write; all options are validated before the model loads."""
     from packedkv.fitting.fit import about, about_text, check_fit, fit_model
     from packedkv.models.loading import load, load_text
     from packedkv.progress import Progress

@@ -4,9 +4,8 @@ import argparse
 import re
 from typing import Any
 
-from packedkv.cli.arguments import add_head_dim
+from packedkv.cli.arguments import Result, add_head_dim
 from packedkv.cli.page.tables import aligned
-from packedkv.cli.result import Result
 from packedkv.errors import ShapeError
 
 KEYS = ("spec", "mark", "method", "source", "key_bits", "value_bits", "effective_bits", "nominal_bits", "block_tokens",
@@ -15,12 +14,10 @@ HEADS = ("preset", "K bits", "V bits", "block", "sink", "window", "kernels", "wh
 
 
 def add_arguments(p: argparse.ArgumentParser) -> None:
-    """Add the command's arguments."""
     add_head_dim(p)
 
 
 def run(args: argparse.Namespace) -> Result:
-    """Describe every preset."""
     import packedkv
 
     rows = [_row(preset, args.head_dim) for preset in packedkv.presets()]
@@ -37,7 +34,6 @@ def run(args: argparse.Namespace) -> Result:
 
 
 def _group(row: dict[str, Any]) -> str:
-    """Heading of a preset: its mark, or its first paper."""
     if row["mark"] != "paper":
         return {"recommended": "recommended", "baseline": "baselines"}[row["mark"]]
     first = row["source"].partition(";")[0]

@@ -273,7 +273,6 @@ class _Comparison:
         self._done(run, at)
 
     def _generate_behind(self, ids: Tensor) -> None:
-        """Time all specs in turn behind these tokens."""
         s, model = self.settings, self.model.model
         self.progress.bar("measuring", self.jobs_done, self.jobs, f"reading {ids.numel():,} tokens")
         try:
@@ -343,7 +342,7 @@ class _Comparison:
             "prefill": s.prefill,
             "attention": report["attention"],
             "fitted": run.fitted,
-            "params": _about_params(run.params),
+            "params": about_params(run.params),
             "seed": s.seed,
             "text": s.text_name,
             "text_sha256": s.text_sha256,
@@ -385,7 +384,7 @@ def _source_of_constants(params: FittedParams | None) -> str:
     return f"constants of {file}, fitted on {params.tokens} tokens of {text}."
 
 
-def _about_params(params: FittedParams | None) -> Row | None:
+def about_params(params: FittedParams | None) -> Row | None:
     """The file of the constants, and what it was fitted on."""
     if params is None:
         return None

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from packedkv.cli.page.words import agreement
 from packedkv.errors import UnsupportedError
 from packedkv.integrations.transformers.argument import passing
 from packedkv.integrations.transformers.attention_hooks import implementation
@@ -42,10 +43,7 @@ class Generation:
 
     def agreement(self, other: "Generation") -> int:
         """Number of leading tokens equal to those of ``other``."""
-        for i, (a, b) in enumerate(zip(self.tokens, other.tokens, strict=False)):
-            if a != b:
-                return i
-        return min(len(self.tokens), len(other.tokens))
+        return agreement(self.tokens, other.tokens)
 
 
 def greedy(model: Any, prompt: Tensor, new_tokens: int, cache: Any) -> Generation:

@@ -95,7 +95,6 @@ class Reference:
     best: Tensor = field(init=False)
 
     def __post_init__(self) -> None:
-        """Reduce the log-probabilities."""
         self.nll = -self.log_p.gather(1, self.targets[:, None])[:, 0].double()
         self.best = self.log_p.argmax(-1)
 

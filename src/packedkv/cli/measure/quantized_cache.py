@@ -53,7 +53,6 @@ class QuantizedCacheSpec:
     residual: int = 128
 
     def __post_init__(self) -> None:
-        """Validate the options."""
         if self.bits not in BITS[self.backend]:
             offered = " or ".join(f"{self.backend}-{bits}" for bits in BITS[self.backend])
             raise SpecError(f"{self.backend}: bits={self.bits} is not offered; use {offered}.")
@@ -62,7 +61,6 @@ class QuantizedCacheSpec:
                 raise SpecError(f"{self.backend}: {name}={getattr(self, name)} is not allowed; use a positive number.")
 
     def __str__(self) -> str:
-        """Return the spec."""
         given = [
             f"{name}={getattr(self, name)}" for name in ("group", "residual") if getattr(self, name) != OPTIONS[name]
         ]
@@ -164,14 +162,10 @@ class QuantizedCacheMaker:
         """Bytes and elements of one sequence."""
         layers = [layer for layer in cache.layers if layer.is_initialized]
         batch = max((layer.shape[0] for layer in layers), default=1)
-        nbytes = sum(sum(map(_counted, tensors_of(layer.everything()))) for layer in layers)
+        found = [x for layer in layers for x in tensors_of(layer.everything())]
+        nbytes = sum(x.numel() * (2 if x.dtype == torch.float32 else x.dtype.itemsize) for x in found)
         elements = sum(2 * math.prod(layer.shape) * layer.get_seq_length() for layer in layers)
         return nbytes // batch, elements // batch
-
-
-def _counted(x: Tensor) -> int:
-    """Bytes of a tensor; float32 as 16 bits, since a 16-bit model would have it in 16 bits."""
-    return x.numel() * (2 if x.dtype == torch.float32 else x.dtype.itemsize)
 
 
 def tensors_of(held: Any) -> Iterator[Tensor]:

@@ -6,6 +6,7 @@ gives the same logits. Rows are written as they are measured, and a run goes on 
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -40,18 +41,15 @@ class Prefix:
     def recording(self) -> Iterator[None]:
         """Keep every layer's output of the block's run."""
         self.outputs.clear()
-        hooks = [layer.register_forward_hook(self._keep(i)) for i, layer in enumerate(self.layers)]
+        hooks = [layer.register_forward_hook(partial(self._keep, i)) for i, layer in enumerate(self.layers)]
         try:
             yield
         finally:
             for hook in hooks:
                 hook.remove()
 
-    def _keep(self, i: int) -> Callable[[nn.Module, Any, Any], None]:
-        def hook(module: nn.Module, inputs: Any, output: Any) -> None:
-            self.outputs[i] = output
-
-        return hook
+    def _keep(self, i: int, module: nn.Module, inputs: Any, output: Any) -> None:
+        self.outputs[i] = output
 
     @contextmanager
     def starting_at(self, layer: int) -> Iterator[None]:
@@ -70,10 +68,7 @@ class Prefix:
                     module.__dict__["forward"] = forward
 
     def _given(self, i: int) -> Callable[..., Any]:
-        def forward(*args: Any, **options: Any) -> Any:
-            return self.outputs[i]
-
-        return forward
+        return lambda *_, **__: self.outputs[i]
 
     def reference(self, model: Any, window: Tensor) -> Reference:
         """Run the uncompressed model on a window and keep its layers' outputs; the first time, try them."""

@@ -8,6 +8,7 @@ from packedkv.cli.page import figures, html, svg
 from packedkv.cli.page.html import Cell, Head, Section, escape
 from packedkv.cli.page.rows import UNCOMPRESSED, write_whole
 from packedkv.cli.page.tables import Row, cell, columns_of, with_reference
+from packedkv.cli.page.words import agreement
 
 SVG_NAME, HTML_NAME = "quality.svg", "report.html"
 DETAILS_FIRST = ("model", "text", "windows", "prefill", "protocol", "device", "versions", "seconds")
@@ -81,15 +82,10 @@ def _continuations(rows: Sequence[Row], meta: Mapping[str, Any]) -> Section | st
     parts.append('<div class="pairs">')
     for row in written:
         text = str(row["continuation"])
-        same = 0 if row is first else _agreement(text, reference or "")
+        same = 0 if row is first else agreement(text, reference or "")
         shown = f'<span class="same">{escape(text[:same])}</span>{escape(text[same:])}'
         parts.append(f'<div class="pair"><b>{escape(row["spec"])}</b><p>{shown}</p></div>')
     return Section("One continuation, side by side", "\n".join([*parts, "</div>"]))
-
-
-def _agreement(a: str, b: str) -> int:
-    """Length of the common beginning of two texts."""
-    return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
 
 
 def _details(rows: Sequence[Row], meta: Mapping[str, Any]) -> str:

@@ -117,21 +117,15 @@ CURVE_COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9"
 CURVE_MARKERS = "osD^vP<"
 
 
-def _method_of(spec: str) -> str | None:
-    """Method of ``STYLES`` that a spec belongs to: the longest name that fits."""
-    base = spec.partition(":")[0]
-    return max((name for name in STYLES if base == name or base.startswith(f"{name}-")), key=len, default=None)
-
-
 def style_of(spec: str) -> Style:
-    """Colour and marker of the method that ``spec`` belongs to.
+    """Colour and marker of the method that ``spec`` belongs to: the longest name that fits.
 
     >>> style_of("kivi-sink-2") == style_of("kivi-4:window=64") == STYLES["kivi"]
     True
     """
-    if (method := _method_of(spec)) is not None:
-        return STYLES[method]
     base = spec.partition(":")[0]
+    if found := [name for name in STYLES if base == name or base.startswith(f"{name}-")]:
+        return STYLES[max(found, key=len)]
     family = base.rpartition("-")[0] if base.rpartition("-")[2].isdigit() else base
     code = zlib.crc32(family.encode())
     return Style(SPARE_COLORS[code % len(SPARE_COLORS)], SPARE_MARKERS[code // 7 % len(SPARE_MARKERS)])

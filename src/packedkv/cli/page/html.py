@@ -3,7 +3,6 @@
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from html import escape as _escape
-from importlib import resources
 from typing import Any
 
 from packedkv.cli.page import svg
@@ -27,7 +26,6 @@ class Section:
     id: str = ""
 
     def __str__(self) -> str:
-        """Return it as HTML."""
         name = f' id="{self.id}"' if self.id else ""
         return f"<section{name}><h2>{escape(self.heading)}</h2>{self.body}</section>"
 
@@ -54,7 +52,7 @@ def page(
         "base-uri 'none'; form-action 'none'\">",
         '<meta name="viewport" content="width=device-width, initial-scale=1">',
         '<meta name="color-scheme" content="light dark">',
-        f"<title>{escape(title)}</title><style>{_style_sheet()}{svg.style_sheet()}</style></head><body>",
+        f"<title>{escape(title)}</title><style>{svg.style_sheet('page.css')}{svg.style_sheet()}</style></head><body>",
         f"<header><h1>{escape(title)}</h1></header>",
         "<main>",
         top,
@@ -65,10 +63,6 @@ def page(
         "</body></html>",
     ]
     return "\n".join(line for line in lines if line) + "\n"
-
-
-def _style_sheet() -> str:
-    return resources.files("packedkv.cli.page").joinpath("page.css").read_text(encoding="utf-8")
 
 
 def paragraph(text: str, kind: str = "") -> str:

@@ -196,9 +196,9 @@ def _description(plot: Plot) -> str:
     )
 
 
-def style_sheet() -> str:
-    """The style sheet of drawings."""
-    return resources.files("packedkv.cli.page").joinpath("drawing.css").read_text(encoding="utf-8")
+def style_sheet(name: str = "drawing.css") -> str:
+    """A style sheet, by default that of drawings."""
+    return resources.files("packedkv.cli.page").joinpath(name).read_text(encoding="utf-8")
 
 
 def standalone(drawn: str) -> str:

@@ -1,5 +1,6 @@
 """How numbers are written, and what each task measures and does not."""
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from packedkv.cli.page.rows import UNCOMPRESSED
@@ -174,6 +175,11 @@ def bits_text(value: float | None) -> str:
 def spec_name(spec: str) -> str:
     """A spec as tables call it."""
     return "16 bit" if spec == UNCOMPRESSED else spec
+
+
+def agreement(a: Sequence[object], b: Sequence[object]) -> int:
+    """Length of the common beginning of two texts or lists of tokens."""
+    return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
 
 
 def listed(names: list[str], most: int = 8) -> str:

@@ -35,7 +35,6 @@ class Prompts(Task):
     hidden = True
 
     def items(self, tokenizer: Any, settings: TaskSettings) -> list[Item]:
-        """Make prompts, cell by cell of the grid."""
         depths = depths_of(settings) if self.deep else (0.0,)
         grid = places(self.limit(settings), lengths_of(self.name, settings), depths)
         material = self.material(tokenizer, settings)
@@ -57,7 +56,6 @@ class Prompts(Task):
                     max_new_tokens=tokens, **more)  # fmt: skip
 
     def about(self, settings: TaskSettings) -> dict[str, Any]:
-        """Text and grid."""
         found: dict[str, Any] = {"lengths": list(lengths_of(self.name, settings))}
         if self.hidden:
             found |= {"text": settings.text.name, "text_sha256": settings.text.sha256}

@@ -33,11 +33,9 @@ class KeyValue(Retrieval):
     hidden = False
 
     def material(self, tokenizer: Any, settings: TaskSettings) -> list[list[Pair]]:
-        """Records of a file, if one was named."""
         return self._records(settings)[0]
 
     def source(self, settings: TaskSettings) -> Source | None:
-        """Return the file, where one was named for this task."""
         return self._records(settings)[1]
 
     def _records(self, settings: TaskSettings) -> tuple[list[list[Pair]], Source | None]:
@@ -64,7 +62,6 @@ class KeyValue(Retrieval):
         return records, Source(path.name, hashlib.sha256(raw).hexdigest())
 
     def item(self, tokenizer: Any, material: Sequence[Sequence[Pair]], seed: int, place: Place) -> Item:
-        """Show as many records as the length takes and ask for the value of one."""
         records = material
         rng = random.Random(f"{self.name} {seed} {place.length} {place.depth} {place.draw}")
         pairs = list(records[rng.randrange(len(records))]) if records else []

@@ -4,6 +4,7 @@ import random
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
+from packedkv.cli.page.words import agreement
 from packedkv_lab.eval.tasks.base import Item, Metric, Scores, TaskSettings
 from packedkv_lab.eval.tasks.haystack import Haystack, Place, Prompts, fitted, hide
 
@@ -30,11 +31,9 @@ class Retrieval(Prompts):
     }
 
     def score(self, item: Item, output: str) -> Scores:
-        """Whether the text is there, and the share of its characters that the output begins with."""
         (answer,), text = item.answers, output.strip(" \"'")
-        pairs = enumerate(zip(text, answer, strict=False))
-        same = next((i for i, (a, b) in pairs if a != b), min(len(text), len(answer)))
-        return {"recall": (float(answer in output), 1.0), "prefix": (same / len(answer), 1.0)}
+        same = agreement(text, answer) / len(answer)
+        return {"recall": (float(answer in output), 1.0), "prefix": (same, 1.0)}
 
 
 class Needle(Retrieval):
@@ -45,7 +44,6 @@ class Needle(Retrieval):
     keys = 1
 
     def item(self, tokenizer: Any, material: Haystack, seed: int, place: Place) -> Item:
-        """Hide numbers under the names of towns and ask for the first."""
         rng = random.Random(f"{self.name} {seed} {place.length} {place.depth} {place.draw}")
         keys = rng.sample(KEYS, self.keys)
         values = [str(rng.randrange(10 ** (DIGITS - 1), 10**DIGITS)) for _ in keys]
@@ -60,7 +58,6 @@ class Needle(Retrieval):
         return self.made(place, prompt, values[:1], values[0], DIGITS + 5, stop=("\n", "."))
 
     def about(self, settings: TaskSettings) -> dict[str, Any]:
-        """Text, grid and keys."""
         return super().about(settings) | {"keys": self.keys}
 
 

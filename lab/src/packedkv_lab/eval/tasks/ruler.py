@@ -21,7 +21,6 @@ class _Listing(Prompts):
     deep = False
 
     def score(self, item: Item, output: str) -> Scores:
-        """Count the wanted words among those of the answer."""
         said = set(re.findall(r"\w+", output))
         return {"recall": (float(sum(word in said for word in item.answers)), float(len(item.answers)))}
 
@@ -39,7 +38,6 @@ class VariableTracking(_Listing):
     )
 
     def item(self, tokenizer: Any, material: Haystack, seed: int, place: Place) -> Item:
-        """Hide the chain, in its order."""
         rng = random.Random(f"{self.name} {seed} {place.length} {place.draw}")
         names: list[str] = []
         while len(names) < self.variables:
@@ -75,7 +73,6 @@ class CommonWords(_Listing):
     """Entries of each common word in the shortest list."""
 
     def material(self, tokenizer: Any, settings: TaskSettings) -> list[str]:
-        """Words of the text."""
         words = sorted(set(re.findall(r"\b[a-z]{4,9}\b", settings.text.text[:TEXT_CHARACTERS])))
         if len(words) < 4 * self.common:
             raise ModelError(
@@ -85,7 +82,6 @@ class CommonWords(_Listing):
         return words
 
     def item(self, tokenizer: Any, material: Sequence[str], seed: int, place: Place) -> Item:
-        """List words in random order."""
         length, rng = place.length, random.Random(f"{self.name} {seed} {place.length} {place.draw}")
         drawn = rng.sample(list(material), len(material))
         wanted, others = drawn[: self.common], drawn[self.common :]

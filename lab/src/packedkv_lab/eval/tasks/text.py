@@ -29,7 +29,6 @@ class Windows(Task):
         return [Item(self.name, item_id(self.name, window), "window", ids=window) for window in unique]
 
     def about(self, settings: TaskSettings) -> dict[str, Any]:
-        """Text and window."""
         return {
             "text": settings.text.name,
             "text_sha256": settings.text.sha256,
@@ -47,7 +46,6 @@ class Perplexity(Windows):
     }
 
     def score(self, item: Item, output: TokenScores) -> Scores:
-        """Sum of the loss, nats."""
         return {"nll": total(output.nll)}
 
 
