@@ -12,19 +12,10 @@ from packedkv.ops.rope import Rotary
 
 
 class Geometry(NamedTuple):
-    """Attention of one layer.
+    """Attention of one layer of ``model``, with ``group`` query heads per KV head.
 
-    Parameters
-    ----------
-    model : str
-        One of the models that have it.
-    head_dim : int
-    rotated : int
-        Channels that RoPE rotates, the first ones of a head; 0: none.
-    group : int
-        Query heads per KV head.
-    interleaved : bool
-        RoPE rotates channels 2 p and 2 p + 1 together; otherwise p and p + rotated / 2.
+    RoPE rotates the first ``rotated`` channels of a head (0: none): p and p + rotated / 2 together, or, interleaved,
+    2 p and 2 p + 1.
     """
 
     model: str

@@ -343,22 +343,15 @@ def test_mistakes_are_explained_before_the_model_is_loaded(capsys, text, tmp_pat
     assert {p.name for p in tmp_path.iterdir()} == set(files)
 
 
-def test_a_model_that_is_missing(capsys):
-    assert "no such file or folder" in refused(capsys, "compare", "./no/model", "--specs", "dense")
-
-
-COMPARE = "compare m --specs dense"
-
-
 @pytest.mark.usefixtures("no_model")
 @pytest.mark.parametrize(
     ("line", "message"),
     [
-        *((f"{COMPARE} --windows {value}", "is not a whole number >= 1") for value in ("0", "-1", "x")),
-        (f"{COMPARE} --window-tokens 1", "'1' is not a whole number >= 2"),
-        (f"{COMPARE} --new-tokens -1", "'-1' is not a whole number >= 0"),
-        (f"{COMPARE} --budget -1", "'-1' is not a number of seconds"),
-        (f"{COMPARE} --specs ,", "names no preset"),
+        *((f"compare m --specs dense --windows {value}", "is not a whole number >= 1") for value in ("0", "-1", "x")),
+        ("compare m --specs dense --window-tokens 1", "'1' is not a whole number >= 2"),
+        ("compare m --specs dense --new-tokens -1", "'-1' is not a whole number >= 0"),
+        ("compare m --specs dense --budget -1", "'-1' is not a number of seconds"),
+        ("compare m --specs ,", "names no preset"),
         ("bench --rows-only", "unrecognized arguments: --rows-only"),
         ("bench page --out x --tokens 9", "unrecognized arguments: --tokens"),
     ],

@@ -76,7 +76,7 @@ def write(tmp_path, vocabulary):
     return make
 
 
-def test_a_llama_file_loads_and_gets_the_bos_that_it_asks_for(write, capfd):
+def test_a_llama_file_loads_and_gets_the_bos_that_it_asks_for_or_none(write, capfd):
     loaded = load(write("llama"))
     assert "llama.gguf asks for BOS before a text; transformers" in capfd.readouterr().err
     ids = loaded.tokenizer("They said", return_tensors="pt").input_ids
@@ -87,6 +87,9 @@ def test_a_llama_file_loads_and_gets_the_bos_that_it_asks_for(write, capfd):
     assert loaded.tokenizer("They said", add_special_tokens=False).input_ids == ids[0, 1:].tolist()
     assert loaded.model(ids).logits.isfinite().all()
     assert check_tokenizer(loaded.tokenizer, write("llama")) == "", "nothing is left to change"
+    loaded = load(write("llama", add_bos_token=False))
+    assert "BOS" not in capfd.readouterr().err
+    assert BOS not in loaded.tokenizer("They said").input_ids
 
 
 def test_what_was_loaded_of_a_gguf_can_be_saved_as_a_folder(write, tmp_path):
@@ -97,12 +100,6 @@ def test_what_was_loaded_of_a_gguf_can_be_saved_as_a_folder(write, tmp_path):
     ids = made.tokenizer("They said", return_tensors="pt").input_ids
     assert made.model(ids).logits.equal(again.model(ids).logits)
     assert again.tokenizer("They said").input_ids == ids[0].tolist()
-
-
-def test_a_file_that_wants_no_bos_gets_none(write, capfd):
-    loaded = load(write("llama", add_bos_token=False))
-    assert "BOS" not in capfd.readouterr().err
-    assert BOS not in loaded.tokenizer("They said").input_ids
 
 
 def test_gemma_of_a_gguf_is_refused_because_its_words_are_split(write):

@@ -359,11 +359,6 @@ def test_the_model_inside_a_wrapper_is_taken(tiny: Any, tmp_path: Path, name: st
         fold_key_norms(wrapped, {})
 
 
-def test_another_module_is_no_wrapper() -> None:
-    with pytest.raises(UnsupportedError, match="got Linear; expected a transformers model"):
-        cache_for(nn.Linear(2, 2), "saw-int4")
-
-
 @pytest.mark.parametrize("attention", ["sdpa", "packedkv"])
 def test_a_cache_of_a_model_with_fewer_layers_is_refused(attention: str) -> None:
     two, three = (tiny_model("llama-gqa", num_hidden_layers=n) for n in (2, 3))

@@ -63,20 +63,16 @@ def saved(file: Path, tensors: dict[str, torch.Tensor], spec: str = "ghost-3") -
     return FittedParams(packedkv.get(spec), identity, {}, 0, False, 1, 1, 1).save(file)
 
 
-def test_params_fit_is_read_as_an_option_to_fit() -> None:
-    found = options()
-    assert (found.to_fit, found.fitted, found.params) == ("ghost-3", True, None)
+def test_params_fit_is_an_option_to_fit_and_the_file_that_was_made_is_read_as_any_other(tmp_path: Path) -> None:
+    asked = options()
+    assert (asked.to_fit, asked.fitted, asked.params) == ("ghost-3", True, None)
     plain = read_options({"packedkv": {"preset": "ghost-3"}})
     assert (plain.to_fit, plain.fitted) == ("", False)
     with pytest.raises(SpecError, match=r'saw-int4 has no constants to fit; leave "params": "fit" out'):
         options("saw-int4")
-
-
-def test_the_file_that_was_made_is_read_as_any_other(tmp_path: Path) -> None:
     file = saved(tmp_path / "made", weights())
-    given = {"packedkv": {"preset": "ghost-3", "params": "fit"}}
-    found = read_options(given, "auto", tmp_path / "made")
-    same = read_options({"packedkv": {"preset": "ghost-3", "params": str(tmp_path / "made")}})
+    found = read_options({"packedkv": {"preset": "ghost-3", "params": "fit"}}, "auto", tmp_path / "made")
+    same = options(params=str(tmp_path / "made"))
     assert (found.to_fit, found.params.sha256, same.params.sha256) == ("", file.sha256, file.sha256)
 
 

@@ -31,9 +31,10 @@ from tests.integrations.test_generate import prompt
             lambda: object(),
             "got object; expected a transformers model or its config. For other models use packedkv.Layer",
         ),
+        (lambda: torch.nn.Linear(2, 2), "got Linear; expected a transformers model"),
         (lambda: "org/model", r"got str; expected .* Load the model first, e\.g\. with AutoModelForCausalLM\.from_pre"),
     ],
-    ids=["mla", "hybrid", "encoder", "vision", "ssm", "no-model", "name"],
+    ids=["mla", "hybrid", "encoder", "vision", "ssm", "no-model", "module", "name"],
 )
 def test_model_that_cannot_be_served_is_refused(config: Any, text: str) -> None:
     with pytest.raises(UnsupportedError, match=text):
