@@ -1,5 +1,6 @@
 """Rows of ``packedkv bench prefill`` and ``generate`` on small shapes."""
 
+import fcntl
 import json
 import math
 
@@ -12,6 +13,7 @@ from packedkv.errors import SpecError, UnsupportedError
 from packedkv.integrations.transformers.argument import passing
 from packedkv.kernels.cuda.engine import CudaEngine
 from packedkv_lab.bench import generate, prefill
+from packedkv_lab.bench.generate import GpuLock
 from packedkv_lab.bench.packed import packed_operator
 from packedkv_lab.bench.prefill import dense_attention, prefill_error, prefill_rows, prefill_shape
 from packedkv_lab.bench.record import newest
@@ -240,3 +242,21 @@ def test_ways_and_shapes_that_there_are_not_are_refused(model):
         generated(model, [], ways=("eager",))
     with pytest.raises(SpecError, match=r"no shape 'b8'; use e\.g\. qwen3_8b_b8_32k"):
         generate.batches_of("qwen3_8b_b1_32k,b8")
+
+
+# -- processes beside each other ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("exclusive", [True, False], ids=["who times", "who compiles"])
+def test_who_times_is_alone_and_who_compiles_is_not(tmp_path, exclusive):
+    """What another process would find: an open file of its own, asked for the lock without waiting."""
+    with GpuLock(tmp_path / "turns").held(exclusive=exclusive), (tmp_path / "turns").open() as other:
+        for kind, blocked in ((fcntl.LOCK_SH, exclusive), (fcntl.LOCK_EX, True)):
+            if blocked:
+                with pytest.raises(BlockingIOError):
+                    fcntl.flock(other, kind | fcntl.LOCK_NB)
+            else:
+                fcntl.flock(other, kind | fcntl.LOCK_NB)
+                fcntl.flock(other, fcntl.LOCK_UN)
+    with (tmp_path / "turns").open() as other:
+        fcntl.flock(other, fcntl.LOCK_EX | fcntl.LOCK_NB)  # given back at the end

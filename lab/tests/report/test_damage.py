@@ -7,9 +7,10 @@ import pytest
 
 from lab.tests.report import folders
 from packedkv.cli.main import main
+from packedkv.cli.page.rows import read_rows
 from packedkv.errors import FormatError
 from packedkv_lab.eval.store import ITEMS, RESULTS, RUN, read_run
-from packedkv_lab.report.results import read_folder, read_layers
+from packedkv_lab.report.results import read_folder, read_layers, runs_of
 
 
 @pytest.fixture
@@ -121,3 +122,39 @@ def test_sensitivity_rows_alone_are_enough_and_one_that_is_not_finite_is_not_dra
     path.write_text("\n".join(map(json.dumps, lines)) + '\n{"layer": 3, "ro')
     found = read_layers(tmp_path)
     assert ([r["layer"] for r in found.sensitivity], found.keys, found.model) == ([0], [], "m")
+
+
+# -- rows of result files ----------------------------------------------------------------------------------------------
+
+
+def test_files_of_every_form_are_read_in_order(tmp_path: Path) -> None:
+    for name, text in {"a.json": '[{"spec": "a"}]', "b.json": '{"rows": [{"spec": "b"}]}', "c.json": '{"spec": "c"}',
+                       "d.jsonl": '{"spec": "d"}\n{"spec": "e", "kl": null}\n{"sp',
+                       "e.jsonl": '{"spec": "f"}'}.items():  # fmt: skip
+        (tmp_path / name).write_text(text)
+    rows = read_rows(sorted(tmp_path.iterdir()))
+    assert "".join(row["spec"] for row in rows) == "abcdef"
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "told"),
+    [
+        ("r.json", "[{", "r.json is not JSON"),
+        ("r.json", "3", "holds no rows: a list, or an object with rows"),
+        ("r.json", '[{"spec": "a"}, 3]', "r.json, row 2 is damaged: 3 is no object; measure it again."),
+        ("r.json", '[{"kl": 1}]', "row 1 is damaged: it has no spec"),
+        ("r.json", '[{"spec": "a", "values": 3}]', "values is 3, not an object"),
+        ("r.json", '[{"spec": "a", "kl": true}]', "kl is True, not a number"),
+        ("r.json", '[{"spec": ["a"]}]', r"spec is \['a'\], not a text"),
+        ("r.jsonl", '{"sp\n{"spec": "a"}\n', "r.jsonl, line 1 is damaged"),
+    ],
+)
+def test_a_damaged_row_is_named_with_its_file(tmp_path: Path, name: str, text: str, told: str) -> None:
+    (tmp_path / name).write_text(text)
+    with pytest.raises(FormatError, match=told):
+        read_rows([tmp_path / name])
+
+
+def test_runs_are_told_by_when_they_began() -> None:
+    row = {"run": "2026-01-01", "gpu": "G", "commit": "c", "seed": 0, "versions": {"torch": "2", "vllm": "0"}}
+    assert runs_of([row, row]) == {"2026-01-01": "G; commit c; seed 0; torch 2, vllm 0"}
