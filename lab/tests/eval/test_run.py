@@ -19,8 +19,7 @@ from packedkv.registry import LayerChoice, write_recipe
 from packedkv_lab.eval import batches, store
 from packedkv_lab.eval import run as module
 from packedkv_lab.eval.about import weights_sha256
-from packedkv_lab.eval.merge import merge
-from packedkv_lab.eval.run import RunSettings, evaluate
+from packedkv_lab.eval.run import RunSettings, evaluate, merge
 from packedkv_lab.eval.scoring import Reader
 from packedkv_lab.eval.store import ITEMS, RESULTS, RUN, read_run
 from packedkv_lab.eval.tasks.base import Item, TaskSettings

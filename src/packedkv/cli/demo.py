@@ -32,12 +32,9 @@ PROTOCOL = (
 
 
 def recommend(rows: Sequence[Mapping[str, Any]]) -> str:
-    """One sentence: which preset to take.
+    """Recommend in one sentence the preset of fewest bits among those within ``TOLERANCE``, else of least KL.
 
-    Of the presets whose perplexity is at most ``1 + TOLERANCE`` times the uncompressed model's, the one with
-    the fewest bits per element, sinks and windows included; on a tie the one with the smaller KL divergence. If
-    there is none, the one with the smallest KL divergence, and the sentence says so. ``dense`` is never recommended;
-    rows without a finite perplexity are ignored.
+    ``dense`` is never recommended; rows without a finite perplexity are ignored.
     """
     usable = [r for r in rows if r["spec"] != "dense" and plain(r.get("perplexity")) and plain(r.get("kl")) is not None]
     if not usable:
@@ -74,9 +71,8 @@ def run_demo(
 ) -> tuple[list[Row], dict[str, Any], list[Path]]:
     """Measure, and write ``results.json``, the picture and the page into ``out``.
 
-    ``specs`` are by default ``SPECS``; those that break on the model's key biases are left out. No window is started
-    that would end after ``budget`` seconds. Returns the rows, information about the run (``recommendation``,
-    ``protocol``, ``left_out``, ...), and the files written.
+    No window is started that would end after ``budget`` seconds. Returns the rows, information about the run
+    (``recommendation``, ``protocol``, ``left_out``, ...), and the files written.
     """
     for spec in specs or ():
         get(spec)

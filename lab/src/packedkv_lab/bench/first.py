@@ -169,7 +169,7 @@ def first_rows(
     """Time DynamicCache and presets; presets whose rows are there already are left out.
 
     ``first_prompt`` is that of the first cache of a spec; ``new`` tokens are run over ``held``. A median is of at most
-    ``repeats`` caches. Weights and tokens are random, seed 0. ``UnsupportedError`` without transformers.
+    ``repeats`` caches. ``UnsupportedError`` without transformers.
     """
     require_transformers("first")
     last = shape_name(held, new[-1])

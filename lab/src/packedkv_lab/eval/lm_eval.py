@@ -85,9 +85,7 @@ class Held:
 class PackedKVLM(HFLM):  # type: ignore[misc]
     """A causal language model with a packed KV cache; docs/lm-eval.md lists the parameters.
 
-    ``pretrained`` is a hub id, folder, named model or ``.gguf`` file, or a loaded model: a ``LoadedModel``, or a
-    ``PreTrainedModel`` with ``tokenizer``. Other options are those of lm-eval's ``hf`` model. Specs and options are
-    checked before the model is loaded.
+    ``pretrained`` may also be loaded: a ``LoadedModel``, or a ``PreTrainedModel`` with ``tokenizer``.
     """
 
     def __init__(

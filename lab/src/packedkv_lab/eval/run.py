@@ -6,7 +6,8 @@ a block every spec, the uncompressed model first.
 
 import contextlib
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import zip_longest
 from pathlib import Path
@@ -29,7 +30,7 @@ from packedkv_lab.eval.about import about_run
 from packedkv_lab.eval.batches import Done, read_answers, read_window
 from packedkv_lab.eval.scoring import Reader
 from packedkv_lab.eval.stats import summarize
-from packedkv_lab.eval.store import RESULTS, Store
+from packedkv_lab.eval.store import RESULTS, Store, read_run
 from packedkv_lab.eval.tasks import get_task
 from packedkv_lab.eval.tasks.base import Item, Task, TaskSettings
 
@@ -43,11 +44,9 @@ Entry = tuple[Task, Item]
 class RunSettings:
     """Settings of a run.
 
-    ``task`` decides the items; its seed is also that of the codecs' random constants. ``batch`` is the most sequences
-    of a call (None: 4 on a CPU, else 16), ``budget`` the seconds after which no call is started. ``share`` is an empty
-    folder that several processes name, each with an output folder of its own: together they read each item once, and
-    ``merge`` joins their runs. ``changes`` made to the model before are part of ``run.json``: a run with others is
-    another run.
+    The seed of ``task`` is also that of the codecs' random constants. ``batch``: most sequences of a call (None: 4 on a
+    CPU, else 16). ``share``: an empty folder that several processes name, each with an output folder of its own;
+    ``merge`` joins their runs. ``changes`` were made to the model before, and are part of ``run.json``.
     """
 
     task: TaskSettings
@@ -84,16 +83,8 @@ def evaluate(
     """Measure schemes and the uncompressed model on tasks, or continue such a run in the folder ``output``.
 
     Finished items are not repeated; specs, tasks and items (a larger limit) may be added. ``params`` are files of
-    ``packedkv fit``, each for the spec it was fitted for. ``status`` of the result: ``complete``, ``budget``, or
-    ``interrupted`` (Ctrl-C; rows of what was finished).
-
-    Raises
-    ------
-    KVError
-        Before any work: specs, params, tasks or data that do not exist or do not fit the model, a model without a
-        tokenizer, a text too short, a folder of another run. Later: a full disk; what was finished is kept.
-    KeyboardInterrupt
-        If nothing was finished yet.
+    ``packedkv fit``. ``status`` of the result: ``complete``, ``budget``, or ``interrupted`` (Ctrl-C). ``KVError``
+    before any work for what does not exist or fit, later for a full disk; ``KeyboardInterrupt`` if nothing is finished.
     """
     progress = progress or Progress(False)
     if model.tokenizer is None:
@@ -317,3 +308,28 @@ def _units(tasks: Sequence[Task], items: Mapping[str, Sequence[Item]], size: int
         for kind in ("window", "answer"):
             if unit := [entry for block in row for entry in block if entry[1].kind == kind]:
                 yield unit
+
+
+def merge(folders: Iterable[str | Path], output: str | Path) -> list[Row]:
+    """Gather runs in one folder, beside what it holds already; return the rows of its ``results.json``.
+
+    An item that several runs have finished is taken from the first. ``KVError`` if there is no folder, or if they are
+    runs of different models, seeds, devices, settings or data.
+    """
+    runs = [read_run(folder) for folder in folders]
+    if not runs:
+        raise KVError("no run to merge; pass at least one folder that `packedkv eval --output` wrote.")
+    for run in runs:
+        with Store(output, {key: value for key, value in run.about.items() if key != "notes"}) as store:
+            for spec, texts in run.about.get("notes", {}).items():
+                for text in texts:
+                    store.note(spec, text)
+            for line in run.lines:
+                store.add(line)
+    merged = read_run(output)
+    done = Counter((line["spec"], line["task"]) for line in merged.lines)
+    specs, planned = (UNCOMPRESSED, *merged.about["specs"]), merged.about["tasks"].items()
+    whole = all(done[spec, task] >= about["items"] for spec in specs for task, about in planned)
+    rows = summarize(merged, "complete" if whole else "budget")
+    write_lines(merged.folder / RESULTS, rows)
+    return rows

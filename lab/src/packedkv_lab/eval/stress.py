@@ -90,16 +90,10 @@ def _check(factor: float, pairs: int) -> None:
 def stress(model: Any, factor: float = FACTOR, pairs: int = PAIRS, seed: int = 0) -> Stressed:
     """Give a loaded model outlier channels in its keys, in place, without changing what it computes.
 
-    ``pairs`` rotary pairs per KV head, two channels each, grow by ``factor``. A power of two changes no logit at all;
-    another factor changes them by the rounding of the weights (float32: below 1e-4). Pairs are random, by seed, layer
-    and head. ``undo()`` of the result puts the weights back.
-
-    Raises
-    ------
-    SpecError
-        A factor that is not positive, or more pairs than a head has.
-    UnsupportedError
-        The keys of this model cannot be scaled so; no weight has changed.
+    ``pairs`` random rotary pairs per KV head grow by ``factor``. A power of two changes no logit at all; another factor
+    changes them by the rounding of the weights (float32: below 1e-4). ``undo()`` of the result puts the weights back.
+    ``SpecError`` for a wrong factor or more pairs than a head has; ``UnsupportedError`` if the keys of this model
+    cannot be scaled so, and no weight has changed.
 
     >>> from transformers import LlamaConfig, LlamaForCausalLM
     >>> config = LlamaConfig(hidden_size=64, num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=1,

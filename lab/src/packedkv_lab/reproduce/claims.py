@@ -102,9 +102,8 @@ def reproduce_rows(
 ) -> Iterator[Row]:
     """Recompute the printed numbers of ``papers``; ``quick``: fewer samples, wider bands, under a minute.
 
-    Rows have ``paper, table, item, metric, printed, spec, ours, relative_error, printed_error, band, holds, note``;
-    ``relative_error`` is against ``spec``, the corrected value, where there is one. After the tables of a paper comes a
-    row for each table that cannot be recomputed, None where there is no number. Seeds are fixed.
+    ``relative_error`` of a row is against ``spec``, the corrected value, where there is one. After the tables of a
+    paper comes a row for each table that cannot be recomputed. Seeds are fixed.
     """
     wanted = list(PAPERS) if papers is None else list(dict.fromkeys(papers))
     for paper in wanted:

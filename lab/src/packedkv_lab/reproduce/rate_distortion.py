@@ -64,13 +64,10 @@ def rate_distortion_rows(
     model: Any = None,
     progress: Progress | None = None,
 ) -> Iterator[Row]:
-    """Measure presets (default: all) on all sources, and on keys and values of the layers of ``model`` on the packaged
-    text.
+    """Measure presets (default: all) on all sources, and on a model's keys and values of the packaged text.
 
-    Rows have ``paper`` (``"rate-distortion"``), ``spec, method, source, role, head_dim, bits, relative_mse, spread,
-    samples, tokens, note``. ``spread`` is the standard deviation over ``samples``: seeds of data and of constants, or
-    layers. A codec that refuses a source has None for numbers and the reason in ``note``. ``quick``: 2 seeds of 128
-    tokens, not 5 of 512.
+    ``spread`` is the standard deviation over ``samples``: seeds of data and of constants, or layers. A codec that
+    refuses a source has None for numbers and the reason in ``note``. ``quick``: 2 seeds of 128 tokens, not 5 of 512.
     """
     progress = progress or Progress(False)
     wanted = [p for p in packedkv.presets() if p != "dense"] if specs is None else list(specs)

@@ -47,16 +47,9 @@ def advise(
     """Find the best spec for a model's cache.
 
     The text has at least ``request.windows + 1`` windows. The folder ``output`` gets sensitivity rows, from which a
-    later run continues, and a mixture's ``recipe.json``.
-
-    Returns
-    -------
-    dict
-        Plain JSON values: ``advised`` (a finalist's row: ``spec, bytes, grown_bytes, bits, ratio_to_16bit, kl, kl_se,
-        perplexity, top1_agreement, predicted_kl`` and ``kl_as_served``, with its sinks and windows), ``met`` (whether
-        what was asked is kept), ``finalists``, ``layers`` (of an advised mixture), ``sensitivity``, ``candidates``,
-        ``keys`` (K_max / K_median), ``speed``, ``use``, ``not_measured``, ``left_out`` (presets that break on the
-        model's key biases, and how), ...
+    later run continues, and a mixture's ``recipe.json``. Returns plain JSON values: ``advised`` (a finalist's row),
+    ``met`` (whether it meets the request), ``layers`` (of a mixture), ``keys`` (K_max / K_median),
+    ``left_out`` (presets that break on the model's key biases, and how), ...
     """
     begun, shown = time.monotonic(), progress or Progress(False)
     search = Search(model, request, shown)

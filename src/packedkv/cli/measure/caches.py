@@ -68,9 +68,8 @@ def generating_cache(
 class CacheMaker:
     """Makes empty caches of one scheme for one model, one after another; arguments are those of ``cache_for``.
 
-    Constants that need no sample (signs, rotations, codebooks) are drawn for the first cache only and reused by later
-    ones. What is fitted on a prefill is fitted on each. The probe watches the first cache only, and warns: broken
-    presets are worth measuring too. ``remember``: each token is decoded once; for scores only, never for speed.
+    Constants that need no sample are drawn for the first cache only, and the probe watches only that one. ``remember``:
+    each token is decoded once; for scores only, never for speed.
     """
 
     def __init__(

@@ -57,10 +57,9 @@ class _Run:
 class Settings:
     """Settings of a comparison, written to every row.
 
-    No window but the first is started that would end after ``budget`` seconds. Generation continues the text's first
-    ``prompt_tokens``; ``new_tokens=0`` leaves it out. Speed is also taken behind ``long_tokens`` of the text, where
-    text and model have them. ``queries`` is the number of newest queries whose attention error is taken. ``probe``:
-    whether a spec that breaks on the model's key biases is left out, or measured with a note.
+    No window but the first is started that would end after ``budget`` seconds. ``new_tokens=0``: no generation. Speed
+    is also taken behind ``long_tokens``. ``queries``: newest queries whose attention error is taken. ``probe``: whether
+    a spec that breaks on the model's key biases is left out, or measured with a note.
     """
 
     windows: int = 3
@@ -88,24 +87,15 @@ def compare(
 ) -> list[Row]:
     """Measure schemes on a model and a text of at least one window; each spec becomes a row, in this order.
 
-    ``params`` are files of ``packedkv fit``, each for the spec it was fitted for. Codecs that need a sample and have
-    none are fitted on each prefill; ``fitted`` is ``file``, ``prefill``, or None.
+    ``params`` are files of ``packedkv fit``. Codecs that need a sample and have none are fitted on each prefill;
+    ``fitted`` is ``file``, ``prefill``, or None.
 
-    Returns
-    -------
-    list of dict
-        Plain JSON values; ``tables.COLUMNS`` explains the main ones. ``status``: ``complete``, ``budget`` (fewer
-        windows, for lack of time), ``short-text`` or ``interrupted``: on Ctrl-C the rows hold the windows that every
-        spec has finished, and specs without any window are left out. ``left_out`` has the specs that
-        ``Settings.probe`` left out, and why.
+    Rows are plain JSON values; ``tables.COLUMNS`` explains the main ones. ``status``: ``complete``, ``budget``,
+    ``short-text`` or ``interrupted``: on Ctrl-C the rows hold the windows that every spec has finished. ``left_out``
+    has the specs that ``Settings.probe`` left out, and why.
 
-    Raises
-    ------
-    KVError
-        Before any work: an unknown spec, one that does not fit the model, params fitted for something else, a text too
-        short, or every spec breaks on the model's key biases.
-    KeyboardInterrupt
-        If nothing was finished yet.
+    ``KVError`` before any work for a spec, params or text that do not fit, or if every spec breaks on the model's key
+    biases; ``KeyboardInterrupt`` if nothing is finished.
     """
     s = settings or Settings()
     schemes = [get(spec) for spec in specs]

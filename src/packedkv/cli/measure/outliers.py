@@ -20,9 +20,8 @@ C = 3
 def key_outliers(model: Any, window: Tensor) -> list[Row]:
     """Run the uncompressed model over ``window [n]`` (token ids) and measure its keys after RoPE.
 
-    Rows: ``layer, ratio, worst_head_ratio, head_ratios`` (one per KV head), ``above`` (fewest and most chunks of a
-    token that are longer than ``C`` medians, per head), ``largest`` (|k|) and ``channels``: the strongest first, as
-    ``{"head", "channel", "times_median"}``.
+    Rows have, by head, ``above``: fewest and most chunks of a token that are longer than ``C`` medians; ``largest`` is
+    that of |k|; ``channels`` are the strongest by root mean square, over the median channel's.
     """
     with fidelity.record(model, 1) as records:
         uncompressed(model, window)

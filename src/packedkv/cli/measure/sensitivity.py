@@ -94,10 +94,8 @@ def sensitivity(
 ) -> list[Row]:
     """Measure KL with only one role of one layer compressed, for every layer, role and spec.
 
-    ``windows`` are token ids ``[n]``; ``specs`` are those whose key codecs, and whose value codecs, are tried. Rows
-    that the ``.jsonl`` file ``path`` holds are not measured again; ``FormatError`` if it is of another model, text,
-    seed or window. ``text`` identifies the text, e.g. a sha256. Rows have ``layer`` (of the model), ``role, spec, kl,
-    kl_se, nll_rise, top1_agreement, tokens, windows``.
+    ``windows`` are token ids ``[n]``. Rows that the ``.jsonl`` file ``path`` holds are not measured again;
+    ``FormatError`` if it is of another model, text (by ``text``, e.g. a sha256), seed or window.
     """
     shown = progress or Progress(False)
     layers = [layer.index for layer in plan_for(model.model, "decoded").kv_layers]

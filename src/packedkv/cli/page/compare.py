@@ -18,10 +18,8 @@ ELSEWHERE = ("title", "recommendation", "prompt", "partial")
 def write_report(rows: Sequence[Row], out_dir: Path, meta: Mapping[str, Any]) -> list[Path]:
     """Write ``quality.svg`` and ``report.html`` into ``out_dir``; return the files, no picture without a point.
 
-    A row has ``spec`` and any of the keys of ``tables.COLUMNS``, ``continuation``, ``windows``, ``kl_se``, ``prefill``,
-    ``partial`` (interrupted before this row was complete), and ``uncompressed`` (the same keys for the model without a
-    packed cache). ``title``, ``recommendation`` and ``prompt`` of ``meta`` have places of their own; everything else is
-    listed under *How it was measured*.
+    Rows are those of ``packedkv compare``. ``title``, ``recommendation`` and ``prompt`` of ``meta`` have places of
+    their own; everything else is listed under *How it was measured*.
     """
     out_dir = Path(out_dir)
     picture, page = out_dir / SVG_NAME, out_dir / HTML_NAME

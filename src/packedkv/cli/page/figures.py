@@ -153,9 +153,7 @@ SPEED_TITLES = {
 def points_of(rows: Sequence[Row]) -> tuple[str, list[Point]]:
     """Choose the metric that rows of ``packedkv compare`` have, and its points; intervals are two standard errors.
 
-    ``"kl"`` when a compressed row has it, else ``"perplexity"``: its gap to the uncompressed model (a row's
-    ``uncompressed`` figures, or the row ``dense``). Rows without the metric or without ``effective_bits`` give no
-    point, nor does ``dense``, the reference.
+    ``"kl"`` when a compressed row has it, else ``"perplexity"``: its gap to the uncompressed model.
     """
     packed = [r for r in rows if r.get("spec") != "dense"]
     metric = "kl" if any(number(r.get("kl")) is not None for r in packed) else "perplexity"

@@ -45,11 +45,9 @@ class Metric:
 
 @dataclass(frozen=True)
 class Item:
-    """One thing to read: a prompt to answer, or a window.
+    """One thing to read: a prompt to answer, or a window of ``ids``. The id comes from the content (``item_id``).
 
-    The id is unique in the task and comes from the content (``item_id``). ``group`` has plain values that results are
-    split by. An answer is right if it holds one of ``answers``; it ends before the first of ``stop``. ``ids`` are a
-    window's.
+    ``group`` splits results. An answer holding one of ``answers`` is right; it ends before the first ``stop``.
     """
 
     task: str
@@ -96,13 +94,7 @@ class TaskSettings:
 
 
 class Task(ABC):
-    """A kind of item; one instance per name.
-
-    Attributes
-    ----------
-    metrics : mapping
-        Metric by name, the main one first.
-    """
+    """A kind of item; one instance per name. ``metrics`` has the main one first."""
 
     name: str
     summary: str
