@@ -10,8 +10,7 @@ from tests.cli.tiny import tiny_loaded
 from lab.tests.eval.test_run import RECORDS, SPECS, TASKS, lines_of, settings_for, values
 from packedkv.errors import FormatError, KVError
 from packedkv_lab.eval import store as module
-from packedkv_lab.eval.merge import merge
-from packedkv_lab.eval.run import evaluate
+from packedkv_lab.eval.run import evaluate, merge
 from packedkv_lab.eval.store import ITEMS, RESULTS, RUN, Store, read_run
 
 ABOUT = {
