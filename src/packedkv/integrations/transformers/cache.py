@@ -90,6 +90,9 @@ class KVCache(Cache):  # type: ignore[misc]
         layers = [_layer_report(layer) for layer in self.packed_layers]
         total = sum(layer["total_bytes"] for layer in layers)
         elements = sum(cache.elements() for cache in self.layer_caches)
+        stores = [c.store for cache in self.layer_caches for c in (cache, cache.recent) if c is not None]
+        workspaces = [layer.workspace_bytes for layer in self.packed_layers]
+        workspaces += [store.growth_bytes for store in stores if store is not None]
         parts, paths = Counter[str](), Counter[str]()
         for layer in layers:
             parts.update(layer["bytes"])
@@ -108,7 +111,7 @@ class KVCache(Cache):  # type: ignore[misc]
             "key_bits": self.scheme.key_bits(dim) if dim else None,
             "value_bits": self.scheme.value_bits(dim) if dim else None,
             "ratio_to_16bit": elements * 2 / total if elements else 0.0,
-            "workspace_bytes": max((_workspace_bytes(layer) for layer in self.packed_layers), default=0),
+            "workspace_bytes": max(workspaces, default=0),
             "mean": "+".join(sorted({layer["mean"] for layer in layers} - {"none"})) or "none",
             "prefill": self.options["prefill"],
             "attention": self.options["attention"],
@@ -372,11 +375,6 @@ def _refuse_layer(name: str, layers: int) -> Any:
 def _check_option(name: str, value: Any, allowed: tuple[str, ...]) -> None:
     if value not in allowed:
         raise SpecError(f"{name}={value!r}: expected one of {', '.join(allowed)}.{nearest(str(value), allowed)}")
-
-
-def _workspace_bytes(layer: PackedCacheLayer) -> int:
-    caches = layer.cache, layer.cache.recent
-    return max(layer.workspace_bytes, *(c.store.growth_bytes if c is not None and c.store else 0 for c in caches))
 
 
 def _layer_report(layer: PackedCacheLayer) -> dict[str, Any]:

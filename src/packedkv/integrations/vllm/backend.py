@@ -95,17 +95,8 @@ class PackedBackend(AttentionBackend):  # type: ignore[misc]
     def supports_kv_cache_dtype(cls, kv_cache_dtype: str | None) -> bool:
         return leaves_bytes_to_us(kv_cache_dtype)
 
-    @classmethod
-    def supports_per_head_quant_scales(cls) -> bool:
-        return True  # a checkpoint may have scales of another KV cache, which are not used
-
-    @classmethod
-    def supports_sliding_window(cls) -> bool:
-        return True
-
-    @classmethod
-    def supports_sink(cls) -> bool:
-        return True
+    supports_sliding_window = supports_sink = classmethod(lambda cls: True)
+    supports_per_head_quant_scales = supports_sink  # a checkpoint may have scales of another KV cache, not used here
 
     @classmethod
     def supports_compute_capability(cls, capability: Any) -> bool:
