@@ -65,7 +65,7 @@ extern "C" {
 // address of the OpenMP runtime's GOMP_parallel; null: one thread
 void kv_threads(void* parallel) { kv::parallel = (kv::Parallel)parallel; }
 
-int64_t kv_reader(const char* name) { return kv::reader_number(name); }
+int64_t kv_reader(const char* name) { return kv::number_of(kv::READERS, name); }
 
 const char* kv_digest() { return KV_DIGEST; }
 

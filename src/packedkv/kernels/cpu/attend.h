@@ -26,7 +26,7 @@ namespace kv {
 
 // One role. kernels/structs.py reads this struct and Args.
 struct Role {
-  int64_t reader;            // reader_number
+  int64_t reader;            // number in READERS
   const uint8_t* tables;     // look-up tables, or null
   int64_t tables_head;       // bytes from one head's tables to the next one's; 0: all heads share them
   int64_t tables_batch;      // from one sequence's to the next one's; 0: all sequences share them

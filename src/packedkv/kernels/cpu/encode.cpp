@@ -4,7 +4,7 @@
 #pragma GCC visibility push(default)
 extern "C" {
 
-int64_t kv_encoder(const char* name) { return kv::encoder_number(name); }
+int64_t kv_encoder(const char* name) { return kv::number_of(kv::ENCODERS, name); }
 
 void kv_encode(const kv::EncodeArgs* a) { kv::encode(*a); }
 }

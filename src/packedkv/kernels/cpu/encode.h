@@ -23,7 +23,7 @@ struct EncodeRole {
   int64_t batch, head, token;  // strides of x, in bytes
   int64_t kind;                // 0 fp16, 1 bf16, 2 float32, 3 float32 that is rounded to fp16 first
   int64_t tokens;              // a multiple of block; 0: the role is not written
-  int64_t encoder;             // encoder_number
+  int64_t encoder;             // number in ENCODERS
   int64_t block;               // tokens of a block
   const uint8_t* tables;       // as attend.h's Role
   int64_t tables_head, tables_batch;

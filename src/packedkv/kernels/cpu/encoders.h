@@ -50,14 +50,4 @@ inline const NamedEncoder ENCODERS[] = {
     {"tokens8 symmetric", encode_tokens_int<8, true>},
 };
 
-// number of an encoder, -1: there is none
-inline int encoder_number(const char* name) {
-  int i = 0;
-  for (const NamedEncoder& one : ENCODERS) {
-    if (!strcmp(one.name, name)) return i;
-    ++i;
-  }
-  return -1;
-}
-
 }  // namespace kv

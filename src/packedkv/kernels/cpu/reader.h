@@ -9,6 +9,8 @@
 // says which channel lies at each place.
 #pragma once
 #include <cstdint>
+#include <cstring>
+#include <iterator>
 #include <type_traits>
 
 namespace kv {
@@ -48,6 +50,13 @@ using Order = void (*)(const int32_t* options, int dim, int16_t* channel);
 
 inline void order_straight(const int32_t*, int dim, int16_t* channel) {
   for (int c = 0; c < dim; ++c) channel[c] = (int16_t)c;
+}
+
+// place of a name in READERS or ENCODERS, -1: it is not there
+template <class Table> inline int number_of(const Table& table, const char* name) {
+  for (int i = 0; i < (int)std::size(table); ++i)
+    if (!strcmp(table[i].name, name)) return i;
+  return -1;
 }
 
 }  // namespace kv

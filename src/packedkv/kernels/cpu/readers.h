@@ -85,14 +85,4 @@ inline const Named READERS[] = {
     {"int8 outliers", unpack_outliers<unpack_int<8, false>, order_groups<8>>, order_groups<8>},
 };
 
-// number of a reader, -1: there is none
-inline int reader_number(const char* name) {
-  int i = 0;
-  for (const Named& one : READERS) {
-    if (!strcmp(one.name, name)) return i;
-    ++i;
-  }
-  return -1;
-}
-
 }  // namespace kv
