@@ -49,10 +49,7 @@ def times_of(timer: Timer, call: Callable[[], object], shape: Shape) -> dict[str
 
 
 def decode_rows(specs: Sequence[str], shapes: Sequence[Shape], recorder: Recorder) -> None:
-    """Time presets and rivals at every shape; what the recorder's file already holds is left out.
-
-    Rivals outside torch's SDPA are timed at the spine's shapes.
-    """
+    """Time presets and rivals (other libraries at the spine's shapes alone); what the recorder holds is left out."""
     for shape in shapes:
         wanted = [spec for spec in specs if not recorder.has(spec, "speedup_vs_bf16_cold", shape.name)]
         if not wanted or recorder.out_of_time:

@@ -199,10 +199,7 @@ def encode_rows(
     shapes: Sequence[Shape] = ENCODE_SHAPES,
     batches: Sequence[int] = APPEND_BATCHES,
 ) -> None:
-    """Time presets and other libraries; what the recorder's file holds is left out.
-
-    ``shapes`` are of prefills; of ``batches`` each is a number of sequences that append one token.
-    """
+    """Time prefills of ``shapes``, and appends of a token to each of ``batches`` sequences, unless recorded already."""
     for shape in (*shapes, *map(append_shape, batches)):
         metric = "append_us" if shape.name.startswith("append") else "encode_us"
         for spec in specs:

@@ -232,16 +232,13 @@ def gate(packed: Packed) -> Gate:
         k, v = packed.truth(b, h)
         rows = slice(h * shape.group, (h + 1) * shape.group)
         for q, answer in zip(asked, answers, strict=True):
-            exact = _attention(q[b, rows, 0].double(), k.double(), v.double())
+            scores = q[b, rows, 0].double() @ k.double().T * shape.head_dim**-0.5
+            exact = torch.softmax(scores, -1) @ v.double()
             short = [x.bfloat16()[None, None] for x in (q[b, rows, 0], k, v)]
             low = scaled_dot_product_attention(short[0], short[1], short[2])[0, 0]
             errors = [float((x.double() - exact).norm() / exact.norm()) for x in (answer[b, rows, 0], low)]
             found.append(Gate(errors[0], errors[1]))
     return worst(found)
-
-
-def _attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    return torch.softmax(q @ k.T * q.shape[-1] ** -0.5, -1) @ v
 
 
 @torch.no_grad()

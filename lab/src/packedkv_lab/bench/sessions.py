@@ -26,11 +26,7 @@ FIRST_ID = 100
 
 @dataclass(frozen=True)
 class Server:
-    """A running server; without a model, the first one that it lists.
-
-    ``headers`` are sent with every request, e.g. an authorization; ``timeout`` is in seconds between two pieces of an
-    answer.
-    """
+    """A running server; without a model, the first one that it lists; ``timeout``: between two pieces of an answer."""
 
     url: str
     model: str | None = None
@@ -38,10 +34,7 @@ class Server:
     timeout: float = 1800.0
 
     def request(self, path: str, body: object = None) -> http.client.HTTPResponse:
-        """Send one request on a connection of its own.
-
-        ``SpecError`` if the URL is not an http address; ``KVError`` if the server does not answer, or with an error.
-        """
+        """Send one request; ``SpecError`` if the URL is no http address, ``KVError`` for no answer or an error."""
         parts = urlsplit(self.url if "//" in self.url else f"http://{self.url}")
         kinds = {"http": http.client.HTTPConnection, "https": http.client.HTTPSConnection}
         if parts.scheme not in kinds or not parts.hostname:

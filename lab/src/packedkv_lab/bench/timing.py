@@ -54,10 +54,7 @@ def synchronize(device: torch.device) -> None:
 
 @torch.no_grad()
 def in_turn(jobs: Sequence[Callable[[], object]], device: torch.device, repeats: int) -> list[list[float]]:
-    """Seconds of each job, ``repeats`` each after a warm-up.
-
-    Jobs alternate, so that other load on the machine slows all of them.
-    """
+    """Seconds of each job, ``repeats`` each after a warm-up; jobs alternate, so that other load slows all of them."""
     rounds = []
     for _ in range(repeats + 1):
         times = []

@@ -55,10 +55,7 @@ def page_html(
     layers: Layers | None = None,
     title: str = "",
 ) -> str:
-    """Return the page as one text.
-
-    Bytes are shown for ``context`` tokens. Rows of ``packedkv bench decode`` and figures by layer add a section each.
-    """
+    """Return the page; bytes are of ``context`` tokens, rows of ``bench decode`` and figures by layer add sections."""
     model = str(mapping(results.about.get("model")).get("name", "a model"))
     drawn = html.drawings([plot for task in results.tasks if (plot := _over_bits(results, task)).points])
     sections = [Section("Quality over true bits", paragraph(BITS) + drawn, "bits")]

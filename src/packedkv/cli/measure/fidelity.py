@@ -104,9 +104,8 @@ def attention_error(
 ) -> Fidelity:
     """Errors of one scheme on recorded layers.
 
-    ``exact`` has ``record.output(record.k, record.v)`` of each, computed once for all schemes. Boundary layers stay
-    dense where the scheme says so, counted among the layers that have K and V of their own; a layer that shares the K
-    and V of another is compressed like it. Constants that ``params`` lacks are fitted on the recorded tensors.
+    ``exact`` has ``record.output(record.k, record.v)`` of each. A layer that shares the K and V of another is
+    compressed like it. Constants that ``params`` lacks are fitted on the recorded tensors.
     """
     scheme, given = get(spec), params or {}
     errors: dict[int, float] = {}

@@ -37,11 +37,7 @@ def page(
     top: str = "",
     footer: str = "",
 ) -> str:
-    """Return a page as one text.
-
-    Titles and footer are plain text; ``top`` (warnings) and sections of type str are HTML. Sections with an id are
-    listed under ``top``.
-    """
+    """Return a page; ``top`` and sections of type str are HTML, sections with an id are listed under ``top``."""
     parts = list(sections)
     linked = [part for part in parts if isinstance(part, Section) and part.id]
     links = "".join(f'<a href="#{part.id}">{escape(part.heading)}</a>' for part in linked)
