@@ -24,6 +24,7 @@ Deviations from the papers
 3. Oscar: a rotation per KV head, as in the authors' later files, not per layer. Values keep their inner codec, because
    a fit of values sees no keys, whose scores weigh the paper's moment. No permutation: with one scale per token the
    order of channels changes nothing. No clipping: at sixteen levels it lost more than the smaller step gained.
+   The paper's 16-bit first and newest tokens are the scheme's sink and window.
 
 Pitfalls: R needs the model's queries, which a cache never sees: ``packedkv fit`` makes it, nothing can stand in for it.
 Damping moves eigenvalues, never R. Calibrated on queries that are rotated already, H cancels and R alone remains. One
