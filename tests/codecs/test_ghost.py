@@ -249,7 +249,6 @@ def encode_by_hand(y, params, head):
 )
 @by_definition
 def test_bytes_are_those_of_the_definition(seed, dim, bits, role, power):
-    """Every scale, nearest level by brute force, bits written one by one."""
     codec = Ghost(bits)
     params = codec.fit(site(role, 2, dim), Sample(uneven(2, 60, dim, seed=seed) + 1, uneven(2, 60, dim, seed=seed + 1)))
     x = (uneven(2, 4, dim, seed=seed) * 2.0**power).half().float()

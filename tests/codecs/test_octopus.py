@@ -163,6 +163,15 @@ def test_codes_are_those_of_the_definition(rounding, x, split):
     )
 
 
+@pytest.mark.parametrize(("rounding", "lowest"), [("full", 0), ("local_3x3", 7 * 16 + 7)])
+def test_ties_take_the_lowest_candidate(rounding, lowest):
+    """Every direction fits a triplet of zeros equally well; it lies between levels 7 and 8 of 16."""
+    codec, x = Octopus(4, 2, rounding), torch.zeros(1, 1, 1, 128)
+    x[..., 127] = 1
+    codes = codes_of(codec, codec.encode(x, fitted(codec)))
+    assert codes[0, 0, 0, :42].tolist() == [lowest << 2] * 42
+
+
 # -- the octahedral map ------------------------------------------------------------------------------------------------
 
 

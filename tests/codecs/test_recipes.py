@@ -1,6 +1,7 @@
 """Recipes: what the options of a spec make, the bytes of a token, and the bits that papers print."""
 
 import pytest
+import torch
 
 import packedkv
 from packedkv.codec import Codec, Dense, Sample, Site
@@ -154,3 +155,9 @@ def test_versions_of_integers_at_128(codec: Codec) -> None:
     """Codes are interleaved, version 2, in groups of 32 alone; a codec around them has their version."""
     assert codec.layout(128).version == (2 if isinstance(codec, Med) else 1)
     assert codec.layout(64).version == 1
+    if isinstance(codec, GroupInt):
+        x = normal(1, 1, 32, 128)
+        payload, width = codec.encode(x, {}), codec.group or 128
+        scale, zero = (payload[name].float().repeat_interleave(width, 3) for name in ("scale", "zero"))
+        codes = packedkv.ops.bitpack.unpack(payload["codes"], codec.bits, 128)
+        assert torch.equal(codes.float(), ((x - zero) / scale).round().clamp(0, codec.steps))

@@ -45,7 +45,6 @@ def test_table_1_mse(bits, cosine, mse, ip):
 @given(x=key_batches(), bits=st.integers(1, 6))
 @by_definition
 def test_codes_are_the_nearest_levels(x, bits):
-    """From the definition, by brute force over levels."""
     codec, dim = TurboQuant(bits), x.shape[-1]
     params = fitted(codec, dim)
     payload = codec.encode(codec.to_code(x, params), params)

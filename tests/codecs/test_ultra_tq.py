@@ -165,7 +165,6 @@ def test_seven_percent_of_a_hundred_layers_is_seven_and_ties_go_to_the_first():
 @settings(max_examples=12, derandomize=True, deadline=None, database=None)
 @given(seed=st.integers(0, 2**16), power=st.integers(-10, 10), uneven=st.booleans(), table=st.booleans())
 def test_codes_are_the_nearest_of_all_levels(norm, dim, seed, power, uneven, table):
-    """From the definition: every level tried, near ties aside."""
     codec, x = UltraTQ(norm), normal(32, dim, seed=seed) * 2.0**power
     if uneven:
         x[..., 3::7] *= 50

@@ -187,6 +187,15 @@ def test_without_shrinkage_three_levels_are_left(scale):
     assert float((used <= 2).float().mean()) > 0.99
 
 
+@pytest.mark.parametrize("dim", [64, 80, 128, 256])
+def test_real_scales_stay_in_range_where_a_rotation_gathers_everything(dim):
+    x = torch.full((1, 1, 1, dim), 65504.0)
+    codec = UltraQuant(scale="real", c=1.0)
+    payload = codec.encode(codec.to_code(x, {}), {})
+    assert float(payload["scale"].max()) <= 65504
+    torch.testing.assert_close(codec.from_code(codec.decode(payload, {}), {}), x, rtol=1e-3, atol=0)
+
+
 # -- recipe --------------------------------------------------------------------------------------------------------
 
 

@@ -80,7 +80,6 @@ def values(rows) -> dict:
 
 @pytest.fixture(scope="module")
 def whole(model, data, tmp_path_factory):
-    """One uninterrupted run, and its folder."""
     torch.manual_seed(0)
     folder = tmp_path_factory.mktemp("whole")
     return evaluate(model, SPECS, TASKS, folder, settings_for(data)), folder
