@@ -87,7 +87,7 @@ class Requests:
         self.lengths = torch.zeros(rows, dtype=torch.int32, device=device)
         self.starts = torch.zeros(rows + 1, dtype=torch.int32, device=device)
         self.newest = [torch.zeros(rows, *x.shape[1:], dtype=x.dtype, device=device) for x in self.data[0]]
-        size = self.layer.workspace_bytes(rows, 2 * HEADS, self.cache, 5, rules)
+        size = self.layer.workspace_bytes(rows, 2 * HEADS, self.cache, 5, rules) if kernels else 0
         self.space = torch.full((-(-size // 4),), torch.nan, device=device)
 
     def announce(self, which: list[int], lengths: list[int], new: int) -> None:
