@@ -111,6 +111,6 @@ def test_a_wrong_result_is_not_timed() -> None:
 
 
 def test_a_rival_whose_module_is_not_installed_is_missing() -> None:
-    assert CpuRival("a", "a", "no_such_module.core.quantize", 0.1, rivals._flex_on_cpu).missing
-    assert CpuRival("a", "a", "no_such_module", 0.1, rivals._flex_on_cpu).missing
-    assert not CpuRival("a", "a", "torch.nn", 0.1, rivals._flex_on_cpu).missing
+    assert CpuRival("a", "a", "no_such_module.core.quantize", 0.1, rivals._quantized_cache).missing
+    assert CpuRival("a", "a", "no_such_module", 0.1, rivals._quantized_cache).missing
+    assert not CpuRival("a", "a", "torch.nn", 0.1, rivals._quantized_cache).missing
