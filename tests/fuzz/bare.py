@@ -4,8 +4,6 @@ A program is a setting and a list of operations, plain values both. Numbers of a
 cache holds, so that a program stays valid when operations are left out of it.
 """
 
-import copy
-import pickle
 import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -28,7 +26,8 @@ from packedkv.ops.rope import Rotary
 from packedkv.scheme import KVScheme, recent_of
 from packedkv.store.site import LayerSite, MeanRemoval
 from tests.conformance.conftest import SPECS
-from tests.fuzz.oracle import LayerTokens, Mismatch, causal, unexpected
+from tests.fuzz import oracle
+from tests.fuzz.oracle import LayerTokens, Mismatch, causal
 from tests.geometries import GEOMETRIES
 
 Setting = dict[str, Any]
@@ -108,7 +107,6 @@ def setting_of(random: Random) -> Setting:
 
 
 def program_of(seed: int) -> tuple[Setting, list[Operation]]:
-    """The program of a seed."""
     random = Random(seed)
     setting = setting_of(random)
     scheme, slow = scheme_of(setting), any(name in setting["spec"] + setting["values"] for name in SLOW)
@@ -155,15 +153,7 @@ class Held:
     kept: int = 0
 
 
-class Machine:
-    """Runs the operations of one setting.
-
-    Raises
-    ------
-    Mismatch
-        A cache differs from its oracle.
-    """
-
+class Machine(oracle.Machine):
     def __init__(self, setting: Setting, folder: str) -> None:
         self.setting, self.folder = setting, Path(folder)
         self.dtype, self.dim, self.heads = getattr(torch, setting["dtype"]), setting["dim"], setting["heads"]
@@ -204,17 +194,9 @@ class Machine:
         padding = [0 if self.setting["told"] == "never" else own[i % len(own)] for i in range(batch)]
         return -torch.tensor(padding)
 
-    def run(self, operations: list[Operation]) -> None:
-        for i, (name, who, *numbers) in enumerate(operations):
-            of = self.held[who % len(self.held)]
-            try:
-                getattr(self, f"_{name}")(of, *numbers)
-                if len(of.cache) != len(of.tokens):
-                    raise Mismatch(f"{len(of.cache)} tokens, expected {len(of.tokens)}")
-            except Mismatch as error:
-                raise Mismatch(f"operation {i}, {name}: {error}") from None
-            except Exception as error:
-                raise Mismatch(f"operation {i}, {name}: {unexpected(error)}") from error
+    def check(self, of: Held) -> None:
+        if len(of.cache) != len(of.tokens):
+            raise Mismatch(f"{len(of.cache)} tokens, expected {len(of.tokens)}")
 
     # -- writing -----------------------------------------------------------------------------------------------------
 
@@ -275,15 +257,10 @@ class Machine:
             return False
         sink = min(self.site.scheme.sink, n)
         padding = int((-of.place - sink).clamp_min(0).max())
-        known = not tokens.roles and probe._role("key", zeros).params is not None
-        known = (
-            known and probe._role("value", zeros).params is not None and (probe.site.mean is None or self._gives_mean)
-        )
+        mean = self.site.mean
+        known = not tokens.roles and all(probe._role(role, zeros).params is not None for role in ROLES)
+        known = known and (mean is None or mean.given is not None)
         return not known and n < sink + wanted + padding
-
-    @property
-    def _gives_mean(self) -> bool:
-        return self.site.mean is not None and self.site.mean.given is not None
 
     def _refused(self, of: Held, n: int, seed: int, kind: int) -> None:
         """Tokens that no codec can hold: refused, and the cache is as it was."""
@@ -390,18 +367,11 @@ class Machine:
 
     # -- copies ------------------------------------------------------------------------------------------------------
 
-    def _copied(self, of: Held, cache: LayerCache, both: bool) -> None:
-        """Go on with the copy, or with both."""
-        if both and len(self.held) < MOST_CACHES:
+    def go_on(self, of: Held, cache: LayerCache, both: int) -> None:
+        if both % 3 and len(self.held) < MOST_CACHES:
             self.held.append(Held(cache, of.tokens.copy(), of.place, of.kept))
         else:
             of.cache = cache
-
-    def _deepcopy(self, of: Held, _: int, __: int, both: int) -> None:
-        self._copied(of, copy.deepcopy(of.cache), both % 3 > 0)
-
-    def _pickle(self, of: Held, _: int, __: int, both: int) -> None:
-        self._copied(of, pickle.loads(pickle.dumps(of.cache)), both % 3 > 0)
 
     def _save(self, of: Held, _: int, __: int, both: int) -> None:
         """What is loaded is a cache of the host; how keys turn is the model's to say, and no file holds it."""
@@ -411,7 +381,7 @@ class Machine:
         save_layers(path, [of.cache], {})
         (cache,), _meta = load_layers(path)
         cache.give_mean(self.site.mean)
-        self._copied(of, cache, both % 3 > 0)
+        self.go_on(of, cache, both)
 
     # -- reading -----------------------------------------------------------------------------------------------------
 
@@ -488,12 +458,6 @@ class Machine:
 
 
 def run(setting: Setting, operations: list[Operation]) -> None:
-    """Run a program.
-
-    Raises
-    ------
-    Mismatch
-        A cache differs from its oracle, or raises what it should not.
-    """
+    """Run a program; raises ``Mismatch`` if a cache differs from its oracle or raises what it should not."""
     with tempfile.TemporaryDirectory() as folder, torch.no_grad():
         Machine(setting, folder).run(operations)

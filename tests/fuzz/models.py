@@ -7,7 +7,6 @@ with and the layer's window alone.
 
 import contextlib
 import copy
-import pickle
 import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -29,7 +28,8 @@ from packedkv.integrations.transformers.argument import passing
 from packedkv.integrations.transformers.attention import packedkv_attention
 from packedkv.integrations.transformers.layers import CrossLayer, PackedCacheLayer, PackedKV
 from tests.conftest import SMALL, tiny_model
-from tests.fuzz.oracle import CLOSE, LayerTokens, Mismatch, attention64, causal, unexpected
+from tests.fuzz import oracle
+from tests.fuzz.oracle import CLOSE, LayerTokens, Mismatch, Stopped, attention64, causal
 
 Setting = dict[str, Any]
 Operation = list[Any]
@@ -105,7 +105,6 @@ def setting_of(random: Random) -> Setting:
 
 
 def program_of(seed: int) -> tuple[Setting, list[Operation]]:
-    """The program of a seed."""
     random = Random(seed)
     setting = setting_of(random)
     names = ["forward", *(random.choice(OPERATIONS) for _ in range(random.randint(2, 8))), "step"]
@@ -142,18 +141,8 @@ class Held:
     padding: list[int]
 
 
-class Stopped(Exception):
-    """A refusal that the documentation names, after which layers differ: the program ends."""
-
-
-class Machine:
-    """Runs the operations of one setting and watches every packed layer.
-
-    Raises
-    ------
-    Mismatch
-        A layer differs from its oracle.
-    """
+class Machine(oracle.Machine):
+    """Runs the operations of one setting and watches every packed layer."""
 
     def __init__(self, setting: Setting, folder: str) -> None:
         self.setting, self.folder = setting, Path(folder)
@@ -279,24 +268,11 @@ class Machine:
 
     # -- the operations ----------------------------------------------------------------------------------------------
 
-    def run(self, operations: list[Operation]) -> None:
-        for i, (name, who, *numbers) in enumerate(operations):
-            of = self.held[who % len(self.held)]
-            try:
-                with torch.inference_mode() if numbers[-1] % 5 == 4 else torch.no_grad():
-                    getattr(self, f"_{name}")(of, *numbers)
-                self._check(of)
-            except Stopped:
-                return
-            except Mismatch as error:
-                raise Mismatch(f"operation {i}, {name}: {error}") from None
-            except Exception as error:
-                raise Mismatch(f"operation {i}, {name}: {unexpected(error)}") from error
-        for of in self.held:
-            self._check(of)
+    def operate(self, operation: Callable[..., None], of: Held, numbers: list[int]) -> None:
+        with torch.inference_mode() if numbers[-1] % 5 == 4 else torch.no_grad():
+            operation(of, *numbers)
 
-    def _check(self, of: Held) -> None:
-        """Every layer holds what its oracle does."""
+    def check(self, of: Held) -> None:
         for layer in of.cache.packed_layers:
             tokens = self.tokens(layer)
             if len(layer.cache) != len(tokens):
@@ -368,7 +344,7 @@ class Machine:
             if of.ids.shape[1]:
                 self._forward(of, 0, seed + i)
 
-    def _generate(self, of: Held, n: int, seed: int, **options: Any) -> None:
+    def _greedy(self, of: Held, n: int, seed: int, **options: Any) -> None:
         fresh = self._room(of, 1 + n % 20)
         ids, mask = self._fresh(of, max(1, fresh), seed)
         new = 2 + seed % 5
@@ -381,23 +357,20 @@ class Machine:
         of.ids = out[:, :seen]
         of.mask = torch.cat([mask, torch.ones(len(mask), new, dtype=torch.long)], 1)[:, :seen]
 
-    def _greedy(self, of: Held, n: int, seed: int) -> None:
-        self._generate(of, n, seed)
-
     def _sample(self, of: Held, n: int, seed: int) -> None:
-        self._generate(of, n, seed, do_sample=True, top_k=20)
+        self._greedy(of, n, seed, do_sample=True, top_k=20)
 
     def _chunked(self, of: Held, n: int, seed: int) -> None:
         chunk = {"prefill_chunk_size": 8 + n % 7}  # more than any padding
-        self._generate(of, n, seed, **({} if of.ids.shape[1] else chunk))
+        self._greedy(of, n, seed, **({} if of.ids.shape[1] else chunk))
 
     def _lookup(self, of: Held, n: int, seed: int) -> None:
-        self._generate(of, n, seed, **({"prompt_lookup_num_tokens": 2 + n % 3} if self._assists(of) else {}))
+        self._greedy(of, n, seed, **({"prompt_lookup_num_tokens": 2 + n % 3} if self._assists(of) else {}))
 
     def _assisted(self, of: Held, n: int, seed: int) -> None:
         assists = self._assists(of) and self.setting["attention"] == "decoded"
         draft = {"assistant_model": model_of("llama-gqa"), "num_assistant_tokens": 3} if assists else {}
-        self._generate(of, n, seed, **draft)
+        self._greedy(of, n, seed, **draft)
 
     def _assists(self, of: Held) -> bool:
         """Whether drafts are offered: transformers gives a cache that holds tokens all of them again."""
@@ -411,7 +384,7 @@ class Machine:
         if of.ids.shape[1]:  # as transformers asks for it
             self._repeat(of, 1, 0)
             of.ids, of.mask = of.ids[::2], of.mask[::2]
-        self._generate(of, n, seed, num_beams=beams)
+        self._greedy(of, n, seed, num_beams=beams)
         self._reset(of, 0, 0)
         of.ids, of.mask = of.ids[:batch], of.mask[:batch]
         of.padding = of.padding[:batch]
@@ -451,7 +424,7 @@ class Machine:
         of.cache.reset()
         of.ids, of.mask = of.ids[:, :0], of.mask[:, :0]
 
-    def _copied(self, of: Held, cache: Any, both: int) -> None:
+    def go_on(self, of: Held, cache: Any, both: int) -> None:
         for old, new in zip(of.cache.packed_layers, cache.packed_layers, strict=True):
             self._watch(new, self.tokens(old).copy(), self.seen[id(old)])
         if both % 3 and len(self.held) < MOST_CACHES:
@@ -459,17 +432,11 @@ class Machine:
         else:
             of.cache = cache
 
-    def _deepcopy(self, of: Held, _: int, both: int) -> None:
-        self._copied(of, copy.deepcopy(of.cache), both)
-
-    def _pickle(self, of: Held, _: int, both: int) -> None:
-        self._copied(of, pickle.loads(pickle.dumps(of.cache)), both)
-
     def _save(self, of: Held, _: int, both: int) -> None:
         if of.ids.shape[1] and not any(layer.holds_state for layer in of.cache.plan.layers):
             path = self.folder / "cache.safetensors"
             of.cache.save(path)
-            self._copied(of, load_cache(path, self.model), both)
+            self.go_on(of, load_cache(path, self.model), both)
 
 
 @contextlib.contextmanager
@@ -526,13 +493,7 @@ def watching(machine: Machine) -> Iterator[None]:
 
 
 def run(setting: Setting, operations: list[Operation]) -> None:
-    """Run a program.
-
-    Raises
-    ------
-    Mismatch
-        A layer differs from its oracle, or something is raised that should not be.
-    """
+    """Run a program; raises ``Mismatch`` if a layer differs from its oracle or raises what it should not."""
     with tempfile.TemporaryDirectory() as folder, torch.no_grad(), attending(setting):
         machine = Machine(setting, folder)
         with watching(machine):

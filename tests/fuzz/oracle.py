@@ -8,6 +8,8 @@ split its calls would show.
 import copy
 import functools
 import math
+import pickle
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from pathlib import Path
 from traceback import extract_tb
@@ -29,10 +31,51 @@ class Mismatch(AssertionError):
     """A cache does not hold or attend what the oracle does."""
 
 
-def unexpected(error: Exception) -> str:
-    """An exception's type, text and the three innermost places: a bare ``assert`` says nothing else."""
-    places = " < ".join(f"{Path(f.filename).name}:{f.lineno}" for f in reversed(extract_tb(error.__traceback__)[-3:]))
-    return f"{type(error).__name__}: {error} (at {places})"
+class Stopped(Exception):
+    """A refusal that the documentation names, after which layers differ: the program ends."""
+
+
+class Machine(ABC):
+    """Runs the operations of one setting on its caches, ``held``; raises ``Mismatch`` if one differs from its oracle.
+
+    An operation is the method of its name with ``_`` before.
+    """
+
+    held: list[Any]
+
+    def run(self, operations: list[list[Any]]) -> None:
+        for i, (name, who, *numbers) in enumerate(operations):
+            of = self.held[who % len(self.held)]
+            try:
+                self.operate(getattr(self, f"_{name}"), of, numbers)
+                self.check(of)
+            except Stopped:
+                return
+            except Mismatch as error:
+                raise Mismatch(f"operation {i}, {name}: {error}") from None
+            except Exception as error:  # with the three innermost places: a bare ``assert`` says nothing else
+                frames = reversed(extract_tb(error.__traceback__)[-3:])
+                at = " < ".join(f"{Path(f.filename).name}:{f.lineno}" for f in frames)
+                raise Mismatch(f"operation {i}, {name}: {type(error).__name__}: {error} (at {at})") from error
+        for of in self.held:
+            self.check(of)
+
+    def operate(self, operation: Callable[..., None], of: Any, numbers: list[int]) -> None:
+        operation(of, *numbers)
+
+    @abstractmethod
+    def check(self, of: Any) -> None:
+        """Compare a cache with its oracle."""
+
+    @abstractmethod
+    def go_on(self, of: Any, cache: Any, both: int) -> None:
+        """Go on with a copy, or with both."""
+
+    def _deepcopy(self, of: Any, *numbers: int) -> None:
+        self.go_on(of, copy.deepcopy(of.cache), numbers[-1])
+
+    def _pickle(self, of: Any, *numbers: int) -> None:
+        self.go_on(of, pickle.loads(pickle.dumps(of.cache)), numbers[-1])
 
 
 def _apart(method: Callable[..., Any]) -> Callable[..., Any]:
@@ -300,20 +343,10 @@ class LayerTokens:
                     f"states {_runs(self.roles[role].where)}"
                 )
 
-    def attention(
-        self,
-        q: Tensor,
-        visible: Tensor,
-        *,
-        scale: float | None = None,
-        bias: Tensor | None = None,
-        sinks: Tensor | None = None,
-        softcap: float = 0.0,
-    ) -> Tensor:
-        """Attention of ``q [B, HQ, n, D]`` in float64; ``visible`` is boolean and broadcasts to ``[B, HQ, n, N]``."""
+    def attention(self, q: Tensor, visible: Tensor, **rules: Any) -> Tensor:
+        """``attention64`` over the tokens of the cache; ``visible`` broadcasts to ``[B, HQ, n, N]``."""
         self.encode()
-        k, v = (tokens.read for tokens in self.roles.values())
-        return attention64(q, k, v, visible, scale=scale, bias=bias, sinks=sinks, softcap=softcap)
+        return attention64(q, *(tokens.read for tokens in self.roles.values()), visible, **rules)
 
     def check_attention(self, found: Tensor, want: Tensor, of: str = "") -> None:
         """Compare attention's result, of any dtype, with the right one in float64."""

@@ -1,6 +1,5 @@
 """Random programs: a sample with fixed seeds, many with fresh seeds each night; and caches in threads."""
 
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from datetime import date
 from threading import Barrier
@@ -21,28 +20,25 @@ from packedkv.store.site import RoleState
 from tests.conftest import tiny_model
 from tests.fuzz import fault_of, program_of, run_seeds
 
-SAMPLE, PARTS = 300, 10
-NIGHTLY, NIGHTLY_PARTS = 20_000, 40
+NIGHTLY = 20_000
 
 
-def check(seeds: range) -> None:
-    _, faults = run_seeds(seeds)
+PARTS = [
+    *(range(i, i + 30) for i in range(0, 300, 30)),
+    *(pytest.param(range(i, i + 500), marks=pytest.mark.nightly) for i in range(0, NIGHTLY, 500)),
+]
+
+
+@pytest.mark.parametrize("part", PARTS, ids=str)
+def test_seeds(part: range, capsys: pytest.CaptureFixture[str]) -> None:
+    """A sample of fixed seeds; each night other ones."""
+    if len(part) > 30:
+        first = date.today().toordinal() * NIGHTLY + part.start
+        part = range(first, first + len(part))
+        with capsys.disabled():
+            print(f"seeds {first} to {part[-1]}")
+    _, faults = run_seeds(part)
     assert not faults, "\n".join(map(str, faults))
-
-
-@pytest.mark.parametrize("part", range(PARTS))
-def test_sample(part: int) -> None:
-    check(range(part * SAMPLE // PARTS, (part + 1) * SAMPLE // PARTS))
-
-
-@pytest.mark.nightly
-@pytest.mark.parametrize("part", range(NIGHTLY_PARTS))
-def test_fresh_seeds(part: int, capsys: pytest.CaptureFixture[str]) -> None:
-    count = NIGHTLY // NIGHTLY_PARTS
-    first = date.today().toordinal() * NIGHTLY + part * count
-    with capsys.disabled():
-        print(f"seeds {first} to {first + count - 1}")
-    check(range(first, first + count))
 
 
 def _wrong_scale(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -79,10 +75,9 @@ def test_faults_are_found(fault: Any, monkeypatch: pytest.MonkeyPatch) -> None:
 SPECS = ("ghost-4", "saw-int4:mean=pre", "kivi-4")
 
 
-def _calls(thread: int, count: int) -> Iterator[tuple[str, int]]:
+def _calls(thread: int, count: int) -> list[tuple[str, int]]:
     """Presets and seeds of the calls of a thread."""
-    for i in range(count):
-        yield SPECS[(thread + i) % len(SPECS)], 100 * thread + i
+    return [(SPECS[(thread + i) % len(SPECS)], 100 * thread + i) for i in range(count)]
 
 
 def _generated(model: Any, spec: str, seed: int) -> list[Tensor]:
@@ -96,7 +91,10 @@ def _generated(model: Any, spec: str, seed: int) -> list[Tensor]:
     return [out.sequences, *out.logits]
 
 
-def _threads_give_what_one_gives(threads: int, count: int, models: int, attention: str) -> None:
+@pytest.mark.parametrize("attention", ["sdpa", "packedkv"])
+@pytest.mark.parametrize("models", [1, 2])
+@pytest.mark.parametrize(("threads", "count"), [(4, 4), pytest.param(8, 50, marks=pytest.mark.nightly)])
+def test_threads_give_what_one_gives(threads: int, count: int, models: int, attention: str) -> None:
     if attention == "packedkv" and (reason := refusal(torch.device("cpu"))):
         pytest.skip(reason)
     names = ("llama-gqa", "qwen2")[:models]
@@ -116,16 +114,3 @@ def _threads_give_what_one_gives(threads: int, count: int, models: int, attentio
             want = _generated(first[thread % models], *call)
             for x, y in zip(result, want, strict=True):
                 assert torch.equal(x, y), f"thread {thread}, {call}: off by {float((x - y).abs().max()):.3g}"
-
-
-@pytest.mark.parametrize("attention", ["sdpa", "packedkv"])
-@pytest.mark.parametrize("models", [1, 2])
-def test_threads(models: int, attention: str) -> None:
-    _threads_give_what_one_gives(4, 4, models, attention)
-
-
-@pytest.mark.nightly
-@pytest.mark.parametrize("attention", ["sdpa", "packedkv"])
-@pytest.mark.parametrize("models", [1, 2])
-def test_many_threads(models: int, attention: str) -> None:
-    _threads_give_what_one_gives(8, 50, models, attention)
