@@ -8,6 +8,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, get_args
 
+import accelerate
 import pytest
 import torch
 import transformers
@@ -42,7 +43,6 @@ LARGE = 400.0
 DYNAMIC = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}
 RAW = "saw-int4:mean=none"
 BROKEN = (RAW, "turboquant-4:mean=none", "int-4:mean=none", "q4_0:mean=none")
-HOLDING = ("kivi-4", "int-8", "dense")
 
 
 def biased(bias: float = LARGE, layers: tuple[int, ...] = (0, 1), **changed: Any) -> Any:
@@ -102,12 +102,18 @@ FAMILIES: dict[str, tuple[dict[str, Any], str, bool]] = {
 }
 
 
+def made_of(family: str) -> tuple[Any, str, bool]:
+    """A random model, the name of what projects its keys, and whether it rotates them."""
+    options, projection, rotates = FAMILIES[family]
+    torch.manual_seed(0)
+    config = getattr(transformers, f"{family}Config")(**options)
+    return transformers.AutoModelForCausalLM.from_config(config).eval(), projection, rotates
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 def test_the_keys_are_those_that_the_model_caches(family: str) -> None:
     """Layer 0 at position 0, where RoPE turns nothing: split, norms and biases are the model's."""
-    options, projection, rotates = FAMILIES[family]
-    torch.manual_seed(0)
-    made = transformers.AutoModelForCausalLM.from_config(getattr(transformers, f"{family}Config")(**options)).eval()
+    made, projection, rotates = made_of(family)
     with torch.no_grad():
         for name, weight in made.named_parameters():
             weight.normal_(1.0 if name.endswith("norm.weight") else 0.0, 0.1)
@@ -145,7 +151,7 @@ def test_presets_that_break_on_the_key_biases_are_refused(changed: dict[str, Any
     for spec in BROKEN:
         with pytest.raises(BrokenPresetError, match=f"{spec} breaks on the key biases"):
             biases.check(packedkv.get(spec))
-    for spec in HOLDING:
+    for spec in ("kivi-4", "int-8", "dense"):
         biases.check(packedkv.get(spec))
     worst = biases.worst(packedkv.get(RAW))
     assert worst.broken
@@ -174,6 +180,12 @@ def test_small_biases_and_none_are_not_looked_at(monkeypatch: pytest.MonkeyPatch
     for made in (biased(0.0), biased(0.5), tiny_model("llama-gqa"), tiny_model("qwen3")):
         for spec in ("saw-int4", "int-2", "turboquant-2"):
             packedkv.cache_for(made, spec)
+
+    with torch.device("meta"):  # a model without weights is treated as its config
+        empty = transformers.Qwen2ForCausalLM(tiny_config("qwen2"))
+    assert judged(empty) is None
+    for given in (empty, empty.config):
+        assert packedkv.cache_for(given, "saw-int4").report()["mean"] == "none"
 
 
 def test_a_norm_of_the_keys_takes_the_size_of_a_bias() -> None:
@@ -207,53 +219,17 @@ def test_weights_that_cannot_be_called_give_way_to_the_first_tokens(caplog: pyte
     assert "whose values cannot be read (needs all ranks): mean=pre" in caplog.text
 
 
-def test_a_model_without_weights_is_treated_as_its_config() -> None:
-    with torch.device("meta"):
-        empty = transformers.Qwen2ForCausalLM(tiny_config("qwen2"))
-    assert judged(empty) is None
-    for given in (empty, empty.config):
-        assert packedkv.cache_for(given, "saw-int4").report()["mean"] == "none"
-
-
-# -- weights that lie elsewhere ----------------------------------------------------------------------------------------
-
-
-def brought(made: Any) -> None:
-    """Leave all weights on meta; hooks bring a module's own when it is called, as accelerate's do."""
-    for module in made.modules():
-        own = {name: p.data for name, p in module.named_parameters(recurse=False)}
-        if not own:
-            continue
-
-        def put(module: nn.Module, found: dict[str, torch.Tensor]) -> None:
-            for name, x in found.items():
-                setattr(module, name, nn.Parameter(x, requires_grad=False))
-
-        away = {name: x.to("meta") for name, x in own.items()}
-        module.register_forward_pre_hook(lambda m, _, put=put, own=own: put(m, own))
-        module.register_forward_hook(lambda m, _, __, put=put, away=away: put(m, away))
-        put(module, away)
-
-
-def on_cpu(made: Any) -> None:
-    pytest.importorskip("accelerate").cpu_offload(made, execution_device="cpu")
-
-
-def on_disk(made: Any, folder: Path) -> None:
-    pytest.importorskip("accelerate").disk_offload(made, str(folder), execution_device="cpu")
-
-
-def in_parts(made: Any, folder: Path) -> None:
-    """Half of a partly offloaded model's layers on disk."""
-    places = dict.fromkeys(("model.embed_tokens", "model.norm", "model.rotary_emb", "lm_head", "model.layers.0"), "cpu")
-    places["model.layers.1"] = "disk"
-    pytest.importorskip("accelerate").dispatch_model(made, places, main_device="cpu", offload_dir=str(folder))
-
-
-@pytest.mark.parametrize("offload", [brought, on_cpu, on_disk, in_parts])
-def test_offloaded_weights_are_read_as_others(offload: Any, model: Any, tmp_path: Path) -> None:
+@pytest.mark.parametrize("where", ["cpu", "disk", "one layer on disk"])
+def test_offloaded_weights_are_read_as_others(where: str, model: Any, tmp_path: Path) -> None:
     made = biased()
-    offload(made, *[tmp_path] * (offload.__code__.co_argcount - 1))
+    if where == "cpu":
+        accelerate.cpu_offload(made, execution_device="cpu")
+    elif where == "disk":
+        accelerate.disk_offload(made, str(tmp_path), execution_device="cpu")
+    else:
+        names = ("model.embed_tokens", "model.norm", "model.rotary_emb", "lm_head", "model.layers.0")
+        places = {**dict.fromkeys(names, "cpu"), "model.layers.1": "disk"}
+        accelerate.dispatch_model(made, places, main_device="cpu", offload_dir=str(tmp_path))
     assert any(p.is_meta for p in made.parameters())
     with pytest.raises(BrokenPresetError, match=SENTENCE):
         packedkv.cache_for(made, RAW)
@@ -305,12 +281,9 @@ def test_a_log_line_says_what_was_found(model: Any, caplog: pytest.LogCaptureFix
 # -- advice ------------------------------------------------------------------------------------------------------------
 
 
-def with_biases(family: str, **changed: Any) -> Any:
+def with_biases(family: str) -> Any:
     """A model of ``FAMILIES`` with large key biases, and queries that see them."""
-    options, projection, _ = FAMILIES[family]
-    torch.manual_seed(0)
-    config = getattr(transformers, f"{family}Config")(**{**options, **changed})
-    made = transformers.AutoModelForCausalLM.from_config(config).eval()
+    made, projection, _ = made_of(family)
     hidden, heads = made.config.hidden_size, made.config.num_attention_heads
     with torch.no_grad():
         for name, weight in made.named_parameters():
@@ -393,19 +366,14 @@ def test_cache_for_refuses_and_goes_on_when_told(model: Any) -> None:
             generate(packedkv.cache_for(model, spec, **given))
 
 
-def test_a_saved_cache_is_loaded_with_a_word(model: Any, tmp_path: Any) -> None:
-    cache = packedkv.cache_for(model, RAW, probe="off")
-    read(model, prompt(1, 40), cache)
+def test_a_saved_cache_is_loaded_with_a_warning_and_weights_that_change_are_judged_again(tmp_path: Path) -> None:
+    made = biased()
+    cache = packedkv.cache_for(made, RAW, probe="off")
+    read(made, prompt(1, 40), cache)
     cache.save(tmp_path / "cache")
     with pytest.warns(PackedKVWarning, match=SENTENCE):
-        again = packedkv.load_cache(tmp_path / "cache", model)
+        again = packedkv.load_cache(tmp_path / "cache", made)
     assert int(again.get_seq_length()) == 40
-
-
-def test_weights_that_change_are_judged_again() -> None:
-    made = biased()
-    with pytest.raises(BrokenPresetError):
-        packedkv.cache_for(made, RAW)
     with torch.no_grad():
         for layer in made.model.layers:
             layer.self_attn.k_proj.bias.zero_()
@@ -599,12 +567,6 @@ def test_refused_prefill_leaves_the_cache_empty_and_is_refused_again(name: str) 
     assert int(cache.get_seq_length()) == 200
 
 
-def test_what_is_merely_coarse_is_warned_of_not_refused() -> None:
-    """Two bits of a method that has them lose much of ordinary keys too; that is what was asked for."""
-    with pytest.warns(PackedKVWarning, match="int-2 breaks"):
-        prefill("int-2", keys(8.0))
-
-
 @pytest.mark.parametrize(
     ("spec", "bias"),
     [
@@ -619,7 +581,10 @@ def test_codecs_that_hold_do_not_warn(spec: str, bias: float) -> None:
     assert bias or all(x["channel_error"] < 0.5 and x["outlier_ratio"] < 5 for x in found)
 
 
-def test_too_few_tokens_are_not_judged() -> None:
+def test_what_is_merely_coarse_is_warned_of_and_few_tokens_are_not_judged() -> None:
+    """Two bits of a method that has them lose much of ordinary keys too; that is what was asked for."""
+    with pytest.warns(PackedKVWarning, match="int-2 breaks"):
+        prefill("int-2", keys(8.0))
     assert prefill("int-2", keys(60.0, tokens=8)).report()["keys"] == {}
 
 
