@@ -1,21 +1,16 @@
 """Every architecture of transformers equals ``DynamicCache`` within the loss of 16-bit storage, or is refused."""
 
 import copy
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
-from transformers import (
-    CONFIG_MAPPING,
-    AutoModelForCausalLM,
-    AutoModelForSeq2SeqLM,
-    DynamicCache,
-    EncoderDecoderCache,
-)
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM, AutoModelForSeq2SeqLM, DynamicCache, EncoderDecoderCache
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as CAUSAL
 from transformers.models.auto.modeling_auto import MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES as SEQ2SEQ
 
@@ -104,25 +99,17 @@ def _shrunken(config: Any) -> dict[str, Any]:
     layers = next((small[n] for n in ("num_hidden_layers", "n_layer", "num_layers", "decoder_layers") if n in small), 4)
     for name, value in stated.items():
         if name.endswith(("layer_types", "layers_block_type", "_pattern", "layers_types")) and isinstance(value, list):
-            small[name] = _shortened(value, layers)
+            kinds = list(dict.fromkeys(value))  # one of each kind first
+            small[name] = (kinds + [value[0]] * layers)[:layers]
         elif name in HALVES and hasattr(config, name) and getattr(config, name) is not None:
             half = getattr(config, name)
             small[name] = type(half)(**_shrunken(half)).to_dict() if not isinstance(half, dict) else half
     rope = stated.get("rope_parameters")
     if isinstance(rope, dict):
         small["rope_parameters"] = rope
-    keep = {name: value for name, value in stated.items() if name not in small and _is_plain(name, value)}
+    gone = {*small, "model_type", "transformers_version", "dtype"}
+    keep = {name: x for name, x in stated.items() if name not in gone and isinstance(x, bool | str | float)}
     return {**keep, **small}
-
-
-def _is_plain(name: str, value: Any) -> bool:
-    return isinstance(value, bool | str | float) and name not in ("model_type", "transformers_version", "dtype")
-
-
-def _shortened(value: list[Any], layers: int) -> list[Any]:
-    """A list by layer of the first layers, with one of each kind."""
-    kinds = list(dict.fromkeys(value))
-    return (kinds + [value[0]] * layers)[:layers]
 
 
 def small_model(kind: str, **changed: Any) -> Any:
@@ -166,21 +153,20 @@ def tokens(rows: int, count: int, seed: int = 0) -> Tensor:
 def attending(model: Any, attention: str | None) -> Iterator[None]:
     own = model.config._attn_implementation
     try:
-        if attention is not None:
-            model.set_attn_implementation(attention)
+        model.set_attn_implementation(attention or own)
         yield
     finally:
         model.set_attn_implementation(own)
 
 
-def turns(model: Any, cache: Any, *, padding: int, seed: int) -> list[Tensor]:
+def turns(model: Any, cache: Any, padding: int) -> list[Tensor]:
     """Logits of the newest token after each pass of ``TURNS``, for two sequences of which one has left padding."""
-    ids, mask = tokens(2, sum(TURNS), seed), torch.ones(2, sum(TURNS), dtype=torch.long)
+    ids, mask = tokens(2, sum(TURNS), 3), torch.ones(2, sum(TURNS), dtype=torch.long)
     found, done = [], 0
     given: dict[str, Any] = {}
     name = "input_ids"
     if model.config.is_encoder_decoder:
-        source, seen = tokens(2, 11, seed + 1), torch.ones(2, 11, dtype=torch.long)
+        source, seen = tokens(2, 11, 4), torch.ones(2, 11, dtype=torch.long)
         if padding:
             seen[1, -padding:] = 0
         given = {"encoder_outputs": model.get_encoder()(source, attention_mask=seen), "attention_mask": seen}
@@ -197,16 +183,22 @@ def turns(model: Any, cache: Any, *, padding: int, seed: int) -> list[Tensor]:
     return found
 
 
-def generated(model: Any, cache: Any, seed: int, **options: Any) -> Any:
-    return model.generate(
-        tokens(1, 9, seed).repeat(1, 3),
-        **({} if cache is None else passing(model, cache)),
-        max_new_tokens=6,
-        do_sample=False,
-        return_dict_in_generate=True,
-        output_logits=True,
-        **options,
-    )
+def generated(model: Any, cache: Any, **options: Any) -> list[Tensor]:
+    """Logits of each generated token; of beams their scores."""
+    out = model.generate(
+        tokens(1, 9, 5).repeat(1, 3), **passing(model, cache), max_new_tokens=6, do_sample=False,
+        return_dict_in_generate=True, output_logits=True, **options,
+    )  # fmt: skip
+    return [out.sequences_scores] if "num_beams" in options else list(out.logits)
+
+
+SITUATIONS: dict[str, Callable[[Any, Any], list[Tensor]]] = {
+    "no padding": partial(turns, padding=0),
+    "padding": partial(turns, padding=4),
+    "greedy": generated,
+    "prompt look-up": partial(generated, prompt_lookup_num_tokens=3),
+    "beams": partial(generated, num_beams=3, output_scores=True),
+}
 
 
 def plain_cache(model: Any) -> Any:
@@ -228,51 +220,26 @@ def alike(ours: list[Tensor], theirs: list[Tensor]) -> float:
     return worst
 
 
-def attempt(call: Any) -> Any:
-    """Result of a call, or None where transformers itself does not serve the model so."""
-    try:
-        return call()
-    except Exception:
-        return None
-
-
 def check(kind: str, spec: str, attention: str | None) -> str:
     """Compare a packed cache with ``DynamicCache`` in each situation; return how the model was served."""
     model = small_model(kind)
-    with torch.no_grad(), attending(model, None):
-        wanted: dict[str, Any] = {}
-        for padding in (0, 4):
-            wanted[f"padding {padding}"] = attempt(lambda: turns(model, plain_cache(model), padding=padding, seed=3))  # noqa: B023
-        wanted["greedy"] = attempt(lambda: generated(model, plain_cache(model), 5))
-        wanted["prompt look-up"] = attempt(lambda: generated(model, plain_cache(model), 5, prompt_lookup_num_tokens=3))
-        wanted["beams"] = attempt(lambda: generated(model, plain_cache(model), 5, num_beams=3, output_scores=True))
-        if all(result is None for result in wanted.values()):
-            raise NotBuilt(f"{kind} does not run")
+    wanted: dict[str, list[Tensor]] = {}
+    with torch.no_grad():
+        for name, run in SITUATIONS.items():
+            with suppress(Exception):  # transformers itself does not serve the model so
+                wanted[name] = run(model, plain_cache(model))
+    if not wanted:
+        raise NotBuilt(f"{kind} does not run")
     with torch.no_grad(), attending(model, attention):
-
-        def cache() -> Any:
-            return cache_for(model, spec, probe=False)
-
         try:
-            way = cache().options["attention"]
+            way = cache_for(model, spec, probe=False).options["attention"]
         except (UnsupportedError, ShapeError) as error:
             return f"refused: {error}"
-        for padding in (0, 4):
-            if (want := wanted[f"padding {padding}"]) is not None:
-                got = turns(model, cache(), padding=padding, seed=3)
-                assert spec != "dense" or alike(got, want) < LOSS, (kind, padding, alike(got, want))
-        for name, options in (
-            ("greedy", {}),
-            ("prompt look-up", {"prompt_lookup_num_tokens": 3}),
-            ("beams", {"num_beams": 3, "output_scores": True}),
-        ):
-            if (want := wanted[name]) is None:
-                continue
-            got = generated(model, cache(), 5, **options)
-            if spec == "dense" and name == "beams":
-                assert float((got.sequences_scores - want.sequences_scores).abs().max()) < LOSS, (kind, name)
-            elif spec == "dense":
-                assert alike(list(got.logits), list(want.logits)) < LOSS, (kind, name)
+        for name, want in wanted.items():
+            got = SITUATIONS[name](model, cache_for(model, spec, probe=False))
+            if spec == "dense":
+                off = float((got[0] - want[0]).abs().max()) if name == "beams" else alike(got, want)
+                assert off < LOSS, (kind, name, off)
     return str(way)
 
 
@@ -336,19 +303,18 @@ class Adapted(nn.Module):
         return self.base
 
 
-def wrappers() -> dict[str, Any]:
-    return {
-        "peft": Adapted,
-        "compiled": lambda model: torch.compile(model, backend="eager"),
-        "parallel": nn.DataParallel,
-        "both": lambda model: torch.compile(Adapted(model), backend="eager"),
-    }
+WRAPPERS: dict[str, Callable[[nn.Module], Any]] = {
+    "peft": Adapted,
+    "compiled": lambda model: torch.compile(model, backend="eager"),
+    "parallel": nn.DataParallel,
+    "both": lambda model: torch.compile(Adapted(model), backend="eager"),
+}
 
 
-@pytest.mark.parametrize("name", wrappers())
+@pytest.mark.parametrize("name", WRAPPERS)
 def test_the_model_inside_a_wrapper_is_taken(tiny: Any, tmp_path: Path, name: str) -> None:
     model = tiny("qwen2")
-    wrapped = wrappers()[name](model)
+    wrapped = WRAPPERS[name](model)
     cache = cache_for(wrapped, "kivi-4:mean=pre")
     with torch.no_grad():
         model(tokens(1, 40), **passing(wrapped, cache))
@@ -388,7 +354,7 @@ def test_a_prompt_that_the_cache_holds_already_is_refused_in_words(tiny: Any, na
     with torch.no_grad():
         model(tokens(1, 60), **passing(model, cache))
     with pytest.raises(UnsupportedError, match=r"no new tokens: the cache holds 60, .* call cache.reset\(\)"):
-        generated(model, cache, 6)
+        generated(model, cache)
     assert cache.get_seq_length() == 60
 
 
