@@ -479,6 +479,10 @@ def of(codec: Codec) -> dict[str, Pair]:
     return {str(codec): (codec, codec)}
 
 
+def at(codec: Codec, *dims: int) -> list[tuple[str, int]]:
+    return [(str(codec), dim) for dim in dims]
+
+
 def geometries() -> list[Any]:
     """Pages, tiles, warps, stages, teams and tables of other sizes."""
     found = []
@@ -516,7 +520,7 @@ def geometries() -> list[Any]:
         found += rows(f"{teams} teams", of(INT4), (64,), (*TEAMS, Case((65,))), 1.0, geometry=size)
         for codec in (Hqmq(24, 3), Hqmq(48, 4)):
             for stages in (1, 2, 3):
-                often = [(str(codec), 64)] if (teams + stages + (codec.s == 48)) % 2 else []
+                often = at(codec, 64) if (teams + stages + (codec.s == 48)) % 2 else []
                 size = Geometry(tile=16, warps=warps, teams=teams, stages=stages)
                 label = f"{teams} teams, {stages} stages"
                 found += rows(label, of(codec), (64,), TEAMS, 1.0, often=often, geometry=size)
@@ -585,7 +589,7 @@ def numbers() -> list[Any]:
         found += rows("only outliers", of(replace(OUTLIERS[name], c=0.1, slots=1)), (64,), cases)
     for name in ("hqmq", "hqmq-s96_r4", "int-8"):
         codec, case = OUTLIERS[name], Case((130, 64), change=beyond_any_scale)
-        found += rows("outliers", of(codec), (64, 128), [case], often=[(str(codec), 64), (str(codec), 128)])
+        found += rows("outliers", of(codec), (64, 128), [case], often=at(codec, 64, 128))
     return found
 
 
@@ -610,8 +614,8 @@ OUTLIER_PAIRS = {name: (codec, codec) for name, codec in OUTLIERS.items()}
 @pytest.mark.parametrize(
     ("key", "value", "dim", "cases", "geometry", "tolerance"),
     [
-        *rows("", of(SAW), (64, 192, 256, 512, 80), tolerance=1.0, often=[(str(SAW), d) for d in (64, 192, 256, 512)]),
-        *rows("", of(SAW), (96, 128), (*CASES, *APART), 1.0, often=[(str(SAW), 96), (str(SAW), 128)]),
+        *rows("", of(SAW), (64, 192, 256, 512, 80), tolerance=1.0, often=at(SAW, 64, 192, 256, 512)),
+        *rows("", of(SAW), (96, 128), (*CASES, *APART), 1.0, often=at(SAW, 96, 128)),
         *rows("", GROUPS, (128, 64, 96, 256, 512)),
         *rows("", LONG, (128, 64, 96, 256, 512, 192), LONG_CASES, often=LONG_OFTEN),
         *rows("", LEVEL_PAIRS, (64, 96, 128, 256, 512), level_cases),
@@ -624,14 +628,7 @@ OUTLIER_PAIRS = {name: (codec, codec) for name, codec in OUTLIERS.items()}
         *rows("", of(Ghost(3)), (128,), GHOST_CASES, 1.0),
         *rows("dense joins", of(Ghost(4)), (64,), JOINED, 1.0),
         *rows("dtypes", of(SAW), (64,), MIXED),
-        *rows(
-            "means",
-            of(SAW),
-            (96, 128, 256, 64, 80, 192),
-            mean_cases,
-            1.0,
-            often=[(str(SAW), d) for d in (96, 128, 256)],
-        ),
+        *rows("means", of(SAW), (96, 128, 256, 64, 80, 192), mean_cases, 1.0, often=at(SAW, 96, 128, 256)),
         *rows("one for all", of(One(2.5)), (64,), CASES[:3], 1.0),
         # mixed channels: dense tokens, means and windows stay in the model's basis
         *rows("klt", of(Klt(3, "klt")), (128,), GHOST_CASES, 1.0, often=[]),
@@ -648,10 +645,11 @@ def test_decode(
 
 @pytest.mark.parametrize("role", ROLES)
 def test_a_wrong_basis_shows(role: Role) -> None:
+    def changed(pair: Any) -> Any:
+        return pair._replace(**{role: replace(getattr(pair, role), order=32)})
+
     with pytest.raises(AssertionError, match=r"relative error|log-sum-exp"):
-        check_all(
-            SAW, SAW, 64, [Case()], changed=lambda pair: pair._replace(**{role: replace(getattr(pair, role), order=32)})
-        )
+        check_all(SAW, SAW, 64, [Case()], changed=changed)
 
 
 def test_offsets_make_every_group_asymmetric() -> None:
