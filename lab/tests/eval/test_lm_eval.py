@@ -4,6 +4,7 @@ Needs the extra ``eval`` (``make test-eval``). Small models are made here; the r
 skips where it cannot be had.
 """
 
+import inspect
 import json
 import os
 import re
@@ -14,11 +15,13 @@ from pathlib import Path
 import pytest
 import torch
 from tests.cli.tiny import TEXT, corrupt, tiny_llama, tiny_tokenizer
+from transformers import T5Config, T5ForConditionalGeneration
 
 import packedkv
 from packedkv.cli.measure.caches import packed_cache
 from packedkv.cli.measure.perplexity import compressed_logits
 from packedkv.errors import FormatError, ModelError, SpecError, UnsupportedError
+from packedkv.fitting.fit import fit_model
 from packedkv.models.loading import LoadedModel, load_text
 
 pytest.importorskip("lm_eval", reason="needs the extra eval: make test-eval")
@@ -52,6 +55,11 @@ def tiny_loaded(dtype=torch.float32) -> LoadedModel:
     tokenizer = tiny_tokenizer()
     tokenizer.eos_token = tokenizer.pad_token = tokenizer.convert_ids_to_tokens(0)
     return LoadedModel(tiny_llama().to(dtype), tokenizer, "tiny", "made in the test")
+
+
+def save(loaded, folder):
+    loaded.model.save_pretrained(folder)
+    loaded.tokenizer.save_pretrained(folder)
 
 
 @pytest.fixture(scope="module")
@@ -98,7 +106,7 @@ def test_hf_and_the_dense_preset_give_the_same_scores_on_the_real_model(smollm2,
     text = load_text().text
     items = [text[at : at + 400].rsplit(" ", 1)[0] for at in range(0, 2000, 500)]
     rows = [{"ctx": x[:-20], "endings": [x[-20:], " the of and in"], "label": 0} for x in items]
-    task = local_choices("choices", write_lines(tmp_path / "items.jsonl", rows))
+    task = local_choices(write_lines(tmp_path / "items.jsonl", rows))
     models = (
         HFLM(smollm2.model, tokenizer=smollm2.tokenizer),
         *(PackedKVLM(smollm2, spec) for spec in ("dense:dtype=float32", "dense", "saw-int4")),
@@ -147,8 +155,7 @@ def test_too_long_requests_lose_their_beginning_as_in_hf():
 
 def test_a_folder_is_loaded_as_hf_loads_it(tmp_path):
     loaded = tiny_loaded(torch.bfloat16)
-    loaded.model.save_pretrained(tmp_path)
-    loaded.tokenizer.save_pretrained(tmp_path)
+    save(loaded, tmp_path)
     ours = PackedKVLM.create_from_arg_string(f"pretrained={tmp_path},spec=dense", {"batch_size": 1, "device": "cpu"})
     assert ours.model.dtype == torch.bfloat16
     assert answers(ours) == answers(HFLM(str(tmp_path), device="cpu"))
@@ -204,11 +211,10 @@ def test_an_exact_prefill_does_not_score_a_single_token_continuation(model):
 
 def test_rolling_has_nothing_to_prefill_and_reads_codes_throughout(model):
     lm = PackedKVLM(model, INT4, "exact")
-    found = lm.loglikelihood_rolling(requests("loglikelihood_rolling", (TEXT[:400],)), disable_tqdm=True)[0]
+    asked = requests("loglikelihood_rolling", (TEXT[:400],))
+    found = lm.loglikelihood_rolling(asked, disable_tqdm=True)[0]
     assert lm.held.calls == {"decoded": 6}, "400 tokens are two calls of at most 256, in three layers"
-    decoded = PackedKVLM(model, INT4).loglikelihood_rolling(
-        requests("loglikelihood_rolling", (TEXT[:400],)), disable_tqdm=True
-    )[0]
+    decoded = PackedKVLM(model, INT4).loglikelihood_rolling(asked, disable_tqdm=True)[0]
     assert found == pytest.approx(decoded, rel=1e-3), "without a window, the split into calls changes nothing"
 
 
@@ -274,28 +280,17 @@ def test_padding_never_reaches_the_cache(model):
 # -- what a result says ------------------------------------------------------------------------------------------------
 
 
-def evaluate(lm, *tasks, **options):
-    """``simple_evaluate`` on local tasks; lm-eval's own thousands are not even listed."""
-    manager = TaskManager(include_defaults=False)
-    return simple_evaluate(lm, tasks=list(tasks), task_manager=manager, bootstrap_iters=0, **options)
+def evaluate(lm, task):
+    """``simple_evaluate`` on a local task; lm-eval's own thousands are not even listed."""
+    return simple_evaluate(lm, tasks=[task], task_manager=TaskManager(include_defaults=False), bootstrap_iters=0)
 
 
-def local_task(name, path, output="multiple_choice", **options):
-    """A task over a JSON-lines file."""
-    return {
-        "task": name,
-        "dataset_path": "json",
-        "dataset_kwargs": {"data_files": {"test": str(path)}},
-        "output_type": output,
-        "test_split": "test",
-        **options,
-    }
-
-
-def local_choices(name, path, **options):
+def local_choices(path):
+    """A task, ``choices``, over a JSON-lines file."""
     metrics = [{"metric": m, "aggregation": "mean", "higher_is_better": True} for m in ("acc", "acc_norm")]
+    data = {"dataset_path": "json", "dataset_kwargs": {"data_files": {"test": str(path)}}, "test_split": "test"}
     choices = {"doc_to_text": "{{ctx}}", "doc_to_target": "{{label}}", "doc_to_choice": "{{endings}}"}
-    return local_task(name, path, **choices, metric_list=metrics, **options)
+    return {"task": "choices", **data, "output_type": "multiple_choice", **choices, "metric_list": metrics}
 
 
 def write_lines(path, rows):
@@ -307,7 +302,7 @@ ROWS = [{"ctx": TEXT[i : i + 30], "endings": [TEXT[i + 30 : i + 40], "zebra quag
 
 
 def test_the_results_of_a_run_say_what_they_were_read_from(model, tmp_path):
-    task = local_choices("choices", write_lines(tmp_path / "items.jsonl", ROWS))
+    task = local_choices(write_lines(tmp_path / "items.jsonl", ROWS))
     result = evaluate(PackedKVLM(model, "kivi-2:window=16", "exact", seed=3), task)
     said = result["config"]["packedkv"]
     assert result["results"]["choices"]["sample_len"] == 6
@@ -378,16 +373,12 @@ def test_mistakes_are_refused_before_a_model_is_loaded(options, error, text, mon
 
 
 def test_an_encoder_decoder_model_is_refused():
-    from transformers import T5Config, T5ForConditionalGeneration
-
     config = T5Config(vocab_size=256, d_model=16, d_kv=8, d_ff=16, num_layers=1, num_heads=2, decoder_start_token_id=0)
     with pytest.raises(UnsupportedError, match="encoder-decoder"):
         PackedKVLM(T5ForConditionalGeneration(config), "dense", tokenizer=tiny_loaded().tokenizer)
 
 
 def test_constants_fitted_for_another_spec_are_refused(model, tmp_path):
-    from packedkv.fitting.fit import fit_model
-
     spec, file = "innerq-base", tmp_path / "params"
     fit_model(model, spec, TEXT * 4, windows=1, window_tokens=256).save(file)
     lm = PackedKVLM(model, spec, params=file)
@@ -408,13 +399,8 @@ def python(program, *arguments, path=None, fails=False, **more):
     environment = {**os.environ, "HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": "", **more}
     folders = [str(p) for p in (path, ROOT / "src", ROOT) if p]
     environment["PYTHONPATH"] = os.pathsep.join([*folders, environment.get("PYTHONPATH", "")])
-    done = subprocess.run(
-        [sys.executable, "-c", program, *map(str, arguments)],
-        capture_output=True,
-        text=True,
-        env=environment,
-        check=False,
-    )
+    command = [sys.executable, "-c", program, *map(str, arguments)]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
     assert (done.returncode != 0) == fails, done.stderr[-3000:]
     return done
 
@@ -424,19 +410,15 @@ PAGE = (ROOT / "docs/lm-eval.md").read_text()
 
 def test_the_command_line_runs_the_yaml_task_of_the_page(tmp_path):
     """In a process of its own, as ``packedkv-lm-eval`` starts it; the results file holds what was read."""
-    loaded = tiny_loaded()
-    loaded.model.save_pretrained(tmp_path / "model")
-    loaded.tokenizer.save_pretrained(tmp_path / "model")
+    save(tiny_loaded(), tmp_path / "model")
     items = write_lines(tmp_path / "items.jsonl", ROWS)
     task = tmp_path / "my_hellaswag.yaml"
     task.write_text(re.search(r"```yaml\n(.*?)```", PAGE, re.S)[1].replace("/data/hellaswag.jsonl", str(items)))
     command = "from packedkv_lab.eval.lm_eval import main; main()"
     spec = 'spec="kivi-2:window=8,sink=4"'
     arguments = f"--model packedkv --device cpu --tasks {task} --limit 4 --output_path {tmp_path / 'out'}".split()
-    environment = {"HF_DATASETS_CACHE": str(tmp_path / "cache")}
-    done = python(
-        command, *arguments, "--model_args", f"pretrained={tmp_path}/model,prefill=exact,{spec}", **environment
-    )
+    arguments += ["--model_args", f"pretrained={tmp_path}/model,prefill=exact,{spec}"]
+    done = python(command, *arguments, HF_DATASETS_CACHE=str(tmp_path / "cache"))
     assert "my_hellaswag" in done.stdout
     (file,) = (tmp_path / "out").rglob("results_*.json")
     result = json.loads(file.read_text())
@@ -456,8 +438,6 @@ def test_a_mistake_is_one_line_on_the_command_line(monkeypatch):
 
 
 def test_the_page_names_every_option_and_figure():
-    import inspect
-
     named = set(re.findall(r"^\| `(\w+)`", PAGE, re.M))
     assert set(inspect.signature(PackedKVLM.__init__).parameters) - {"self", "options"} <= named
     assert set(PackedKVLM(tiny_loaded(), "dense").get_model_info()["packedkv"]) <= named | {"origin", "sha256"}
