@@ -33,7 +33,7 @@ def cpu_reader(codec: UltraQuant, head_dim: int, role: Role) -> CpuReader:
     if codec.queries != "exact":
         raise UnsupportedError(f"the kernels do not round queries, as {codec} does")
     table = group_levels(codec.unit(head_dim), decode_e2m1(torch.arange(16)))
-    options = GROUP, 0, int(codec.scale == "pow2")
+    options = GROUP, 0, int(codec.scale != "real")
     return CpuReader("group levels", options, tables=lambda _: table, order=codec.order_for(head_dim))
 
 
