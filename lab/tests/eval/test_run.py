@@ -6,14 +6,17 @@ import os
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 from tests.cli.tiny import TEXT, corrupt, tiny_llama, tiny_loaded
+from tests.conftest import tiny_model
 
 from packedkv.cli.measure.compare import Settings, compare
 from packedkv.cli.page.rows import UNCOMPRESSED
 from packedkv.errors import KVError, ShapeError
+from packedkv.fitting.fit import fit_model
 from packedkv.models.loading import SampleText
 from packedkv.registry import LayerChoice, write_recipe
 from packedkv_lab.eval import batches, store
@@ -42,15 +45,10 @@ def data(tmp_path_factory):
     return folder
 
 
-@pytest.fixture
-def settings(data):
-    return settings_for(data)
-
-
 def settings_for(data, **changed) -> RunSettings:
     task = TaskSettings(
         text=SampleText(TEXT, "text", "00" * 32),
-        limits={"perplexity": 2, "kl": 2, "kv_retrieval": 5, "needle": 2},
+        limits=ITEMS_OF,
         data={"kv_retrieval": Path(data) / "kv.jsonl"},
         lengths=(480,),
         depths=(0.0, 1.0),
@@ -150,9 +148,8 @@ def test_run_json_says_what_the_numbers_depend_on(whole, model):
 def test_dense_is_the_uncompressed_model_and_noise_is_not(whole, model, data, tmp_path):
     found = values(whole[0].rows)
     for task, metric in (("perplexity", "perplexity"), ("kv_retrieval", "prefix")):
-        assert found["dense", task, metric, "None"] == pytest.approx(
-            found[UNCOMPRESSED, task, metric, "None"], rel=5e-3
-        )
+        wanted = found[UNCOMPRESSED, task, metric, "None"]
+        assert found["dense", task, metric, "None"] == pytest.approx(wanted, rel=5e-3)
     assert found["dense", "kl", "kl", "None"] < 1e-3 < found["int-4", "kl", "kl", "None"]
     assert found["dense", "needle", "agreement", "None"] == 1.0
     noise = replace(corrupt(), spec="noise")
@@ -180,8 +177,6 @@ def test_an_exact_prefill_is_said_in_every_line_and_row(model, data, tmp_path):
 
 
 def test_fitted_constants_of_a_file_are_used_and_named(model, data, tmp_path):
-    from packedkv.fitting.fit import fit_model
-
     spec = "innerq-base:sink=0,window=0"
     fitted = fit_model(model, spec, TEXT, windows=2, window_tokens=96)
     one = evaluate(model, [spec], ["kl"], tmp_path / "a", settings_for(data), params=[fitted])
@@ -267,10 +262,7 @@ def test_a_spent_budget_begins_no_further_call(whole, model, data, tmp_path, mon
 
         return call
 
-    class Clock:
-        monotonic = staticmethod(lambda: now[0])
-
-    monkeypatch.setattr(module, "time", Clock)
+    monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: now[0]))
     monkeypatch.setattr(Reader, "window", calling(Reader.window))
     monkeypatch.setattr(Reader, "answers", calling(Reader.answers))
     found = evaluate(model, SPECS, TASKS, tmp_path, settings_for(data, budget=4.5))
@@ -340,8 +332,6 @@ def test_a_recipe_written_anew_under_its_name_is_refused_and_the_same_one_is_gon
 
 
 def test_a_head_dim_that_a_codec_cannot_take_is_refused_before_any_work(data, tmp_path):
-    from tests.conftest import tiny_model
-
     narrow = replace(tiny_loaded(), model=tiny_model("llama-gqa", vocab_size=256, head_dim=36))
     with pytest.raises(ShapeError, match="head_dim=36"):
         evaluate(narrow, ["saw-int4"], ["kl"], tmp_path / "new", settings_for(data))
