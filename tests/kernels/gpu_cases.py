@@ -2,16 +2,9 @@
 
     python -m tests.kernels.gpu_cases --cases 10000 --out cases.json
 
-A *combination* is a preset, a head_dim and a page size: what programs are compiled for, the better part of the time. So
-a combination draws once what else decides on programs (``of_programs``: heads that share a KV head, soft cap, teams,
-whether and in how many pairs of channels keys are held without their mean). Four cases share a layer, which draws
-sequences and their tokens (one in thirty has 20k to 128k, one for each preset a million), KV heads, the numbers' law,
-the mean and how it turns; each case lengths (0 and odd ones among them), group, first live token, splits (few of them
-where sequences are long), dense tokens, sinks, diffuse and sharp attention. Every token is another one. Keys and values
-are encoded into pages of a pool of random bytes; bytes have to be those of the codec. Attention's error, against
-float64 over what the codec decodes, may be twice that of PyTorch's bf16 attention over the same decoded keys and
-values. Of 10,000 draws, bf16's roundings happen to cancel in a few: where the bound is missed, bf16's error is taken
-over several roundings of the same problem (``expected``), and the row says so.
+Encoded bytes have to be those of the codec. Attention's error, against float64 over what the codec decodes, may be
+twice that of PyTorch's bf16 attention over the same decoded keys and values. Of 10,000 cases bf16's roundings cancel in
+a few: there bf16's error is taken over several roundings of the same problem (``expected``), and the row says so.
 
 A case again: ``--presets kivi-4 --dims 256 --seed 2400 --cases 1`` with the preset, head_dim and seed of its row (the
 page is that of a first combination, 64, or the least multiple of it that the codecs take).
@@ -77,6 +70,8 @@ SLACK = 2e-4
 
 
 class Combination(NamedTuple):
+    """What programs are compiled for, the better part of the time; ``of_programs`` has what else decides on them."""
+
     preset: str
     dim: int
     page: int
@@ -350,7 +345,6 @@ class Programs(NamedTuple):
 
 
 def of_programs(c: Combination) -> Programs:
-    """Draw them."""
     rng = random.Random(repr(c))
     groups = [rng.choice((1, 2, 3)), 4] if rng.random() < 0.5 else rng.sample((7, 8, 9, 12, 16), 3)
     cap, warps, teams = 30.0 if rng.random() < 0.25 else 0.0, rng.choice((1, 2)), rng.choice((2, 3))
