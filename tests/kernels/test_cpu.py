@@ -39,6 +39,7 @@ from packedkv.kernels.cpu.engine import CpuEngine
 from packedkv.kernels.cpu.mean import cpu_mean
 from packedkv.kernels.cpu.spec import cpu_spec
 from packedkv.kernels.mean import RotatedMean
+from packedkv.kernels.spec import function_of
 from packedkv.kernels.tokens import NewTokens, Rules
 from packedkv.ops.lloyd_max import midpoints
 from packedkv.ops.rope import NOT_TURNED, Rotary
@@ -80,6 +81,21 @@ def codecs(spec: str | Codec) -> list[tuple[Role, Codec]]:
     scheme = packedkv.get(spec).for_layer(8, 24)
     own = [(role, scheme.codec(role).for_dtype(torch.float32)) for role in ROLES]
     return [(role, Klt(x.bits, x.transform) if isinstance(x, Ghost) and "queries" in x.needs else x) for role, x in own]
+
+
+@pytest.mark.parametrize("spec", [*SERVED, *OTHERS], ids=str)
+def test_tables_follow_the_constants_whatever_mode_a_spec_was_made_in(spec: str | Codec) -> None:
+    """Specs are cached for the process: a tensor made with one would keep the first caller's mode or default device."""
+    for role, codec in codecs(spec):
+        params = codec.fit(Site(0, role, 2, 128), Sample(normal(1, 2, 64, 128)))
+        for name in ("reader", "encoder", "cpu_reader", "cpu_encoder"):
+            made = []
+            for place in (contextlib.nullcontext(), torch.inference_mode(), torch.device("meta")):
+                with contextlib.suppress(UnsupportedError), place:
+                    made.append(function_of(codec, name, "")(codec, 128, role))
+            tables = [of.tables(params) for of in made if of.tables is not None]
+            assert not any(x.is_inference() for x in tables)
+            assert all(torch.equal(x, tables[0]) for x in tables)
 
 
 # -- readers -----------------------------------------------------------------------------------------------------------

@@ -45,9 +45,9 @@ def encoder(codec: UltraTQ, head_dim: int, role: Role) -> Encoder:
 
 def cpu_encoder(codec: UltraTQ, head_dim: int, role: Role) -> CpuEncoder:
     """The nearest of 16 levels by their walls; behind them the unit of the norms."""
-    unit = torch.tensor([[codec.unit(head_dim)]], dtype=torch.float64).view(torch.uint8)
 
     def tables(params: Params) -> Tensor:
+        unit = torch.tensor([[codec.unit(head_dim)]], dtype=torch.float64, device="cpu").view(torch.uint8)
         return torch.cat([walls := walls_of(params["levels"][0]), unit.to(walls)], 1)
 
     return CpuEncoder("group levels", (codec.group,), tables=tables, order=codec.order_for(head_dim))

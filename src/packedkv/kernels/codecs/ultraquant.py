@@ -4,8 +4,9 @@ import math
 import struct
 
 import torch
+from torch import Tensor
 
-from packedkv.codec import Role
+from packedkv.codec import Params, Role
 from packedkv.codecs.ultraquant import GROUP, UltraQuant, decode_e2m1
 from packedkv.errors import UnsupportedError
 from packedkv.kernels.codecs.tables import group_levels, level_bytes
@@ -32,9 +33,12 @@ def reader(codec: UltraQuant, head_dim: int, role: Role) -> Reader:
 def cpu_reader(codec: UltraQuant, head_dim: int, role: Role) -> CpuReader:
     if codec.queries != "exact":
         raise UnsupportedError(f"the kernels do not round queries, as {codec} does")
-    table = group_levels(codec.unit(head_dim), decode_e2m1(torch.arange(16)))
+
+    def tables(_params: Params) -> Tensor:
+        return group_levels(codec.unit(head_dim), decode_e2m1(torch.arange(16, device="cpu")))
+
     options = GROUP, 0, int(codec.scale != "real")
-    return CpuReader("group levels", options, tables=lambda _: table, order=codec.order_for(head_dim))
+    return CpuReader("group levels", options, tables=tables, order=codec.order_for(head_dim))
 
 
 def encoder(codec: UltraQuant, head_dim: int, role: Role) -> Encoder:
@@ -46,6 +50,9 @@ def encoder(codec: UltraQuant, head_dim: int, role: Role) -> Encoder:
 
 def cpu_encoder(codec: UltraQuant, head_dim: int, role: Role) -> CpuEncoder:
     """c and the unit of the rotation are its table."""
-    numbers = torch.tensor([[codec.c, codec.unit(head_dim)]], dtype=torch.float64).view(torch.uint8)
+
+    def tables(_params: Params) -> Tensor:
+        return torch.tensor([[codec.c, codec.unit(head_dim)]], dtype=torch.float64, device="cpu").view(torch.uint8)
+
     options = GROUP, 0, int(codec.scale == "pow2")
-    return CpuEncoder("e2m1", options, tables=lambda _: numbers, order=codec.order_for(head_dim))
+    return CpuEncoder("e2m1", options, tables=tables, order=codec.order_for(head_dim))
