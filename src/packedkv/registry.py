@@ -92,12 +92,15 @@ COMMON = {
 }
 """Options of every method: fields of the scheme. A recipe with a default of its own has it among its parameters."""
 
-SHARED: dict[Any, str] = {
-    Scale: "own: the method's own norms or ranges; search: of 13 multiples of each the one of least squared error, the "
-    "bytes' form unchanged.",
-    Norm: "How norms are stored; the paper's is fp32.",
+SHARED: dict[str, tuple[Any, str]] = {
+    "scale": (
+        Scale,
+        "own: the method's own norms or ranges; search: of 13 multiples of each the one of least squared error, the "
+        "bytes' form unchanged.",
+    ),
+    "norm": (Norm, "How norms are stored; the paper's is fp32."),
 }
-"""Texts of options whose type several methods share."""
+"""Types and texts of options that several methods share."""
 
 
 @dataclass(frozen=True)
@@ -120,7 +123,7 @@ class Method:
         """Options by name: the recipe's parameters in their order, and those of every method."""
         hints = typing.get_type_hints(self.recipe)
         docs = _option_docs(self.recipe)
-        docs = {name: SHARED.get(hint, "") for name, hint in hints.items()} | docs
+        docs = {name: text for name, (hint, text) in SHARED.items() if hints.get(name) == hint} | docs
         own = {p.name: Option(p.name, hints[p.name], p.default, docs.get(p.name, "")) for p in self.parameters.values()}
         return own | {name: option for name, option in COMMON.items() if name not in own}
 

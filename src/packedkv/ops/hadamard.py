@@ -26,6 +26,8 @@ Norm = Literal["fp16", "fp32"]
 @lru_cache(maxsize=32)
 def hadamard_signs(order: int, device: str = "cpu") -> Tensor:
     """Return the +-1 Sylvester matrix of ``order`` (a power of two), float64 ``[order, order]``."""
+    if order < 1 or order & (order - 1):
+        raise ValueError(f"order={order} is not a power of two.")
     h = torch.ones(1, 1, dtype=torch.float64)
     while h.shape[0] < order:
         h = torch.cat([torch.cat([h, h], 1), torch.cat([h, -h], 1)], 0)
