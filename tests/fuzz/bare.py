@@ -22,6 +22,7 @@ from packedkv.codec import ROLES, Role, Sample, Site
 from packedkv.errors import KVError, UnsupportedError
 from packedkv.files.caches import load_layers, save_layers
 from packedkv.kernels.choose import Kernels, refusal
+from packedkv.kernels.cpu.spec import cpu_spec
 from packedkv.ops.rope import Rotary
 from packedkv.scheme import KVScheme, recent_of
 from packedkv.store.site import LayerSite, MeanRemoval
@@ -74,13 +75,13 @@ def setting_of(random: Random) -> Setting:
         text = f"{spec}:{','.join(f'{name}={value}' for name, value in options.items())}"
         try:
             scheme = scheme_of({"spec": text, "values": values})
-            scheme.page_layout(dim)
+            page = scheme.page_layout(dim)
         except KVError:
             continue
         if kind in ("growing", "static") and refusal(scheme, dim, CPU):
             kind = "host"
-        if kind == "static" and values:
-            kind = "growing"  # of some pairs PyTorch encodes one role, which static caches refuse on a GPU
+        if kind == "static" and None in cpu_spec(scheme.key, scheme.value, dim, page.page_tokens).encoders.values():
+            kind = "growing"  # PyTorch encodes a role, which static caches refuse on a GPU
         batch = random.choice((1, 1, 2, 3))
         return {
             "spec": text,
