@@ -24,7 +24,7 @@ class Side:
     # of the constants that returns it; empty: none
     factor: str | Callable[[Params], Tensor] = ""
     divide: bool = False  # whether new tokens are divided by the factor
-    own: str = ""  # name of a constant [B or 1, H] that takes the place of a factor; empty: none
+    head_constant: str = ""  # name of a constant [B or 1, H] that takes the place of a factor; empty: none
     order: int = 1  # Hadamard order; 1 for none
     # params -> [n, H, ...]: what mixes the channels of a head, in place of a factor and a rotation
     matrix: Callable[[Params], Tensor] | None = field(default=None, repr=False, compare=False)
@@ -34,15 +34,15 @@ class Side:
 
     @property
     def multiplies(self) -> bool:
-        """Whether it has a factor, or an ``own`` constant instead."""
-        return bool(self.factor or self.own)
+        """Whether it has a factor, or a ``head_constant`` instead."""
+        return bool(self.factor or self.head_constant)
 
 
 class Constants(NamedTuple):
     """Constants of one role of a layer for the kernels, on its device."""
 
     tables: Tensor | None  # uint8 [H or 1, bytes]; [B or 1, H, bytes] where the kernels take tables by sequence
-    # float32 [B or 1, H, D]; [B or 1, H] where an encoder has an ``own`` constant; float64 reciprocals where it divides
+    # float32 [B or 1, H, D]; [B or 1, H] where an encoder has a ``head_constant``; float64 reciprocals where it divides
     factor: Tensor | None
     order: int  # of the Hadamard
     matrix: Tensor | None = None  # [n, H, ...] in the form of the kernels: what mixes the channels of a head
@@ -133,8 +133,8 @@ def joined(layers: Sequence[Constants], heads: int) -> Constants:
         return layers[0]._replace(factor=None if layers[0].factor is None else layers[0].factor[:1])
     tables = layers[0].tables
     if tables is not None and not (tables.dim() == 2 and len(tables) == 1 and all(x.tables is tables for x in layers)):
-        held, by_head = [x.tables for x in layers if x.tables is not None], tables.dim() == 2
-        tables = torch.cat([x.expand(heads, -1) if by_head else x[:1] for x in held], 0 if by_head else 1)
+        parts, by_head = [x.tables for x in layers if x.tables is not None], tables.dim() == 2
+        tables = torch.cat([x.expand(heads, -1) if by_head else x[:1] for x in parts], 0 if by_head else 1)
     factors = [x.factor[:1] for x in layers if x.factor is not None]
     matrices = [x.matrix for x in layers if x.matrix is not None]
     return Constants(
@@ -161,14 +161,14 @@ def _matrix(build: Callable[[Params], Tensor], params: Params) -> Tensor:
 
 
 def _factor(kernel: Side, params: Params, heads: int, head_dim: int) -> Tensor:
-    name = kernel.factor or kernel.own
+    name = kernel.factor or kernel.head_constant
     if callable(name):
         factor = name(params).float()
     elif name in params:
         factor = params[name].float()
     else:
-        found = ", ".join(map(repr, params)) or "none"
-        raise UnsupportedError(f"{kernel.type} wants the constant {name!r}; its codec's fit returns {found}.")
+        names = ", ".join(map(repr, params)) or "none"
+        raise UnsupportedError(f"{kernel.type} wants the constant {name!r}; its codec's fit returns {names}.")
     if kernel.divide:  # kv::FACTOR_INVERSE: exact quotients, without a division
         factor = factor.double().reciprocal()
-    return factor.expand(factor.shape[0], heads, *(() if kernel.own else (head_dim,))).contiguous()
+    return factor.expand(factor.shape[0], heads, *(() if kernel.head_constant else (head_dim,))).contiguous()

@@ -59,7 +59,7 @@ def reader(codec: Ghost, head_dim: int, role: Role) -> Reader:
     """Pairs of channels by their kinds; the sizes multiply queries and outputs, or a matrix does (``klt``)."""
     _check(codec, head_dim)
     total, mixed, values = codec.total, codec.transform == "klt", role == "value"
-    own = align(head_dim * 3 // 2) + (4 * head_dim if values else 0)
+    head_bytes = align(head_dim * 3 // 2) + (4 * head_dim if values else 0)
     name = f"kv::ReadGhost<{head_dim}, {total}, {flag(values)}"
     return Reader(
         _struct(f"{name}>", codec),
@@ -68,7 +68,7 @@ def reader(codec: Ghost, head_dim: int, role: Role) -> Reader:
         fewer=tuple(level_bytes(total, n) for n in (1, 2) if total in (7, 8)),
         shares_table_with=f"levels of pairs of {total} bits",
         borrowing_type=_struct(f"{name}, true>", codec),
-        by_head=own,
+        by_head=head_bytes,
         tables=lambda params: read_tables(params, total),
         factor="" if mixed else sizes,
         matrix=partial(read_lines, values=values) if mixed else None,
@@ -140,9 +140,9 @@ def read_tables(params: Params, total: int) -> Tensor:
 
     The channel at each place ``[D]``, the kinds of pairs ``[D / 2]``; of values then the means over sizes, float32.
     """
-    own = kinds(total)
-    kind = params["widths"][..., ::2] - own[0][0]
-    kind[..., -PARTS:] = len(own)
+    pair_kinds = kinds(total)
+    kind = params["widths"][..., ::2] - pair_kinds[0][0]
+    kind[..., -PARTS:] = len(pair_kinds)
     head = _padded(torch.cat([order_of(params).to(torch.uint8), kind], -1))
     return torch.cat([head, _bytes(params["centre"])], -1) if "centre" in params else head
 
@@ -151,7 +151,7 @@ def encoder(codec: Ghost, head_dim: int, role: Role) -> Encoder:
     """Rows by the kinds of pairs; with few tokens, and head_dims of 128 or 256, by teams of 32 threads."""
     _check(codec, head_dim)
     mixed = codec.transform == "klt"
-    found = Encoder(
+    row = Encoder(
         _struct(f"kv::GhostRow<{head_dim}, {codec.total}>", codec),
         "encode_ghost.cuh",
         tables=write_tables,
@@ -161,18 +161,18 @@ def encoder(codec: Ghost, head_dim: int, role: Role) -> Encoder:
         resident=2,
     )
     if mixed or head_dim % 128:
-        return found
-    return replace(found, small_batch=replace(found, type=f"kv::GhostRow<{head_dim}, {codec.total}, 32>", team=32))
+        return row
+    return replace(row, small_batch=replace(row, type=f"kv::GhostRow<{head_dim}, {codec.total}, 32>", team=32))
 
 
 def cpu_reader(codec: Ghost, head_dim: int, role: Role) -> CpuReader:
     """Channels by their widths; the sizes multiply queries and outputs, or a matrix does (``klt``)."""
     _check_cpu(codec, head_dim, "read")
     name, values = f"ghost{codec.total}", role == "value"
-    found = CpuReader(name, (int(values),), tables=cpu_read_tables)
+    kernel = CpuReader(name, (int(values),), tables=cpu_read_tables)
     if codec.transform == "klt":
-        return replace(found, matrix=lambda params: (way_back(params) if values else way_back(params).mT).float())
-    return replace(found, factor=sizes)
+        return replace(kernel, matrix=lambda params: (way_back(params) if values else way_back(params).mT).float())
+    return replace(kernel, factor=sizes)
 
 
 def cpu_encoder(codec: Ghost, head_dim: int, role: Role) -> CpuEncoder:
@@ -192,8 +192,8 @@ def _check_cpu(codec: Ghost, head_dim: int, verb: str) -> None:
 def cpu_read_tables(params: Params) -> Tensor:
     """Tables of ``unpack_ghost`` (read_ghost.h): uint8 ``[B or 1, H, bytes]``."""
     order, widths = order_of(params), params["widths"]
-    found = levels()
-    positive = [found[(1 << w) - 1 + (1 << w - 1) : (1 << w + 1) - 1] for w in range(1, WIDEST + 1)]
+    table = levels()
+    positive = [table[(1 << w) - 1 + (1 << w - 1) : (1 << w + 1) - 1] for w in range(1, WIDEST + 1)]
     same = torch.cat([torch.zeros(1), *positive, scales()]).expand(*order.shape[:2], -1)
     apart = [x.unflatten(-1, (-1, 2)).mT.flatten(-2) for x in (widths, params.get("centre")) if x is not None]
     parts = [order.to(torch.int16), apart[0], same, *apart[1:]]  # even places apart from odd ones
@@ -213,10 +213,10 @@ def write_tables(params: Params) -> Tensor:
     """Tables of ``kv::GhostRow``: uint8 ``[B or 1, H, bytes]``."""
     order, widths, weight = order_of(params), params["widths"], params["weight"]
     centre = params["centre"] if "centre" in params else torch.zeros_like(weight)
-    same, walls, held = _of_all_heads(order.device)[:3]
+    same, walls, scale_table = _of_all_heads(order.device)[:3]
     walls = (widths > 0).sum(-1, keepdim=True) * walls  # the reference's product, number by number
     walls = torch.nn.functional.pad(walls, (0, 2), value=torch.inf)
-    numbers = [x.expand(*walls.shape[:2], -1) for x in (same, walls, held, centre, weight)]
+    numbers = [x.expand(*walls.shape[:2], -1) for x in (same, walls, scale_table, centre, weight)]
     return _padded(torch.cat([*map(_bytes, numbers), order.to(torch.uint8), widths], -1))
 
 
@@ -226,15 +226,15 @@ def _of_all_heads(device: torch.device) -> tuple[Tensor, Tensor, Tensor, Tensor]
     with torch.inference_mode(False):
         behind, walls = _cuts_and_walls()
         parts = torch.cat([levels(), torch.full((2,), torch.inf), behind]), walls, scales()
-        same, walls, held = (x.to(device) for x in parts)
-        return same, walls, held, torch.cat([same, walls, held])
+        same, walls, scale_table = (x.to(device) for x in parts)
+        return same, walls, scale_table, torch.cat([same, walls, scale_table])
 
 
 def _cuts_and_walls() -> tuple[Tensor, Tensor]:
     """Cuts between the levels of each width, infinity behind them; walls between the scales of one channel: float32."""
     cuts = torch.nn.functional.pad(width_cuts(levels()).float(), (0, 1), value=torch.inf)
     walls = torch.tensor([power(2 * i + 1 - 2 * UNIT) for i in range(1, SCALES)], dtype=torch.float32)
-    return torch.cat([own[: 2**w] for w, own in enumerate(cuts)]), walls
+    return torch.cat([row[: 2**w] for w, row in enumerate(cuts)]), walls
 
 
 def _bytes(x: Tensor) -> Tensor:
@@ -291,32 +291,32 @@ class _Layers:
     scratch: Tensor  # of ``most`` layers; ``args`` point to it
     most: int
     first: int = 0  # first layer of the next launch
-    kept: list[object] = field(default_factory=list)  # inputs and outputs of the added layers
+    jobs: list[object] = field(default_factory=list)  # inputs and outputs of the added layers
     shared: object = None  # properties that their samples share
 
     def add(self, layer: int, samples: Mapping[Role, FirstTokens], fitted: object, buffers: FitBuffers) -> None:
         """Add a layer to the next launch; a layer out of order, or with other strides, runs the earlier ones first."""
         shared = [_shared(x) for x in samples.values()]
-        if self.kept and (len(self.kept) == self.most or layer != self.first + len(self.kept) or shared != self.shared):
+        if self.jobs and (len(self.jobs) == self.most or layer != self.first + len(self.jobs) or shared != self.shared):
             self.run()
-        if not self.kept:
+        if not self.jobs:
             self.first, self.shared = layer, shared
             for role, sample in samples.items():
                 _fill(getattr(self.args, role), sample, self.parts[role], layer * self.args.step)
             buffers.waiting.append(self.run)
-        args, at, energy = self.args, len(self.kept), None
+        args, at, energy = self.args, len(self.jobs), None
         for role, sample in samples.items():
             (args.keys if role == "key" else args.values)[at] = sample.x.data_ptr()
             if role == "key":
                 energy = None if sample.energy is None else sample.energy.double().contiguous()
                 args.energies[at] = None if energy is None else energy.data_ptr()
-        self.kept.append((samples, energy, fitted))
+        self.jobs.append((samples, energy, fitted))
 
     def run(self) -> None:
         """Launch what waits."""
-        if kept := self.kept:
-            self.kept = []
-            self.kernel.launch((*self.grid, len(kept) * len(ROLES)), self.threads, 0, self.args)
+        if jobs := self.jobs:
+            self.jobs = []
+            self.kernel.launch((*self.grid, len(jobs) * len(ROLES)), self.threads, 0, self.args)
 
 
 def fit(
@@ -403,13 +403,13 @@ def _allocate(
     made: dict[Role, list[dict[str, Tensor]]] = {role: [{} for _ in range(layers)] for role in parts}
     for role, name, begin, count, dtype in views:
         size, strides = dtype.itemsize, (at // dtype.itemsize, heads * count, count, 1)
-        found = of[dtype].as_strided((layers, batch, heads, count), strides, begin // size).unbind()
-        for held, x in zip(made[role], found, strict=True):
-            held[name] = x
+        blocks = of[dtype].as_strided((layers, batch, heads, count), strides, begin // size).unbind()
+        for tensors, x in zip(made[role], blocks, strict=True):
+            tensors[name] = x
     base = whole.data_ptr()
-    begins = {role: [(name, base + begin) for name, begin in own] for role, own in parts.items()}
+    begins = {role: [(name, base + begin) for name, begin in places] for role, places in parts.items()}
     together = _Layers(kernel, (heads, batch), fit_threads(head_dim), args, begins, scratch, most)
-    one_of = [{role: _fitted(held[i]) for role, held in made.items()} for i in range(layers)]
+    one_of = [{role: _fitted(tensors[i]) for role, tensors in made.items()} for i in range(layers)]
     return [(together, i, one_of[i]) for i in range(layers)]
 
 

@@ -131,8 +131,8 @@ def _is_word(codec: Hqmq) -> bool:
 def shared_bytes(codec: Hqmq, role: Role) -> tuple[int, ...]:
     """Bytes of shared memory of the reader's codebook, and of fewer copies of it."""
     quarter = crossed(codec, role)
-    held = 16 - codec.code_bits + quarter  # bits below a row's place in a word of 16 bits: ``FROM``
-    least = 1 << held - 3 if _is_word(codec) else 4 if quarter else 1
+    shift = 16 - codec.code_bits + quarter  # bits below a row's place in a word of 16 bits: ``FROM``
+    least = 1 << shift - 3 if _is_word(codec) else 4 if quarter else 1
     return copied_bytes(6 * codec.s if quarter else 12 * codec.s, TABLE_BUDGET, least)
 
 
@@ -157,8 +157,8 @@ def cell_tables(params: Params) -> Tensor:
 def _tables(secondary: Tensor) -> Tensor:
     heads, count, _ = secondary.shape
     device, room = secondary.device, PAIRS[count]
-    place, names, held = cell_rivals(products(secondary))
-    pairs = (held.sum(2) + 1) // 2  # [H, n]
+    place, names, valid = cell_rivals(products(secondary))
+    pairs = (valid.sum(2) + 1) // 2  # [H, n]
     # lists that exceed the limit are dropped, the longest first
     ordered, order = pairs.sort(dim=1, stable=True)
     fits = (ordered.cumsum(1) <= room) & (ordered <= MOST_PAIRS)
@@ -168,8 +168,8 @@ def _tables(secondary: Tensor) -> Tensor:
     cells = torch.zeros(heads, SIDE**3, dtype=torch.int16, device=device)
     cells[:, place] = (start << 4 | pairs).to(torch.int32).to(torch.int16)  # the bits of a uint16
     # products go to their places, unlisted ones behind the end
-    at = 2 * start[..., None] + held.cumsum(2) - 1
-    at = torch.where(held & listed[..., None], at, 2 * room).flatten(1)
+    at = 2 * start[..., None] + valid.cumsum(2) - 1
+    at = torch.where(valid & listed[..., None], at, 2 * room).flatten(1)
     names = names.flatten(1)
     rows = products(secondary).half().gather(1, names[..., None].expand(-1, -1, 4))
     entries = rows.new_zeros(heads, 2 * room + 1, 4).scatter_(1, at[..., None].expand(-1, -1, 4), rows)[:, :-1]
@@ -225,9 +225,9 @@ def cell_rivals(table: Tensor, side: int = SIDE) -> tuple[Tensor, Tensor, Tensor
     """
     cells = _cells(side, table.device)
     # the wide boxes rule out most products
-    names, held = (x[:, cells.inside] for x in _packed(_rivals(cells.wide @ table.mT[:, None])))
+    names, valid = (x[:, cells.inside] for x in _packed(_rivals(cells.wide @ table.mT[:, None])))
     some = table.gather(1, names.flatten(1)[..., None].expand(-1, -1, 4)).unflatten(1, names.shape[1:])
-    scores = (cells.corners @ some.mT).masked_fill_(~held[:, :, None], -torch.inf)
+    scores = (cells.corners @ some.mT).masked_fill_(~valid[:, :, None], -torch.inf)
     near, there = _packed(_rivals(scores))
     # of those left, drop what another one beats
     scores = scores.gather(3, near[:, :, None].expand(-1, -1, 8, -1))

@@ -26,7 +26,7 @@ def reader(codec: Octopus, head_dim: int, role: Role) -> Reader:
         raise UnsupportedError(f"the kernels read OCTOPUS' keys, not {codec} as values")
     if codec.direction_bits > 6:  # 4096 directions of 8 bytes
         raise UnsupportedError(f"the table of directions of {codec} does not fit into shared memory")
-    own = Reader(
+    kernel = Reader(
         f"kv::ReadOctopus<{_numbers(codec, head_dim)}>",
         "read_octopus.cuh",
         shared=shared_bytes(codec)[0],
@@ -37,12 +37,12 @@ def reader(codec: Octopus, head_dim: int, role: Role) -> Reader:
         warps=6,
         layer_invariant=True,
     )
-    return sketch.sketched(own, codec, head_dim) if isinstance(codec, OctopusQJL) else own
+    return sketch.sketched(kernel, codec, head_dim) if isinstance(codec, OctopusQJL) else kernel
 
 
 def cpu_reader(codec: Octopus, head_dim: int, role: Role) -> CpuReader:
     """Triplets looked up in tables; with a sketch in their own order."""
-    own = CpuReader(
+    kernel = CpuReader(
         "octopus",
         cpu_options(codec, head_dim),
         tables=partial(cpu_tables, codec, head_dim),
@@ -50,7 +50,7 @@ def cpu_reader(codec: Octopus, head_dim: int, role: Role) -> CpuReader:
         order=power_of_two_divisor(head_dim),
         layer_invariant=True,
     )
-    return sketch.cpu_sketched(own, codec, head_dim) if isinstance(codec, OctopusQJL) else own
+    return sketch.cpu_sketched(kernel, codec, head_dim) if isinstance(codec, OctopusQJL) else kernel
 
 
 def cpu_options(codec: Octopus, head_dim: int) -> tuple[int, ...]:
@@ -67,9 +67,9 @@ def cpu_tables(codec: Octopus, head_dim: int, params: Params) -> Tensor:
     order = list(range(n)) if isinstance(codec, OctopusQJL) else cpu_order(n, bits, low)
     places = []
     for field in fields:
-        found = cpu_places(n, bits, low, *field)
-        found[:, :n] = found[:, order]
-        places.append(found.flatten())
+        table = cpu_places(n, bits, low, *field)
+        table[:, :n] = table[:, order]
+        places.append(table.flatten())
     rho = params["rho"][0].float()
     rows = torch.nn.functional.pad(params["directions"][0].float(), (0, 1))
     root = rho.new_tensor([head_dim**0.5, 0, 0, 0])
@@ -112,7 +112,7 @@ def cpu_places(n: int, bits: int, low: int, first: int, end: int, by: int) -> Te
 
 
 def encoder(codec: Octopus, head_dim: int, role: Role) -> Encoder:
-    own = Encoder(
+    kernel = Encoder(
         f"kv::OctopusRow<{_numbers(codec, head_dim)}, kv::{ROUNDINGS[codec.rounding]}>",
         "encode_octopus.cuh",
         tables=partial(write_tables, codec),
@@ -121,11 +121,11 @@ def encoder(codec: Octopus, head_dim: int, role: Role) -> Encoder:
         form="table",
         layer_invariant=True,
     )
-    return sketch.sketched_row(own, "rho") if isinstance(codec, OctopusQJL) else own
+    return sketch.sketched_row(kernel, "rho") if isinstance(codec, OctopusQJL) else kernel
 
 
 def cpu_encoder(codec: Octopus, head_dim: int, role: Role) -> CpuEncoder:
-    own = CpuEncoder(
+    kernel = CpuEncoder(
         "octopus",
         (*cpu_options(codec, head_dim), list(ROUNDINGS).index(codec.rounding)),
         tables=partial(cpu_write_tables, codec),
@@ -133,7 +133,7 @@ def cpu_encoder(codec: Octopus, head_dim: int, role: Role) -> CpuEncoder:
         order=power_of_two_divisor(head_dim),
         layer_invariant=True,
     )
-    return sketch.cpu_sketched(own, codec, head_dim) if isinstance(codec, OctopusQJL) else own
+    return sketch.cpu_sketched(kernel, codec, head_dim) if isinstance(codec, OctopusQJL) else kernel
 
 
 def cpu_write_tables(codec: Octopus, params: Params) -> Tensor:

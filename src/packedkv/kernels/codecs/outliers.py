@@ -67,7 +67,7 @@ def encoder(codec: Med, head_dim: int, role: Role) -> Encoder:
     _check(codec, head_dim)
     inner = hqmq.encoder(codec.inner, head_dim, role)
     name = f"kv::MedRow<{inner.type}, {min(codec.slots, head_dim // 4)}>"
-    return replace(inner, type=name, tables=_of_inside(inner), own="threshold", tables_of=codec.inner)
+    return replace(inner, type=name, tables=_of_inside(inner), head_constant="threshold", tables_of=codec.inner)
 
 
 def _of_inside(inner: Side) -> Callable[[Params], Tensor] | None:

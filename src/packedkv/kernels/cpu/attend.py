@@ -78,18 +78,18 @@ def attend(
     args.batch, args.heads, args.group = batch, heads, query_heads // heads
     args.queries, args.dim, args.threads = n, dim, torch.get_num_threads()
     args.scale, args.softcap = rules.scale, rules.seen.softcap
-    held = [_fill(args.key, spec, "key", key, dense[0]), _fill(args.value, spec, "value", value, dense[1])]
+    buffers = [_fill(args.key, spec, "key", key, dense[0]), _fill(args.value, spec, "value", value, dense[1])]
     if mean is not None:
         _fill_mean(args.mean, mean)
     library.library().kv_attend(args)
-    del held  # alive until here
+    del buffers  # alive until here
     return saturated(out, q.dtype), lse
 
 
 def concatenated(*parts: Tensor | None) -> Tensor | None:
     """Dense tokens ``[B, H, t, D]`` behind each other; None: there are none."""
-    found = [x for x in parts if x is not None and x.shape[2]]
-    return None if not found else found[0] if len(found) == 1 else torch.cat(found, 2)
+    tensors = [x for x in parts if x is not None and x.shape[2]]
+    return None if not tensors else tensors[0] if len(tensors) == 1 else torch.cat(tensors, 2)
 
 
 def workspace_bytes(q: Tensor) -> int:

@@ -43,17 +43,17 @@ def file_name(variant: str) -> str:
 def compiler() -> str | None:
     """Path of the C++ compiler: ``$CXX``, g++ or clang++; None: there is none."""
     for name in (os.environ.get("CXX"), "g++", "clang++", "c++"):
-        if name and (found := shutil.which(name)):
-            return found
+        if name and (path := shutil.which(name)):
+            return path
     return None
 
 
 def digest() -> str:
     """Digest of the sources and flags."""
-    found = hashlib.sha256(repr((FLAGS, variants())).encode())
+    sha = hashlib.sha256(repr((FLAGS, variants())).encode())
     for path in sorted((*HERE.glob("*.h"), *HERE.glob("*.cpp"))):
-        found.update(path.name.encode() + path.read_bytes())
-    return found.hexdigest()[:32]
+        sha.update(path.name.encode() + path.read_bytes())
+    return sha.hexdigest()[:32]
 
 
 def missing(folder: Path = HERE) -> list[str]:

@@ -56,16 +56,16 @@ def encode(
     args.pages, args.table, args.first, args.bad = (x.data_ptr() for x in (pages, table, new.first, new.bad))
     args.page_bytes, args.table_row, args.columns = pages.shape[2], table.stride(0), table.shape[1]
     args.batch, args.heads, args.threads = table.shape[0], pages.shape[1], torch.get_num_threads()
-    held = [_fill(getattr(args, role), constants[role], x, role in rounded) for role, x in new.x.items()]
+    buffers = [_fill(getattr(args, role), constants[role], x, role in rounded) for role, x in new.x.items()]
     if new.less is not None and "key" in new.x:
         less = args.less
         mean, cosines, _ = rotated = [x.contiguous() for x in new.less[:3]]
         less.mean, less.cosines, less.sines = (x.data_ptr() for x in rotated)
         less.mean_batch, less.angles_batch = step_of(mean), step_of(cosines)
         less.pairs, less.interleaved = cosines.shape[2], new.less.interleaved
-        held += rotated
+        buffers += rotated
     library.library().kv_encode(args)
-    del held  # alive until here
+    del buffers  # alive until here
 
 
 def _fill(struct: Any, constants: Constants, x: Tensor, rounded: bool) -> Tensor:

@@ -33,8 +33,8 @@ class CpuEngine(Engine):
         self.name = f"cpu {library.variant()}"
         self.spec = cpu_spec(self.codecs["key"], self.codecs["value"], self.head_dim, self.page_tokens)
         self.readers, self.encoders = {"key": self.spec.key, "value": self.spec.value}, self.spec.encoders
-        held = {role: codec.held_dtype(torch.float32) for role, codec in self.codecs.items()}
-        self.rounded = tuple(role for role in ROLES if held[role] == torch.float16)
+        dtypes = {role: codec.held_dtype(torch.float32) for role, codec in self.codecs.items()}
+        self.rounded = tuple(role for role in ROLES if dtypes[role] == torch.float16)
 
     def __getstate__(self) -> dict[str, Any]:
         """Leave out the spec, which holds functions, and what holds numbers of this process."""

@@ -122,8 +122,8 @@ def _cut(*runs: Sequence[tuple[int, Any]]) -> Iterator[tuple[int, list[tuple[Any
     ends = [list(accumulate(count for count, _ in one)) for one in runs]
     edges = {0, *(end for one in ends for end in one if end <= ends[0][-1])}
     for at, end in pairwise(sorted(edges)):
-        places = [bisect_right(own, at) for own in ends]
-        yield end - at, [(one[i][1], at - own[i] + one[i][0]) for one, own, i in zip(runs, ends, places, strict=True)]
+        places = [bisect_right(row, at) for row in ends]
+        yield end - at, [(one[i][1], at - row[i] + one[i][0]) for one, row, i in zip(runs, ends, places, strict=True)]
 
 
 def _behind(place: int, tokens: int) -> int:

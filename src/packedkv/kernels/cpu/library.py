@@ -46,8 +46,8 @@ def variant() -> str:
 
 @cache
 def _variant(capability: str) -> str:
-    found = capability.split("_")[0].lower()
-    return found if found in variants() else next(iter(variants()))
+    name = capability.split("_")[0].lower()
+    return name if name in variants() else next(iter(variants()))
 
 
 def library() -> ctypes.CDLL:
@@ -61,26 +61,26 @@ def load(path: Path) -> ctypes.CDLL:
     remedy = f"install a wheel, or in a clone run `python {os.path.relpath(HERE / 'compile.py')}`"
     if not path.exists():
         raise UnsupportedError(f"the CPU kernels are not compiled ({path.name} is missing); {remedy}")
-    found = ctypes.CDLL(str(path))
-    found.kv_digest.restype = c_char_p
-    if found.kv_digest().decode() != digest():
+    kernels = ctypes.CDLL(str(path))
+    kernels.kv_digest.restype = c_char_p
+    if kernels.kv_digest().decode() != digest():
         raise UnsupportedError(f"the CPU kernels are compiled from other sources ({path.name}); {remedy}")
-    found.kv_reader.restype = found.kv_encoder.restype = c_int64
-    found.kv_encode.argtypes, found.kv_encode.restype = (POINTER(EncodeArgsStruct),), None
-    found.kv_attend.argtypes, found.kv_attend.restype = (POINTER(ArgsStruct),), None
-    found.kv_unpack.argtypes = (POINTER(RoleStruct), c_void_p, *(c_int64,) * 4, c_void_p)
-    found.kv_unpack.restype = None
-    found.kv_threads.argtypes, found.kv_threads.restype = (c_void_p,), None
-    found.kv_threads(_parallel())
-    return found
+    kernels.kv_reader.restype = kernels.kv_encoder.restype = c_int64
+    kernels.kv_encode.argtypes, kernels.kv_encode.restype = (POINTER(EncodeArgsStruct),), None
+    kernels.kv_attend.argtypes, kernels.kv_attend.restype = (POINTER(ArgsStruct),), None
+    kernels.kv_unpack.argtypes = (POINTER(RoleStruct), c_void_p, *(c_int64,) * 4, c_void_p)
+    kernels.kv_unpack.restype = None
+    kernels.kv_threads.argtypes, kernels.kv_threads.restype = (c_void_p,), None
+    kernels.kv_threads(_parallel())
+    return kernels
 
 
 @cache
 def number_of(path: Path, kind: Literal["reader", "encoder"], name: str) -> int:
     """Number by which compiled kernels know a reader or an encoder; raises UnsupportedError if there is none."""
     kernels = load(path)
-    found = kernels.kv_reader if kind == "reader" else kernels.kv_encoder
-    if (number := int(found(name.encode()))) < 0:
+    find = kernels.kv_reader if kind == "reader" else kernels.kv_encoder
+    if (number := int(find(name.encode()))) < 0:
         raise UnsupportedError(f"the CPU kernels have no {kind} {name!r}")
     return number
 
@@ -96,8 +96,8 @@ def _parallel() -> int | None:
     lib = Path(torch.__file__).parent / "lib"
     for path in (*lib.glob("lib*omp*.so*"), *lib.parent.parent.glob("torch.libs/lib*omp*.so*")):
         try:
-            found = ctypes.CDLL(str(path), mode=os.RTLD_NOLOAD | os.RTLD_NOW)
-            return ctypes.cast(found.GOMP_parallel, c_void_p).value
+            runtime = ctypes.CDLL(str(path), mode=os.RTLD_NOLOAD | os.RTLD_NOW)
+            return ctypes.cast(runtime.GOMP_parallel, c_void_p).value
         except (OSError, AttributeError):  # not loaded, or without that function
             continue
     return None

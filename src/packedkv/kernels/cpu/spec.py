@@ -46,8 +46,8 @@ class CpuEncoder(CpuReader):
 
 def cpu_encoder(codec: Codec, head_dim: int, role: Role) -> CpuEncoder:
     """Return how keys or values of this codec are written; raises UnsupportedError if PyTorch must."""
-    found: CpuEncoder = function_of(codec, "cpu_encoder", "no CPU kernel encodes")(codec, head_dim, role)
-    return found
+    encoder: CpuEncoder = function_of(codec, "cpu_encoder", "no CPU kernel encodes")(codec, head_dim, role)
+    return encoder
 
 
 def cpu_reader(codec: Codec, head_dim: int, role: Role) -> CpuReader:
@@ -55,8 +55,8 @@ def cpu_reader(codec: Codec, head_dim: int, role: Role) -> CpuReader:
     find = function_of(codec, "cpu_reader", "no CPU kernel reads")
     if head_dim % 16 or head_dim > WIDEST:
         raise UnsupportedError(f"the CPU kernels take a head_dim of 16, 32, ... {WIDEST}, not {head_dim} ({codec})")
-    found: CpuReader = find(codec, head_dim, role)
-    return found
+    reader: CpuReader = find(codec, head_dim, role)
+    return reader
 
 
 class CpuSpec(NamedTuple):
