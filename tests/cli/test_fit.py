@@ -14,7 +14,7 @@ from packedkv.files.params import sites_to_fit
 from packedkv.fitting import fit as module
 from packedkv.fitting import samples
 from packedkv.fitting.fit import about, about_text, capture, fit_model
-from packedkv.fitting.samples import WARM_UP_CALLS, own_windows
+from packedkv.fitting.samples import WARM_UP_CALLS, sample_windows
 from packedkv.integrations.transformers.argument import passing
 from packedkv.integrations.transformers.attention_hooks import watched
 from packedkv.integrations.transformers.plan import load_params
@@ -271,10 +271,10 @@ def test_a_real_model_is_fitted_saved_and_served(smollm2, tmp_path):
 
 def test_windows_are_drawn_by_the_models_own_probabilities():
     model = tiny_llama()
-    firsts = torch.stack(own_windows(model, 50, 2))[:, 0]
+    firsts = torch.stack(sample_windows(model, 50, 2))[:, 0]
     assert len(set(firsts.tolist())) > 20  # its config names no token that begins or ends texts
     model.config.bos_token_id = 7
-    ids = torch.stack(own_windows(model, 4000, 2, seed=1))
+    ids = torch.stack(sample_windows(model, 4000, 2, seed=1))
     assert ids[:, 0].unique().tolist() == [7]
     with torch.no_grad():
         logits = model(input_ids=ids[:1, :1]).logits[0, -1].double()
@@ -282,14 +282,14 @@ def test_windows_are_drawn_by_the_models_own_probabilities():
     share = torch.bincount(ids[:, 1], minlength=len(logits)).double() / len(ids)
     apart, other = ((share - p).abs().sum() for p in (logits.softmax(-1), likely))
     assert apart < 0.2 * other
-    later = torch.stack(own_windows(model, 8, 24, seed=1))
+    later = torch.stack(sample_windows(model, 8, 24, seed=1))
     with torch.no_grad():  # token for token with a cache, as in one call
         whole = model(input_ids=later).logits.log_softmax(-1)
     own = whole[:, :-1].gather(-1, later[:, 1:, None]).mean()
     assert own > whole[:, :-1].mean() + 3
     model.lm_head.weight.data.fill_(float("inf"))
     with pytest.raises(FitError, match="not finite after 1 tokens of its own; pass --text"):
-        own_windows(model, 1, 4)
+        sample_windows(model, 1, 4)
 
 
 def repeated(run):
@@ -302,10 +302,10 @@ def repeated(run):
 @pytest.mark.parametrize("tokens", [2, 24])
 def test_a_captured_step_draws_the_same_windows(tokens, monkeypatch):
     model = tiny_llama()
-    wanted = own_windows(model, 3, tokens, seed=2)
+    wanted = sample_windows(model, 3, tokens, seed=2)
     monkeypatch.setattr(samples, "capture", repeated)
     monkeypatch.setattr(samples, "_step", lambda *given: (samples._captured(*given), ""))
-    assert torch.equal(torch.stack(own_windows(model, 3, tokens, seed=2)), torch.stack(wanted))
+    assert torch.equal(torch.stack(sample_windows(model, 3, tokens, seed=2)), torch.stack(wanted))
 
 
 def test_steps_that_need_the_host_are_not_captured_and_an_eager_step_says_why(monkeypatch):
@@ -331,9 +331,9 @@ def test_steps_that_need_the_host_are_not_captured_and_an_eager_step_says_why(mo
 @pytest.mark.gpu
 def test_windows_are_drawn_by_a_cuda_graph(capfd):
     model = tiny_llama().to("cuda")
-    ids = torch.stack(own_windows(model, 4, 200, seed=1, progress=Progress()))
+    ids = torch.stack(sample_windows(model, 4, 200, seed=1, progress=Progress()))
     assert "4 windows, by a CUDA graph" in capfd.readouterr().err
-    assert torch.equal(ids, torch.stack(own_windows(model, 4, 200, seed=1)))
+    assert torch.equal(ids, torch.stack(sample_windows(model, 4, 200, seed=1)))
     with torch.no_grad():
         whole = model(input_ids=ids.to("cuda")).logits.log_softmax(-1).cpu()
     # as likely as what the model draws by itself: the mean over tokens is the entropy's, up to its standard error
@@ -348,7 +348,7 @@ def test_a_fit_without_a_text_is_of_the_models_own_samples(model):
     told = about_text(about(fitted) | {"file": "", "seconds": 0.0}, 2)
     assert "the model's own samples (seed 3), 2 x 40 tokens" in told
     assert fitted.text_sha256 == again.text_sha256 != other.text_sha256
-    held = captured(model.model, "ghost-3", own_windows(model.model, 2, 40, seed=3))[1]
+    held = captured(model.model, "ghost-3", sample_windows(model.model, 2, 40, seed=3))[1]
     codec = fitted.scheme.for_layer(1, 3).codec("value")
     wanted = codec.fit(Site(1, "value", 2, 64, 3), Sample(torch.cat(held.value, 2), torch.cat(held.queries, 2)))
     torch.testing.assert_close(fitted[1]["value"]["centre"], codec.settle([wanted])[0]["centre"])

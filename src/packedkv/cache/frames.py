@@ -143,7 +143,7 @@ class FrameCache:
             raise ShapeError(f"replace: {n} frames, and {len(self)} are held, {self.sinks} of them sinks; pass fewer.")
         if flag is None:
             check_tensors(keys, values)  # before the older ones are gone
-        check_shapes(keys, values, *self.cache.held)
+        check_shapes(keys, values, *self.cache.template)
         self._check_flag(flag)
         self.cache.crop(len(self.cache) - n * self.tokens)
         self._add(keys, values, flag)
@@ -166,18 +166,18 @@ class FrameCache:
         UnsupportedError
             The sinks are packed: keys are encoded once.
         """
-        wanted, state = self.sinks * self.tokens, self.cache.roles.get("key")
-        if state is None or not wanted or len(self.cache) < wanted or keys.shape[2] != wanted:
+        count, state = self.sinks * self.tokens, self.cache.roles.get("key")
+        if state is None or not count or len(self.cache) < count or keys.shape[2] != count:
             raise ShapeError(
                 f"turn: keys of {keys.shape[2]} tokens; {len(self)} frames of {self.tokens} are held, and {self.sinks} "
                 f"are sinks. Pass the keys of all of them when they are held."
             )
-        if state.sink.shape[2] != wanted:
+        if state.sink.shape[2] != count:
             raise UnsupportedError(
                 f"turn: the scheme's sink is {self.cache.scheme.sink} tokens, so sink frames are packed, and keys are "
-                f"encoded once. Set sink={wanted} in the spec."
+                f"encoded once. Set sink={count} in the spec."
             )
-        check_shapes(keys, keys, *self.cache.held)
+        check_shapes(keys, keys, *self.cache.template)
         if not (keys.is_cuda and torch.cuda.is_current_stream_capturing()):
             check_tensors(keys, keys)
         state.sink.copy_(keys)

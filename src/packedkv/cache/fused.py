@@ -173,7 +173,7 @@ class FusedLayerCache(LayerCache):
         empty = lengths is not None and (self.emptied or lengths.fresh or not self.is_fitted)
         if self.emptied:
             self._fill_again(keys)
-        check_shapes(keys, values, *self.held)
+        check_shapes(keys, values, *self.template)
         if self.store is not None:
             return self._begin(keys, values, positions, flag, empty, first=False)
         try:
@@ -457,13 +457,13 @@ class FusedLayerCache(LayerCache):
 
     def _check_fit(self, n: int) -> None:
         """Raise if constants are fitted on more tokens than the first call brings."""
-        if self.is_fitted or (wanted := self.site.fit_tokens) <= 1:
+        if self.is_fitted or (tokens := self.site.fit_tokens) <= 1:
             return
         sink = min(self.scheme.sink, n)
-        if n < sink + wanted + (padding := self._most_padding(sink)):
+        if n < sink + tokens + (padding := self._most_padding(sink)):
             beside = sink + padding
             raise UnsupportedError(
-                f"layer {self.site.layer}: {self.scheme} fits its constants on the first {wanted} tokens"
+                f"layer {self.site.layer}: {self.scheme} fits its constants on the first {tokens} tokens"
                 f"{f' behind {beside}' if beside else ''}, and the first call brings {n}: a static cache does not wait "
                 f"for more. Pass params= from `packedkv fit`, or leave max_len (capacity) out."
             )
@@ -546,7 +546,7 @@ class FusedLayerCache(LayerCache):
             return {}
         return {"less": RotatedMean(self.mean, *angles, turning.interleaved)}
 
-    def _placed(self) -> dict[str, Any]:
+    def _origin(self) -> dict[str, Any]:
         """The engine's arguments for reading keys that are encoded without their mean."""
         places = self.slots or self.steps
         return {} if places is None or self.site.mean is None else {"placed": places.origin}
@@ -601,7 +601,7 @@ class FusedLayerCache(LayerCache):
         elif start is not None:
             first = first + start
         scale = q.shape[-1] ** -0.5 if scale is None else scale
-        tokens = StepTokens(store.pages, store.table, seq_lens, start=first, **dense, **self._placed())
+        tokens = StepTokens(store.pages, store.table, seq_lens, start=first, **dense, **self._origin())
         return engine.attend_step(q, tokens, Rules(scale, Seen(softcap=softcap), sinks))
 
     @torch.no_grad()
@@ -634,7 +634,7 @@ class FusedLayerCache(LayerCache):
         first, last = key.runs[0] if key.runs else (0, 0)
         tokens = ChunkTokens(
             store.pages, store.table, first, last, (key.sink, value.sink), (key.window, value.window), recurring=full,
-            **self._placed(),
+            **self._origin(),
         )  # fmt: skip
         return engine.attend_chunk(q, tokens, Rules(scale, seen, sinks))
 
@@ -761,8 +761,8 @@ class FusedLayerCache(LayerCache):
             self.slots = self.slots.select(index)
         if self.steps is not None:
             self.steps.select(index)
-        own_mean = self.site.mean is not None and self.site.mean.given is None
-        if self.engine is not None and (own_mean or not self.site.is_seeded):
+        token_mean = self.site.mean is not None and self.site.mean.given is None
+        if self.engine is not None and (token_mean or not self.site.is_seeded):
             self.engine.ready = False  # constants may belong to a sequence
         self.refresh()
 

@@ -140,7 +140,7 @@ class LayerCache:
         return self.store.table.shape[0] if self.store else 0
 
     @property
-    def held(self) -> tuple[Sequence[Tensor], torch.dtype | None]:
+    def template(self) -> tuple[Sequence[Tensor], torch.dtype | None]:
         """Sinks of both roles, and the dtype of the appended tensors, which new tokens must fit: ``check_shapes``."""
         return [state.sink for state in self.roles.values()], self.dtype if self.roles else None
 
@@ -166,7 +166,7 @@ class LayerCache:
             Shapes that do not fit each other or the cached tokens.
         """
         check_tensors(keys, values)
-        check_shapes(keys, values, *self.held)
+        check_shapes(keys, values, *self.template)
         if first := self.store is None:
             self.roles, self.store = self.site.allocate(keys, values, self.page_tokens, self.reserve)
             self.dtype, self.mean = keys.dtype, None if self.mean is None else self.mean.to(keys.device)
@@ -224,11 +224,11 @@ class LayerCache:
 
     def _waits(self) -> bool:
         """Whether constants are missing, and the tokens so far are too few to fit them on."""
-        if self.is_fitted or (wanted := self.site.fit_tokens) <= 1 or not (count := len(self.positions)):
+        if self.is_fitted or (tokens := self.site.fit_tokens) <= 1 or not (count := len(self.positions)):
             return False
         fresh = count - self.length
         sink = self.roles["key"].sink.shape[2] + min(max(self.scheme.sink - self.start - self.length, 0), fresh)
-        return count < sink + wanted + self._most_padding(sink)
+        return count < sink + tokens + self._most_padding(sink)
 
     def _most_padding(self, sink: int) -> int:
         return int(self._padding(sink).max())
@@ -245,11 +245,11 @@ class LayerCache:
 
     def _fit_role(self, state: RoleState, pending: Tensor, whole: Tensor | None) -> None:
         mean = self.site.mean if state.role == "key" else None
-        if (wanted := self.site.fit_tokens) > 1:
+        if (tokens := self.site.fit_tokens) > 1:
             batch, heads, _, head_dim = pending.shape
             sink = state.sink.shape[2]
             padding = self._padding(sink).to(pending.device).expand(batch)
-            at = padding[:, None] + torch.arange(0, wanted, state.codec.fit_every, device=pending.device)
+            at = padding[:, None] + torch.arange(0, tokens, state.codec.fit_every, device=pending.device)
             sample = pending.gather(2, at[:, None, :, None].expand(-1, heads, -1, head_dim))
             if mean is not None:
                 positions = self.positions.of(0, len(self.positions)).expand(batch, -1).gather(1, at + sink)

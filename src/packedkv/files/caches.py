@@ -114,18 +114,18 @@ def _layer_state(name: str, layer: LayerCache, tensors: dict[str, Tensor], schem
         "page_bytes": page.page_bytes,
         "roles": {},
     }
-    for role, held in layer.roles.items():
-        for part, dense in (("sink", held.sink), ("window", held.window)):
+    for role, side in layer.roles.items():
+        for part, dense in (("sink", side.sink), ("window", side.window)):
             tensors[f"{name}.{role}.{part}"] = dense.detach().cpu().contiguous().clone()
         entry: dict[str, Any] = {
-            "head_dim": held.site.head_dim,
+            "head_dim": side.site.head_dim,
             "layout_version": (page.key if role == "key" else page.value).version,
-            "runs": [list(run) for run in held.runs],
+            "runs": [list(run) for run in side.runs],
         }
-        if held.params is not None and (held.codec.needs or codec_params(layer.site.fitted, role) is not None):
-            entry["params"] = store_params(held.params, tensors)
-        elif held.params is not None:
-            entry["fingerprint"] = _fingerprint(held.params)
+        if side.params is not None and (side.codec.needs or codec_params(layer.site.fitted, role) is not None):
+            entry["params"] = store_params(side.params, tensors)
+        elif side.params is not None:
+            entry["fingerprint"] = _fingerprint(side.params)
         state["held"]["roles"][role] = entry
     return state
 
@@ -136,15 +136,15 @@ def _live_pages(layer: LayerCache, columns: int) -> Tensor:
     page = layer.store.layout
     table = layer.store.table[:, :columns].flatten().long()
     pages = layer.store.pages[table].cpu().contiguous()
-    kept = torch.zeros_like(pages)
+    copy = torch.zeros_like(pages)
     for role, plane in ((role, plane) for plane in page.planes for role in ROLES if role == plane.role):
         tokens = page.page_tokens // plane.blocks
         live = torch.zeros(columns * plane.blocks, dtype=torch.bool)
         for first, last in layer.roles[role].runs:
             live[first // tokens : -(-last // tokens)] = True
         mask = live.view(1, columns, 1, plane.blocks).expand(layer.batch, -1, layer.store.heads, -1).flatten(0, 1)
-        page.view_plane(kept, plane)[mask] = page.view_plane(pages, plane)[mask]
-    return kept
+        page.view_plane(copy, plane)[mask] = page.view_plane(pages, plane)[mask]
+    return copy
 
 
 def _fingerprint(params: Params) -> dict[str, list[Any]]:
@@ -211,13 +211,13 @@ def _rebuild(name: str, state: Mapping[str, Any], saved: _Saved, aged: LayerCach
         dtype = torch.float32 if site.energy.dtype == torch.float32 else torch.float64
         energies = f"the energies of layer {name}'s queries: the tensor"
         check_constant(energies, Constant(tuple(site.energy.shape[1:]), dtype, 0.0), site.energy, error=FormatError)
-    if (held := state.get("held")) is None:
+    if (contents := state.get("held")) is None:
         return layer
-    batch, heads, length = _count(held, "batch"), _count(held, "heads", 1), _count(held, "length")
-    dtype, pages = DTYPES[held["dtype"]], saved.tensors[f"{name}.pages"]
+    batch, heads, length = _count(contents, "batch"), _count(contents, "heads", 1), _count(contents, "length")
+    dtype, pages = DTYPES[contents["dtype"]], saved.tensors[f"{name}.pages"]
     layouts = []
     for role in ROLES:
-        entry, codec = held["roles"][role], scheme.codec(role).for_dtype(dtype)
+        entry, codec = contents["roles"][role], scheme.codec(role).for_dtype(dtype)
         layouts.append(codec.layout(_count(entry, "head_dim", 1)))
         if aged is not None:
             b, h, _, d = aged.roles[role].sink.shape
@@ -229,10 +229,10 @@ def _rebuild(name: str, state: Mapping[str, Any], saved: _Saved, aged: LayerCach
                 f"the bytes of {type(codec).__name__} have version {version}, this packedkv has {layouts[-1].version}; "
                 f"{cure}."
             )
-    page = PageLayout(layouts[0], layouts[1], _count(held, "page_tokens", 1))
-    if page.page_bytes != held["page_bytes"]:
+    page = PageLayout(layouts[0], layouts[1], _count(contents, "page_tokens", 1))
+    if page.page_bytes != contents["page_bytes"]:
         raise FormatError(
-            f"layer {name} has pages of {held['page_bytes']} bytes, its scheme {page.page_bytes}; "
+            f"layer {name} has pages of {contents['page_bytes']} bytes, its scheme {page.page_bytes}; "
             f"load it with the packedkv that wrote it."
         )
     columns = len(pages) // max(batch, 1) if pages.ndim else 0
@@ -246,21 +246,21 @@ def _rebuild(name: str, state: Mapping[str, Any], saved: _Saved, aged: LayerCach
             f"{name}.pages, {plane.role}.{plane.field.name}", page.view_plane(pages, plane), plane.field.reads
         )
     for role in ROLES:
-        state_of = _rebuild_role(f"{name}.{role}", role, held, layer, saved, dtype, columns * page.page_tokens)
+        state_of = _rebuild_role(f"{name}.{role}", role, contents, layer, saved, dtype, columns * page.page_tokens)
         check_role(state_of.codec, state_of.site, fitted)
         layer.roles[role] = state_of
     store = PageStore(page, batch, heads, saved.device, layer.reserve)
     store.ensure(columns * page.page_tokens, exact=True)
     store.pages[store.table[:, :columns].flatten().long()] = pages.to(saved.device)
-    layer.store, layer.start, layer.length, layer.dtype = store, _count(held, "start"), length, dtype
+    layer.store, layer.start, layer.length, layer.dtype = store, _count(contents, "start"), length, dtype
     key = layer.roles["key"]
     if layer.recent is not None:
         layer.recent = _rebuild(f"{name}.recent", state["recent"], saved, layer)
     site.check_energy(key.site)
-    if "mean" in held:
-        layer.mean = load_params(held["mean"], saved.tensors, saved.device)[MEAN]
+    if "mean" in contents:
+        layer.mean = load_params(contents["mean"], saved.tensors, saved.device)[MEAN]
         check_constant(f"the keys' mean of layer {name}", mean_constant(key.site), layer.mean, batch, error=FormatError)
-    layer.positions.runs = [_positions(run, batch, saved.device) for run in held.get("positions", [])]
+    layer.positions.runs = [_positions(run, batch, saved.device) for run in contents.get("positions", [])]
     if layer.places_tokens and len(layer.positions) != length:
         raise FormatError(f"layer {name} has positions of {len(layer.positions)} tokens, not {length}; save it again.")
     for side in layer.roles.values():
@@ -273,11 +273,11 @@ def _rebuild(name: str, state: Mapping[str, Any], saved: _Saved, aged: LayerCach
 
 
 def _rebuild_role(
-    name: str, role: Role, held: Mapping[str, Any], layer: LayerCache, saved: _Saved, dtype: torch.dtype, slots: int
+    name: str, role: Role, contents: Mapping[str, Any], layer: LayerCache, saved: _Saved, dtype: torch.dtype, slots: int
 ) -> RoleState:
-    entry, batch = held["roles"][role], held["batch"]
+    entry, batch = contents["roles"][role], contents["batch"]
     where = layer.site
-    site = Site(where.layer, role, held["heads"], entry["head_dim"], where.seed, saved.device, where.first_head)
+    site = Site(where.layer, role, contents["heads"], entry["head_dim"], where.seed, saved.device, where.first_head)
     of = RoleSite(role, layer.scheme.codec(role).for_dtype(dtype), site)
     shape = batch, site.num_heads, site.head_dim
     dense = [saved.dense(f"{name}.{part}", shape, of.codec.held_dtype(dtype)) for part in ("sink", "window")]

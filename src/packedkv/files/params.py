@@ -232,24 +232,24 @@ def match_params(files: Sequence[str | Path | FittedParams], schemes: Sequence[K
 
     Raises SpecError if params were fitted for a scheme that is not among them, or two for the same one.
     """
-    found: list[FittedParams | None] = [None] * len(schemes)
+    matches: list[FittedParams | None] = [None] * len(schemes)
     for file in files:
         fitted = file if isinstance(file, FittedParams) else read_params(file)
         name = fitted.file or "params"
         allowed = [scheme.allows(fitted.scheme) for scheme in schemes]
         if not any(allowed):
-            given = ", ".join(map(str, schemes))
+            names = ", ".join(map(str, schemes))
             raise SpecError(
-                f"{name}: fitted for {fitted.spec}, which is not among the specs given ({given}); add that spec, "
+                f"{name}: fitted for {fitted.spec}, which is not among the specs given ({names}); add that spec, "
                 f"or leave the file out."
             )
-        if (other := found[allowed.index(True)]) is not None:
+        if (other := matches[allowed.index(True)]) is not None:
             raise SpecError(
                 f"{name} and {other.file or 'params'}: both fitted for {fitted.spec}; pass one file for each spec."
             )
         # two specs may name one scheme: int-4 and int:bits=4
-        found = [fitted if fits else had for fits, had in zip(allowed, found, strict=True)]
-    return found
+        matches = [fitted if fits else match for fits, match in zip(allowed, matches, strict=True)]
+    return matches
 
 
 SAMPLE = 4096
@@ -258,10 +258,10 @@ SAMPLE = 4096
 
 def weight_files(folder: Path) -> list[Path]:
     """Return the files of a model's weights as transformers reads them, in order; ModelError if there are none."""
-    found = sorted(path for path in folder.glob("*.safetensors") if not path.name.startswith("consolidated"))
-    if not found:  # `consolidated*` hold the same weights once more, in Mistral's own form
+    paths = sorted(path for path in folder.glob("*.safetensors") if not path.name.startswith("consolidated"))
+    if not paths:  # `consolidated*` hold the same weights once more, in Mistral's own form
         raise ModelError(f"{folder} holds no weights as .safetensors; a model folder is what save_pretrained writes.")
-    return found
+    return paths
 
 
 def digest_of(folder: Path) -> str:
@@ -269,9 +269,9 @@ def digest_of(folder: Path) -> str:
 
     Raises ModelError if a file is missing or is not safetensors.
     """
-    found = hashlib.sha256()
+    digest = hashlib.sha256()
     try:
-        found.update((folder / "config.json").read_bytes())
+        digest.update((folder / "config.json").read_bytes())
         for path in weight_files(folder):
             with path.open("rb") as file:
                 size = int.from_bytes(file.read(8), "little")
@@ -279,15 +279,15 @@ def digest_of(folder: Path) -> str:
                     raise ValueError("it is cut, or not safetensors")
                 header: dict[str, Any] = json.loads(file.read(size))
                 header.pop("__metadata__", None)
-                found.update(json.dumps(header, sort_keys=True).encode())
-                for own in header.values():
-                    first, last = own["data_offsets"]
+                digest.update(json.dumps(header, sort_keys=True).encode())
+                for entry in header.values():
+                    first, last = entry["data_offsets"]
                     count = min(SAMPLE, last - first)
                     file.seek(8 + size + (first + last - count) // 2)
-                    found.update(file.read(count))
+                    digest.update(file.read(count))
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ModelError(f"the weights in {folder} cannot be read: {error}; copy them again.") from error
-    return found.hexdigest()
+    return digest.hexdigest()
 
 
 def other_weights(folder: Path, weights: Mapping[str, tuple[int, float, float]]) -> list[str]:

@@ -117,12 +117,12 @@ def fit_model(
     plan = plan_for(model.model, "decoded")
     layers = [layer.index for layer in plan.kv_layers]
     schemes = resolve_means(model.model, plan, scheme, layer_schemes(plan, scheme))
-    scheme = scheme.with_means([own.mean for own in schemes])
+    scheme = scheme.with_means([layer_scheme.mean for layer_scheme in schemes])
     means: dict[int, MeanRemoval] = {}
-    for layer, own in zip(plan.kv_layers, schemes, strict=True):
-        if own.mean in ("pre", "post"):
+    for layer, layer_scheme in zip(plan.kv_layers, schemes, strict=True):
+        if layer_scheme.mean in ("pre", "post"):
             means[layer.index] = MeanRemoval(
-                own.mean, rotary_of(model.model, layer.index) if own.mean == "pre" else None
+                layer_scheme.mean, rotary_of(model.model, layer.index) if layer_scheme.mean == "pre" else None
             )
     sites = sites_to_fit(scheme, layers)
     if not sites:
@@ -130,22 +130,22 @@ def fit_model(
     size = window_tokens or (samples.WINDOW_TOKENS if text is None else WINDOW_TOKENS)
     check_window(model.model.config, size)
     if text is None:
-        parts = samples.own_windows(model.model, windows, size, seed=seed, progress=shown)
+        parts = samples.sample_windows(model.model, windows, size, seed=seed, progress=shown)
         read, text_name = torch.stack(parts).numpy().tobytes(), f"the model's own samples (seed {seed})"
     else:
         parts = split_windows(tokenize(model.tokenizer, text, windows * size), windows, size)
         read = text.encode()
-    found, why = None, ""
+    layer_samples, why = None, ""
     try:
-        found = capture(model.model, parts, sites, max_tokens=max_tokens, seed=seed, progress=shown)
+        layer_samples = capture(model.model, parts, sites, max_tokens=max_tokens, seed=seed, progress=shown)
     except NoGradientsError as error:
         why = str(error)  # and what the run held is let go
-    if found is None:
+    if layer_samples is None:
         shown.say(f"fitting without gradients: {why}")
         text_name = f"{text_name or 'a text'}, without gradients"
-        found = capture(model.model, parts, sites, max_tokens=max_tokens, backward=False, progress=shown)
-    tokens = min(sum(map(len, sample.places)) for sample in found.values())
-    fitted, seeded = _fit_sites(sites, found, means, seed, model.model.device, shown)
+        layer_samples = capture(model.model, parts, sites, max_tokens=max_tokens, backward=False, progress=shown)
+    tokens = min(sum(map(len, sample.places)) for sample in layer_samples.values())
+    fitted, seeded = _fit_sites(sites, layer_samples, means, seed, model.model.device, shown)
     return FittedParams(
         scheme=scheme,
         model=identify(model.model, model.name),
@@ -181,9 +181,9 @@ def capture(
     cannot be recorded.
     """
     shown = progress or Progress(False)
-    wanted: dict[int, dict[Role, Codec]] = {}
+    codecs: dict[int, dict[Role, Codec]] = {}
     for layer, role, codec in sites:
-        wanted.setdefault(layer, {})[role] = codec
+        codecs.setdefault(layer, {})[role] = codec
     share = max(max_tokens // len(windows), 1)
     samples: dict[int, LayerSample] = {}
     passed: set[int] = set()  # layers of the current window
@@ -194,23 +194,23 @@ def capture(
         module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, options: dict[str, Any]
     ) -> None:
         layer = getattr(module, "layer_idx", None)
-        if layer not in wanted or layer in passed:
+        if layer not in codecs or layer in passed:
             return
         passed.add(layer)
         sample = samples.setdefault(layer, LayerSample(key.dtype))
         done = sum(len(s.queries) for s in samples.values())
         note = f"window {len(sample.queries) + 1} of {len(windows)}, layer {layer}"
-        shown.bar("reading the text", done, len(windows) * len(wanted), note)
-        sample.queries.append(_kept(query, share, storage_dtype(query.dtype)))
+        shown.bar("reading the text", done, len(windows) * len(codecs), note)
+        sample.queries.append(_excerpt(query, share, storage_dtype(query.dtype)))
         sample.places.append(_places(query.shape[2], share))
         for role, x in zip(ROLES, (key, value), strict=True):
-            if role in wanted[layer]:
+            if role in codecs[layer]:
                 try:
                     check_tensor(f"{role}s of layer {layer}", x.detach())
                 except ValueError as error:
                     raise FitError(str(error)) from error
-                getattr(sample, role).append(_kept(x, share, wanted[layer][role].held_dtype(x.dtype)))
-                if backward and "gradients" in wanted[layer][role].needs:
+                getattr(sample, role).append(_excerpt(x, share, codecs[layer][role].held_dtype(x.dtype)))
+                if backward and "gradients" in codecs[layer][role].needs:
                     alive.append((layer, role, x))
 
     # the logits of a window are larger than all that is recorded
@@ -222,13 +222,13 @@ def capture(
 
     def run_backward(number: int, window: Tensor) -> None:
         try:
-            found = gradients(run(window), [x for _, _, x in alive], seed + number)
+            grads = gradients(run(window), [x for _, _, x in alive], seed + number)
         except KVError:
             raise
         except (RuntimeError, NotImplementedError) as error:  # of autograd, or of memory
             raise NoGradientsError(f"{type(model).__name__} could not be run backwards ({error}).") from error
-        for (layer, role, _), x in zip(alive, found, strict=True):
-            getattr(samples[layer], f"{role}_gradient").append(_kept(x, share, torch.bfloat16))
+        for (layer, role, _), x in zip(alive, grads, strict=True):
+            getattr(samples[layer], f"{role}_gradient").append(_excerpt(x, share, torch.bfloat16))
 
     with watched(model, seen), from_embeddings(model) if backward else torch.no_grad():
         for number, window in enumerate(windows):
@@ -238,7 +238,7 @@ def capture(
                 run_backward(number, window)
             else:
                 run(window)
-    if missing := sorted(set(wanted) - set(samples)):
+    if missing := sorted(set(codecs) - set(samples)):
         raise FitError(
             f"{type(model).__name__}: the attention of layer {missing[0]} was not seen; it cannot be fitted."
         )
@@ -253,7 +253,7 @@ class NoGradientsError(FitError):
 def from_embeddings(model: Any) -> Iterator[None]:
     """Record what follows from the embeddings of the tokens, whatever weights are frozen or quantized."""
 
-    def leaf(module: Any, given: Any, out: Tensor) -> Tensor:
+    def leaf(module: Any, inputs: Any, out: Tensor) -> Tensor:
         return out.detach().requires_grad_()
 
     hook = model.get_input_embeddings().register_forward_hook(leaf)
@@ -278,17 +278,17 @@ def gradients(out: Any, of: Sequence[Tensor], seed: int) -> tuple[Tensor, ...]:
         raise NoGradientsError("the model returns no logits, so it has no loss.")
     generator = torch.Generator(logits.device).manual_seed(seed)
     slope = torch.empty_like(logits)  # of the loss by the logits: the distribution, less 1 at the label
-    for own, out in zip(logits[0].split(PIECE), slope[0].split(PIECE), strict=True):
-        chances = own.float().softmax(-1)
+    for piece, out in zip(logits[0].split(PIECE), slope[0].split(PIECE), strict=True):
+        chances = piece.float().softmax(-1)
         label = torch.multinomial(chances, 1, generator=generator)
         out.copy_(chances.scatter_add_(1, label, -torch.ones_like(label, dtype=chances.dtype)))
-    found = torch.autograd.grad(logits, of, slope)
-    if not all(bool(x.isfinite().all()) for x in found):
+    grads = torch.autograd.grad(logits, of, slope)
+    if not all(bool(x.isfinite().all()) for x in grads):
         raise NoGradientsError(f"gradients in {str(logits.dtype).removeprefix('torch.')} are not finite; try bfloat16.")
-    return found
+    return grads
 
 
-def _kept(x: Tensor, tokens: int, dtype: torch.dtype) -> Tensor:
+def _excerpt(x: Tensor, tokens: int, dtype: torch.dtype) -> Tensor:
     """At most ``tokens`` tokens of ``x [B, H, N, D]``, evenly spaced, copied to the CPU."""
     if x.shape[2] > tokens:
         x = x[:, :, _places(x.shape[2], tokens).to(x.device)]
@@ -301,11 +301,11 @@ def _places(n: int, tokens: int) -> Tensor:
 
 def _mean_of(parts: Sequence[Tensor], places: Sequence[Tensor], mean: MeanRemoval) -> Tensor:
     """Mean of the keys ``[1, H, n, D]`` of several windows, float32 ``[1, H, D]``."""
-    late = [at >= SKIPPED for at in places]
-    if not any(bool(kept.any()) for kept in late):
+    masks = [at >= SKIPPED for at in places]
+    if not any(bool(mask.any()) for mask in masks):
         raise FitError(f"windows of at most {SKIPPED} tokens have no mean; pass a larger --window-tokens.")
-    keys = torch.cat([x[:, :, kept] for x, kept in zip(parts, late, strict=True)], 2)
-    return mean.of(keys, torch.cat([at[kept] for at, kept in zip(places, late, strict=True)])[None])
+    keys = torch.cat([x[:, :, mask] for x, mask in zip(parts, masks, strict=True)], 2)
+    return mean.of(keys, torch.cat([at[mask] for at, mask in zip(places, masks, strict=True)])[None])
 
 
 def _fit_sites(
@@ -333,8 +333,8 @@ def _fit_sites(
             codecs[role] = codec.for_dtype(sample.dtype)
             site = _WatchedSite(layer, role, x.shape[1], x.shape[3], seed, device, drawn=drawn)
             slopes = getattr(sample, f"{role}_gradient")
-            given = torch.cat(slopes, 2).to(device) if slopes else None
-            fitted[role][layer] = codecs[role].fit(site, Sample(x, queries, given))
+            gradient = torch.cat(slopes, 2).to(device) if slopes else None
+            fitted[role][layer] = codecs[role].fit(site, Sample(x, queries, gradient))
         if last[layer] == done:
             del samples[layer]
     layers: dict[int, dict[Role, Params]] = {layer: {} for layer, _, _ in sites}
@@ -352,14 +352,14 @@ def about(fitted: FittedParams) -> dict[str, Any]:
     ``seed`` is None where no codec drew from it, ``layers`` a list, and ``constants`` has an object per role and
     constant over all its layers, whose ``layers`` is how many.
     """
-    found: dict[tuple[Role, str, str], list[Tensor]] = {}
+    constants: dict[tuple[Role, str, str], list[Tensor]] = {}
     at = fitted.model.layers
     for layer, roles in fitted.items():
         scheme = fitted.scheme.for_layer(at.index(layer), len(at))
         for role, params in roles.items():
             codec = type(scheme.codec(role)).__name__
             for name, x in params.items():
-                found.setdefault((role, codec, name), []).append(x)
+                constants.setdefault((role, codec, name), []).append(x)
     rows = [
         {
             "role": role,
@@ -372,7 +372,7 @@ def about(fitted: FittedParams) -> dict[str, Any]:
             "min": min((x.double().min().item() for x in xs if x.numel()), default=None),
             "max": max((x.double().max().item() for x in xs if x.numel()), default=None),
         }
-        for (role, codec, name), xs in found.items()
+        for (role, codec, name), xs in constants.items()
     ]
     return {
         "spec": fitted.spec,
@@ -385,21 +385,21 @@ def about(fitted: FittedParams) -> dict[str, Any]:
         "seed": fitted.seed if fitted.seeded else None,
         "sha256": fitted.sha256,
         "layers": list(fitted),
-        "bytes": sum(x.nbytes for xs in found.values() for x in xs),
+        "bytes": sum(x.nbytes for xs in constants.values() for x in xs),
         "constants": rows,
     }
 
 
-def about_text(found: Mapping[str, Any], windows: int) -> str:
+def about_text(facts: Mapping[str, Any], windows: int) -> str:
     """``about`` (with ``file`` and ``seconds``) as readable text; ``windows`` is the number requested."""
     lines = [
-        f"{found['spec']} fitted to {found['model']}: {len(found['layers'])} layers, {found['tokens']} tokens each"
+        f"{facts['spec']} fitted to {facts['model']}: {len(facts['layers'])} layers, {facts['tokens']} tokens each"
     ]
-    fewer = f" ({windows} asked for: the text is too short)" if found["windows"] < windows else ""
-    lines.append(f"text: {found['text']}, {found['windows']} x {found['window_tokens']} tokens{fewer}")
-    for c in found["constants"]:
+    fewer = f" ({windows} asked for: the text is too short)" if facts["windows"] < windows else ""
+    lines.append(f"text: {facts['text']}, {facts['windows']} x {facts['window_tokens']} tokens{fewer}")
+    for c in facts["constants"]:
         shapes = " or ".join("x".join(map(str, shape)) for shape in c["shapes"])
         span = "" if c["min"] is None else f", {c['min']:.4g} .. {c['max']:.4g}"
         lines.append(f"  {c['role']}s: {c['constant']} {c['dtype']} [{shapes}] in {c['layers']} layers{span}")
-    lines.append(f"written: {found['file']}, {found['bytes']} bytes of constants, {found['seconds']:.1f} s")
+    lines.append(f"written: {facts['file']}, {facts['bytes']} bytes of constants, {facts['seconds']:.1f} s")
     return "\n".join(lines)

@@ -31,7 +31,7 @@ def capture(call: Callable[[], object], calls: int = 1) -> torch.cuda.CUDAGraph:
     return graph
 
 
-def own_windows(
+def sample_windows(
     model: Any, windows: int, window_tokens: int, *, seed: int = 0, progress: Progress | None = None
 ) -> list[Tensor]:
     """Draw windows beside each other, of all tokens by the model's own probabilities; int64 ``[window_tokens]``, on the
@@ -110,9 +110,9 @@ def _captured(model: Any, windows: int, tokens: int) -> Callable[[Tensor], Tenso
 
 def _first(config: Any, windows: int, generator: torch.Generator) -> Tensor:
     for name in ("bos_token_id", "eos_token_id"):
-        found = getattr(config, name, None)
-        if isinstance(found, list):
-            found = found[0] if found else None
-        if found is not None:
-            return torch.full((windows,), int(found))
+        token = getattr(config, name, None)
+        if isinstance(token, list):
+            token = token[0] if token else None
+        if token is not None:
+            return torch.full((windows,), int(token))
     return torch.randint(config.vocab_size, (windows,), generator=generator)

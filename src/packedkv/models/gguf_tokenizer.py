@@ -86,14 +86,14 @@ def _bos(tokenizer: Any, fields: Any) -> bool:
     """Set BOS before a text if the file asks for it and the tokenizer does not do so; whether that was needed."""
     from tokenizers.processors import Sequence, TemplateProcessing
 
-    asked, bos = _value(fields, "add_bos_token"), _value(fields, "bos_token_id")
-    if asked is None:
-        asked = _value(fields, "model") == "llama" or _value(fields, "pre") in BOS_UNLESS_TOLD
-    if bos is None or not asked or tokenizer(TEXT)["input_ids"][0] == bos:
+    adds, bos = _value(fields, "add_bos_token"), _value(fields, "bos_token_id")
+    if adds is None:
+        adds = _value(fields, "model") == "llama" or _value(fields, "pre") in BOS_UNLESS_TOLD
+    if bos is None or not adds or tokenizer(TEXT)["input_ids"][0] == bos:
         return False
-    piece, made = tokenizer.convert_ids_to_tokens(bos), tokenizer.backend_tokenizer
+    piece, backend = tokenizer.convert_ids_to_tokens(bos), tokenizer.backend_tokenizer
     template = TemplateProcessing(single=[piece, "$A"], pair=[piece, "$A", piece, "$B"], special_tokens=[(piece, bos)])
-    made.post_processor = Sequence([made.post_processor, template]) if made.post_processor else template
+    backend.post_processor = Sequence([backend.post_processor, template]) if backend.post_processor else template
     return True
 
 

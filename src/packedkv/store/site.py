@@ -232,7 +232,7 @@ class LayerSite:
 
         Raises FitError if the given constants differ from the codec's declaration.
         """
-        made: dict[Role, RoleSite] = {}
+        sites: dict[Role, RoleSite] = {}
         for role, head_dim in zip(ROLES, head_dims, strict=True):
             codec = self.scheme.codec(role).for_dtype(dtype)
             site = Site(self.layer, role, heads, head_dim, self.seed, device, self.first_head)
@@ -242,8 +242,8 @@ class LayerSite:
             params: Mapping[str, Tensor] | None = None if given is None else {k: v.to(device) for k, v in given.items()}
             if given is None and "tensor" not in codec.needs:
                 params = seeded_params(codec, site)
-            made[role] = RoleSite(role, codec, site, params, given is None)
-        return made
+            sites[role] = RoleSite(role, codec, site, params, given is None)
+        return sites
 
     def allocate(
         self, keys: Tensor, values: Tensor, page_tokens: int | None, capacity: int
