@@ -24,12 +24,12 @@ def whole_file(path: Path) -> Iterator[Path]:
     folder in use is locked, and the system releases the lock when the process ends.
     """
     _remove_unfinished(path.parent)
-    own, lock = _new_folder(path.parent)
+    folder, lock = _new_folder(path.parent)
     try:
-        yield own / path.name
-        os.replace(own / path.name, path)
+        yield folder / path.name
+        os.replace(folder / path.name, path)
     finally:
-        shutil.rmtree(own, ignore_errors=True)
+        shutil.rmtree(folder, ignore_errors=True)
         if lock is not None:
             os.close(lock)
 
@@ -37,18 +37,18 @@ def whole_file(path: Path) -> Iterator[Path]:
 def _new_folder(parent: Path) -> tuple[Path, int | None]:
     """Make a folder that only this user can write to, and its lock."""
     while True:
-        own = parent / f".{secrets.token_hex(8)}{SUFFIX}"
-        own.mkdir(0o700)
+        folder = parent / f".{secrets.token_hex(8)}{SUFFIX}"
+        folder.mkdir(0o700)
         if fcntl is None:
-            return own, None
+            return folder, None
         try:
-            lock = os.open(own, os.O_RDONLY)
+            lock = os.open(folder, os.O_RDONLY)
         except FileNotFoundError:  # another process removed it before it was locked
             continue
         with suppress(OSError):  # a file system without locks: nothing is removed either
             fcntl.flock(lock, fcntl.LOCK_EX)
-        if own.exists():
-            return own, lock
+        if folder.exists():
+            return folder, lock
         os.close(lock)
 
 
@@ -56,12 +56,12 @@ def _remove_unfinished(parent: Path) -> None:
     """Remove the folders that no process has locked."""
     if fcntl is None:
         return
-    for own in parent.glob(f".*{SUFFIX}"):
+    for folder in parent.glob(f".*{SUFFIX}"):
         with suppress(OSError):  # another user's, or gone
-            lock = os.open(own, os.O_RDONLY | os.O_NOFOLLOW | os.O_DIRECTORY)
+            lock = os.open(folder, os.O_RDONLY | os.O_NOFOLLOW | os.O_DIRECTORY)
             try:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                shutil.rmtree(own, ignore_errors=True)
+                shutil.rmtree(folder, ignore_errors=True)
             finally:
                 os.close(lock)
 

@@ -51,12 +51,12 @@ class Seen(NamedTuple):
 
     def first(self, row: int, n: int, total: int) -> int:
         """Oldest token that query ``row`` may see, padding aside."""
-        own = total - n + row
+        position = total - n + row
         if self.mask is not None or not self.causal:
             return 0
         if self.chunk:
-            return max(0, (self.place + own) // self.chunk * self.chunk - self.place)
-        return max(0, own - self.window + 1) if self.window else 0
+            return max(0, (self.place + position) // self.chunk * self.chunk - self.place)
+        return max(0, position - self.window + 1) if self.window else 0
 
     def of_rows(self, row: int, end: int) -> "Seen":
         """The same rules for the queries ``[row, end)`` only."""

@@ -261,8 +261,8 @@ class Codec(ABC):
 
     def config(self) -> dict[str, Any]:
         """Plain values of this codec, for JSON: ``{"codec": class name, **options}``."""
-        own = {f.name: getattr(self, f.name) for f in fields(self)}
-        inner = {k: v.config() if isinstance(v, Codec) else v for k, v in own.items()}
+        options = {f.name: getattr(self, f.name) for f in fields(self)}
+        inner = {k: v.config() if isinstance(v, Codec) else v for k, v in options.items()}
         return {"codec": type(self).__name__, **inner}
 
 
@@ -286,9 +286,9 @@ class Dense(Codec):
 
     def held_dtype(self, dtype: torch.dtype) -> torch.dtype:
         """The dtype of ``data``, so that nothing is rounded before ``encode``."""
-        held = getattr(torch, self.for_dtype(dtype).dtype or "float16")
-        assert isinstance(held, torch.dtype)
-        return held
+        dense = getattr(torch, self.for_dtype(dtype).dtype or "float16")
+        assert isinstance(dense, torch.dtype)
+        return dense
 
     def layout(self, head_dim: int) -> Layout:
         """One field, ``data [D]``."""

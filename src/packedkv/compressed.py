@@ -121,11 +121,11 @@ def compress(
     4.25
     """
     scheme = _bare(get(spec))
-    for own in scheme.layer_schemes:
-        if own.recent is not None:
+    for layer_scheme in scheme.layer_schemes:
+        if layer_scheme.recent is not None:
             raise UnsupportedError(
-                f"{own}: age tiers are of a cache, from which tokens leave the newest tier as others come; use "
-                f"LayerCache or cache_for, or recent=none."
+                f"{layer_scheme}: age tiers are of a cache, from which tokens leave the newest tier as others come; "
+                f"use LayerCache or cache_for, or recent=none."
             )
     if num_layers > 1:
         scheme = scheme.for_layer(layer, num_layers)

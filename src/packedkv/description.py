@@ -33,12 +33,12 @@ def describe(spec: str, head_dim: int = 128) -> dict[str, Any]:
         for i, layer in enumerate(scheme.layers):
             places.setdefault(str(layer), []).append(str(i))
         method, source = "recipe", "a recipe file: key codec/value codec per layer"
-        summary = "; ".join(f"layers {', '.join(at)}: {own}" for own, at in places.items())
+        summary = "; ".join(f"layers {', '.join(at)}: {text}" for text, at in places.items())
     else:
-        found, values = method_of(spec), options_of(spec)
-        method, source = found.name, found.source
-        summary = (inspect.getdoc(found.recipe) or "").split("\n\n")[0].replace("\n", " ")
-        for o in found.options.values():
+        entry, values = method_of(spec), options_of(spec)
+        method, source = entry.name, entry.source
+        summary = (inspect.getdoc(entry.recipe) or "").split("\n\n")[0].replace("\n", " ")
+        for o in entry.options.values():
             about = {"name": o.name, "type": o.type_name, "value": values[o.name], "default": o.default}
             options.append({**about, "choices": list(o.choices), "doc": o.doc})
     return {
@@ -84,8 +84,8 @@ def kernels_for(scheme: KVScheme, head_dim: int = 128) -> dict[str, str]:
     ``encode`` may name both roles, ``key cuda, value none``: a role without a kernel is encoded by PyTorch. Of a
     mixture all that its layers have are named. cuda-core is not imported.
     """
-    found = [_kernels_for(layer, head_dim) for layer in dict.fromkeys(scheme.layer_schemes)]
-    return {way: " and ".join(dict.fromkeys(one[way] for one in found)) for way in ("encode", "decode")}
+    kernels = [_kernels_for(layer, head_dim) for layer in dict.fromkeys(scheme.layer_schemes)]
+    return {way: " and ".join(dict.fromkeys(one[way] for one in kernels)) for way in ("encode", "decode")}
 
 
 def _kernels_for(scheme: KVScheme, head_dim: int) -> dict[str, str]:
@@ -94,8 +94,8 @@ def _kernels_for(scheme: KVScheme, head_dim: int) -> dict[str, str]:
         decode_spec(scheme.key, scheme.value, head_dim, step)
     except UnsupportedError:
         return {"encode": "none", "decode": "none"}
-    found = encode_spec(scheme.key, scheme.value, head_dim, step).encoders
-    written = {role: "cuda" if role in found else "none" for role in ROLES}
+    encoders = encode_spec(scheme.key, scheme.value, head_dim, step).encoders
+    written = {role: "cuda" if role in encoders else "none" for role in ROLES}
     same = written["key"] == written["value"]
     encode = written["key"] if same else ", ".join(f"{role} {by}" for role, by in written.items())
     return {"encode": encode, "decode": "cuda"}

@@ -73,12 +73,12 @@ class KeyBiases:
     """Which mean the keys of a layer with this scheme can be encoded without: ``pre``, ``post``, or ``none``."""
 
     def __init__(self, name: str, layers: Iterable[KeyLayer], order: Sequence[int]) -> None:
-        self.name, self.order, found = name, list(order), list(layers)
+        self.name, self.order, key_layers = name, list(order), list(layers)
         self.removable = lambda scheme: "pre"
         self.known: dict[int, KeyLayer] = {}
         self.unread: dict[int, str] = {}
         """Layers that have a bias whose values cannot be read, and why: their projections cannot be called alone."""
-        for layer in found:
+        for layer in key_layers:
             try:
                 layer.size  # noqa: B018
             except Exception as error:  # modules of any form, sharding and quantization are called
@@ -86,7 +86,7 @@ class KeyBiases:
             else:
                 self.known[layer.index] = layer
         self.layers = {index: layer for index, layer in self.known.items() if layer.size > 0}
-        self._parameters = [b for layer in found for b in layer.biases]
+        self._parameters = [b for layer in key_layers for b in layer.biases]
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "KeyBiases":
         """Return these biases: the copy of a cache is of the same model."""
@@ -108,27 +108,27 @@ class KeyBiases:
         """Return the errors of one layer whose keys are encoded without this mean; None: small biases or dense keys."""
         if layer not in self.layers or isinstance(codec, Dense):
             return None
-        own = self.layers[layer]
-        error = own.error(codec, params, mean=mean)
+        key_layer = self.layers[layer]
+        error = key_layer.error(codec, params, mean=mean)
         # the error without biases is measured only where it decides
-        return BiasError(layer, error, own.error(codec, params, mean="pre") if not error < LIMIT else 0.0)
+        return BiasError(layer, error, key_layer.error(codec, params, mean="pre") if not error < LIMIT else 0.0)
 
     def holds(self, layer: int, codec: Codec, mean: Mean = "none") -> bool:
         """Whether the scores of one layer are known to be nearly right; False: they are not, or it is unknown."""
-        found = self.at(layer, codec, mean=mean)
-        return found is not None and found.error < LIMIT
+        errors = self.at(layer, codec, mean=mean)
+        return errors is not None and errors.error < LIMIT
 
     def worst(self, scheme: KVScheme, params: Fitted = None) -> BiasError | None:
         """Return the largest error of a scheme, a broken layer before others; None: no layer has one.
 
         ``mean=auto`` is decided as ``means`` does.
         """
-        found = [
+        maxima = [
             max(errors, key=_badness)
             for group, members in self._groups(scheme).items()
             if (errors := self._errors(group.codec, self._decided(group, members, params), members, params))
         ]
-        return max(found, key=_badness, default=None)
+        return max(maxima, key=_badness, default=None)
 
     def means(self, scheme: KVScheme, params: Fitted = None) -> list[Mean]:
         """``mean`` of every layer's scheme, in order; ``auto`` is decided.
@@ -136,26 +136,26 @@ class KeyBiases:
         By codec: where the mean divides the error by ``GAIN``, layers whose biases are large encode keys without it.
         So do layers whose biases cannot be read. Everywhere else keys keep it.
         """
-        own = [scheme.for_layer(place, len(self.order)) for place in range(len(self.order))]
+        schemes = [scheme.for_layer(place, len(self.order)) for place in range(len(self.order))]
         decided: dict[int, Mean] = {}
         for group, members in self._groups(scheme).items():
-            found = self._decided(group, members, params)
+            mean = self._decided(group, members, params)
             for index in members:  # with age tiers a layer has two codecs: one that gains decides
-                decided[index] = decided.get(index, found) if found == "none" else found
-        for index, of in zip(self.order, own, strict=True):
+                decided[index] = decided.get(index, mean) if mean == "none" else mean
+        for index, of in zip(self.order, schemes, strict=True):
             if index in self.unread and of.mean == "auto" and not isinstance(of.key, Dense):
                 decided[index] = self.removable(of)
-        kept: list[Mean] = ["none" if of.mean == "auto" else of.mean for of in own]
-        return [decided.get(index, mean) for index, mean in zip(self.order, kept, strict=True)]
+        defaults: list[Mean] = ["none" if of.mean == "auto" else of.mean for of in schemes]
+        return [decided.get(index, mean) for index, mean in zip(self.order, defaults, strict=True)]
 
     def _groups(self, scheme: KVScheme) -> dict["_Group", list[int]]:
         """Layers with large biases whose keys are encoded alike; with age tiers by each of two codecs."""
         groups: dict[_Group, list[int]] = {}
         for place, index in enumerate(self.order):
-            own = scheme.for_layer(place, len(self.order))
-            for codec in (own.key,) if own.recent is None else (own.key, own.recent.key):
+            layer = scheme.for_layer(place, len(self.order))
+            for codec in (layer.key,) if layer.recent is None else (layer.key, layer.recent.key):
                 if index in self.layers and not isinstance(codec, Dense):
-                    groups.setdefault(_Group(codec, own.mean, self.removable(own)), []).append(index)
+                    groups.setdefault(_Group(codec, layer.mean, self.removable(layer)), []).append(index)
         return groups
 
     def _decided(self, group: "_Group", members: Sequence[int], params: Fitted) -> Mean:
@@ -163,19 +163,19 @@ class KeyBiases:
             return group.mean
         if group.removable == "none" or group.codec.without_mean:
             return group.removable
-        kept, without = (
+        with_mean, without = (
             max((e.error for e in self._errors(group.codec, mean, members, params)), default=0.0)
             for mean in ("none", group.removable)
         )
-        return "none" if kept < GAIN * without else group.removable  # NaN counts as a gain
+        return "none" if with_mean < GAIN * without else group.removable  # NaN counts as a gain
 
     def _errors(self, codec: Codec, mean: Mean, members: Sequence[int], params: Fitted) -> list[BiasError]:
         """Errors of those of the layers where bias times query is largest."""
         measured = sorted(members, key=lambda i: -self.layers[i].size)[:LAYERS]
         fitted = params if params and codec.needs else {}
         given = [(fitted.get(index) or {}).get("key") for index in measured]
-        found = [self.at(index, codec, own, mean=mean) for index, own in zip(measured, given, strict=True)]
-        return [error for error in found if error is not None]
+        errors = [self.at(index, codec, constants, mean=mean) for index, constants in zip(measured, given, strict=True)]
+        return [error for error in errors if error is not None]
 
     def check(
         self,
@@ -208,13 +208,13 @@ class KeyBiases:
 
     def broken(self, specs: Iterable[str]) -> dict[str, str]:
         """Return which specs break on the biases, and how."""
-        found = {}
+        reasons = {}
         for spec in specs:
             try:
                 self.check(get(spec))
             except BrokenPresetError as error:
-                found[spec] = str(error)
-        return found
+                reasons[spec] = str(error)
+        return reasons
 
     def summary(self, scheme: KVScheme, means: Sequence[Mean]) -> str:
         """Return a line for a log: the biases, the mean of each layer as ``means`` decided, the error of the scores."""
@@ -223,9 +223,9 @@ class KeyBiases:
             why = next(iter(self.unread.values()))
             return f"{self.name} adds biases to keys whose values cannot be read ({why}): mean={taken}"
         *_, bias, share = max((layer.where() for layer in self.layers.values()), key=lambda at: at[3])
-        worst, kept = self.worst(scheme), self.worst(scheme.with_means(["none"] * len(scheme.layer_schemes)))
+        worst, baseline = self.worst(scheme), self.worst(scheme.with_means(["none"] * len(scheme.layer_schemes)))
         moved = "" if worst is None else f"; {scheme} moves attention scores by {worst.error:.2g} nats"
-        moved += "" if taken == "none" or kept is None else f", with mean=none by {kept.error:.2g}"
+        moved += "" if taken == "none" or baseline is None else f", with mean=none by {baseline.error:.2g}"
         return (
             f"{self.name} adds large biases to the keys of {count} of {len(self.order)} layers (up to {abs(bias):.0f}, "
             f"{share:.0f} times what differs between tokens): mean={taken}{moved}"

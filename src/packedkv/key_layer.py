@@ -98,9 +98,9 @@ class KeyLayer:
             params = {name: x.cpu() for name, x in params.items()}
         lost = roundtrip(codec, keys, params) - keys
         e = queries.unflatten(1, (keys.shape[1], -1)).flatten(2, 3) @ lost.transpose(2, 3) * self.scale
-        found = float((e - e.mean(-1, keepdim=True)).pow(2).mean().sqrt())
-        self._errors[known] = found
-        return found
+        error = float((e - e.mean(-1, keepdim=True)).pow(2).mean().sqrt())
+        self._errors[known] = error
+        return error
 
     def _rotate(self, x: Tensor, first: int) -> Tensor:
         """``[n, H, D]`` to ``[H, n, D]`` with RoPE from position ``first`` on.
@@ -146,11 +146,11 @@ def key_layer(
     norms = {
         side: next((m for name, m in children.items() if name.startswith(side) and _is_norm(m)), None) for side in "qk"
     }
-    held = [p for m in (before, *adding) if m is not None for p in m.parameters() if p.is_floating_point()]
-    if not held:
+    weights = [p for m in (before, *adding) if m is not None for p in m.parameters() if p.is_floating_point()]
+    if not weights:
         return None
     # weights on meta are brought by hooks of their modules when these are called (accelerate's offload), states as well
-    device = next((p.device for p in held if not p.is_meta), torch.device("cpu"))
+    device = next((p.device for p in weights if not p.is_meta), torch.device("cpu"))
 
     def project(h: Tensor) -> tuple[Tensor, Tensor]:
         x = h if before is None else _called(before, h)
@@ -173,7 +173,7 @@ def key_layer(
         int(config.hidden_size),
         scale,
         _frequencies(config, head_dim),
-        held[0].dtype if held[0].dtype.itemsize > 1 else torch.float32,
+        weights[0].dtype if weights[0].dtype.itemsize > 1 else torch.float32,
         device,
         biases,
     )

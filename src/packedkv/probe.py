@@ -111,7 +111,7 @@ class OutlierProbe:
         self.scheme, self.action, self.biases, self.starts = scheme, action, biases, starts
         self.undo: Callable[[], None] = lambda: None
         """Called before a refusal, to drop the prefill."""
-        self.found: dict[int, KeyProbe] = {}
+        self.results: dict[int, KeyProbe] = {}
         self.samples: dict[int, _Sample] = {}
         self.warned = False
 
@@ -131,7 +131,7 @@ class OutlierProbe:
 
         On a GPU the result comes with ``settle``.
         """
-        if layer in self.found or layer in self.samples:
+        if layer in self.results or layer in self.samples:
             return
         codec, (batch, _, fresh, dim) = cache.roles["key"].codec, keys.shape
         if isinstance(codec, Dense) or dim % 4 or not cache.is_fitted:
@@ -179,33 +179,33 @@ class OutlierProbe:
             here = [one for one in samples if one.rows.device == device]
             figures = torch.stack([one.figures for one in here if one.figures is not None]).tolist()
             for one, (ratio, error) in zip(here, figures, strict=True):
-                self.found[one.layer] = KeyProbe(one.layer, ratio, error)
+                self.results[one.layer] = KeyProbe(one.layer, ratio, error)
         for one in samples:
-            found, codec, mean = self.found[one.layer], one.cache.roles["key"].codec, one.cache.scheme.mean
-            if found.broken and not (self.biases and self.biases.holds(one.layer, codec, mean)):
-                self._warn_or_refuse(found, one)
+            probe, codec, mean = self.results[one.layer], one.cache.roles["key"].codec, one.cache.scheme.mean
+            if probe.broken and not (self.biases and self.biases.holds(one.layer, codec, mean)):
+                self._warn_or_refuse(probe, one)
 
-    def _warn_or_refuse(self, found: KeyProbe, sample: _Sample) -> None:
-        if self.action == "refuse" and found.outlier_ratio >= OUTLIERS:
-            self.found.clear()  # so that the next prefill is probed and refused as well
+    def _warn_or_refuse(self, probe: KeyProbe, sample: _Sample) -> None:
+        if self.action == "refuse" and probe.outlier_ratio >= OUTLIERS:
+            self.results.clear()  # so that the next prefill is probed and refused as well
             self.undo()
-            raise BrokenPresetError(self._text(found, sample, "pass probe='warn' to go on"))
+            raise BrokenPresetError(self._text(probe, sample, "pass probe='warn' to go on"))
         if not self.warned:
             self.warned = True
-            warnings.warn(self._text(found, sample, "pass probe='off'"), PackedKVWarning, stacklevel=3)
+            warnings.warn(self._text(probe, sample, "pass probe='off'"), PackedKVWarning, stacklevel=3)
 
     def report(self) -> dict[int, dict[str, float]]:
-        """Return what was found, as plain values by layer."""
+        """Return the results as plain values by layer."""
         return {
-            layer: {"outlier_ratio": round(found.outlier_ratio, 2), "channel_error": round(found.channel_error, 4)}
-            for layer, found in self.found.items()
+            layer: {"outlier_ratio": round(probe.outlier_ratio, 2), "channel_error": round(probe.channel_error, 4)}
+            for layer, probe in self.results.items()
         }
 
-    def _text(self, found: KeyProbe, sample: _Sample, further: str) -> str:
+    def _text(self, probe: KeyProbe, sample: _Sample, further: str) -> str:
         keys = sample.keys().float()
         text = (
-            f"{self.scheme} breaks on this model's keys: in layer {found.layer} the largest key chunk is "
-            f"{found.outlier_ratio:.0f} times the median one, and encoding loses {min(found.channel_error, 1):.0%} of "
+            f"{self.scheme} breaks on this model's keys: in layer {probe.layer} the largest key chunk is "
+            f"{probe.outlier_ratio:.0f} times the median one, and encoding loses {min(probe.channel_error, 1):.0%} of "
             f"what tells keys apart in the median channel."
         )
         for name in CANDIDATES:
@@ -243,7 +243,7 @@ def _measured(layers: Sequence[_Sample]) -> Tensor:
         rows = keys.float().nan_to_num_(0.0, 0.0, 0.0).clamp_(-FP16_MAX, FP16_MAX).chunk(len(layers), 1)
         states = [one.cache.roles["key"] for one in layers]
         params = [{name: x[:1] for name, x in (state.params or {}).items()} for state in states]
-        decoded = torch.cat([roundtrip(states[0].codec, x, own) for x, own in zip(rows, params, strict=True)], 1)
+        decoded = torch.cat([roundtrip(states[0].codec, x, values) for x, values in zip(rows, params, strict=True)], 1)
     return torch.stack([outlier_ratio(keys, len(layers)), channel_error(keys, decoded, len(layers))])
 
 

@@ -124,8 +124,8 @@ class Method:
         hints = typing.get_type_hints(self.recipe)
         docs = _option_docs(self.recipe)
         docs = {name: text for name, (hint, text) in SHARED.items() if hints.get(name) == hint} | docs
-        own = {p.name: Option(p.name, hints[p.name], p.default, docs.get(p.name, "")) for p in self.parameters.values()}
-        return own | {name: option for name, option in COMMON.items() if name not in own}
+        options = {n: Option(n, hints[n], p.default, docs.get(n, "")) for n, p in self.parameters.items()}
+        return options | {name: option for name, option in COMMON.items() if name not in options}
 
     def scheme(self, options: Mapping[str, Any]) -> KVScheme:
         """Return the recipe's scheme with a value for each of ``options``."""
@@ -283,8 +283,8 @@ def scheme_of(choice: LayerChoice) -> KVScheme:
         if spec.endswith(".json"):
             raise SpecError(f"{spec!r}: a recipe's layer takes a preset, not another recipe.")
     key, value = get(choice.key), get(choice.value)
-    held = [s for s, c in ((key, key.key), (value, value.value)) if not isinstance(c, Dense)]
-    sink, window = (max((getattr(s, name) for s in held), default=0) for name in ("sink", "window"))
+    schemes = [s for s, c in ((key, key.key), (value, value.value)) if not isinstance(c, Dense)]
+    sink, window = (max((getattr(s, name) for s in schemes), default=0) for name in ("sink", "window"))
     window = window if choice.window is None else choice.window
     return KVScheme(
         key.key,
@@ -346,8 +346,8 @@ def with_option(spec: str, name: str, value: Any) -> str:
     'saw-int4:sink=4,mean=pre'
     """
     base, _, tail = spec.partition(":")
-    kept = [item for item in filter(None, tail.split(",")) if item.partition("=")[0].strip() != name]
-    return str(get(f"{base}:{','.join([*kept, f'{name}={_text(value)}'])}"))
+    items = [item for item in filter(None, tail.split(",")) if item.partition("=")[0].strip() != name]
+    return str(get(f"{base}:{','.join([*items, f'{name}={_text(value)}'])}"))
 
 
 def names() -> list[str]:
@@ -365,7 +365,7 @@ def presets(mark: Mark | None = None) -> list[str]:
         raise SpecError(f"mark={mark!r} is not allowed; use {', '.join(typing.get_args(Mark))}, or None for all.")
     methods = _methods()
     order = sorted(methods, key=lambda n: (n != "dense", n))
-    return [p for name in order for p, own in methods[name].marks.items() if mark in (None, own)]
+    return [p for name in order for p, label in methods[name].marks.items() if mark in (None, label)]
 
 
 def from_json(text: str) -> KVScheme:
@@ -432,17 +432,17 @@ def load_file(path: str | Path) -> list[str]:
 def codec_classes() -> dict[str, type[Codec]]:
     """Every codec class that is loaded, by name."""
     _methods()
-    found: dict[str, type[Codec]] = {}
+    classes: dict[str, type[Codec]] = {}
     todo: list[Any] = [Codec]
     while todo:
         for cls in todo.pop().__subclasses__():
             # a class of the package is never replaced by one of the same name from elsewhere, nor any by a class of a
             # file that was refused
-            old = found.get(cls.__name__)
+            old = classes.get(cls.__name__)
             if old is None or (not old.__module__.startswith("packedkv.") and cls.__module__ in sys.modules):
-                found[cls.__name__] = cls
+                classes[cls.__name__] = cls
             todo.append(cls)
-    return found
+    return classes
 
 
 def _codec(config: dict[str, Any]) -> Codec:
@@ -515,12 +515,12 @@ def _recent(text: str) -> KVScheme | None:
     """Return the scheme of ``recent=text``, without its own sink, window and dense layers."""
     wanted = f"recent={text!r} is not allowed; expected none or a preset, e.g. int-8 or fp8"
     try:
-        held = get(text)
+        scheme = get(text)
     except SpecError as error:
         raise SpecError(f"{wanted}: {error}") from error
-    if held.layers:
+    if scheme.layers:
         raise SpecError(f"{wanted}, not a recipe; a recipe's layers may each have a preset with its own recent=.")
-    return recent_of(held.key, held.value, held, held)
+    return recent_of(scheme.key, scheme.value, scheme, scheme)
 
 
 def _suffix(name: str, base: str) -> dict[str, Any]:

@@ -90,17 +90,17 @@ class KVScheme:
     @property
     def is_fitted(self) -> bool:
         """Whether a codec has constants that are fitted on data, or the keys' mean is one."""
-        return any(own.key.needs or own.value.needs or own.mean in ("pre", "post") for own in self.layer_schemes)
+        return any(s.key.needs or s.value.needs or s.mean in ("pre", "post") for s in self.layer_schemes)
 
     def layout_versions(self, head_dim: int | None) -> dict[str, Any]:
         """``Layout.version`` of each role, one or one per layer: saved constants are valid only for these.
 
         ``head_dim`` None: heads of several sizes; the versions are those at 128, where bytes of each codec changed.
         """
-        found = {
-            role: [own.codec(role).layout(head_dim or 128).version for own in self.layer_schemes] for role in ROLES
+        by_role = {
+            role: [layer.codec(role).layout(head_dim or 128).version for layer in self.layer_schemes] for role in ROLES
         }
-        return {role: versions[0] if len(set(versions)) == 1 else versions for role, versions in found.items()}
+        return {role: versions[0] if len(set(versions)) == 1 else versions for role, versions in by_role.items()}
 
     def for_layer(self, layer: int, num_layers: int) -> "KVScheme":
         """Scheme of one layer: boundary layers get ``Dense`` for the roles that stay dense there.
@@ -118,17 +118,17 @@ class KVScheme:
             return self.layers[layer]
         edge = min(layer, num_layers - 1 - layer)
         dense = edge < self.dense_key_layers, edge < self.dense_value_layers
-        if (found := self._of_layers.get(dense)) is None:
+        if (scheme := self._of_layers.get(dense)) is None:
             key, value = (Dense() if of else codec for of, codec in zip(dense, (self.key, self.value), strict=True))
             mean: Mean = "none" if isinstance(key, Dense) else self.mean
             recent = recent_of(key, value, self.recent, self.recent)
-            found = self
+            scheme = self
             if self.dense_key_layers or self.dense_value_layers or mean != self.mean:
-                found = replace(
+                scheme = replace(
                     self, key=key, value=value, dense_key_layers=0, dense_value_layers=0, mean=mean, recent=recent
                 )
-            self._of_layers[dense] = found
-        return found
+            self._of_layers[dense] = scheme
+        return scheme
 
     @cached_property
     def _of_layers(self) -> "dict[tuple[bool, bool], KVScheme]":
@@ -141,7 +141,7 @@ class KVScheme:
         Without ``layers`` a scheme has one mean: ``none`` where all layers have none, else what the others have.
         """
         if self.layers:
-            return mix_of([replace(own, mean=m) for own, m in zip(self.layers, means, strict=True)], self.spec)
+            return mix_of([replace(layer, mean=m) for layer, m in zip(self.layers, means, strict=True)], self.spec)
         kinds = sorted(set(means) - {"none"})
         return replace(self, mean=kinds[0] if kinds else "none")
 
@@ -149,7 +149,7 @@ class KVScheme:
         """Whether ``other`` is this scheme, with ``mean=auto`` decided in any way."""
         if self.layers:
             same = len(other.layers) == len(self.layers)
-            return same and all(own.allows(theirs) for own, theirs in zip(self.layers, other.layers, strict=True))
+            return same and all(layer.allows(theirs) for layer, theirs in zip(self.layers, other.layers, strict=True))
         return (replace(other, mean="auto") if self.mean == "auto" else other) == self
 
     @property
@@ -164,11 +164,11 @@ class KVScheme:
 
     def key_bits(self, head_dim: int) -> float:
         """Effective bits of an encoded key element, from the layout; windows and dense layers not counted."""
-        return fmean(own.key.layout(head_dim).effective_bits for own in self.layer_schemes)
+        return fmean(layer.key.layout(head_dim).effective_bits for layer in self.layer_schemes)
 
     def value_bits(self, head_dim: int) -> float:
         """Effective bits of an encoded value element, from the layout."""
-        return fmean(own.value.layout(head_dim).effective_bits for own in self.layer_schemes)
+        return fmean(layer.value.layout(head_dim).effective_bits for layer in self.layer_schemes)
 
     def effective_bits(self, head_dim: int) -> float:
         """Mean of ``key_bits`` and ``value_bits``."""
@@ -176,16 +176,16 @@ class KVScheme:
 
     def nominal_bits(self, head_dim: int) -> float:
         """Bits of the codes alone, as papers print them."""
-        codecs = [codec for own in self.layer_schemes for codec in (own.key, own.value)]
+        codecs = [codec for layer in self.layer_schemes for codec in (layer.key, layer.value)]
         return fmean(codec.layout(head_dim).nominal_bits for codec in codecs)
 
     def encoded_tokens(self, role: Role, tokens: int) -> int:
         """How many of ``tokens`` are encoded, by the closed form; SpecError if layers of a mixture differ."""
         if self.layers:
-            found, *others = {layer.encoded_tokens(role, tokens) for layer in self.layers}
+            count, *others = {layer.encoded_tokens(role, tokens) for layer in self.layers}
             if others:
                 raise SpecError(f"{self}: its layers encode different numbers of tokens; ask for one with for_layer.")
-            return found
+            return count
         unit = self.unit(role)
         return unit * max(0, (tokens - self.sink - self.window) // unit)
 
@@ -220,12 +220,12 @@ class KVScheme:
 
 def recent_of(key: Codec, value: Codec, of_key: KVScheme | None, of_value: KVScheme | None) -> KVScheme | None:
     """Return ``recent`` of a layer whose two codecs are from different schemes; None if both roles stay dense."""
-    own_key = Dense() if of_key is None or isinstance(key, Dense) else of_key.key
-    own_value = Dense() if of_value is None or isinstance(value, Dense) else of_value.value
-    if isinstance(own_key, Dense) and isinstance(own_value, Dense):
+    key_codec = Dense() if of_key is None or isinstance(key, Dense) else of_key.key
+    value_codec = Dense() if of_value is None or isinstance(value, Dense) else of_value.value
+    if isinstance(key_codec, Dense) and isinstance(value_codec, Dense):
         return None
     given = dict.fromkeys(str(scheme) for scheme in (of_key, of_value) if scheme is not None)
-    return KVScheme(own_key, own_value, spec="/".join(given))
+    return KVScheme(key_codec, value_codec, spec="/".join(given))
 
 
 def _check_recent(scheme: KVScheme, recent: KVScheme) -> None:
@@ -253,5 +253,5 @@ def mix_of(layers: Sequence[KVScheme], spec: str = "") -> KVScheme:
     if not layers or any(layer.layers for layer in layers):
         raise SpecError("a mixture takes at least one scheme, each of one layer.")
     first = layers[0]
-    own = tuple(replace(layer, dense_key_layers=0, dense_value_layers=0) for layer in layers)
-    return KVScheme(first.key, first.value, first.sink, first.window, recent=first.recent, spec=spec, layers=own)
+    schemes = tuple(replace(layer, dense_key_layers=0, dense_value_layers=0) for layer in layers)
+    return KVScheme(first.key, first.value, first.sink, first.window, recent=first.recent, spec=spec, layers=schemes)

@@ -155,7 +155,7 @@ def test_a_layer_of_a_second_cache_waits_for_nothing(
     if tokens == 1 and not cache.layer_caches[0].holds_dense:
         assert seen.total() == 0  # a decode step makes no tensor
     packed = [one for one in cache.layer_caches if not isinstance(one.roles["key"].codec, Dense)]
-    assert len(cache.probe.found) == len(packed)
+    assert len(cache.probe.results) == len(packed)
 
 
 def test_constants_of_all_layers_are_fitted_by_one_launch(
@@ -278,7 +278,7 @@ def test_a_prefill_is_judged_when_its_last_layer_is_full(
         warnings.simplefilter("error")
         for layer in range(LAYERS - 1):
             cache.update(k, v, layer)
-        assert cache.probe.found == {}
+        assert cache.probe.results == {}
     with pytest.warns(PackedKVWarning, match="int-4 breaks on this model's keys: in layer 0") as seen:
         cache.update(k, v, LAYERS - 1)
     assert len(seen) == 1

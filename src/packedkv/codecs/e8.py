@@ -82,9 +82,9 @@ def patterns() -> Tensor:
 @cache
 def numbers() -> Tensor:
     """Pattern of every |h| whose coordinates are at most 5/2, by ``keys``; -1 where there is none: int64 ``[3^8]``."""
-    found = torch.full((3**RUN,), -1)
-    found[keys(patterns())] = torch.arange(PATTERNS)
-    return found
+    table = torch.full((3**RUN,), -1)
+    table[keys(patterns())] = torch.arange(PATTERNS)
+    return table
 
 
 @cache
@@ -118,8 +118,8 @@ class E8(Rotated, Codec):
         def points_of(piece: Tensor) -> tuple[Tensor, Tensor]:
             wide = piece.double()
             scale = (row_norm(wide) * (STEP / x.shape[-1] ** 0.5)).clamp_max(FP16_MAX).half()
-            held = scale.double()
-            return nearest_codes(torch.where(held > 0, wide / held, 0.0)), scale
+            divisor = scale.double()
+            return nearest_codes(torch.where(divisor > 0, wide / divisor, 0.0)), scale
 
         codes, scale = in_pieces(points_of, x)
         return {"codes": codes, "scale": scale}
@@ -181,7 +181,7 @@ def search(vectors: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     words, others = candidates()
     tables = torch.cat([words, others]).to(vectors.device)
     weights, parity = squares(tables).squeeze(-1), tables.sum(-1).long()
-    found = []
+    sides = []
     for shift in (SHIFT, -SHIFT):
         w = vectors - shift
         size, negative = w.abs(), w < 0
@@ -200,8 +200,8 @@ def search(vectors: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         places = torch.where(best < len(words), order, torch.arange(RUN, device=w.device))
         sizes = torch.empty_like(size).scatter_(-1, places, tables[best.squeeze(-1)])
         flip = torch.nn.functional.one_hot((size * sizes).argmin(-1), RUN).bool() & odd.gather(-1, best)
-        found.append((cost.gather(-1, best), numbers().to(w.device)[keys(sizes)], negative ^ flip))
-    (high, up, signs_up), (low, under, signs_under) = found
+        sides.append((cost.gather(-1, best), numbers().to(w.device)[keys(sizes)], negative ^ flip))
+    (high, up, signs_up), (low, under, signs_under) = sides
     down = low < high
     narrow = down.squeeze(-1)
     return torch.where(narrow, under, up), torch.where(down, signs_under, signs_up), narrow

@@ -167,33 +167,33 @@ def usual(x: Tensor, *, paired: bool) -> tuple[Tensor, Tensor, Tensor]:
     is 0; the mask ``[B, H, N, 1]``, 1 or 0.
     """
     wide = x.double()
-    kept = torch.ones_like(wide[..., :1])
+    mask = torch.ones_like(wide[..., :1])
     for turn in range(ROUNDS + 1):
-        used = kept
-        count = sum_by_halves(kept, 2).clamp_min(1)
-        mean = torch.zeros_like(wide[:, :, :1]) if paired else sum_by_halves(wide * kept, 2) / count
+        used = mask
+        count = sum_by_halves(mask, 2).clamp_min(1)
+        mean = torch.zeros_like(wide[:, :, :1]) if paired else sum_by_halves(wide * mask, 2) / count
         squares = (wide - mean).square()
-        variance = sum_by_halves(squares * kept, 2) / count
+        variance = sum_by_halves(squares * mask, 2) / count
         if paired:
             variance = over_pairs(variance)
         level = sum_by_halves(variance) / variance.shape[-1]
         variance = torch.where(level > 0, torch.maximum(variance, level / count), 1.0)
         if turn < ROUNDS:
-            kept = (sum_by_halves(squares / variance) <= TRIM * x.shape[-1]).double()
+            mask = (sum_by_halves(squares / variance) <= TRIM * x.shape[-1]).double()
     return mean.squeeze(2), variance.squeeze(2), used
 
 
-def token_weights(gradients: Tensor, variance: Tensor, kept: Tensor) -> Tensor:
+def token_weights(gradients: Tensor, variance: Tensor, mask: Tensor) -> Tensor:
     """How much a token counts in a covariance: the root of what errors as large as its channels would cost.
 
     That cost is r = sum v g^2 over the channels, g the gradient of the loss, over its mean; limited to 0.001 to 100.
     The root, since a gradient is of this text and these labels, and trusted less. ``gradients [1, H, N, D]``, the rest
-    float64: v of the channels ``[1, H, D]``, ``kept`` and the result ``[1, H, N, 1]``.
+    float64: v of the channels ``[1, H, D]``, ``mask`` and the result ``[1, H, N, 1]``.
     """
     cost = sum_by_halves(gradients.double().square() * variance.unsqueeze(2))
-    usual_cost = sum_by_halves(cost * kept, 2) / sum_by_halves(kept, 2).clamp_min(1)
+    usual_cost = sum_by_halves(cost * mask, 2) / sum_by_halves(mask, 2).clamp_min(1)
     share = torch.where(usual_cost > 0, cost / usual_cost, 1.0)
-    return kept * share.clamp(*LIMITS).sqrt()
+    return mask * share.clamp(*LIMITS).sqrt()
 
 
 def over_pairs(x: Tensor) -> Tensor:
@@ -255,22 +255,22 @@ def share_bits(cost: Tensor, total: int) -> tuple[Tensor, Tensor]:
     dim = cost.shape[-1]
     full = dim // 2 - PARTS
     loud, quiet = cost[..., :full], cost.flip(-1)[..., :full]
-    own = kinds(total)
+    full_kinds = kinds(total)
     rises = [
         (loud * (ERRORS[a] - ERRORS[high]) > quiet * (ERRORS[low] - ERRORS[b])).sum(-1, keepdim=True)
-        for (a, b), (high, low) in pairwise(own)
+        for (a, b), (high, low) in pairwise(full_kinds)
     ]
     rank = torch.arange(dim // 2, device=cost.device)
     short = rises[0] if total % 2 == 0 else torch.full_like(rises[0], full)
     behind = rank - PARTS * (rank >= short)  # which of the full pairs
     kind = torch.stack([behind < m for m in rises]).sum(0)
     cut = (rank >= short) & (rank < short + PARTS)
-    table = torch.tensor([*own, short_kind(total)], device=cost.device)
-    widths = table[torch.where(cut, len(own), kind)]
+    table = torch.tensor([*full_kinds, short_kind(total)], device=cost.device)
+    widths = table[torch.where(cut, len(full_kinds), kind)]
     # full pairs first, then the short ones, each kind in its order
-    found = cut.to(torch.int8).sort(dim=-1, stable=True).indices
+    order = cut.to(torch.int8).sort(dim=-1, stable=True).indices
     field = _fields(dim, cost.device)
-    pair = torch.empty_like(found).scatter_(-1, field.expand_as(found), found)
+    pair = torch.empty_like(order).scatter_(-1, field.expand_as(order), order)
     channels = torch.stack([pair, dim - 1 - pair], -1).flatten(-2)
     return widths.gather(-2, pair.unsqueeze(-1).expand_as(widths)).flatten(-2), channels
 
@@ -335,20 +335,20 @@ class Ghost(Codec):
 
     def constants(self, site: Site) -> Constants:
         row, each = (site.num_heads, site.head_dim), partial(Constant, each=True)
-        found = {
+        constants = {
             "weight": each(row, low=0, high=1),
             "widths": each(row, torch.uint8, 0, WIDEST, self._fill_pairs, "of pairs that the bits allow"),
         }
         if self.transform == "klt":
-            found["matrix"] = each((*row, site.head_dim), low=-1, high=1)
-            found["inverse"] = each((*row, site.head_dim), low=-LARGEST_SIZE, high=LARGEST_SIZE)
-            found["factor"] = each(row, low=1 / LARGEST_SIZE, high=LARGEST_SIZE)
+            constants["matrix"] = each((*row, site.head_dim), low=-1, high=1)
+            constants["inverse"] = each((*row, site.head_dim), low=-LARGEST_SIZE, high=LARGEST_SIZE)
+            constants["factor"] = each(row, low=1 / LARGEST_SIZE, high=LARGEST_SIZE)
         else:
-            found["order"] = Constant.order(*row, each=True)
-            found["factor"] = each(row, low=2.0**-20, high=1 / SMALLEST)
+            constants["order"] = Constant.order(*row, each=True)
+            constants["factor"] = each(row, low=2.0**-20, high=1 / SMALLEST)
         if site.role == "value":
-            found["centre"] = each(row, low=-LARGEST_SIZE, high=LARGEST_SIZE)
-        return found
+            constants["centre"] = each(row, low=-LARGEST_SIZE, high=LARGEST_SIZE)
+        return constants
 
     def _fill_pairs(self, widths: Tensor) -> bool:
         """Whether every pair of widths ``[B, H, D]`` is of a kind, and the last ones give a bit to the scale."""
@@ -385,8 +385,8 @@ class Ghost(Codec):
         if self.transform == "channels":
             asked = torch.ones_like(variance)
             if site.role == "key":
-                own = queries.transpose(0, 1).unflatten(0, (site.num_heads, -1)).flatten(1, 3)[None]  # [1, H, n, D]
-                asked = query_cost(channel_squares(own) / own.shape[2])
+                vectors = queries.transpose(0, 1).unflatten(0, (site.num_heads, -1)).flatten(1, 3)[None]  # [1, H, n, D]
+                asked = query_cost(channel_squares(vectors) / vectors.shape[2])
             return self._constants(site, mean, variance, asked)
         if gradients is not None:
             if gradients.shape != x.shape:
@@ -412,14 +412,14 @@ class Ghost(Codec):
 
     def _bases(self, site: Site, mean: Tensor, rows: Tensor, weight: Tensor, queries: Tensor) -> Params:
         """Constants of the KLT, from tokens ``[1, H, N, D]`` and how much each counts ``[1, H, N, 1]``."""
-        own = rows.double() - mean.unsqueeze(2)
-        covariance = ((own * weight).mT @ own / weight.sum(2).unsqueeze(-1))[0].cpu()  # the CPU's eigenvectors
+        vectors = rows.double() - mean.unsqueeze(2)
+        covariance = ((vectors * weight).mT @ vectors / weight.sum(2).unsqueeze(-1))[0].cpu()  # the CPU's eigenvectors
         asked = torch.eye(site.head_dim, dtype=torch.float64).expand_as(covariance)
         if site.role == "key":
-            own = queries.transpose(0, 1).unflatten(0, (site.num_heads, -1)).flatten(1, 3).double().cpu()
-            asked = own.mT @ own / own.shape[1]
-        found = [klt(s, h) for s, h in zip(covariance, asked, strict=True)]
-        turn, cost = torch.stack([matrix for matrix, _ in found]), torch.stack([cost for _, cost in found])
+            vectors = queries.transpose(0, 1).unflatten(0, (site.num_heads, -1)).flatten(1, 3).double().cpu()
+            asked = vectors.mT @ vectors / vectors.shape[1]
+        bases = [klt(s, h) for s, h in zip(covariance, asked, strict=True)]
+        turn, cost = torch.stack([matrix for matrix, _ in bases]), torch.stack([cost for _, cost in bases])
         widths, places = share_bits(cost, self.total)
         turn = turn.gather(-1, places.unsqueeze(-2).expand_as(turn))
         length = turn.norm(dim=1, keepdim=True)
@@ -476,7 +476,7 @@ class Ghost(Codec):
         widths = params["widths"].long()
         cuts = width_cuts(levels()).float().to(y.device)[widths]
         tables = (2**widths - 1).unsqueeze(2)
-        table, held = levels().to(y.device), scales().to(y.device)
+        table, scale_table = levels().to(y.device), scales().to(y.device)
         weight, coded = params["weight"].unsqueeze(2), (widths > 0).unsqueeze(2)
         energy = sum_by_halves(torch.where(coded, y, 0.0).square())
         # r^2 between numbers i and i + 1: 2^((2 i + 1 - 2 UNIT) / 4)
@@ -487,13 +487,13 @@ class Ghost(Codec):
         least = sum_by_halves(weight * y.square())
         for step in TRIED:
             i = (nearest + step).clamp(1, SCALES)
-            scale = held[i]
-            found = nearest_in(cuts, y / scale)
-            error = y - scale * table[tables + found]
+            scale = scale_table[i]
+            trial = nearest_in(cuts, y / scale)
+            error = y - scale * table[tables + trial]
             cost = sum_by_halves(weight * error.square())
             better = cost < least
             least = torch.where(better, cost, least)
-            codes, number = torch.where(better, found, codes), torch.where(better, i, number)
+            codes, number = torch.where(better, trial, codes), torch.where(better, i, number)
         return codes, number
 
     def decode(self, payload: Payload, params: Params) -> Tensor:
@@ -502,8 +502,8 @@ class Ghost(Codec):
         fields = unpack(payload["codes"], self.total, widths.shape[-1] // 2).long()
         number = (fields[..., -PARTS:] >> (self.total - 1) << torch.arange(PARTS, device=fields.device)).sum(-1, True)
         codes = torch.stack([fields & (1 << first) - 1, fields >> first & (1 << second) - 1], -1).flatten(-2)
-        table, held = levels().to(codes.device), scales().to(codes.device)
-        y = table[2**widths - 1 + codes] * held[number]
+        table, scale_table = levels().to(codes.device), scales().to(codes.device)
+        y = table[2**widths - 1 + codes] * scale_table[number]
         return y + params["centre"].unsqueeze(2) if "centre" in params else y
 
 

@@ -136,11 +136,11 @@ class GroupInt(Codec):
 
     def encode(self, x: Tensor, params: Params) -> Payload:
         rows = x if self.along == "channels" else x.unflatten(2, (-1, self.group)).mT  # [B, H, M, D, G]
-        codes, *held = quantized(rows, self._quantize, self._value, self.scale, self._row_group)
+        codes, *scales = quantized(rows, self._quantize, self._value, self.scale, self._row_group)
         if self.along == "tokens":
-            codes, held = codes.mT, [scale.squeeze(-1) for scale in held]
+            codes, scales = codes.mT, [scale.squeeze(-1) for scale in scales]
         packed = interleave(codes, self.bits) if self.interleaves(x.shape[-1]) else pack(codes, self.bits)
-        return {"codes": packed, **dict(zip(("scale", "zero"), held, strict=False))}
+        return {"codes": packed, **dict(zip(("scale", "zero"), scales, strict=False))}
 
     def _quantize(self, rows: Tensor, factor: float) -> tuple[Tensor, ...]:
         """Codes, scales and offsets of ranges that are ``factor`` times those of the groups, about the same middle."""
@@ -165,10 +165,10 @@ class GroupInt(Codec):
         packed = payload["codes"]
         dim = packed.shape[-1] * 8 // self.bits
         codes = deinterleave(packed, self.bits) if self.interleaves(dim) else unpack(packed, self.bits, dim)
-        held = [payload[name] for name in ("scale", "zero") if name in payload]
+        scales = [payload[name] for name in ("scale", "zero") if name in payload]
         if self.along == "channels":
-            return self._value(codes, *held)
-        return self._value(codes.mT, *(scale.unsqueeze(-1) for scale in held)).mT.flatten(2, 3)
+            return self._value(codes, *scales)
+        return self._value(codes.mT, *(scale.unsqueeze(-1) for scale in scales)).mT.flatten(2, 3)
 
     def interleaves(self, head_dim: int) -> bool:
         """Whether codes are interleaved; 4 bits are the same bytes either way."""
@@ -179,9 +179,9 @@ class GroupInt(Codec):
         """Neighbours in a row that share a scale; 0 for all, which along tokens are a group."""
         return self.group if self.along == "channels" else 0
 
-    def _spread(self, held: Tensor, rows: Tensor) -> Tensor:
+    def _spread(self, numbers: Tensor, rows: Tensor) -> Tensor:
         """Give every element of the rows its group's number in float32, ready to broadcast."""
-        wide = held.float()
+        wide = numbers.float()
         return spread_channels(wide, self._row_group, rows.shape[-1]) if self._row_group else wide
 
 

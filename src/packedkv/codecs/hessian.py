@@ -98,7 +98,7 @@ class HessianRotated(Wrapper):
             )
         groups = sample.queries.unflatten(1, (self._rotations(site), -1)).unbind(1)
         # the CPU's eigenvectors, whatever the device
-        rotation = torch.stack([cut_rotation(hessian_rotation(second_moment(own).cpu())) for own in groups])
+        rotation = torch.stack([cut_rotation(hessian_rotation(second_moment(group).cpu())) for group in groups])
         return around({"rotation": rotation[None].to(site.device)}, self.inner.fit(site, sample))
 
     def to_code(self, x: Tensor, params: Params) -> Tensor:

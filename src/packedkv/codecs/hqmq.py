@@ -227,10 +227,10 @@ def pack_rows(codes: Tensor, radius: Tensor, code_bits: int, radius_bits: int) -
     """Pack codes and radii ``[..., n]`` into ``row_fields``, n a multiple of 8."""
     codes, radius = codes.to(torch.int32), radius.to(torch.int32)
     row, sign = codes >> 1, codes & 1
-    spare, held = code_bits + radius_bits - UNIT, UNIT - code_bits
+    spare, room = code_bits + radius_bits - UNIT, UNIT - code_bits
     if spare >= 0:
-        packed = {"codes": pack(sign << 15 | row << held | radius & (1 << held) - 1, UNIT)}
-        return packed | ({"radius": pack(radius >> held, spare)} if spare else {})
+        packed = {"codes": pack(sign << 15 | row << room | radius & (1 << room) - 1, UNIT)}
+        return packed | ({"radius": pack(radius >> room, spare)} if spare else {})
     low, planes = _low(code_bits), []
     if low < code_bits - 1:
         planes.append(row >> low)
@@ -246,13 +246,13 @@ def pack_rows(codes: Tensor, radius: Tensor, code_bits: int, radius_bits: int) -
 
 def unpack_rows(packed: Mapping[str, Tensor], n: int, code_bits: int, radius_bits: int) -> tuple[Tensor, Tensor]:
     """Undo ``pack_rows``: codes and radii, int32 ``[..., n]``."""
-    spare, held = code_bits + radius_bits - UNIT, UNIT - code_bits
+    spare, room = code_bits + radius_bits - UNIT, UNIT - code_bits
     if spare >= 0:
         unit = unpack(packed["codes"], UNIT, n).to(torch.int32)
-        radius = unit & (1 << held) - 1
+        radius = unit & (1 << room) - 1
         if spare:
-            radius = radius | unpack(packed["radius"], spare, n).to(torch.int32) << held
-        return (unit & 0x7FFF) >> held << 1 | unit >> 15, radius
+            radius = radius | unpack(packed["radius"], spare, n).to(torch.int32) << room
+        return (unit & 0x7FFF) >> room << 1 | unit >> 15, radius
     low = _low(code_bits)
     row, radius = (unpack(packed[name], bits, n).to(torch.int32) for name, bits in (("codes", low), ("radius", 4)))
     streams = packed["bits"].split(n // 8, -1) if "bits" in packed else ()

@@ -190,11 +190,11 @@ class InnerQ(Codec):
             x = (codes - offset) * scale
         return x.flatten(2, 3) if self.along == "tokens" else x
 
-    def _spread(self, held: Tensor, head_dim: int) -> Tensor:
+    def _spread(self, numbers: Tensor, head_dim: int) -> Tensor:
         """Give every element of a block its group's number in float32, ready to broadcast."""
         if self.along == "tokens":
-            return held.float().unsqueeze(-2)
-        return spread_channels(held.float(), GROUP, head_dim)
+            return numbers.float().unsqueeze(-2)
+        return spread_channels(numbers.float(), GROUP, head_dim)
 
 
 def _group_error(difference: Tensor) -> Tensor:

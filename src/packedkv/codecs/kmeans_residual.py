@@ -100,13 +100,13 @@ class KMeansResidual(Wrapper):
                 f"kmeans={self.clusters} needs at least {self.clusters} tokens to fit on, got {code.shape[2]}; use "
                 f"fewer clusters, a longer prompt, or `packedkv fit MODEL SPEC --text FILE -o PARAMS` and pass params."
             )
-        found = [
+        centroids = [
             fit_centroids(points, self.clusters, site.generator(head, STREAM))
             for sequence in code
             for head, points in enumerate(sequence)
         ]
-        held = torch.stack(found).clamp(-FP16_MAX, FP16_MAX).half().unflatten(0, code.shape[:2])
-        return around({"centroids": held.to(site.device)}, inner)
+        table = torch.stack(centroids).clamp(-FP16_MAX, FP16_MAX).half().unflatten(0, code.shape[:2])
+        return around({"centroids": table.to(site.device)}, inner)
 
     def encode(self, x: Tensor, params: Params) -> Payload:
         if not self.id_bytes:
@@ -147,11 +147,11 @@ def nearest_centroid(x: Tensor, centroids: Tensor) -> Tensor:
     c, c_unit = to_grid(wide - middle, bits)
     half = ((c * c).sum(-1, keepdim=True) * (c_unit * c_unit / 2)).transpose(2, 3)  # [., H, 1, C]
     c, c_unit = c.transpose(2, 3), c_unit.transpose(2, 3)
-    found = []
+    ids = []
     for piece in x.split(max(1, SCORES // max(1, batch * heads * half.shape[-1])), 2):
         whole, unit = to_grid(piece.double() - middle, bits)
-        found.append((half - (whole @ c).mul_(unit).mul_(c_unit)).argmin(-1))
-    return torch.cat(found, 2)
+        ids.append((half - (whole @ c).mul_(unit).mul_(c_unit)).argmin(-1))
+    return torch.cat(ids, 2)
 
 
 def fit_centroids(points: Tensor, count: int, generator: torch.Generator) -> Tensor:

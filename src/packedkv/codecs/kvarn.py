@@ -129,19 +129,19 @@ class KVarN(Rotated, Codec):
         tiles = tiles.transpose(-1, -2) if self.along == "tokens" else tiles  # [..., rows, columns]
         rows, columns = tiles.shape[-2:]
         pieces = tiles.reshape(-1, rows, columns).split(max(1, CHUNK // (rows * columns)))
-        balance = torch.cat([held_scales(piece, self.rounds) for piece in pieces])
+        balance = torch.cat([fp16_column_scales(piece, self.rounds) for piece in pieces])
         balance = balance.view(*tiles.shape[:3], columns)
         payload = self.integers.encode(x / self._spread(balance), params)
         shapes = {field.name: field.shape for field in self.layout(x.shape[-1]).fields}
-        found = {name: part.reshape(*tiles.shape[:3], *shapes[name]) for name, part in payload.items()}
-        return {**found, "balance": balance}
+        parts = {name: part.reshape(*tiles.shape[:3], *shapes[name]) for name, part in payload.items()}
+        return {**parts, "balance": balance}
 
     def decode(self, payload: Payload, params: Params) -> Tensor:
-        held = {name: part for name, part in payload.items() if name != "balance"}
+        parts = {name: part for name, part in payload.items() if name != "balance"}
         if self.along == "channels":  # a block of ``integers`` is one token
-            held = {name: part.flatten(2, 3) for name, part in held.items()}
-            held = {name: part if name == "codes" else part.unsqueeze(-1) for name, part in held.items()}
-        return self.integers.decode(held, params) * self._spread(payload["balance"])
+            parts = {name: part.flatten(2, 3) for name, part in parts.items()}
+            parts = {name: part if name == "codes" else part.unsqueeze(-1) for name, part in parts.items()}
+        return self.integers.decode(parts, params) * self._spread(payload["balance"])
 
     def _spread(self, balance: Tensor) -> Tensor:
         """Column scales ``[B, H, M, columns]`` in float32, ready to broadcast over ``[B, H, N, D]``."""
@@ -150,7 +150,7 @@ class KVarN(Rotated, Codec):
         return balance.float().repeat_interleave(self.group, 2)
 
 
-def held_scales(tiles: Tensor, rounds: int) -> Tensor:
+def fp16_column_scales(tiles: Tensor, rounds: int) -> Tensor:
     """t of ``tiles [T, rows, columns]``, such that ``tiles / t`` fits fp16: float16 ``[T, columns]``."""
     wide = tiles.double()
     scales = column_scales(wide, rounds)
@@ -167,16 +167,16 @@ def column_scales(tiles: Tensor, rounds: int) -> Tensor:
     """
     columns, rows = torch.ones_like(tiles[:, :1]), torch.ones_like(tiles[:, :, :1])
     column_sd, row_sd = spread(tiles, -2), spread(tiles, -1)
-    kept, least = columns, imbalance(column_sd, row_sd)
+    best, least = columns, imbalance(column_sd, row_sd)
     for _ in range(rounds):
         columns = (columns * column_sd.clamp(*FACTORS)).clamp(*SCALES)
         row_sd = spread(tiles / columns, -1)  # not yet divided by the rows' scales
         rows = (rows * (row_sd / rows).clamp(*FACTORS)).clamp(*SCALES)
         column_sd = spread(tiles / rows, -2) / columns
-        found = imbalance(column_sd, row_sd / rows)
-        better = found <= least * (1 + TIE)
-        kept, least = torch.where(better, columns, kept), torch.where(better, found, least)
-    return kept
+        score = imbalance(column_sd, row_sd / rows)
+        better = score <= least * (1 + TIE)
+        best, least = torch.where(better, columns, best), torch.where(better, score, least)
+    return best
 
 
 def spread(x: Tensor, dim: int) -> Tensor:

@@ -201,19 +201,19 @@ def runs(n: int, bits: int, low: int, device: str) -> tuple[Tensor, ...]:
     where the run begins, ``2**length - 1``, and the byte of the row and its bit where the run begins.
     """
     words = 8 * split_bytes(n, bits).get("codes", 0) // PARTS  # bits of a part that are whole words
-    found = []
+    spans = []
     tail = PARTS * words
     for part, fields in enumerate(_part_fields(n, bits, low)):
         at = 0
         for code, shift, length in fields:
             inside = max(0, min(length, words - at))
             if inside:
-                found.append((code, shift, inside, part * words + at))
+                spans.append((code, shift, inside, part * words + at))
             if inside < length:
-                found.append((code, shift + inside, length - inside, tail))
+                spans.append((code, shift + inside, length - inside, tail))
                 tail += length - inside
             at += length
-    code, shift, length, position = torch.tensor(found, device=device).T
+    code, shift, length, position = torch.tensor(spans, device=device).T
     return code, shift, (1 << length) - 1, position // 8, position % 8
 
 
@@ -241,9 +241,9 @@ def unpack_split(packed: Mapping[str, Tensor], bits: int, n: int, low: int = 0) 
     row = torch.nn.functional.pad(row, (0, 2)).to(torch.int32)
     code, shift, mask, byte, bit = runs(n, bits, low, str(row.device))
     wide = row[..., byte] | row[..., byte + 1] << 8 | row[..., byte + 2] << 16
-    found = (wide >> bit.int() & mask.int()) << shift.int()
+    pieces = (wide >> bit.int() & mask.int()) << shift.int()
     codes = torch.zeros(*row.shape[:-1], n, dtype=torch.int32, device=row.device)
-    return codes.index_add_(-1, code, found)
+    return codes.index_add_(-1, code, pieces)
 
 
 # -- the codec ---------------------------------------------------------------------------------------------------------
@@ -319,7 +319,7 @@ class Octopus(UnitRotated, Codec):
             gamma = row_norm(piece.double())
             u, _ = self.unit(piece)  # Eq. 1
             t = torch.nn.functional.pad(u, (0, triplets * 3 - dim)).reshape(-1, 3).T.contiguous()
-            direction, length = (found.view(*u.shape[:-1], triplets) for found in self._round(t, start, directions))
+            direction, length = (part.view(*u.shape[:-1], triplets) for part in self._round(t, start, directions))
 
             def quantize(factor: float) -> tuple[Tensor, Tensor]:  # directions do not depend on the norm
                 codes = direction << self.norm_bits | nearest_rho(length / factor)
@@ -395,7 +395,7 @@ class OctopusQJL(Octopus):
 
     def encode(self, x: Tensor, params: Params) -> Payload:
         payload = super().encode(x, params)
-        return sketched(payload, lambda u, own: self.unit(u)[0] - self.look_up(own, params), x, params["sketch"])
+        return sketched(payload, lambda u, part: self.unit(u)[0] - self.look_up(part, params), x, params["sketch"])
 
     def decode(self, payload: Payload, params: Params) -> Tensor:
         r = estimate(payload["signs"], payload["residual"], params["sketch"])

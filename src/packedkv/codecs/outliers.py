@@ -120,12 +120,12 @@ class Med(Wrapper):
         count = torch.arange(1, slots + 1, device=x.device).expand(*flags.shape[:-1], slots)
         place = torch.searchsorted(flags.cumsum(-1), count.contiguous())  # [B, H, N, slots], n where unused
         padded = torch.nn.functional.pad(chunks, (0, 0, 0, 1))
-        kept = padded.gather(3, place[..., None].expand(*place.shape, 4)).half()
+        outliers = padded.gather(3, place[..., None].expand(*place.shape, 4)).half()
         bulk, constants = _zeroed(chunks, flags, x.shape[-1]), inside(params)
         return {
             **self.inner.encode(self.inner.to_code(bulk, constants), constants),
             "flags": pack(blocks(flags.to(torch.uint8), self.block_tokens), 1),
-            "outliers": blocks(kept, self.block_tokens),
+            "outliers": blocks(outliers, self.block_tokens),
         }
 
     def decode(self, payload: Payload, params: Params) -> Tensor:
@@ -136,10 +136,10 @@ class Med(Wrapper):
         tokens, dim = self.block_tokens, x.shape[-1]
         n = -(-dim // 4)
         flags = unpack(payload["flags"], 1, tokens * n).unflatten(-1, (tokens, n)).flatten(2, 3).bool()
-        kept = payload["outliers"].float().unflatten(-2, (tokens, -1)).flatten(2, 3)
-        slot = (flags.long().cumsum(-1) - 1).clamp(0, kept.shape[-2] - 1)
-        held = kept.gather(3, slot[..., None].expand(*slot.shape, 4))
-        return torch.where(flags[..., None], held, split_chunks(x)).flatten(-2)[..., :dim]
+        outliers = payload["outliers"].float().unflatten(-2, (tokens, -1)).flatten(2, 3)
+        slot = (flags.long().cumsum(-1) - 1).clamp(0, outliers.shape[-2] - 1)
+        values = outliers.gather(3, slot[..., None].expand(*slot.shape, 4))
+        return torch.where(flags[..., None], values, split_chunks(x)).flatten(-2)[..., :dim]
 
     def overflow(self, x: Tensor, params: Params) -> Tensor:
         """Count the chunks above the threshold that find no slot, per token of ``x [B, H, N, D]``, model basis.

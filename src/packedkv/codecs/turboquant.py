@@ -151,8 +151,8 @@ class TurboQuantQJL(TurboQuant):
         return sketched_layout("turboquant-qjl", self.stage.layout(head_dim))
 
     def constants(self, site: Site) -> Constants:
-        found = self.stage.constants(site)
-        return {**found, "sketch": found["signs"], "sketch_back": found["signs"]}
+        constants = self.stage.constants(site)
+        return {**constants, "sketch": constants["signs"], "sketch_back": constants["signs"]}
 
     def fit(self, site: Site, sample: Sample = NO_SAMPLE) -> Params:
         """Add s' of the encoder and of the decoder, ``sketch`` and ``sketch_back [1, H, D]``, to the stage's."""
@@ -163,7 +163,7 @@ class TurboQuantQJL(TurboQuant):
     def encode(self, x: Tensor, params: Params) -> Payload:
         stage = self.stage
         payload = stage.encode(x, params)
-        return sketched(payload, lambda u, own: self.unit(u)[0] - stage.look_up(own, params), x, params["sketch"])
+        return sketched(payload, lambda u, part: self.unit(u)[0] - stage.look_up(part, params), x, params["sketch"])
 
     def decode(self, payload: Payload, params: Params) -> Tensor:
         dim = params["signs"].shape[-1]

@@ -156,24 +156,24 @@ class UltraTQ(Rotated, Codec):
             return list(fitted)
         keep = math.ceil(self.refit * len(fitted) - 1e-9)  # 0.07 * 100 is 7.000000000000001
         worst = sorted(range(len(fitted)), key=lambda i: -float(fitted[i]["error"]))[:keep]
-        held = [params["levels"] for params in fitted]
+        levels = [params["levels"] for params in fitted]
         gaussian = normal_levels(LEVELS)[None].float()
-        return [{"levels": x if i in worst else gaussian.to(x.device)} for i, x in enumerate(held)]
+        return [{"levels": x if i in worst else gaussian.to(x.device)} for i, x in enumerate(levels)]
 
     def _coordinates(self, sample: Tensor) -> Tensor:
         """Rotated keys over their stored norms, float64 ``[n]``; keys of zeros have no shape to learn from."""
         step = max(1, sample.numel() // SAMPLE)
         y = self.to_code(sample[:, :, ::step].float(), {})
-        held = self._held(self._norms(y), y.shape[-1])
-        return (y.double() / held)[(held > 0).expand_as(y)]
+        channel_norms = self._channel_norms(self._norms(y), y.shape[-1])
+        return (y.double() / channel_norms)[(channel_norms > 0).expand_as(y)]
 
     def encode(self, x: Tensor, params: Params) -> Payload:
         search = nearest_level(params["levels"][0].double())
 
         def quantize(rows: Tensor, factor: float) -> tuple[Tensor, Tensor]:
             norm = self._norms(rows, factor)
-            held = self._held(norm, rows.shape[-1])
-            return search(torch.where(held > 0, rows.double() / held, 0.0)).to(torch.uint8), norm
+            channel_norms = self._channel_norms(norm, rows.shape[-1])
+            return search(torch.where(channel_norms > 0, rows.double() / channel_norms, 0.0)).to(torch.uint8), norm
 
         codes, norm = quantized(x, quantize, partial(self._value, params), self.scale, self.group)
         return {"codes": pack(codes, 4), "norm": norm}
@@ -182,7 +182,7 @@ class UltraTQ(Rotated, Codec):
         return self._value(params, unpack(payload["codes"], 4, payload["codes"].shape[-1] * 2), payload["norm"])
 
     def _value(self, params: Params, codes: Tensor, norm: Tensor) -> Tensor:
-        return params["levels"][0][codes.int()] * self._held(norm, codes.shape[-1]).float()
+        return params["levels"][0][codes.int()] * self._channel_norms(norm, codes.shape[-1]).float()
 
     def _norms(self, x: Tensor, factor: float = 1.0) -> Tensor:
         """Root mean squares times ``factor``, as stored: fp16 ``[..., groups]``; sums by halves."""
@@ -196,7 +196,7 @@ class UltraTQ(Rotated, Codec):
             count[..., -1] = dim % size
         return ((total / count).sqrt() * factor / self.unit(dim)).half()
 
-    def _held(self, norm: Tensor, head_dim: int) -> Tensor:
+    def _channel_norms(self, norm: Tensor, head_dim: int) -> Tensor:
         """Norm of every channel in float64, from the stored numbers; token norms stay ``[..., 1]`` and broadcast."""
         wide = norm.double() * self.unit(head_dim)
         return spread_channels(wide, self.group, head_dim) if self.group else wide

@@ -132,7 +132,7 @@ class UltraQuant(Rotated, Codec):
         wanted = split_channels(x.abs(), GROUP).amax(-1).double() * (self.c * factor)
         if self.scale == "real":
             scale = (wanted / self.unit(dim)).float().clamp(SMALLEST_SCALE, FP16_MAX).half()
-            y = x / spread_channels(self._held(scale, dim), GROUP, dim)
+            y = x / spread_channels(self._group_scales(scale, dim), GROUP, dim)
         else:
             scale = nearest_ue8m0(wanted)
             y = x * spread_channels(ue8m0_reciprocal(scale), GROUP, dim)
@@ -140,12 +140,12 @@ class UltraQuant(Rotated, Codec):
 
     def _value(self, codes: Tensor, scale: Tensor) -> Tensor:
         dim = codes.shape[-1]
-        return decode_e2m1(codes).mul_(spread_channels(self._held(scale, dim), GROUP, dim))
+        return decode_e2m1(codes).mul_(spread_channels(self._group_scales(scale, dim), GROUP, dim))
 
     def decode(self, payload: Payload, params: Params) -> Tensor:
         return self._value(unpack(payload["codes"], 4, payload["codes"].shape[-1] * 2), payload["scale"])
 
-    def _held(self, scale: Tensor, head_dim: int) -> Tensor:
+    def _group_scales(self, scale: Tensor, head_dim: int) -> Tensor:
         """Scales of the groups in float32, from the stored numbers."""
         return scale.float() * self.unit(head_dim) if self.scale == "real" else ue8m0_value(scale)
 

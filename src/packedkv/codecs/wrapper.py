@@ -24,9 +24,9 @@ def inside(params: Params) -> Params:
     return {name.removeprefix(MARK): value for name, value in params.items() if name.startswith(MARK)}
 
 
-def around(own: Params, inner: Params) -> Params:
+def around(constants: Params, inner: Params) -> Params:
     """Constants of a wrapper: its own, and the inner codec's under ``inner.NAME``."""
-    return {**own, **{MARK + name: value for name, value in inner.items()}}
+    return {**constants, **{MARK + name: value for name, value in inner.items()}}
 
 
 def forwarded(name: str, member: Any) -> Any:
@@ -64,8 +64,8 @@ class Wrapper(Codec):
 
     def settle(self, fitted: Sequence[Params]) -> list[Params]:
         settled = self.inner.settle([inside(params) for params in fitted])
-        own = [{n: v for n, v in params.items() if not n.startswith(MARK)} for params in fitted]
-        return [dict(around(o, s)) for o, s in zip(own, settled, strict=True)]
+        constants = [{n: v for n, v in params.items() if not n.startswith(MARK)} for params in fitted]
+        return [dict(around(o, s)) for o, s in zip(constants, settled, strict=True)]
 
     def layout(self, head_dim: int) -> Layout:
         return self.inner.layout(head_dim)

@@ -54,8 +54,8 @@ def sketched(payload: Payload, residual: Callable[[Tensor, Payload], Tensor], x:
     """Add a sketch to the payload of ``x``: ``residual`` maps rows and their payload to ``u - u^``."""
     parts, start = [], 0
     for piece in token_chunks(x):
-        own = {name: field[:, :, start : start + piece.shape[2]] for name, field in payload.items()}
-        parts.append(sketch(residual(piece, own), signs))
+        fields = {name: field[:, :, start : start + piece.shape[2]] for name, field in payload.items()}
+        parts.append(sketch(residual(piece, fields), signs))
         start += piece.shape[2]
     sigma, lengths = (torch.cat(field, 2) for field in zip(*parts, strict=True))
     return {**payload, "signs": sigma, "residual": lengths}

@@ -124,10 +124,10 @@ def nearest_product(x: Tensor, secondary: Tensor) -> Tensor:
     if not _cells_pay(x):
         return _by_closed_form(x, secondary)
     rows, sizes, y = _by_face(x)
-    found = _in_cells(y, products(secondary))
+    best = _in_cells(y, products(secondary))
     first = torch.arange(0, 24 * len(secondary), 24, device=x.device)[:, None]
     index = torch.empty_like(rows)
-    for units, mine, its in zip(FACE_UNITS.to(x.device), rows.split(sizes), found.split(sizes), strict=True):
+    for units, mine, its in zip(FACE_UNITS.to(x.device), rows.split(sizes), best.split(sizes), strict=True):
         names = torch.cat([(first + units).flatten(), first.new_tensor([-1])])  # p q of y is (p_f p) q of x; -1 stays
         index[mine] = names[its]
     return _settle(index, x, lambda part: _by_closed_form(part, secondary))
@@ -169,19 +169,19 @@ def _by_closed_form(x: Tensor, secondary: Tensor) -> Tensor:
     # row (component c, s) . x = component c of x conj(q_s); exact, so neither order nor shape of the sums matters
     turn = multiply(basis, conjugate(secondary)[:, None]).permute(2, 0, 1).reshape(4 * count, 4).contiguous()
     units = UNITS.to(x.device)
-    found = []
+    indices = []
     for part in x.split(_most(x, 4 * count), 1):
         turned = (turn @ part).unflatten(0, (4, count))
         best = corner_score(turned, 0).max(0).indices
         v = turned.gather(1, best.expand(4, 1, -1))[:, 0]
-        found.append(best * 24 + (units @ v).max(0).indices)
-    return torch.cat(found)
+        indices.append(best * 24 + (units @ v).max(0).indices)
+    return torch.cat(indices)
 
 
 def _by_trial(x: Tensor, table: Tensor, offset: Tensor) -> Tensor:
     """Row of the largest ``<x, e> + offset`` for each of ``x [4, n]``."""
-    found = [(table @ part).add_(offset).max(0).indices for part in x.split(_most(x, len(table)), 1)]
-    return torch.cat(found)
+    indices = [(table @ part).add_(offset).max(0).indices for part in x.split(_most(x, len(table)), 1)]
+    return torch.cat(indices)
 
 
 def _settle(index: Tensor, x: Tensor, search: Callable[[Tensor], Tensor]) -> Tensor:
@@ -227,21 +227,21 @@ def _in_cells(y: Tensor, table: Tensor) -> Tensor:
     rivals = front[keep.nonzero()[:, 1]]
     counts = keep.sum(1).tolist()
     tell = torch.stack([torch.ones_like(rivals), rivals]).to(table).split(counts, 1)
-    found = torch.empty_like(y[:2])
+    best = torch.empty_like(y[:2])
     space = torch.empty(SCORES + len(table), dtype=y.dtype, device=y.device)  # reused, so that it stays in cache
     start = 0
     sizes = cell.bincount(minlength=len(counts)).tolist()
-    for entries, names, own, count in zip(table[rivals].split(counts), tell, y.split(sizes, 1), counts, strict=True):
+    for entries, names, points, count in zip(table[rivals].split(counts), tell, y.split(sizes, 1), counts, strict=True):
         most = SCORES // count + 1
         # nearly all cells are small: a split of one costs as much as a product
-        for part in (own,) if own.shape[1] <= most else own.split(most, 1):
+        for part in (points,) if points.shape[1] <= most else points.split(most, 1):
             score = space[: count * part.shape[1]].view(count, -1)
             torch.mm(entries, part, out=score)
             torch.ge(score, score.amax(0), out=score)
             # one matrix product counts and names the best rows: much faster than a reduction that keeps indices
-            torch.mm(names, score, out=found[:, start : start + part.shape[1]])
+            torch.mm(names, score, out=best[:, start : start + part.shape[1]])
             start += part.shape[1]
-    index = torch.where(found[0] == 1, found[1], -1.0).long()
+    index = torch.where(best[0] == 1, best[1], -1.0).long()
     return torch.empty_like(order).index_copy_(0, order, index)
 
 

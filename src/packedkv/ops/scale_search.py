@@ -62,15 +62,15 @@ def least_error(
     best = quantize(factors[0])
     least = _errors(x, value(*best), group)
     for factor in factors[1:]:
-        found = quantize(factor)
-        error = _errors(x, value(*found), group)
+        trial = quantize(factor)
+        error = _errors(x, value(*trial), group)
         better = error < least  # False for what is not finite: a norm beyond fp16
         least = torch.where(better, error, least)
         masks = (
             spread_channels(better, group, field.shape[-1]) if group and field.shape[-1] != better.shape[-1] else better
-            for field in found
+            for field in trial
         )
-        best = tuple(map(torch.where, masks, found, best))
+        best = tuple(map(torch.where, masks, trial, best))
     return best
 
 
