@@ -43,11 +43,11 @@ class SpeedPoint(NamedTuple):
 
 def speed_points(rows: Sequence[Row]) -> list[SpeedPoint]:
     """Return a point per shape and measured preset."""
-    found = [row for row in newest([dict(row) for row in rows]) if row["metric"] == SPEEDUP and row.get("values")]
+    speedups = [row for row in newest([dict(row) for row in rows]) if row["metric"] == SPEEDUP and row.get("values")]
     return [
         SpeedPoint(row["spec"], shape, float(row["effective_bits"]), float(row["values"]["p50"]))
         for shape in SPEED_TITLES
-        for row in found
+        for row in speedups
         if row["shape"] == shape
     ]
 
@@ -63,17 +63,17 @@ def break_evens(rows: Sequence[Row]) -> dict[str, dict[int, str]]:
         if match and row["metric"] == SPEEDUP and row.get("values"):
             batches = ratios.setdefault(row["spec"], {}).setdefault(int(match[1]), {})
             batches[int(match[2])] = float(row["values"]["p50"])
-    found: dict[str, dict[int, str]] = {}
+    evens: dict[str, dict[int, str]] = {}
     for spec, batches_of in ratios.items():
-        for batch, held in batches_of.items():
+        for batch, speedups in batches_of.items():
             first = None
-            for tokens in sorted(held, reverse=True):
-                if held[tokens] <= 1:
+            for tokens in sorted(speedups, reverse=True):
+                if speedups[tokens] <= 1:
                     break
                 first = tokens
-            text = f"> {max(held)}" if first is None else f"<= {first}" if first == min(held) else str(first)
-            found.setdefault(spec, {})[batch] = text
-    return found
+            text = f"> {max(speedups)}" if first is None else f"<= {first}" if first == min(speedups) else str(first)
+            evens.setdefault(spec, {})[batch] = text
+    return evens
 
 
 def page_html(rows: Mapping[str, Sequence[Row]]) -> str:
@@ -83,8 +83,8 @@ def page_html(rows: Mapping[str, Sequence[Row]]) -> str:
     if points := speed_points(everything):
         sections.append(Section("Speed over effective bits", html.drawings(figures.speed(points))))
     if evens := break_evens(everything):
-        batches = sorted({batch for held in evens.values() for batch in held})
-        lines = [[spec, *(held.get(batch, DASH) for batch in batches)] for spec, held in evens.items()]
+        batches = sorted({batch for contexts in evens.values() for batch in contexts})
+        lines = [[spec, *(contexts.get(batch, DASH) for batch in batches)] for spec, contexts in evens.items()]
         heads = ["tokens per sequence", *(f"{b} sequence{'s' * (b > 1)}" for b in batches)]
         sections.append(Section("Break-even context against 16 bit", html.table(heads, lines, name="break-even")))
     for part, here in rows.items():
@@ -104,8 +104,8 @@ def _medians(part: str, metric: str, rows: Sequence[Row]) -> Section:
         lines.setdefault(name, {})[str(row["shape"])] = row
     units = ", ".join(dict.fromkeys(str(row.get("unit")) for row in mine))
     cells: list[list[Cell | str]] = [
-        [name, bits_text(next(iter(held.values())).get("effective_bits")), *(_cell(held.get(s)) for s in shapes)]
-        for name, held in lines.items()
+        [name, bits_text(next(iter(line.values())).get("effective_bits")), *(_cell(line.get(s)) for s in shapes)]
+        for name, line in lines.items()
     ]
     return Section(f"{part}: {metric} ({units})", html.table(["", "bits", *shapes], cells, name=f"{part} {metric}"))
 
@@ -119,7 +119,7 @@ def _cell(row: Row | None) -> Cell:
 def write_page(out: Path, say: Callable[[str], None], add: Path | None = None) -> list[Json]:
     """Write JSON and page of a folder's rows and of those that another folder adds; return the rows."""
     folders = [folder for folder in (out, add) if folder is not None]
-    rows = {part: found for part in PARTS if (found := _gather(part, folders, say))}
+    rows = {part: part_rows for part in PARTS if (part_rows := _gather(part, folders, say))}
     if not rows:
         raise KVError(f"bench page: {out} holds no rows ({', '.join(f'{part}.jsonl' for part in PARTS)}).")
     write_whole(out / "bench.html", page_html(rows))

@@ -109,14 +109,14 @@ def listed_dense(rows: Sequence[Row]) -> list[str]:
 def _over_bits(results: Results, task: str) -> Plot:
     """A task's main metric over the bits measured on it; rows without a value or of 16 bits are left out."""
     metric = results.metrics(task)[0]
-    found = [row for spec in results.specs if (row := results.row(task, metric, spec)) is not None]
-    shown = [r for r in found if r["value"] is not None and (r["effective_bits"] or 99) < DENSE_BITS]
+    rows = [row for spec in results.specs if (row := results.row(task, metric, spec)) is not None]
+    shown = [r for r in rows if r["value"] is not None and (r["effective_bits"] or 99) < DENSE_BITS]
     points = [Point(r.spec, r["effective_bits"] or 0.0, r["value"] or 0.0, r["low"], r["high"]) for r in shown]
     base = results.row(task, metric, UNCOMPRESSED)
     levels = []
     if base is not None and base["value"] is not None and metric != "kl":
         levels.append(Level("16 bit", base["value"], base["low"], base["high"]))
-    left_out = [r.spec for r in found if r not in shown]
+    left_out = [r.spec for r in rows if r not in shown]
     note = f"Not drawn, because of no finite value or 16 bits: {listed(left_out)}." if left_out else ""
 
     def text(value: float) -> str:
@@ -124,7 +124,7 @@ def _over_bits(results: Results, task: str) -> Plot:
 
     scale = Axis(metric_name(metric), "log" if metric in ("kl", "perplexity") else "linear", text=text, tick=text)
     x = Axis("bits measured, everything held counted", from_zero=True, text="{:.2f}".format, unit=" bits")
-    better = found[0].better if found else "lower"
+    better = rows[0].better if rows else "lower"
     return Plot(headline(task, metric), x, scale, points, levels=levels, better=better, note=note)
 
 
@@ -155,14 +155,14 @@ def _change(row: Row) -> Cell:
 
 def _overview(results: Results, context: int) -> str:
     """A line per preset: bits, bytes at a context, every task's main metric."""
-    held, scaled = sizes(results, context)
+    nbytes, scaled = sizes(results, context)
     heads = [
         PRESET,
         Head("K bits", "bits of an encoded key element, scales included, from the byte layout"),
         Head("V bits", "the same for values"),
         Head("bits in all", "measured: every byte held x 8 / elements, over all items of the run"),
     ]
-    if held:
+    if nbytes:
         heads.append(Head(f"cache, {context:,} tokens", "bytes of one sequence at this context, from byte layouts"))
     heads += [Head(headline(t, results.metrics(t)[0]), about_task(t).is_) for t in results.tasks]
     lines = []
@@ -171,8 +171,8 @@ def _overview(results: Results, context: int) -> str:
         if not mine:
             continue
         cells = [Cell(bits_text(x)) for x in (mine[0]["key_bits"], mine[0]["value_bits"], _bits(mine))]
-        if held:
-            cells.append(Cell(bytes_text(held[spec]) if spec in held else DASH))
+        if nbytes:
+            cells.append(Cell(bytes_text(nbytes[spec]) if spec in nbytes else DASH))
         cells += [_value(results.row(t, results.metrics(t)[0], spec)) for t in results.tasks]
         lines.append([_name(spec), *cells])
     note = f"Scaled from measured bits, because this program does not know them: {listed(scaled)}." if scaled else ""
@@ -232,8 +232,8 @@ def _cells(results: Results, task: str) -> str:
     cells = results.cells(task, metric)
     groups = {plain(row.group): row.group or {} for row in cells}
     specs = [s for s in (UNCOMPRESSED, *results.specs) if any(r.spec == s for r in cells)]
-    held = {(row.spec, plain(row.group)): row for row in cells}
-    lines: list[list[Cell | str]] = [[name, *(_value(held.get((spec, name))) for spec in specs)] for name in groups]
+    grid = {(row.spec, plain(row.group)): row for row in cells}
+    lines: list[list[Cell | str]] = [[name, *(_value(grid.get((spec, name))) for spec in specs)] for name in groups]
     if not lines:
         return ""
     told = f"{metric_name(metric)} by {', '.join(next(iter(groups.values())))}"
@@ -249,9 +249,9 @@ def _answers(results: Results, task: str) -> str:
             by_item.setdefault(line["item"], {})[line["spec"]] = line
     lines: list[list[Cell]] = []
     shown = 0
-    for held in by_item.values():
-        base = held.get(UNCOMPRESSED)
-        others = [x for x in held.values() if base is not None and x["output"] != base["output"]]
+    for by_spec in by_item.values():
+        base = by_spec.get(UNCOMPRESSED)
+        others = [x for x in by_spec.values() if base is not None and x["output"] != base["output"]]
         if base is None or not others or shown == MOST_ITEMS:
             continue
         shown += 1
@@ -268,21 +268,21 @@ def _answers(results: Results, task: str) -> str:
 # -- figures by layer, and how it was measured -------------------------------------------------------------------------
 
 
-def _layers(found: Layers, model: str) -> str:
+def _layers(advice: Layers, model: str) -> str:
     """KL with one role of one layer compressed, and K_max / K_median of the keys, from ``packedkv advise``."""
-    other = f" <b>Measured on {escape(found.model)}.</b>" if found.model and found.model != model else ""
+    other = f" <b>Measured on {escape(advice.model)}.</b>" if advice.model and advice.model != model else ""
     told = "From packedkv advise: the KL of compressing the keys, or the values, of one layer alone."
     plots, table = [], ""
-    if (plot := figures.sensitivity(found.sensitivity, "One layer compressed")).curves:
+    if (plot := figures.sensitivity(advice.sensitivity, "One layer compressed")).curves:
         worst, name, layer = max((kl, curve.name, at) for curve in plot.curves for at, kl in curve.points)
         plots.append(replace(plot, note=f"Most sensitive: {name} of layer {layer:g} with {small_text(worst)} nats."))
-        held = {curve.name: dict(curve.points) for curve in plot.curves}
-        layers = sorted({at for points in held.values() for at in points})
-        lines = [[f"{at:g}", *(small_text(p[at]) if at in p else DASH for p in held.values())] for at in layers]
-        table = html.table(["layer", *held], lines, name="KL by layer")
+        curves = {curve.name: dict(curve.points) for curve in plot.curves}
+        layers = sorted({at for points in curves.values() for at in points})
+        lines = [[f"{at:g}", *(small_text(p[at]) if at in p else DASH for p in curves.values())] for at in layers]
+        table = html.table(["layer", *curves], lines, name="KL by layer")
         table = f"<details><summary>KL by layer as a table</summary>{table}</details>"
-    if found.keys:
-        plots.append(figures.outliers({found.model or model: found.keys}))
+    if advice.keys:
+        plots.append(figures.outliers({advice.model or model: advice.keys}))
     return f"<p>{escape(told)}{other}</p>{html.drawings(plots)}{table}"
 
 
@@ -304,8 +304,8 @@ def _how(results: Results) -> str:
         ("fitted constants", {k: v for k, v in mapping(about.get("params")).items() if v}),
     ]
     for task, settings in mapping(about.get("tasks")).items():
-        kept = {k: v for k, v in mapping(settings).items() if k != "metrics" and v is not None}
-        told.append((about_task(task).title, kept))
+        entries = {k: v for k, v in mapping(settings).items() if k != "metrics" and v is not None}
+        told.append((about_task(task).title, entries))
     notes = [
         f"{spec}: {text.removeprefix(spec + ' ')}"
         for spec, texts in mapping(about.get("notes")).items()

@@ -100,12 +100,12 @@ def read_folder(folder: str | Path) -> Results:
     run = read_run(path)
     again = "the run was stopped hard or still goes on; give the same `packedkv eval` again: it keeps what is finished"
     data = read_json(path / RESULTS, again)
-    found = data.get("rows") if isinstance(data, dict) else None
-    if not isinstance(found, list):
+    entries = data.get("rows") if isinstance(data, dict) else None
+    if not isinstance(entries, list):
         raise FormatError(f"{path / RESULTS} holds no rows; give the same `packedkv eval` again, it writes them anew.")
     needed = ("spec", "task", "metric")
     rows = [
-        _row(checked(path / RESULTS, at, raw, needed, "run `packedkv eval` again")) for at, raw in enumerate(found, 1)
+        _row(checked(path / RESULTS, at, raw, needed, "run `packedkv eval` again")) for at, raw in enumerate(entries, 1)
     ]
     if not any(row.group is None for row in rows):
         raise FormatError(
@@ -149,10 +149,10 @@ def runs_of(rows: Sequence[Mapping[str, Any]]) -> dict[str, str]:
 
 def read_times(folder: Path) -> list[Json]:
     """Rows of ``packedkv bench decode`` in a folder."""
-    found = [folder / name for name in TIMES if (folder / name).is_file()]
-    if not found:
+    files = [folder / name for name in TIMES if (folder / name).is_file()]
+    if not files:
         raise FormatError(f"{folder} holds neither {' nor '.join(TIMES)}; pass the --out of `packedkv bench decode`.")
-    rows = [row for row in read_rows(found, needed=()) if {"spec", "metric", "shape", "effective_bits"} <= row.keys()]
+    rows = [row for row in read_rows(files, needed=()) if {"spec", "metric", "shape", "effective_bits"} <= row.keys()]
     if not rows:
         raise FormatError(f"{folder} holds no rows of `packedkv bench decode`.")
     return rows
@@ -171,10 +171,10 @@ def read_layers(place: str | Path) -> Layers:
     """Read ``advice.json`` or ``sensitivity.jsonl``, or the folder that holds one of them."""
     path = Path(place)
     if path.is_dir():
-        found = [path / name for name in (ADVICE, SENSITIVITY) if (path / name).is_file()]
-        if not found:
+        files = [path / name for name in (ADVICE, SENSITIVITY) if (path / name).is_file()]
+        if not files:
             raise FormatError(f"{path} holds neither {ADVICE} nor {SENSITIVITY}; pass the folder of `packedkv advise`.")
-        path = found[0]
+        path = files[0]
     if path.suffix == ".jsonl":
         lines = read_json_lines(path, read_bytes(path, "pass what `packedkv advise` wrote"))
         if any(not isinstance(line, dict) for line in lines):
@@ -185,8 +185,8 @@ def read_layers(place: str | Path) -> Layers:
     if not isinstance(data, dict) or not isinstance(data.get("sensitivity"), list):
         raise FormatError(f"{path} holds no sensitivity rows; pass what `packedkv advise` wrote.")
     rows = [x for x in data["sensitivity"] if _is_layer(path, x, "kl")]
-    held = data.get("keys")
-    keys = [x for x in (held if isinstance(held, list) else []) if _is_layer(path, x, "worst_head_ratio")]
+    entries = data.get("keys")
+    keys = [x for x in (entries if isinstance(entries, list) else []) if _is_layer(path, x, "worst_head_ratio")]
     return Layers(rows, keys, str(data.get("model", "")))
 
 

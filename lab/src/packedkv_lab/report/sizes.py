@@ -25,15 +25,15 @@ def sizes(results: Results, tokens: int = CONTEXT) -> tuple[dict[str, float], li
     if min(layers, heads, head_dim) < 1:
         return {}, []
     elements = 2 * layers * tokens * heads * head_dim
-    found: dict[str, float] = {UNCOMPRESSED: 2 * elements}
+    nbytes: dict[str, float] = {UNCOMPRESSED: 2 * elements}
     scaled = []
     for spec in results.specs:
         try:
             schemes = [get(spec).for_layer(i, layers) for i in range(layers)]
-            found[spec] = sum(layer_bytes(own, tokens, heads, head_dim, torch.float16) for own in schemes)
+            nbytes[spec] = sum(layer_bytes(scheme, tokens, heads, head_dim, torch.float16) for scheme in schemes)
         except KVError:
             bits = next((r["effective_bits"] for r in results.rows if r.spec == spec and r["effective_bits"]), None)
             if bits is not None:
-                found[spec] = elements * bits / 8
+                nbytes[spec] = elements * bits / 8
                 scaled.append(spec)
-    return found, scaled
+    return nbytes, scaled

@@ -29,8 +29,8 @@ def mse(quick: bool) -> Found:
 def inner_products(quick: bool) -> Found:
     """d times the variance of an estimated score of unit vectors, total bits b."""
     for bits in (2, 3, 4):
-        found = fidelity(TurboQuantQJL(bits, "fp32"), 2 if quick else 8, 2048).mse
-        yield f"b={bits}, d=128", "d x variance", found
+        variance = fidelity(TurboQuantQJL(bits, "fp32"), 2 if quick else 8, 2048).mse
+        yield f"b={bits}, d=128", "d x variance", variance
         yield f"b={bits}, Gaussian sketch", "d x variance", math.pi / 2 * STAGE[bits]
 
 

@@ -28,9 +28,9 @@ def printed_bits(quick: bool) -> Found:
 def bits_with_scale(quick: bool) -> Found:
     """Bits with the scale, and compression, from the bytes of the radix packing."""
     for config in ("s24_r3", "s24_r4", "s48_r4", "s96_r4", "s192_r4", "s192_r6"):
-        held = get(f"hqmq-{config}:packing=radix").effective_bits(128)
-        yield config, "bits", held
-        yield config, "ratio_to_fp16", 16 / held
+        bits = get(f"hqmq-{config}:packing=radix").effective_bits(128)
+        yield config, "bits", bits
+        yield config, "ratio_to_fp16", 16 / bits
 
 
 @recomputes("hqmq", "Sec. 4.10, memory")

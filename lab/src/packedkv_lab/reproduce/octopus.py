@@ -35,9 +35,9 @@ def table_1(quick: bool) -> Found:
         stages["TQ-QJL", bits] = TurboQuant(bits - 1, "fp32")
         stages["PolarQuant", bits] = PolarQuant(bits, "fp32")
         stages["OCTOPUS", bits] = stages["OCTOPUS-QJL", bits] = scalar_octopus(bits)
-    found = {codec: fidelity(codec, seeds, 1024) for codec in dict.fromkeys(stages.values())}
+    fidelities = {codec: fidelity(codec, seeds, 1024) for codec in dict.fromkeys(stages.values())}
     for (name, bits), codec in stages.items():
-        item, here = f"{name} b={bits}", found[codec]
+        item, here = f"{name} b={bits}", fidelities[codec]
         yield item, "cos", here.cos
         yield item, "mse", here.mse
         if name == "TQ-QJL":
@@ -85,9 +85,9 @@ def table_4(quick: bool) -> Found:
     sweeps = {2: range(1, 4), 3: range(1, 6), 4: range(2, 7)}
     for bits, directions in sweeps.items():
         splits = [(direction, 2 * bits - direction) for direction in directions]
-        found = {split: fidelity(Octopus(*split, norm="fp32"), 1 if quick else 4, 8192) for split in splits}
-        base = found[bits, bits]
-        for split, here in found.items():
+        fidelities = {split: fidelity(Octopus(*split, norm="fp32"), 1 if quick else 4, 8192) for split in splits}
+        base = fidelities[bits, bits]
+        for split, here in fidelities.items():
             item = f"split {split}"
             yield item, "mse", here.mse
             yield item, "1-cos", 1 - here.cos
@@ -105,14 +105,14 @@ def table_5(quick: bool) -> Found:
         for rounding in roundings:
             if quick and (bits, rounding) == (4, "full"):
                 continue  # 1024 candidates for every triplet
-            found = fidelity(Octopus(*split_bits(bits, "paper"), rounding, "fp32"), 1 if quick else 5, 4096)
+            figures = fidelity(Octopus(*split_bits(bits, "paper"), rounding, "fp32"), 1 if quick else 5, 4096)
             item = f"b={bits} {rounding}"
-            yield item, "cos", found.cos
-            yield item, "mse", found.mse
-            yield item, "tail95", found.tail95
-            yield item, "ip_abs_err", found.ip
+            yield item, "cos", figures.cos
+            yield item, "mse", figures.mse
+            yield item, "tail95", figures.tail95
+            yield item, "ip_abs_err", figures.ip
             if base is None:
-                base = found
+                base = figures
             else:
-                yield item, "mse / scalar", found.mse / base.mse
-                yield item, "tail95 / scalar", found.tail95 / base.tail95
+                yield item, "mse / scalar", figures.mse / base.mse
+                yield item, "tail95 / scalar", figures.tail95 / base.tail95

@@ -67,9 +67,9 @@ def _study(study: Sequence[Row]) -> list[str]:
     for r in study:
         table.setdefault(r["spec"], {})[r["source"]] = r
     cells = [["spec", f"bits, D={study[0]['head_dim']}", *sources]]
-    for spec, found in table.items():
-        bits = next((r["bits"] for r in found.values() if r["bits"] is not None), None)
-        cells.append([spec, "-" if bits is None else f"{bits:.3f}", *(_error(found.get(s)) for s in sources)])
+    for spec, by_source in table.items():
+        bits = next((r["bits"] for r in by_source.values() if r["bits"] is not None), None)
+        cells.append([spec, "-" if bits is None else f"{bits:.3f}", *(_error(by_source.get(s)) for s in sources)])
     return aligned(cells)
 
 
