@@ -179,7 +179,7 @@ def test_decoded_scores_are_those_of_the_perplexity_protocol(model):
         last = compressed_logits(model.model, INT4, ids)[0][-1:]  # causal: the row of the last input token
         n = len(request.args[1])
         assert value == pytest.approx(log_likelihood(torch.cat([logits, last]), ids, n), abs=1e-3)
-    assert lm.held.calls == {"decoded": 3 * 4}, "three layers, four sequences, one call each"
+    assert lm.totals.calls == {"decoded": 3 * 4}, "three layers, four sequences, one call each"
 
 
 def test_exact_reads_fresh_what_comes_before_the_last_context_token_and_nothing_else(model):
@@ -190,7 +190,7 @@ def test_exact_reads_fresh_what_comes_before_the_last_context_token_and_nothing_
         model.model(input_ids=ids[None, :89], **passing(model.model, cache))
         logits = model.model(input_ids=ids[None, 89:-1], **passing(model.model, cache)).logits[0]
     assert found == pytest.approx(log_likelihood(logits, ids, 15), abs=1e-4)
-    assert lm.held.calls == {"exact": 3, "decoded": 3}
+    assert lm.totals.calls == {"exact": 3, "decoded": 3}
 
 
 def test_noise_in_the_cache_is_not_the_right_answer(model):
@@ -213,7 +213,7 @@ def test_rolling_has_nothing_to_prefill_and_reads_codes_throughout(model):
     lm = PackedKVLM(model, INT4, "exact")
     asked = requests("loglikelihood_rolling", (TEXT[:400],))
     found = lm.loglikelihood_rolling(asked, disable_tqdm=True)[0]
-    assert lm.held.calls == {"decoded": 6}, "400 tokens are two calls of at most 256, in three layers"
+    assert lm.totals.calls == {"decoded": 6}, "400 tokens are two calls of at most 256, in three layers"
     decoded = PackedKVLM(model, INT4).loglikelihood_rolling(asked, disable_tqdm=True)[0]
     assert found == pytest.approx(decoded, rel=1e-3), "without a window, the split into calls changes nothing"
 
@@ -221,7 +221,7 @@ def test_rolling_has_nothing_to_prefill_and_reads_codes_throughout(model):
 def test_rounded_queries_are_read_inside_attention(model):
     lm = PackedKVLM(model, "ultraquant:queries=fp8,dense_layers=0")
     answers(lm)
-    assert set(lm.held.calls) == {"streamed"}
+    assert set(lm.totals.calls) == {"streamed"}
     assert lm.get_model_info()["packedkv"]["attention"] == "streamed"
     assert model.model.config._attn_implementation == "sdpa", "the model's own attention is set again"
 
@@ -240,8 +240,8 @@ def test_a_generation_reads_the_packed_cache(model, prefill):
             ids = model.model(input_ids=ids, **passing(model.model, cache)).logits[:, -1].argmax(-1, keepdim=True)
             made.append(int(ids))
     assert found == [model.tokenizer.decode(made, skip_special_tokens=True)]
-    assert lm.held.calls["decoded"] == 3 * 12
-    assert lm.held.calls.get("exact", 0) == (3 if prefill == "exact" else 0)
+    assert lm.totals.calls["decoded"] == 3 * 12
+    assert lm.totals.calls.get("exact", 0) == (3 if prefill == "exact" else 0)
 
 
 # -- batches -----------------------------------------------------------------------------------------------------------
@@ -265,7 +265,7 @@ def test_answers_come_in_the_order_of_the_requests_and_equal_inputs_share_a_call
     assert [p for p, _ in found] == pytest.approx([p for p, _ in turned[::-1]], abs=1e-3)
     alone = PackedKVLM(model, INT4)
     alone.loglikelihood(PAIRS[4:6], disable_tqdm=True)
-    assert alone.held.calls == {"decoded": 3}, "contexts are equal and the last token is not an input"
+    assert alone.totals.calls == {"decoded": 3}, "contexts are equal and the last token is not an input"
 
 
 def test_padding_never_reaches_the_cache(model):
@@ -337,7 +337,7 @@ def test_answers_cached_by_lm_eval_are_not_taken_for_those_of_another_spec(model
     first.dbdict.close()
     again = PackedKVLM(model, INT4)
     assert CachingLM(again, file).loglikelihood(PAIRS[:2]) == found
-    assert again.held.calls == {}, "answered from the file"
+    assert again.totals.calls == {}, "answered from the file"
     for spec, prefill in (("int-8", "decoded"), (INT4, "exact")):
         with pytest.raises(FormatError, match="name another file for every model, spec and prefill"):
             CachingLM(PackedKVLM(model, spec, prefill), file)

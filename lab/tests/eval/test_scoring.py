@@ -60,8 +60,8 @@ def test_dense_is_the_uncompressed_model(tokenizer, prefill):
 def test_answers_do_not_depend_on_the_batch_size(model, tokenizer, spec, prefill):
     alone = read(Reader(model, spec, prefill=prefill), tokenizer, items(), batch=1)
     many = read(Reader(model, spec, prefill=prefill), tokenizer, items(), batch=16)
-    assert {i: (done.output, done.held) for i, done in many.items()} == {
-        i: (done.output, done.held) for i, done in alone.items()
+    assert {i: (done.output, done.content) for i, done in many.items()} == {
+        i: (done.output, done.content) for i, done in alone.items()
     }
 
 
@@ -75,10 +75,10 @@ def test_an_answer_reads_what_is_stored(model, tokenizer, prefill):
 
 def test_bytes_are_those_of_the_prompt(model, tokenizer):
     (done,) = read(Reader(model, "int-4"), tokenizer, items(1)).values()
-    assert done.held.elements == 3 * 2 * len(CONTEXTS[0]) * 64 * 2
-    assert 4 < done.held.nbytes * 8 / done.held.elements < 20  # pages of 64 tokens, not all of them used
+    assert done.content.elements == 3 * 2 * len(CONTEXTS[0]) * 64 * 2
+    assert 4 < done.content.nbytes * 8 / done.content.elements < 20  # pages of 64 tokens, not all of them used
     (plain,) = read(Reader(model, None), tokenizer, items(1)).values()
-    assert (plain.held.elements, plain.held.nbytes) == (done.held.elements, 2 * done.held.elements)
+    assert (plain.content.elements, plain.content.nbytes) == (done.content.elements, 2 * done.content.elements)
 
 
 def test_what_cannot_be_read_is_an_item_with_an_error(model, tokenizer):
@@ -120,7 +120,7 @@ def test_answers_are_those_of_generate(model, tokenizer, prefill):
             made = model.generate(ids, **passing(model, cache), max_new_tokens=8, do_sample=False, pad_token_id=0)
         text = tokenizer.decode(made[0, ids.shape[1] :], skip_special_tokens=True)
         assert found[item.id].output == text
-        assert found[item.id].held.elements == 3 * 2 * 60 * 64 * 2, "held when the prompt was read"
+        assert found[item.id].content.elements == 3 * 2 * 60 * 64 * 2, "held when the prompt was read"
 
 
 def test_an_answer_ends_at_its_stop_and_generation_with_it(model, tokenizer, monkeypatch):
@@ -170,7 +170,7 @@ def test_a_window_scores_as_compare_scores_it(model, tokenizer):
     assert done.output.nll.sum().item() == pytest.approx(reference.nll.sum().item())
     assert not done.output.kl.any()
     assert done.output.top1.all()
-    assert done.held.elements == 3 * 2 * 200 * 64 * 2
+    assert done.content.elements == 3 * 2 * 200 * 64 * 2
 
 
 @pytest.mark.parametrize(("tokens", "first"), [(512, 257), (100, 51)])

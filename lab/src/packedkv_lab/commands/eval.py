@@ -117,9 +117,9 @@ def _tasks(args: argparse.Namespace) -> Result:
     from packedkv_lab.eval.tasks import get_task
     from packedkv_lab.eval.tasks.base import TaskSettings
 
-    own = list(map(str, checked_specs(args.specs)))
+    spec_names = list(map(str, checked_specs(args.specs)))
     compared = list(map(str, checked_specs(args.against))) if args.against else []
-    if strangers := sorted(set(compared) - set(own)):
+    if strangers := sorted(set(compared) - set(spec_names)):
         raise SpecError(f"--against {', '.join(strangers)}: not among --specs; name it there as well.")
     names, limits = task_list(args.tasks or TASKS.split(","))
     data = data_paths(args.data)
@@ -144,14 +144,14 @@ def _tasks(args: argparse.Namespace) -> Result:
         changes["stress"] = stress(model, *asked, seed=args.seed).settings()
     share = None if args.share is None else check_writable(args.share)
     chosen = RunSettings(settings, args.prefill, args.batch, args.budget, share, changes)
-    found = evaluate(model, args.specs, names, folder, chosen, params=params, progress=progress)
-    texts = [tables(found.rows)]
+    evaluation = evaluate(model, args.specs, names, folder, chosen, params=params, progress=progress)
+    texts = [tables(evaluation.rows)]
     if compared:
-        rows = [row for spec in compared for row in against([read_run(found.folder)], spec)]
-        write_lines(found.folder / AGAINST, rows)
+        rows = [row for spec in compared for row in against([read_run(evaluation.folder)], spec)]
+        write_lines(evaluation.folder / AGAINST, rows)
         texts.append(differences(rows))
-    texts.append(f"written: {found.folder} (rows in results.json, items in items.jsonl)")
-    return Result(found.rows, "\n\n".join(texts))
+    texts.append(f"written: {evaluation.folder} (rows in results.json, items in items.jsonl)")
+    return Result(evaluation.rows, "\n\n".join(texts))
 
 
 def task_list(given: Sequence[str]) -> tuple[list[str], dict[str, int]]:

@@ -41,12 +41,12 @@ def context_tokens(text: str) -> int:
     >>> context_tokens("32k")
     32768
     """
-    found = arguments.tokens(text)
-    if not CONTEXTS[0] <= found <= CONTEXTS[-1]:
+    tokens = arguments.tokens(text)
+    if not CONTEXTS[0] <= tokens <= CONTEXTS[-1]:
         raise argparse.ArgumentTypeError(
             f"{text!r} is no context; write tokens from {CONTEXTS[0]} to {CONTEXTS[-1]}, e.g. 32768 or 32k"
         )
-    return found
+    return tokens
 
 
 def _names_folder(files: list[str]) -> bool:

@@ -12,7 +12,7 @@ import torch
 
 from packedkv.cli.measure.perplexity import Reference
 from packedkv.errors import KVError
-from packedkv_lab.eval.scoring import Held, Reader, cut_at
+from packedkv_lab.eval.scoring import Content, Reader, cut_at
 from packedkv_lab.eval.tasks.base import Item, Output, token_ids
 
 CALL_TOKENS, SEQUENCE_TOKENS = 1 << 14, 1 << 10
@@ -32,7 +32,7 @@ class Done:
 
     item: Item
     output: Output | None
-    held: Held | None
+    content: Content | None
     seconds: float
     error: str = ""
 
@@ -56,7 +56,7 @@ def read_answers(reader: Reader, tokenizer: Any, items: Sequence[Item], batch: i
         assert isinstance(text, str)
         return text
 
-    def answer(part: Sequence[Prompt]) -> list[tuple[str, Held]]:
+    def answer(part: Sequence[Prompt]) -> list[tuple[str, Content]]:
         first = part[0][0]
 
         def finished(tokens: list[int]) -> bool:
@@ -64,8 +64,8 @@ def read_answers(reader: Reader, tokenizer: Any, items: Sequence[Item], batch: i
             return tokens[-1] in ends or cut_at(text, first.stop) != text
 
         together = torch.tensor([ids for _, ids in part], device=reader.model.device)
-        made, held = reader.answers(together, first.max_new_tokens, finished)
-        return [(cut_at(text_of(tokens), first.stop), held) for tokens in made]
+        made, content = reader.answers(together, first.max_new_tokens, finished)
+        return [(cut_at(text_of(tokens), first.stop), content) for tokens in made]
 
     for group in _equal(prompts, batch):
         for (item, _), result, seconds in _attempt(group, answer, begin):
@@ -79,7 +79,7 @@ def read_window(reader: Reader, item: Item, reference: Reference, begin: Begin) 
     return _done(item, result, seconds)
 
 
-def _done(item: Item, result: tuple[Output, Held] | str, seconds: float) -> Done:
+def _done(item: Item, result: tuple[Output, Content] | str, seconds: float) -> Done:
     if isinstance(result, str):
         return Done(item, None, None, seconds, result)
     return Done(item, *result, seconds)
@@ -87,8 +87,8 @@ def _done(item: Item, result: tuple[Output, Held] | str, seconds: float) -> Done
 
 def end_tokens(model: Any, tokenizer: Any) -> set[int]:
     """Tokens that end an answer: those of the model's generation settings, and the tokenizer's end of text."""
-    found = getattr(getattr(model, "generation_config", None), "eos_token_id", None)
-    every = [*(found if isinstance(found, list) else [found]), tokenizer.eos_token_id]
+    ends = getattr(getattr(model, "generation_config", None), "eos_token_id", None)
+    every = [*(ends if isinstance(ends, list) else [ends]), tokenizer.eos_token_id]
     return {int(token) for token in every if token is not None}
 
 

@@ -57,7 +57,7 @@ MOSTLY = 0.5
 
 
 @dataclass
-class Held:
+class Totals:
     """Totals over all caches of a run, each counted once its sequences are done: bytes, elements of K and V, tokens
     times layers times roles, how many of these were encoded, and attention calls by what they read.
     """
@@ -70,9 +70,9 @@ class Held:
 
     def add(self, cache: Any) -> None:
         """Count a filled ``KVCache``."""
-        found = cache.report()
-        self.nbytes += found["total_bytes"]
-        for path, count in found["paths"].items():
+        report = cache.report()
+        self.nbytes += report["total_bytes"]
+        for path, count in report["paths"].items():
             self.calls[path] = self.calls.get(path, 0) + count
         for layer in cache.layer_caches:
             self.elements += layer.elements()
@@ -108,7 +108,7 @@ class PackedKVLM(HFLM):  # type: ignore[misc]
             raise SpecError("model packedkv: no spec; pass e.g. spec=saw-int4, or spec=dense for no compression.")
         self.scheme = get(spec)
         _check_options(self.scheme, prefill, batch_size, options)
-        self.prefill, self.seed, self.held = prefill, seed, Held()
+        self.prefill, self.seed, self.totals = prefill, seed, Totals()
         self.origin: dict[str, Any] = {}
         if isinstance(pretrained, str):
             device = _device(device)
@@ -144,7 +144,7 @@ class PackedKVLM(HFLM):  # type: ignore[misc]
         with self._makers[self.prefill if context else "decoded"].attending() as new_cache:
             cache = new_cache()
             yield cache
-        self.held.add(cache)
+        self.totals.add(cache)
 
     def _autocast(self) -> Any:
         dtype = self.mixed_precision_dtype
@@ -212,10 +212,10 @@ class PackedKVLM(HFLM):  # type: ignore[misc]
         answers = [""] * len(requests)
         with tqdm(total=len(requests), disable=disable_tqdm or self.rank != 0, desc="generate_until") as bar:
             for length in sorted(lengths, reverse=True):
-                found = super().generate_until([requests[i] for i in lengths[length]], disable_tqdm=True)
-                for i, text in zip(lengths[length], found, strict=True):
+                texts = super().generate_until([requests[i] for i in lengths[length]], disable_tqdm=True)
+                for i, text in zip(lengths[length], texts, strict=True):
                     answers[i] = text
-                bar.update(len(found))
+                bar.update(len(texts))
         return answers
 
     def _model_generate(self, context: Tensor, max_length: int, stop: list[str], **options: Any) -> Tensor:
@@ -236,8 +236,8 @@ class PackedKVLM(HFLM):  # type: ignore[misc]
 
     def get_model_info(self) -> dict[str, Any]:
         """Describe the model, and under ``packedkv`` the caches read; lm-eval puts it into ``config``."""
-        held = self.held
-        share = held.encoded / held.tokens if held.tokens else None
+        totals = self.totals
+        share = totals.encoded / totals.tokens if totals.tokens else None
         if share is not None and share < MOSTLY and not isinstance(self.scheme.key, Dense):
             log.warning(
                 "%s: %.0f %% of the tokens of these requests were ever encoded (sink %d, window %d): scores are mostly "
@@ -253,10 +253,10 @@ class PackedKVLM(HFLM):  # type: ignore[misc]
                 "attention": attention_of(self.scheme),
                 "seed": self.seed,
                 "fitted_params": self.params is not None,
-                "attention_calls": held.calls,
-                "cache_bytes": held.nbytes,
-                "elements": held.elements,
-                "effective_bits": held.nbytes * 8 / held.elements if held.elements else None,
+                "attention_calls": totals.calls,
+                "cache_bytes": totals.nbytes,
+                "elements": totals.elements,
+                "effective_bits": totals.nbytes * 8 / totals.elements if totals.elements else None,
                 "encoded_share": share,
             }
         }

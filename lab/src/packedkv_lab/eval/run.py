@@ -94,8 +94,8 @@ def evaluate(
     schemes = checked_specs(specs)
     matched = iter(match_params(params, [s for s in schemes if isinstance(s, KVScheme)]))
     given = [next(matched) if isinstance(s, KVScheme) else None for s in schemes]
-    found = [get_task(name) for name in dict.fromkeys(tasks)]
-    if not found:
+    task_list = [get_task(name) for name in dict.fromkeys(tasks)]
+    if not task_list:
         raise SpecError("no task to run; pass at least one, e.g. perplexity.")
     common: dict[str, Any] = {"prefill": settings.prefill, "seed": settings.task.seed}
     for scheme, constants in zip(schemes, given, strict=True):
@@ -109,13 +109,13 @@ def evaluate(
     readers = [Reader(model.model, None, **common)]
     readers += [Reader(model.model, s, params=p, **common) for s, p in zip(schemes, given, strict=True)]
     items: dict[str, list[Item]] = {}
-    for task in found:
+    for task in task_list:
         with progress.busy(f"{task.name}: making items"):
             items[task.name] = task.items(model.tokenizer, settings.task)
     with progress.busy("hashing the weights"):
-        about = about_run(model, found, items, schemes, given, settings.task, settings.prefill, settings.changes)
+        about = about_run(model, task_list, items, schemes, given, settings.task, settings.prefill, settings.changes)
     with Store(output, about) as store:
-        return _Evaluator(model, found, items, readers, settings, store, progress).run()
+        return _Evaluator(model, task_list, items, readers, settings, store, progress).run()
 
 
 def checked_specs(specs: Sequence[str | KVScheme | QuantizedCacheSpec]) -> list[KVScheme | QuantizedCacheSpec]:
@@ -184,12 +184,12 @@ class _Evaluator:
         """Read what other processes have not taken: with a spec all windows, then block after block of the rest."""
         windows = [entries for entries in self.units if entries[0][1].kind == "window"]
         rest = [[entries] for entries in self.units if entries[0][1].kind != "window"]
-        own: set[str] = set()
+        names: set[str] = set()
         for number, units in enumerate([windows, *rest]):
             # its own specs first: what their first cache found out is known here
-            for at, reader in sorted(enumerate(self.readers), key=lambda one: one[1].name not in own):
+            for at, reader in sorted(enumerate(self.readers), key=lambda one: one[1].name not in names):
                 if taken(folder / f"{number}-{at}"):
-                    own.add(reader.name)
+                    names.add(reader.name)
                     for entries in units:
                         self._unit(entries, [reader])
 
@@ -238,8 +238,8 @@ class _Evaluator:
             "scores": {},
             "prefill": self.settings.prefill,
             "seconds": round(done.seconds, 6),
-            "bytes": done.held.nbytes if done.held else 0,
-            "elements": done.held.elements if done.held else 0,
+            "bytes": done.content.nbytes if done.content else 0,
+            "elements": done.content.elements if done.content else 0,
         }
         if done.output is None:
             line["error"] = done.error
@@ -293,11 +293,11 @@ def _units(tasks: Sequence[Task], items: Mapping[str, Sequence[Item]], size: int
     windows: dict[tuple[int, ...], list[Entry]] = {}
     blocks: list[list[list[Entry]]] = []
     for task in tasks:
-        own = [(task, item) for item in items[task.name]]
-        for entry in own:
+        entries = [(task, item) for item in items[task.name]]
+        for entry in entries:
             if entry[1].kind == "window":
                 windows.setdefault(entry[1].ids, []).append(entry)
-        others = [entry for entry in own if entry[1].kind != "window"]
+        others = [entry for entry in entries if entry[1].kind != "window"]
         alike: dict[Any, list[Entry]] = {}
         for entry in others:
             alike.setdefault(entry[1].group.get("length"), []).append(entry)

@@ -27,7 +27,7 @@ from packedkv.scheme import KVScheme
 
 
 @dataclass(frozen=True)
-class Held:
+class Content:
     """Content of one sequence's cache when it was read: bytes, and the elements of K and V that they encode."""
 
     nbytes: int
@@ -48,8 +48,8 @@ class Reader:
     ) -> None:
         self.model, self.prefill = model, prefill
         self.maker: CacheMaker | QuantizedCacheMaker | None = None
-        if (found := quantized_cache_of(spec)) is not None:
-            self.maker = QuantizedCacheMaker(model, found, prefill=prefill)
+        if (quantized := quantized_cache_of(spec)) is not None:
+            self.maker = QuantizedCacheMaker(model, quantized, prefill=prefill)
         elif spec is not None:
             self.maker = CacheMaker(model, spec, prefill=prefill, seed=seed, params=params, remember=True)  # type: ignore[arg-type]
         self.name = UNCOMPRESSED if self.maker is None else str(self.maker.scheme)
@@ -61,11 +61,11 @@ class Reader:
     @contextmanager
     def reading(self) -> Iterator[None]:
         """Set the attention that the scheme needs for the block; collect warnings in ``notes``, each once."""
-        own = nullcontext(lambda: uncompressed_cache(self.model))
+        dense = nullcontext(lambda: uncompressed_cache(self.model))
         with (
             torch.no_grad(),
             warnings.catch_warnings(record=True) as caught,
-            own if self.maker is None else self.maker.attending() as self._new_cache,
+            dense if self.maker is None else self.maker.attending() as self._new_cache,
         ):
             warnings.simplefilter("always")
             try:
@@ -77,7 +77,7 @@ class Reader:
 
     def answers(
         self, prompts: Tensor, new_tokens: int, finished: Callable[[list[int]], bool]
-    ) -> tuple[list[list[int]], Held]:
+    ) -> tuple[list[list[int]], Content]:
         """Continue ``prompts [B, n]`` greedily by at most ``new_tokens``, until every one is ``finished``.
 
         The bytes are those held when the prompt was read: what the answer is found in.
@@ -88,17 +88,17 @@ class Reader:
             self._feed(cache, ids[:, :-1])
             ids = ids[:, -1:]
         made: list[list[int]] = [[] for _ in range(prompts.shape[0])]
-        held: Held | None = None
+        content: Content | None = None
         for step in range(new_tokens):
             ids = self._logits(cache, ids, 1)[:, -1].argmax(-1, keepdim=True)
-            held = held or self._held(cache)
+            content = content or self._content(cache)
             for tokens, new in zip(made, ids[:, 0].tolist(), strict=True):
                 tokens.append(new)
             if step + 1 == new_tokens or all(finished(tokens) for tokens in made):
                 break
-        return made, held or self._held(cache)
+        return made, content or self._content(cache)
 
-    def window(self, ids: Tensor, reference: Reference) -> tuple[TokenScores, Held]:
+    def window(self, ids: Tensor, reference: Reference) -> tuple[TokenScores, Content]:
         """Score each token of a window ``[n]`` against the uncompressed model's ``reference`` of it.
 
         With ``exact`` the tokens of the first call (256, or half of a short window) are not scored: they attend fresh
@@ -107,12 +107,12 @@ class Reader:
         n = ids.numel()
         first = 1 if self.prefill == "decoded" else min(EXACT_CALL_TOKENS, n // 2) + 1
         if self.maker is None:
-            return reference.itself(first), Held(*self._dense_size(n))
+            return reference.itself(first), Content(*self._dense_size(n))
         cache = self._cache()
         step = n if self.prefill == "decoded" else first - 1
         calls = [self._logits(cache, ids[None, a : a + step], None)[0] for a in range(0, n, step)]
         logits = torch.cat(calls)[first - 1 : -1]
-        return reference.compare(logits, first), self._held(cache)
+        return reference.compare(logits, first), self._content(cache)
 
     # -- calls ------------------------------------------------------------------------------------------------------
 
@@ -136,17 +136,17 @@ class Reader:
         logits: Tensor = self.model(input_ids=ids, **passing(self.model, cache), use_cache=True, **keep).logits
         return logits if last is None else logits[:, -last:]
 
-    def _held(self, cache: Any) -> Held:
+    def _content(self, cache: Any) -> Content:
         if self.maker is None:
             elements = sum(layer.keys.numel() + layer.values.numel() for layer in cache.layers if _holds_kv(layer))
             batch = max((layer.keys.shape[0] for layer in cache.layers if _holds_kv(layer)), default=1)
-            return Held(2 * elements // batch, elements // batch)
+            return Content(2 * elements // batch, elements // batch)
         if isinstance(self.maker, QuantizedCacheMaker):
-            return Held(*self.maker.held(cache))
+            return Content(*self.maker.held(cache))
         layers = cache.layer_caches
         batch = max((layer.batch for layer in layers), default=1)
         nbytes = sum(sum(layer.nbytes().values()) for layer in layers)
-        return Held(nbytes // batch, sum(layer.elements() for layer in layers) // batch)
+        return Content(nbytes // batch, sum(layer.elements() for layer in layers) // batch)
 
     def _dense_size(self, tokens: int) -> tuple[int, int]:
         """Bytes in 16 bit, and elements, that the model's layers hold after ``tokens`` tokens."""

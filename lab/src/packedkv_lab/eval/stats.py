@@ -157,14 +157,14 @@ def against(runs: Sequence[Run], spec: str) -> list[Row]:
     for (task, about), other in product(tasks.items(), others):
         for name, given in about["metrics"].items():
             metric = Metric(**given)
-            own, theirs = (scores.get((task, s), {}).get(metric.of or name, {}) for s in (spec, other))
-            if (found := paired(own, theirs, metric, int(runs[0].about["seed"]))) is None:
+            left, right = (scores.get((task, s), {}).get(metric.of or name, {}) for s in (spec, other))
+            if (interval := paired(left, right, metric, int(runs[0].about["seed"]))) is None:
                 continue
-            common = sorted(set(own) & set(theirs))
-            values = [metric.value(*(float(x.sum()) for x in _columns(of, common))) for of in (own, theirs)]
+            common = sorted(set(left) & set(right))
+            values = [metric.value(*(float(x.sum()) for x in _columns(of, common))) for of in (left, right)]
             row: Row = {"spec": spec, "task": task, "metric": name, "better": metric.better, "other": other}
             row |= zip(("value", "other_value"), values, strict=True)
-            row |= zip(("difference", "low", "high"), found, strict=True)
+            row |= zip(("difference", "low", "high"), interval, strict=True)
             rows.append({**row, "items": len(common)})
     return rows
 

@@ -139,13 +139,13 @@ def _read_lines(path: Path) -> tuple[list[Row], int]:
         return [], 0
     data = read_bytes(path, "give another folder")
     end = data.rfind(b"\n") + 1
-    found: dict[Key, Row] = {}
+    lines: dict[Key, Row] = {}
     for at, line in enumerate(read_json_lines(path, data[:end]), 1):
         try:
-            found.setdefault(key_of(line), line)
+            lines.setdefault(key_of(line), line)
         except (KeyError, TypeError) as error:
             raise FormatError(f"{path}, line {at} is damaged ({error}); remove that line.") from error
-    return list(found.values()), end
+    return list(lines.values()), end
 
 
 def _open_locked(path: Path) -> int:
@@ -172,16 +172,16 @@ def _open_locked(path: Path) -> int:
 
 
 def _merged(folder: Path, old: Row, new: Row) -> Row:
-    found: list[str] = []
+    differences: list[str] = []
     for part in FIXED:
-        found += _differences(part, _compared(old.get(part)), _compared(new.get(part)))
+        differences += _differences(part, _compared(old.get(part)), _compared(new.get(part)))
     for kind in BY_NAME:
         for name in sorted(set(old.get(kind, {})) & set(new.get(kind, {}))):
-            found += _differences(name, _compared(old[kind][name]), _compared(new[kind][name]))
-    if found:
+            differences += _differences(name, _compared(old[kind][name]), _compared(new[kind][name]))
+    if differences:
         raise KVError(
-            f"{folder} holds a run that differs from this one: {'; '.join(found)}. Repeat its settings to go on with "
-            f"it, or choose another --output."
+            f"{folder} holds a run that differs from this one: {'; '.join(differences)}. Repeat its settings to go on "
+            f"with it, or choose another --output."
         )
     merged = old | {key: new[key] for key in new if key not in (*BY_NAME, "specs", "versions")}
     if devices := [about["device_name"] for about in (old, new) if about.get("device_name")]:

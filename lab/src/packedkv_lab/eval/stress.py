@@ -73,11 +73,11 @@ def parse_stress(text: str) -> tuple[float, int]:
     """
     factor, colon, pairs = text.partition(":")
     try:
-        found = float(factor), int(pairs) if colon else PAIRS
+        numbers = float(factor), int(pairs) if colon else PAIRS
     except ValueError:
         raise SpecError(f"stress {text!r}: expected FACTOR or FACTOR:PAIRS, e.g. {FACTOR:g}:{PAIRS}.") from None
-    _check(*found)
-    return found
+    _check(*numbers)
+    return numbers
 
 
 def _check(factor: float, pairs: int) -> None:
@@ -208,13 +208,13 @@ def factors(done: Stressed, layer: int, head_dim: int) -> Tensor:
 
 def _scaled_layer(where: str, decoder: nn.Module, layer: int, config: Any) -> _ScaledLayer:
     """Find what scales the layer's queries and keys last."""
-    found = attention_modules(decoder, layer, {"q_proj", "k_proj"}, {"qkv_proj"})
-    if len(found) != 1:
+    modules = attention_modules(decoder, layer, {"q_proj", "k_proj"}, {"qkv_proj"})
+    if len(modules) != 1:
         raise UnsupportedError(
-            f"{where}: {len(found)} attention modules with q_proj and k_proj, or with qkv_proj; projections in another "
-            f"form (query_key_value, c_attn) are not taken apart."
+            f"{where}: {len(modules)} attention modules with q_proj and k_proj, or with qkv_proj; projections in "
+            f"another form (query_key_value, c_attn) are not taken apart."
         )
-    attention = found[0]
+    attention = modules[0]
     heads, query_heads = getattr(config, "num_key_value_heads", None), config.num_attention_heads
     dim = getattr(attention, "head_dim", None) or getattr(config, "head_dim", None)
     dim, heads = dim or config.hidden_size // query_heads, heads or query_heads
@@ -228,9 +228,9 @@ def _scaled_layer(where: str, decoder: nn.Module, layer: int, config: Any) -> _S
     if "qkv_proj" in children:
         rows = query_heads * dim, (query_heads + heads) * dim
         _check_rows(where, decoder, "qkv_proj", children["qkv_proj"], (query_heads + 2 * heads) * dim)
-        held = _parameters(children["qkv_proj"])
-        query = tuple(_Rows(p, 0, rows[0]) for p in held)
-        return _ScaledLayer(where, query, tuple(_Rows(p, *rows) for p in held), shared=False, **sizes)
+        parameters = _parameters(children["qkv_proj"])
+        query = tuple(_Rows(p, 0, rows[0]) for p in parameters)
+        return _ScaledLayer(where, query, tuple(_Rows(p, *rows) for p in parameters), shared=False, **sizes)
     for name, n in (("q_proj", query_heads * dim), ("k_proj", heads * dim)):
         _check_rows(where, decoder, name, children[name], n)
     query = tuple(_Rows(p, 0, query_heads * dim) for p in _parameters(children["q_proj"]))
@@ -245,32 +245,32 @@ def _parameters(module: nn.Module) -> list[Tensor]:
 
 def _gains(where: str, norms: dict[str, nn.Module], dim: int) -> tuple[tuple[_Rows, ...], tuple[_Rows, ...]]:
     """Rows of the gains (and offsets) of the norms of q and of k."""
-    found: dict[str, tuple[_Rows, ...]] = {}
+    rows: dict[str, tuple[_Rows, ...]] = {}
     for side in ("q", "k"):
         names = [name for name in norms if name.startswith(side)]
-        held = _parameters(norms[names[0]]) if len(names) == 1 and hasattr(norms[names[0]], "weight") else []
-        if not held or len(norms) != 2:
+        parameters = _parameters(norms[names[0]]) if len(names) == 1 and hasattr(norms[names[0]], "weight") else []
+        if not parameters or len(norms) != 2:
             raise UnsupportedError(
                 f"{where}: {', '.join(sorted(norms))} normalises q and k and undoes any factor before it; only norms "
                 f"of q and of k with gains of their own can carry one."
             )
-        if any(p.is_meta or p.dtype.itemsize < 2 or p.numel() % dim for p in held):
+        if any(p.is_meta or p.dtype.itemsize < 2 or p.numel() % dim for p in parameters):
             raise UnsupportedError(f"{where}: the gains of {names[0]} are not plain tensors of whole heads.")
-        added = _added_to_gain(norms[names[0]], held)
-        found[side] = tuple(_Rows(p, 0, p.shape[0], added if i == 0 else 0.0) for i, p in enumerate(held))
-    return found["q"], found["k"]
+        added = _added_to_gain(norms[names[0]], parameters)
+        rows[side] = tuple(_Rows(p, 0, p.shape[0], added if i == 0 else 0.0) for i, p in enumerate(parameters))
+    return rows["q"], rows["k"]
 
 
-def _added_to_gain(norm: nn.Module, held: list[Tensor]) -> float:
+def _added_to_gain(norm: nn.Module, parameters: list[Tensor]) -> float:
     """What a norm adds to its weight: 1 for Gemma's ``x (1 + w)``, found by trying w = 0."""
-    kept = [p.detach().clone() for p in held]
+    copies = [p.detach().clone() for p in parameters]
     with torch.no_grad():
         try:
-            for p in held:
+            for p in parameters:
                 p.zero_()
-            tried = norm(torch.ones(1, 1, *held[0].shape, dtype=held[0].dtype, device=held[0].device))
+            tried = norm(torch.ones(1, 1, *parameters[0].shape, dtype=parameters[0].dtype, device=parameters[0].device))
         finally:
-            for p, before in zip(held, kept, strict=True):
+            for p, before in zip(parameters, copies, strict=True):
                 p.copy_(before)
     return 1.0 if bool(tried.any()) else 0.0
 
@@ -305,14 +305,14 @@ def _seen(model: Any, config: Any) -> Seen:
         last = min(getattr(config, "max_position_embeddings", None) or TRIED_POSITION, TRIED_POSITION)
         first = max(last - TRIED_TOKENS, 0)
         options["position_ids"] = torch.arange(first, first + TRIED_TOKENS, device=model.device)[None]
-    held: dict[int, tuple[Tensor, Tensor]] = {}
+    tensors: dict[int, tuple[Tensor, Tensor]] = {}
 
     def see(module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, rest: dict[str, Any]) -> None:
-        held[getattr(module, "layer_idx", len(held))] = query.float().cpu().clone(), key.float().cpu().clone()
+        tensors[getattr(module, "layer_idx", len(tensors))] = query.float().cpu().clone(), key.float().cpu().clone()
 
     with watched(model, see), torch.no_grad():
         logits = model(input_ids=ids, use_cache=False, **options).logits[0].float().cpu()
-    return held, logits
+    return tensors, logits
 
 
 def _difference(done: Stressed, before: Seen, after: Seen) -> str:

@@ -56,10 +56,10 @@ class Prompts(Task):
                     max_new_tokens=tokens, **more)  # fmt: skip
 
     def about(self, settings: TaskSettings) -> dict[str, Any]:
-        found: dict[str, Any] = {"lengths": list(lengths_of(self.name, settings))}
+        entries: dict[str, Any] = {"lengths": list(lengths_of(self.name, settings))}
         if self.hidden:
-            found |= {"text": settings.text.name, "text_sha256": settings.text.sha256}
-        return found | ({"depths": list(depths_of(settings))} if self.deep else {})
+            entries |= {"text": settings.text.name, "text_sha256": settings.text.sha256}
+        return entries | ({"depths": list(depths_of(settings))} if self.deep else {})
 
 
 def lengths_of(task: str, settings: TaskSettings) -> tuple[int, ...]:
@@ -91,12 +91,12 @@ def places(limit: int, lengths: Iterable[int], depths: Iterable[float]) -> list[
     [Place(length=512, depth=0.0, draw=0), Place(length=512, depth=1.0, draw=0), Place(length=512, depth=0.0, draw=1)]
     """
     cells = list(product(lengths, depths))
-    found: list[Place] = []
+    draws: list[Place] = []
     for draw in counting():
         for length, depth in cells:
-            if len(found) == limit:
-                return found
-            found.append(Place(length, depth, draw))
+            if len(draws) == limit:
+                return draws
+            draws.append(Place(length, depth, draw))
     raise AssertionError
 
 
@@ -138,9 +138,9 @@ def _sentence_end(text: str, depth: float) -> int:
         return 0
     wanted = round(depth * len(text))
     for mark in (". ", " "):
-        found = text.find(mark, wanted)
-        if 0 <= found < wanted + max(len(text) // 10, 40):
-            return found + len(mark)
+        at = text.find(mark, wanted)
+        if 0 <= at < wanted + max(len(text) // 10, 40):
+            return at + len(mark)
     return len(text)
 
 
