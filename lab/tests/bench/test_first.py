@@ -35,7 +35,7 @@ def _streamed(monkeypatch):
 
 def timed(specs, model, path=None, deadline=None, **options):
     found = recorder(path=path, deadline=deadline)
-    options = {"prompts": (16, 64), "first_prompt": 16, "held": 100, "new": (8, 3), "repeats": 3} | options
+    options = {"prompts": (16, 64), "first_prompt": 16, "history": 100, "new": (8, 3), "repeats": 3} | options
     first.first_rows(specs, found, model=model, **options)
     return found.new
 

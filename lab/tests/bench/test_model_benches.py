@@ -250,7 +250,7 @@ def test_ways_and_shapes_that_there_are_not_are_refused(model):
 @pytest.mark.parametrize("exclusive", [True, False], ids=["who times", "who compiles"])
 def test_who_times_is_alone_and_who_compiles_is_not(tmp_path, exclusive):
     """What another process would find: an open file of its own, asked for the lock without waiting."""
-    with GpuLock(tmp_path / "turns").held(exclusive=exclusive), (tmp_path / "turns").open() as other:
+    with GpuLock(tmp_path / "turns").hold(exclusive=exclusive), (tmp_path / "turns").open() as other:
         for kind, blocked in ((fcntl.LOCK_SH, exclusive), (fcntl.LOCK_EX, True)):
             if blocked:
                 with pytest.raises(BlockingIOError):

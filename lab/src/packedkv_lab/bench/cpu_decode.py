@@ -51,7 +51,7 @@ def cpu_decode_rows(specs: Sequence[str], shape: Shape, recorder: Recorder, *, r
         bits[spec] = sum(cache.nbytes().values()) * 8 / cache.elements()
         jobs[spec] = lambda cache=cache: cache.attend(q)  # type: ignore[misc]
     paths = dict.fromkeys(jobs, library.variant()) | dict.fromkeys(BASES, "torch")
-    own: dict[str, dict[str, str]] = {}
+    versions: dict[str, dict[str, str]] = {}
     for rival in cpu_rivals() if recorder.libraries else ():
         if rival.missing:
             recorder.say(f"{rival.spec}: {rival.package} is not installed, left out")
@@ -64,7 +64,7 @@ def cpu_decode_rows(specs: Sequence[str], shape: Shape, recorder: Recorder, *, r
         except Exception as error:  # e.g. no compiler for torch.compile; the others are timed
             recorder.say(f"{rival.spec}: {status_of(error)}, left out")
             continue
-        paths[rival.spec], own[rival.spec] = rival.package, rival.version()
+        paths[rival.spec], versions[rival.spec] = rival.package, rival.version()
     memory = torch.zeros(READ_BYTES // 4)
     recorder.say(f"timing {len(jobs)} ways of attention over {shape.tokens} tokens, {repeats} times")
     measured = in_turn([*jobs.values(), memory.sum], torch.device("cpu"), repeats)
@@ -72,7 +72,7 @@ def cpu_decode_rows(specs: Sequence[str], shape: Shape, recorder: Recorder, *, r
     best = [min(pair) for pair in zip(times["two-matmuls"], times["two-matmuls-kt"], strict=True)]
     for job in jobs:
         spec, _, dtype = job.partition(" ")
-        with_versions = recorder.common.get("versions", {}) | own.get(job, {})
+        with_versions = recorder.common.get("versions", {}) | versions.get(job, {})
         common = {"dtype": dtype or "float32", "path": paths[job], "repeats": repeats}
         common |= {"threads": torch.get_num_threads(), "versions": with_versions}
         rate = shape.elements * bits[job] / 8 / READ_BYTES

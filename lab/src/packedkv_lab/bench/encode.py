@@ -119,20 +119,20 @@ def writer(
     target = encode_spec(scheme.key, scheme.value, shape.head_dim, store.layout.page_tokens, mean=mean is not None)
     both: dict[Role, Constants] = {}
     for role in ROLES:
-        if (found := target.encoder(role)) is None:
+        if (encoder := target.encoder(role)) is None:
             raise UnsupportedError(f"no kernel encodes the {role}s of {scheme}")
-        both[role] = constants_for(found, params[role], shape.kv_heads, shape.head_dim)
+        both[role] = constants_for(encoder, params[role], shape.kv_heads, shape.head_dim)
     text, less = text_of(target), None
     if mean is not None and mean.given is not None:
         at = torch.arange(shape.tokens, device=first.device)[None]
         less = RotatedMean(mean.given, *mean.turning.angles(at), mean.turning.interleaved)
 
     def write(keys: Tensor | None, values: Tensor | None) -> None:
-        own = less if less is None or keys is None else less._replace(
+        removal = less if less is None or keys is None else less._replace(
             cosines=less.cosines[:, : keys.shape[2]], sines=less.sines[:, : keys.shape[2]]
         )  # fmt: skip
         parts: dict[Role, Tensor | None] = {"key": keys, "value": values}
-        new = NewTokens({role: x for role, x in parts.items() if x is not None}, first, less=own)
+        new = NewTokens({role: x for role, x in parts.items() if x is not None}, first, less=removal)
         encode.encode_to_pages(new, store.pages, store.table, spec=text, key=both["key"], value=both["value"])
 
     return write
@@ -152,7 +152,7 @@ def differing_bytes(work: Encoding) -> float:
         whole = work.whole(role, x).shape[2]
         count = min(-(-CHECKED_TOKENS // block) * block, whole)
         for at in sorted({0, whole - count}):
-            found = work.store.read(role, at, at + count)
+            fields = work.store.read(role, at, at + count)
             for b in sorted({0, work.shape.batch - 1}):
                 part = x[b : b + 1, :, at : at + count].float().cpu()
                 if role == "key" and work.mean is not None and work.mean.given is not None:
@@ -161,7 +161,7 @@ def differing_bytes(work: Encoding) -> float:
                 want = codec.encode(codec.to_code(part, params), params)
                 for name, field in want.items():
                     a = field[0].contiguous().view(torch.uint8)
-                    other = found[name][b].cpu().contiguous().view(torch.uint8)
+                    other = fields[name][b].cpu().contiguous().view(torch.uint8)
                     different += int((a != other).sum())
                     total += a.numel()
     return different / max(total, 1)
@@ -187,8 +187,8 @@ def encode_shapes(names: str) -> tuple[tuple[Shape, ...], tuple[int, ...]]:
     (['llm64k'], (8,))
     """
     given = [name for part in names.split(",") if (name := part.strip())]
-    found = {int(name[8:]) for name in given if name[:8] == "append_b" and name[8:].isdigit()}
-    batches = APPEND_BATCHES if "append" in given else tuple(sorted(found - {0}))
+    sizes = {int(name[8:]) for name in given if name[:8] == "append_b" and name[8:].isdigit()}
+    batches = APPEND_BATCHES if "append" in given else tuple(sorted(sizes - {0}))
     others = [name for name in given if name != "append" and not (name[:8] == "append_b" and name[8:].isdigit())]
     return tuple(shapes_named(",".join(others))) if others or not batches else (), batches
 
@@ -242,8 +242,8 @@ def append_times(work: Encoding, timer: Timer) -> Spread:
     for block, roles in groups.items():
         # contiguous, like the output of a model's projection
         token = {role: given[role][:, :, :block].clone() if role in roles else None for role in ROLES}
-        found = timer.cold(lambda token=token: work.write(token["key"], token["value"]), 30)  # type: ignore[misc]
-        total = {p: round(x + found[p] / block, 4) for p, x in total.items()}
+        times = timer.cold(lambda token=token: work.write(token["key"], token["value"]), 30)  # type: ignore[misc]
+        total = {p: round(x + times[p] / block, 4) for p, x in total.items()}
     return total
 
 

@@ -4,7 +4,7 @@ A model of Llama-3.2-1B's shape with random bf16 weights, one sequence, eager; h
 token read back.
 
 - ``first_cache_ms``: the first cache of a spec in the process, its construction, constants and kernels included
-- ``first_token_ms``: later caches, at prompts of ``PROMPTS``; ``next_turn_ms``: new tokens over ``HELD`` ones
+- ``first_token_ms``: later caches, at prompts of ``PROMPTS``; ``next_turn_ms``: new tokens over ``HISTORY`` ones
 
 DynamicCache, with the faster of ``FORMS``, takes turns with every preset, because a host's times move by half within a
 minute. ``vs_dynamic`` is the median ratio of a preset's time to the mean of the two turns of the rival beside it,
@@ -31,7 +31,7 @@ from packedkv_lab.bench.timing import Spread, flat, spread, synchronize
 
 PROMPTS = (512, 1024, 4096, 16384)
 FIRST_PROMPT = 1024
-HELD, NEW = 14336, (1024, 128)
+HISTORY, NEW = 14336, (1024, 128)
 REPEATS, SECONDS = 7, 3.0
 """Number of caches per median; at least two, but fewer if they take longer than this."""
 ALLOWED = 1.5
@@ -40,8 +40,8 @@ ALLOWED = 1.5
 
 def served() -> list[str]:
     """Presets whose keys and values kernels encode and read; ``dense`` is the rival."""
-    found = [(preset, str(describe(preset)["kernels"])) for preset in presets()]
-    return [preset for preset, kernels in found if "none" not in kernels and preset != "dense"]
+    pairs = [(preset, str(describe(preset)["kernels"])) for preset in presets()]
+    return [preset for preset, kernels in pairs if "none" not in kernels and preset != "dense"]
 
 
 def shape_name(tokens: int, new: int = 0) -> str:
@@ -54,13 +54,13 @@ def shape_name(tokens: int, new: int = 0) -> str:
 
 
 class Runner:
-    """Runs prompts of a model, and turns over a cache that holds ``held`` tokens."""
+    """Runs prompts of a model, and turns over a cache that holds ``history`` tokens."""
 
-    def __init__(self, model: Any, held: int) -> None:
-        self.model, self.held, self.device = model, held, model.device
+    def __init__(self, model: Any, history: int) -> None:
+        self.model, self.history, self.device = model, history, model.device
         config = model.config
         generator = torch.Generator(self.device).manual_seed(0)
-        most = max(*PROMPTS, *NEW, held)
+        most = max(*PROMPTS, *NEW, history)
         self.ids = torch.randint(10, config.vocab_size, (1, most), generator=generator, device=self.device)
 
     def dense(self) -> Any:
@@ -90,7 +90,7 @@ class Runner:
     def turn(self, make: Callable[[], Any], n: int) -> tuple[float, Any]:
         """Milliseconds to the first token of a turn of ``n`` tokens over a filled cache, and the cache."""
         cache = make()
-        self.token(cache, self.held)
+        self.token(cache, self.history)
         synchronize(self.device)
         begun = time.perf_counter()
         self.token(cache, n)
@@ -123,10 +123,10 @@ def repeated(
         times.append(ms)
     report = cache.report() if hasattr(cache, "report") else {}
     del cache
-    found = {key: report[key] for key in ("effective_bits", "paths") if key in report}
+    entries = {key: report[key] for key in ("effective_bits", "paths") if key in report}
     if rival is not None:
-        found |= beside(times, [*others, rival()])
-    return spread(times), found | {"caches": len(times)}
+        entries |= beside(times, [*others, rival()])
+    return spread(times), entries | {"caches": len(times)}
 
 
 def beside(times: Sequence[float], rivals: Sequence[float]) -> dict[str, float]:
@@ -161,24 +161,24 @@ def first_rows(
     *,
     prompts: Sequence[int] = PROMPTS,
     first_prompt: int = FIRST_PROMPT,
-    held: int = HELD,
+    history: int = HISTORY,
     new: Sequence[int] = NEW,
     repeats: int = REPEATS,
     model: Any = None,
 ) -> None:
     """Time DynamicCache and presets; presets whose rows are there already are left out.
 
-    ``first_prompt`` is that of the first cache of a spec; ``new`` tokens are run over ``held``. A median is of at most
-    ``repeats`` caches. ``UnsupportedError`` without transformers.
+    ``first_prompt`` is that of the first cache of a spec; ``new`` tokens are run over ``history``. A median is of at
+    most ``repeats`` caches. ``UnsupportedError`` without transformers.
     """
     require_transformers("first")
-    last = shape_name(held, new[-1])
+    last = shape_name(history, new[-1])
     wanted = [spec for spec in specs if not recorder.has(spec, "next_turn_ms", last)]
     if not wanted or recorder.out_of_time:
         return
-    runner = Runner(model or make_model("Llama-3.2-1B", recorder.device), held)
+    runner = Runner(model or make_model("Llama-3.2-1B", recorder.device), history)
     timings = [Timing("first_token_ms", shape_name(n), n, runner.first) for n in prompts]
-    timings += [Timing("next_turn_ms", shape_name(held, n), n, runner.turn) for n in new]
+    timings += [Timing("next_turn_ms", shape_name(history, n), n, runner.turn) for n in new]
     fastest: dict[tuple[str, str], tuple[float, str]] = {}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # the probe warns on random weights
@@ -206,10 +206,10 @@ def _dense_row(
     more = {"cache": "DynamicCache", "form": form}
     with recorder.case("dense", shape, metric, "ms", bits=16.0, more=more) as case:
         run(runner.dense, n)  # plans of shapes that the process has not seen
-        values, found = repeated(partial(run, runner.dense, n), repeats)
+        values, entries = repeated(partial(run, runner.dense, n), repeats)
         mine = values["p50"], form
         fastest[metric, shape] = min(fastest.get((metric, shape), mine), mine)
-        case.add(metric, "ms", values, **found)
+        case.add(metric, "ms", values, **entries)
 
 
 def _first_cache(
@@ -235,6 +235,6 @@ def _packed_row(
     with recorder.case(spec, shape, metric, "ms", more={"cache": "packedkv fused"}) as case:
         known = fastest.get((metric, shape))
         rival = None if known is None else partial(runner.dynamic, run, n, known[1])
-        values, found = repeated(partial(run, partial(runner.packed, spec), n), repeats, rival)
-        case.bits = found.pop("effective_bits", None)
-        case.add(metric, "ms", values, **found)
+        values, entries = repeated(partial(run, partial(runner.packed, spec), n), repeats, rival)
+        case.bits = entries.pop("effective_bits", None)
+        case.add(metric, "ms", values, **entries)

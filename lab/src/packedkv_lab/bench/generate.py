@@ -72,13 +72,13 @@ def batches_of(names: str) -> tuple[int, ...]:
     >>> batches_of("qwen3_8b_b1_32k,qwen3_8b_b8_32k")
     (1, 8)
     """
-    found = []
+    batches = []
     for name in filter(None, (part.strip() for part in names.split(","))):
         match = re.fullmatch(r"qwen3_8b_b([1-9]\d*)_32k", name)
         if match is None:
             raise SpecError(f"bench generate: no shape {name!r}; use e.g. {shape_name(8, PROMPT)}.")
-        found.append(int(match[1]))
-    return tuple(found)
+        batches.append(int(match[1]))
+    return tuple(batches)
 
 
 def require_transformers(bench: str) -> None:
@@ -116,7 +116,7 @@ class GpuLock:
         self.path = path
 
     @contextlib.contextmanager
-    def held(self, *, exclusive: bool) -> Iterator[None]:
+    def hold(self, *, exclusive: bool) -> Iterator[None]:
         """Hold the lock; waits for the processes that exclude this one."""
         if self.path is None:
             yield
@@ -221,7 +221,7 @@ def generate_rows(
                 if recorder.late(f"{way} of {job.spec}, {batch} sequences"):
                     return
                 if model is None:
-                    with lock.held(exclusive=False):
+                    with lock.hold(exclusive=False):
                         model = make_model("Qwen3-8B", recorder.device)
                 filler = filler or Filler(model, batch, prompt, new_tokens + 32)
                 _row(job, way, filler, new_tokens, recorder, lock)
@@ -230,15 +230,15 @@ def generate_rows(
 def _jobs(way: str, specs: Sequence[str], dense: bool, libraries: bool) -> list[Job]:
     kind = RIVALS[way]
     forms = FORMS if way == "generate" else ("",)  # a StaticCache has one length
-    found = [Job("dense", kind, partial(Filler.dense, kind=kind), form) for form in forms if dense]
-    found += [Job(s, "packedkv fused", partial(Filler.packed, spec=s, fixed=way != "generate")) for s in specs]
+    jobs = [Job("dense", kind, partial(Filler.dense, kind=kind), form) for form in forms if dense]
+    jobs += [Job(s, "packedkv fused", partial(Filler.packed, spec=s, fixed=way != "generate")) for s in specs]
     if libraries and dense and way == "generate":
         for rival in quantizer_rivals(128):
             backend, _, bits = rival.name.partition("-")
             if int(bits) == QUANTIZED_BITS:
                 make = partial(Filler.quantized, backend=backend)
-                found += [Job(rival.name, "QuantizedCache", make, form) for form in FORMS]
-    return found
+                jobs += [Job(rival.name, "QuantizedCache", make, form) for form in FORMS]
+    return jobs
 
 
 def _row(job: Job, way: str, filler: Filler, new_tokens: int, recorder: Recorder, lock: GpuLock) -> None:
@@ -257,12 +257,12 @@ def _row(job: Job, way: str, filler: Filler, new_tokens: int, recorder: Recorder
         attention_backends(job.form),
     ):
         if way != "graph":
-            with lock.held(exclusive=False):
+            with lock.hold(exclusive=False):
                 timed(filler, make, UNCOUNTED + 2)  # compiles
-        with lock.held(exclusive=True):
-            found = timed(filler, make, new_tokens)
-        case.bits = found.pop("effective_bits", bits)
-        case.add(f"ms_per_token_{way}", "ms", found.pop("values"), **found)
+        with lock.hold(exclusive=True):
+            results = timed(filler, make, new_tokens)
+        case.bits = results.pop("effective_bits", bits)
+        case.add(f"ms_per_token_{way}", "ms", results.pop("values"), **results)
 
 
 def _clean(device: torch.device) -> int:
@@ -311,14 +311,14 @@ def timed_generate(filler: Filler, make: Callable[[], Any], new_tokens: int) -> 
         attention_mask=torch.ones_like(filler.ids), logits_processor=noting,
     )  # fmt: skip
     synchronize(device)
-    found: dict[str, Any] = {"values": spread(stamps.milliseconds()[UNCOUNTED - 1 :])}
+    results: dict[str, Any] = {"values": spread(stamps.milliseconds()[UNCOUNTED - 1 :])}
     if device.type == "cuda":
-        found |= {"peak_bytes": torch.cuda.max_memory_allocated() - before,
-                  "held_bytes": torch.cuda.memory_allocated() - before}  # fmt: skip
+        results |= {"peak_bytes": torch.cuda.max_memory_allocated() - before,
+                    "held_bytes": torch.cuda.memory_allocated() - before}  # fmt: skip
     if hasattr(cache, "report"):
         about = cache.report()
-        found |= {"effective_bits": about["effective_bits"], "paths": about["paths"]}
-    return found
+        results |= {"effective_bits": about["effective_bits"], "paths": about["paths"]}
+    return results
 
 
 @torch.no_grad()
@@ -344,7 +344,7 @@ def timed_graph(filler: Filler, make: Callable[[], Any], replays: int) -> dict[s
         end.record()
         torch.cuda.synchronize()
         times.append(begin.elapsed_time(end))
-    found: dict[str, Any] = {"values": spread(times), "peak_bytes": torch.cuda.max_memory_allocated() - before}
+    results: dict[str, Any] = {"values": spread(times), "peak_bytes": torch.cuda.max_memory_allocated() - before}
     if hasattr(cache, "report"):
-        found["effective_bits"] = cache.report()["effective_bits"]
-    return found
+        results["effective_bits"] = cache.report()["effective_bits"]
+    return results

@@ -71,7 +71,7 @@ class Packed:
     def __init__(self, spec: str, shape: Shape, device: torch.device, seed: int) -> None:
         self.spec, self.shape = spec, shape
         scheme = scheme_of(spec)
-        batch, heads, dim, tokens, held = shape.batch, shape.kv_heads, shape.head_dim, shape.tokens, shape.held
+        batch, heads, dim, tokens, kv_batch = shape.batch, shape.kv_heads, shape.head_dim, shape.tokens, shape.kv_batch
         generator = torch.Generator(device).manual_seed(seed + 1)
 
         def draw(sequences: int, count: int, n: int) -> Tensor:
@@ -88,19 +88,19 @@ class Packed:
         unit = int(getattr(cache, "unit", 1))
         steps = {role: math.lcm(scheme.codec(role).block_tokens, unit) for role in ROLES}
         self.encoded = {r: n * max(0, (tokens - scheme.sink - scheme.window) // n) for r, n in steps.items()}
-        self.written = PageStore(cache.store.layout, held, heads, device)
+        self.written = PageStore(cache.store.layout, kv_batch, heads, device)
         if most := max(self.encoded.values()):
             all_codes = LayerSite(scheme.without_windows(), LAYER, fitted=params, mean=mean)
-            filler = _allocated(all_codes, draw(held, heads, 0), most)
+            filler = _allocated(all_codes, draw(kv_batch, heads, 0), most)
             block = math.lcm(*steps.values())
-            chunk = max(1, min(CHUNK_TOKENS, CHUNK_ELEMENTS // (held * heads * dim)) // block) * block
+            chunk = max(1, min(CHUNK_TOKENS, CHUNK_ELEMENTS // (kv_batch * heads * dim)) // block) * block
             for at in range(0, most, chunk):
                 n = min(chunk, most - at)
-                filler.append(draw(held, heads, n) + self.removed(at, n), draw(held, heads, n))
+                filler.append(draw(kv_batch, heads, n) + self.removed(at, n), draw(kv_batch, heads, n))
             assert filler.store is not None
             columns = -(-most // filler.store.layout.page_tokens)
-            order = torch.randperm(held * columns, generator=generator, device=device).view(held, columns)
-            pages = torch.empty(held * columns, *filler.store.pages.shape[1:], dtype=torch.uint8, device=device)
+            order = torch.randperm(kv_batch * columns, generator=generator, device=device).view(kv_batch, columns)
+            pages = torch.empty(kv_batch * columns, *filler.store.pages.shape[1:], dtype=torch.uint8, device=device)
             pages[order.flatten()] = filler.store.pages[filler.store.table[:, :columns].flatten().long()]
             self.written.pages, self.written.table = pages, order.int()
             del filler
@@ -110,7 +110,7 @@ class Packed:
         self.dense: dict[Role, tuple[Tensor, Tensor]] = {}
         for role, state in cache.roles.items():
             sink = min(scheme.sink, tokens)
-            self.dense[role] = draw(held, heads, sink), draw(held, heads, tokens - sink - self.encoded[role])
+            self.dense[role] = draw(kv_batch, heads, sink), draw(kv_batch, heads, tokens - sink - self.encoded[role])
             state.sink, state.window = (x.expand(batch, -1, -1, -1).contiguous() for x in self.dense[role])
             state.runs = [(0, self.encoded[role])] if self.encoded[role] else []
         cache.length = tokens
@@ -137,7 +137,7 @@ class Packed:
     @property
     def bytes_read(self) -> int:
         """Bytes that a decode step must move: live blocks, dense tokens, page table, query and output."""
-        store, each = self.cache.store, self.shape.held * self.shape.kv_heads
+        store, each = self.cache.store, self.shape.kv_batch * self.shape.kv_heads
         assert store is not None
         total = store.table.nbytes + 2 * self.q.nbytes
         for plane in store.layout.planes:
@@ -171,13 +171,13 @@ class Packed:
 
 def _fitted(scheme: KVScheme, sample: Tensor, seed: int) -> dict[Role, Params]:
     """Constants of a site, leading dimension 1: fitted on the sample where the codec needs one."""
-    found: dict[Role, Params] = {}
+    params: dict[Role, Params] = {}
     _, heads, _, dim = sample.shape
     for role in ROLES:
         codec = scheme.codec(role).for_dtype(sample.dtype)
         site = Site(LAYER, role, heads, dim, seed, sample.device)
-        found[role] = codec.fit(site, Sample(sample.float()))
-    return found
+        params[role] = codec.fit(site, Sample(sample.float()))
+    return params
 
 
 def _allocated(site: LayerSite, nothing: Tensor, tokens: int) -> FusedLayerCache:
@@ -211,9 +211,9 @@ class Gate(NamedTuple):
         return f"attention error {self.error:.2e}, bf16 SDPA over the decoded K and V {self.bf16_error:.2e}"
 
 
-def worst(found: Iterable[Gate]) -> Gate:
+def worst(gates: Iterable[Gate]) -> Gate:
     """Return the gate with the largest share; NaN counts as the largest."""
-    return max(found, key=lambda gate: math.inf if math.isnan(gate.share) else gate.share)
+    return max(gates, key=lambda gate: math.inf if math.isnan(gate.share) else gate.share)
 
 
 @torch.no_grad()
@@ -227,7 +227,7 @@ def gate(packed: Packed) -> Gate:
     answers = [packed.cache.attend(q) for q in asked]
     if state.params is not None:
         asked = [rounded_queries(q, state.codec, state.params, shape.kv_heads) for q in asked]
-    found = []
+    gates = []
     for b, h in sorted({(0, 0), (shape.batch // 2, shape.kv_heads // 2), (shape.batch - 1, shape.kv_heads - 1)}):
         k, v = packed.truth(b, h)
         rows = slice(h * shape.group, (h + 1) * shape.group)
@@ -237,8 +237,8 @@ def gate(packed: Packed) -> Gate:
             short = [x.bfloat16()[None, None] for x in (q[b, rows, 0], k, v)]
             low = scaled_dot_product_attention(short[0], short[1], short[2])[0, 0]
             errors = [float((x.double() - exact).norm() / exact.norm()) for x in (answer[b, rows, 0], low)]
-            found.append(Gate(errors[0], errors[1]))
-    return worst(found)
+            gates.append(Gate(errors[0], errors[1]))
+    return worst(gates)
 
 
 @torch.no_grad()

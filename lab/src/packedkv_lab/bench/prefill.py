@@ -50,7 +50,7 @@ def prefill_shapes(names: str) -> list[Shape]:
     >>> [shape.name for shape in prefill_shapes("prefill_b1_t2048_q16")], len(prefill_shapes("all,hqmq"))
     (['prefill_b1_t2048_q16'], 20)
     """
-    found: dict[str, Shape] = {}
+    shapes: dict[str, Shape] = {}
     for name in filter(None, (part.strip() for part in names.split(","))):
         histories, queries = {"all": (HISTORIES, QUERIES), "hqmq": HQMQ}.get(name, ((), ()))
         made = [prefill_shape(batch, tokens, n) for batch, tokens in histories for n in queries]
@@ -58,8 +58,8 @@ def prefill_shapes(names: str) -> list[Shape]:
             made = [prefill_shape(*map(int, match.groups()))]
         if not made:
             raise SpecError(f"bench prefill: no shape {name!r}; use some of all, hqmq, prefill_b1_t4096_q512, ...")
-        found |= {shape.name: shape for shape in made}
-    return list(found.values())
+        shapes |= {shape.name: shape for shape in made}
+    return list(shapes.values())
 
 
 _NAME = re.compile(r"prefill_b(\d+)_t(\d+)_q(\d+)")
@@ -141,7 +141,7 @@ def prefill_operator(packed: Packed, q: Tensor, k: Tensor, v: Tensor) -> Callabl
     return partial(cache.engine.attend_chunk, q, tokens, Rules(packed.shape.head_dim**-0.5))
 
 
-def prefill_error(packed: Packed, q: Tensor, k: Tensor, v: Tensor, found: Tensor) -> Gate:
+def prefill_error(packed: Packed, q: Tensor, k: Tensor, v: Tensor, output: Tensor) -> Gate:
     """Relative errors of some rows of one KV head against float64 over the decoded values: the kernel's and bf16's."""
     shape, n = packed.shape, q.shape[2]
     b, h = shape.batch - 1, shape.kv_heads - 1
@@ -159,5 +159,5 @@ def prefill_error(packed: Packed, q: Tensor, k: Tensor, v: Tensor, found: Tensor
     bias = torch.zeros(hidden.shape, device=q.device, dtype=torch.bfloat16).masked_fill_(hidden, -torch.inf)
     short = [x.bfloat16() for x in (part[None], keys[None, None], values[None, None])]
     low = scaled_dot_product_attention(short[0], short[1], short[2], attn_mask=bias, enable_gqa=True)[0]
-    errors = [float((x.double() - exact).norm() / exact.norm()) for x in (found[b, heads][:, rows], low)]
+    errors = [float((x.double() - exact).norm() / exact.norm()) for x in (output[b, heads][:, rows], low)]
     return Gate(errors[0], errors[1])

@@ -197,11 +197,11 @@ def key_of(row: Mapping[str, Any]) -> tuple[Any, ...]:
 
 def newest(rows: Sequence[Row]) -> list[Row]:
     """One row per ``key_of``: that of the latest run, a measured one before a status."""
-    kept: dict[tuple[Any, ...], Row] = {}
+    by_key: dict[tuple[Any, ...], Row] = {}
     for row in rows:
         key = key_of(row)
-        old = kept.get(key)
+        old = by_key.get(key)
         rank = (row.get("values") is not None, row.get("run") or "")
         if old is None or rank >= (old.get("values") is not None, old.get("run") or ""):
-            kept[key] = row
-    return list(kept.values())
+            by_key[key] = row
+    return list(by_key.values())

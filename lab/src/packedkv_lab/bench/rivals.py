@@ -70,17 +70,17 @@ class Dense:
             return torch.randn(size, generator=generator, device=device, dtype=torch.bfloat16)
 
         self.q = draw(shape.batch, shape.query_heads, 1)
-        held = [draw(shape.held, shape.kv_heads, shape.tokens) for _ in "kv"]
-        self.k, self.v = (x.expand(shape.batch, -1, -1, -1) for x in held)
+        tensors = [draw(shape.kv_batch, shape.kv_heads, shape.tokens) for _ in "kv"]
+        self.k, self.v = (x.expand(shape.batch, -1, -1, -1) for x in tensors)
 
     @cached_property
     def expected(self) -> Tensor:
         """The expected output, ``[B, HQ, D]``."""
         return self.sdpa(False)[:, :, 0].float()
 
-    def error_of(self, found: Tensor) -> float:
+    def error_of(self, output: Tensor) -> float:
         """Relative difference of a rival's output, of any shape with the elements in this order."""
-        other = found.reshape(self.expected.shape).float()
+        other = output.reshape(self.expected.shape).float()
         return float((other - self.expected).norm() / self.expected.norm())
 
     def sdpa(self, packed: bool) -> Tensor:
@@ -212,10 +212,10 @@ def hadamard(dim: int, device: torch.device) -> Tensor:
 
 def _vllm_file(name: str) -> Any:
     """Load one file of vLLM's quantization layers; its packages would import the whole engine."""
-    found = importlib.util.find_spec("vllm")
-    if found is None or not found.submodule_search_locations:
+    package = importlib.util.find_spec("vllm")
+    if package is None or not package.submodule_search_locations:
         raise ModuleNotFoundError("No module named 'vllm'", name="vllm")
-    path = Path(found.submodule_search_locations[0], "model_executor/layers/quantization", *name.split("."))
+    path = Path(package.submodule_search_locations[0], "model_executor/layers/quantization", *name.split("."))
     spec = importlib.util.spec_from_file_location(f"packedkv_of_vllm.{name}", path.with_suffix(".py"))
     assert spec is not None
     assert spec.loader is not None
@@ -361,14 +361,14 @@ class CpuRival(NamedTuple):
     @torch.no_grad()
     def checked(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Call, float]:
         """Return the call that is timed, and the bits of a number held; ``KVError`` if it does not attend as SDPA."""
-        call, held = self.make(q, k, v)
+        call, nbytes = self.make(q, k, v)
         want = scaled_dot_product_attention(q, k, v, enable_gqa=True)
-        found = float((call() - want).norm() / want.norm())
-        if not found <= self.error:
+        error = float((call() - want).norm() / want.norm())
+        if not error <= self.error:
             raise KVError(
-                f"bench decode: {self.spec} differs from SDPA by {found:.2g} of its norm ({self.error} allowed)."
+                f"bench decode: {self.spec} differs from SDPA by {error:.2g} of its norm ({self.error} allowed)."
             )
-        return call, 8 * held / (k.numel() + v.numel())
+        return call, 8 * nbytes / (k.numel() + v.numel())
 
 
 def cpu_rivals() -> list[CpuRival]:
@@ -425,10 +425,10 @@ FUNCTIONS: dict[str, tuple[Any, tuple[Any, ...]]] = {
 
 @cache
 def _ggml() -> Any:
-    found = importlib.util.find_spec("llama_cpp")
-    assert found is not None
-    assert found.submodule_search_locations
-    folder = Path(found.submodule_search_locations[0], "lib")
+    package = importlib.util.find_spec("llama_cpp")
+    assert package is not None
+    assert package.submodule_search_locations
+    folder = Path(package.submodule_search_locations[0], "lib")
     libraries = [ctypes.CDLL(str(folder / f"lib{name}.so")) for name in ("ggml-base", "ggml-cpu")]
     functions = SimpleNamespace()
     for name, (result, arguments) in FUNCTIONS.items():
@@ -446,22 +446,22 @@ class _LlamaAttention:
         self.context = context = g.ggml_init(_InitParams(1 << 20, None, True))
         heads, tokens, dim = k.shape[1:]
         self.q = g.ggml_new_tensor_3d(context, F32, dim, 1, q.shape[1])
-        held = [g.ggml_new_tensor_3d(context, kind, dim, heads, tokens) for _ in "kv"]
-        views = [g.ggml_permute(context, x, 0, 2, 1, 3) for x in held]
+        tensors = [g.ggml_new_tensor_3d(context, kind, dim, heads, tokens) for _ in "kv"]
+        views = [g.ggml_permute(context, x, 0, 2, 1, 3) for x in tensors]
         self.out = g.ggml_flash_attn_ext(context, self.q, *views, None, dim**-0.5, 0.0, 0.0)
         self.graph = g.ggml_new_graph(context)
         g.ggml_build_forward_expand(self.graph, self.out)
         self.backend = g.ggml_backend_cpu_init()
         g.ggml_backend_cpu_set_n_threads(self.backend, torch.get_num_threads())
         self.buffer = g.ggml_backend_alloc_ctx_tensors(context, self.backend)
-        self.nbytes = sum(g.ggml_nbytes(x) for x in held)
+        self.nbytes = sum(g.ggml_nbytes(x) for x in tensors)
         self._set(self.q, q.contiguous())
-        for tensor, x in zip(held, (k, v), strict=True):
+        for tensor, x in zip(tensors, (k, v), strict=True):
             rows = x[0].transpose(0, 1).contiguous()  # a token's heads side by side
             packed = torch.empty(g.ggml_nbytes(tensor), dtype=torch.uint8)
             g.ggml_quantize_chunk(kind, rows.data_ptr(), packed.data_ptr(), 0, heads * tokens, dim, None)
             self._set(tensor, packed)
-        self.found = torch.empty(q.shape)
+        self.result = torch.empty(q.shape)
 
     def _set(self, tensor: int, x: Tensor) -> None:
         self.ggml.ggml_backend_tensor_set(tensor, x.data_ptr(), 0, x.nbytes)
@@ -469,8 +469,8 @@ class _LlamaAttention:
     def __call__(self) -> Tensor:
         if status := self.ggml.ggml_backend_graph_compute(self.backend, self.graph):
             raise KVError(f"bench decode: ggml's attention failed with status {status}.")
-        self.ggml.ggml_backend_tensor_get(self.out, self.found.data_ptr(), 0, self.found.nbytes)
-        return self.found
+        self.ggml.ggml_backend_tensor_get(self.out, self.result.data_ptr(), 0, self.result.nbytes)
+        return self.result
 
     def __del__(self) -> None:
         self.ggml.ggml_backend_buffer_free(self.buffer)

@@ -42,14 +42,14 @@ class Shape:
         return self.query_heads // self.kv_heads
 
     @property
-    def held(self) -> int:
+    def kv_batch(self) -> int:
         """Sequences whose keys and values are held."""
         return 1 if self.shared else self.batch
 
     @property
     def elements(self) -> int:
         """Elements of K and V together."""
-        return 2 * self.held * self.kv_heads * self.tokens * self.head_dim
+        return 2 * self.kv_batch * self.kv_heads * self.tokens * self.head_dim
 
     @property
     def bf16_bytes(self) -> int:
@@ -58,9 +58,9 @@ class Shape:
 
     def sizes(self) -> dict[str, int]:
         """Return the sizes as result rows carry them."""
-        found = {"batch": self.batch, "query_heads": self.query_heads, "kv_heads": self.kv_heads,
-                 "head_dim": self.head_dim, "tokens": self.tokens, "page_tokens": PAGE_TOKENS}  # fmt: skip
-        return found | ({"sequences_held": 1} if self.shared else {})
+        numbers = {"batch": self.batch, "query_heads": self.query_heads, "kv_heads": self.kv_heads,
+                   "head_dim": self.head_dim, "tokens": self.tokens, "page_tokens": PAGE_TOKENS}  # fmt: skip
+        return numbers | ({"sequences_held": 1} if self.shared else {})
 
 
 SPINE = (
@@ -134,12 +134,12 @@ def shapes_named(names: str) -> list[Shape]:
     >>> [s.name for s in shapes_named("spine,llm64k,audio")]
     ['llm64k', 'b32_8k', 'b32_32k', 'video', 'audio']
     """
-    found: dict[str, Shape] = {}
+    shapes: dict[str, Shape] = {}
     for name in filter(None, (part.strip() for part in names.split(","))):
         if name not in GROUPS and name not in SHAPES:
             known = ", ".join([*GROUPS, *(s.name for s in (*SPINE, *OCTOPUS, *PER_HEAD, *CORNERS[:2]))])
             raise SpecError(f"bench: no shape {name!r}; use some of {known}, saw_b8_16k, llama8b_b1_4096, ...")
-        found |= {shape.name: shape for shape in GROUPS.get(name) or (SHAPES[name],)}
-    if not found:
+        shapes |= {shape.name: shape for shape in GROUPS.get(name) or (SHAPES[name],)}
+    if not shapes:
         raise SpecError("bench: no shapes named; use e.g. spine.")
-    return list(found.values())
+    return list(shapes.values())

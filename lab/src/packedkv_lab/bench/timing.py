@@ -23,8 +23,8 @@ def spread(values: Sequence[float], digits: int = 4) -> Spread:
     {'p20': 1.8, 'p50': 3.0, 'p80': 5.4}
     """
     points = torch.tensor([0.2, 0.5, 0.8], dtype=torch.float64)
-    found = torch.tensor(list(values), dtype=torch.float64).quantile(points)
-    return {name: round(float(x), digits) for name, x in zip(("p20", "p50", "p80"), found, strict=True)}
+    percentiles = torch.tensor(list(values), dtype=torch.float64).quantile(points)
+    return {name: round(float(x), digits) for name, x in zip(("p20", "p50", "p80"), percentiles, strict=True)}
 
 
 def flat(value: float, digits: int = 3) -> Spread:
