@@ -78,7 +78,7 @@ def fed(
     """Outputs of all tokens, which come in chunks of these sizes."""
     q, k, v = tokens()
     pending, out, at = pending_of(layer), [], first
-    attend = layer.prefill_own if kernels else layer.attend_own
+    attend = layer.prefill_request if kernels else layer.attend_request
     for n in cuts:
         part = slice(at, at + n)
         at += n

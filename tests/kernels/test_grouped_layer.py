@@ -112,7 +112,7 @@ class Requests:
         self.put([r])
         row, layer = self.table[0], self.layer
         own = layer.take_chunk(k, v, self.cache, row, last, self.pending.slot[:1], kernels=self.kernels)
-        attend = layer.prefill_own if self.kernels else layer.attend_own
+        attend = layer.prefill_request if self.kernels else layer.attend_request
         return attend(q, self.cache, row, last, self.rules, own)
 
     def load(self, newest: list[tuple[int, int]]) -> None:
@@ -279,7 +279,7 @@ def test_chunks_of_many_requests_at_once(
         for r, (_, first, last, length) in zip(rows, requests, strict=True):
             part = slice(first - 5, last - 5)
             own = alone.take_chunk(k[part], v[part], wanted, TABLE[r], length, torch.tensor([r]))
-            want = alone.attend_own(q[part], wanted, TABLE[r], length, rule, own)
+            want = alone.attend_request(q[part], wanted, TABLE[r], length, rule, own)
             near = 2e-2 if dtype == torch.bfloat16 else 4e-3
             torch.testing.assert_close(found[part].cpu(), want, rtol=0, atol=near)
         assert torch.equal(cache.cpu(), wanted)

@@ -216,8 +216,8 @@ class PackedImpl(AttentionImpl[PackedMetadata]):  # type: ignore[misc]
         if m is not None and m.chunks and not packed.batched:
             # a CPU's kernels take a chunk as one sequence; the tokens before the chunks are decode steps
             for row, first, last, seq_len in m.chunks:
-                own = None if positions is None else part_of(positions, first, last)
-                packed.encode_chunk(key[first:last], value[first:last], kv_cache, m.block_table[row], seq_len, own)
+                at = None if positions is None else part_of(positions, first, last)
+                packed.encode_chunk(key[first:last], value[first:last], kv_cache, m.block_table[row], seq_len, at)
             key, value, slot_mapping = key[: m.decodes], value[: m.decodes], slot_mapping[: m.decodes]
             positions = None if positions is None else part_of(positions, 0, m.decodes)
         if slot_mapping.shape[0]:
@@ -287,9 +287,9 @@ class PackedImpl(AttentionImpl[PackedMetadata]):  # type: ignore[misc]
             space = self._workspace(packed, q, cache, m)
             tokens = StepTokens(cache, m.query_table[:n], m.seq_lens[:n], workspace=space)
             out[:n] = packed.attend_steps(q[:n], dense, tokens, pending, rules)
-        for one, x, own in zip(together, parts, stored, strict=True):
-            packed.attend_chunk_groups(q[x], own, cache, one, rules, out[x])
-        attend = packed.prefill_own if kernels else packed.attend_own
+        for one, x, kv in zip(together, parts, stored, strict=True):
+            packed.attend_chunk_groups(q[x], kv, cache, one, rules, out[x])
+        attend = packed.prefill_request if kernels else packed.attend_request
         for (row, first, last, seq_len), rows in zip(alone, recent, strict=True):
             out[first:last] = attend(q[first:last], cache, m.block_table[row], seq_len, rules, rows)
 

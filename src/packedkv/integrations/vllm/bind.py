@@ -50,8 +50,8 @@ KINDS: tuple[Mean, ...] = ("none", "post", "pre")
 def impls_of(config: VllmConfig, kind: type) -> dict[str, Any]:
     """Return the attention implementations of this class and process, by their layers' names."""
     layers = config.compilation_config.static_forward_context
-    found = {name: getattr(layer, "impl", None) for name, layer in layers.items()}
-    return {name: impl for name, impl in found.items() if isinstance(impl, kind)}
+    impls = {name: getattr(layer, "impl", None) for name, layer in layers.items()}
+    return {name: impl for name, impl in impls.items() if isinstance(impl, kind)}
 
 
 class ServedModel:
@@ -71,8 +71,8 @@ class ServedModel:
 
     def impls(self) -> dict[str, Any]:
         """Return the implementations of the model's layers, without a draft model's."""
-        found = impls_of(self.config, self.backend.get_impl_cls())
-        return {name: impl for name, impl in found.items() if not impl.draft}
+        impls = impls_of(self.config, self.backend.get_impl_cls())
+        return {name: impl for name, impl in impls.items() if not impl.draft}
 
     # -- layers --------------------------------------------------------------------------------------------------------
 
@@ -157,7 +157,7 @@ class ServedModel:
         if params is not None:
             _check_one_file(params)
             check_same_model(self.config, params)
-            given = {index: self._own_params(params, index, impl.num_kv_heads) for index, impl in layers.items()}
+            given = {index: self._params_shard(params, index, impl.num_kv_heads) for index, impl in layers.items()}
         whole = model.get_total_num_kv_heads() == model.get_num_kv_heads(self.config.parallel_config)
         with plain_torch():
             rotaries = Rotaries(layers, text_config.hidden_size, model.dtype, model.max_model_len, model.uses_mrope)
@@ -205,12 +205,12 @@ class ServedModel:
             return worst is None or not worst.broken
         return False
 
-    def _own_params(self, params: FittedParams, index: int, heads: int) -> dict[Role, Params]:
+    def _params_shard(self, params: FittedParams, index: int, heads: int) -> dict[Role, Params]:
         """Constants of this process's heads of a layer: slices along the head axis, the second of three or more."""
         total, first = self.config.model_config.get_total_num_kv_heads(), _first_head(self.config, heads)
-        own = slice(first, first + heads)
+        shard = slice(first, first + heads)
         return {
-            role: {name: x[:, own] if x.dim() > 2 and x.shape[1] == total else x for name, x in given.items()}
+            role: {name: x[:, shard] if x.dim() > 2 and x.shape[1] == total else x for name, x in given.items()}
             for role, given in params.get(index, {}).items()
         }
 
@@ -289,7 +289,7 @@ class ServedModel:
         params = None
         if fitted is not None:
             load_params(fitted, config.model_config.hf_config, fitted.scheme, seed=options.seed)
-            params = {} if dense else self._own_params(fitted, index, heads)
+            params = {} if dense else self._params_shard(fitted, index, heads)
         device = layer._k_scale.device  # these scales of vLLM's own caches are on the layer's device
         make: Any = EngineLayer
         if (unit := group_tokens(scheme)) > 1:
@@ -347,11 +347,11 @@ class ServedModel:
 
 
 def _largest_on_any_process(numbers: list[int]) -> list[int]:
-    found = torch.tensor(numbers)
+    largest = torch.tensor(numbers)
     for group in (get_tp_group(), get_pp_group()):
         if group.world_size > 1:
-            torch.distributed.all_reduce(found, torch.distributed.ReduceOp.MAX, group.cpu_group)
-    return found.tolist()
+            torch.distributed.all_reduce(largest, torch.distributed.ReduceOp.MAX, group.cpu_group)
+    return largest.tolist()
 
 
 def _check_one_file(params: FittedParams) -> None:

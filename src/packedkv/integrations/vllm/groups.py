@@ -96,7 +96,7 @@ class GroupedLayer(EngineLayer):
                     self.write_run(role, x, cache, blocks, begin)
         return recent
 
-    def attend_own(
+    def attend_request(
         self, q: Tensor, cache: Tensor, blocks: Tensor, seq_len: int, rules: Rules, recent: dict[Role, Tensor]
     ) -> Tensor:
         """Attention of one request's newest queries by the reference."""
@@ -114,13 +114,13 @@ class GroupedLayer(EngineLayer):
         parts = chain(self._decoded(cache, blocks, first, packed), zip(*pieces, strict=True))
         return self._attend_parts(q, parts, mask.shape[1], rules, mask)
 
-    def prefill_own(
+    def prefill_request(
         self, q: Tensor, cache: Tensor, blocks: Tensor, seq_len: int, rules: Rules, recent: dict[Role, Tensor]
     ) -> Tensor:
         """Attention of one request's newest queries by kernels; on a GPU, windows and soft caps use the reference."""
         engine, pages = self.engine(cache.shape[2]), self.pages(cache)[1]
         if self.batched and (rules.seen.window or rules.seen.softcap):
-            return self.attend_own(q, cache, blocks, seq_len, rules, recent)
+            return self.attend_request(q, cache, blocks, seq_len, rules, recent)
         tokens = GroupTokens(pages, blocks[None], seq_len, self.unit, (recent["key"], recent["value"]))
         return engine.attend_groups(q.transpose(0, 1)[None], tokens, rules)[0].transpose(0, 1)
 
@@ -139,12 +139,12 @@ class GroupedLayer(EngineLayer):
         return reader.take(keys, values, chunks, self.flat_rows, writer)
 
     def attend_chunk_groups(
-        self, q: Tensor, own: tuple[Tensor, Tensor], cache: Tensor, chunks: GroupChunks, rules: Rules, out: Tensor
+        self, q: Tensor, kv: tuple[Tensor, Tensor], cache: Tensor, chunks: GroupChunks, rules: Rules, out: Tensor
     ) -> None:
         """Attention of prompt chunks, into ``out``, if ``takes_chunks``; tokens of unfinished groups go to slots."""
         _, reader = self.pool(cache)
         assert isinstance(reader, GroupChunkReader)
-        reader.attend_groups(q, own, chunks, self.flat_rows, rules, out)
+        reader.attend_groups(q, kv, chunks, self.flat_rows, rules, out)
 
     # -- decode steps, by kernels: one token of each request, or its newest token and its drafts -----------------------
 

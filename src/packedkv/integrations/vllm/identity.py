@@ -42,14 +42,14 @@ def digest_of(options: Options, head_dim: int, dtype: torch.dtype, means: Sequen
 
 def folders(transfer: Any) -> list[Path]:
     """List the folders that a connector's configuration names, at any depth; none without a connector."""
-    found, values = list[Path](), [] if transfer is None else [transfer.kv_connector_extra_config]
+    paths, values = list[Path](), [] if transfer is None else [transfer.kv_connector_extra_config]
     for value in values:  # the list grows
         if isinstance(value, dict):
-            found += [Path(x) for key, x in value.items() if key in _FOLDERS and isinstance(x, str)]
+            paths += [Path(x) for key, x in value.items() if key in _FOLDERS and isinstance(x, str)]
             values += value.values()
         elif isinstance(value, list):
             values += value
-    return found
+    return paths
 
 
 def claim(transfer: Any, digest: str, what: str) -> None:
@@ -70,9 +70,9 @@ def claim(transfer: Any, digest: str, what: str) -> None:
                 json.dump({"digest": digest, "what": what}, new)
             continue
         except FileExistsError:
-            held = json.loads(note.read_text())
-        if held["digest"] != digest:
+            record = json.loads(note.read_text())
+        if record["digest"] != digest:
             raise UnsupportedError(
-                f"packedkv: {folder} holds pages of {held['what']} ({held['digest']}), this server's are of {what} "
+                f"packedkv: {folder} holds pages of {record['what']} ({record['digest']}), this server's are of {what} "
                 f"({digest}) and mean other numbers; give the connector another folder."
             )

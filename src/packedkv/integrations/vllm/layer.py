@@ -56,8 +56,8 @@ def visible(seq_lens: Tensor, sink: int, window: int) -> dict[str, Any]:
     oldest = (seq_lens - window).clamp_(min=0) if window else None
     if not sink:
         return {} if oldest is None else {"start": oldest}
-    found = {"start": torch.full_like(seq_lens, sink), "dense_lens": seq_lens.clamp(max=sink)}
-    return found if oldest is None else {**found, "start": oldest.clamp(min=sink), "dense_start": oldest}
+    fields = {"start": torch.full_like(seq_lens, sink), "dense_lens": seq_lens.clamp(max=sink)}
+    return fields if oldest is None else {**fields, "start": oldest.clamp(min=sink), "dense_start": oldest}
 
 
 @lru_cache(maxsize=8)
@@ -128,7 +128,7 @@ class EngineLayer:
             self.mean, self.turning = mean.given.to(device), mean.turning
             if self.turning.frequencies.device != device:
                 self.turning = replace(self.turning, frequencies=self.turning.frequencies.to(device))
-            self.placed = _zeros(device)  # before any graph is captured
+            self.origins = _zeros(device)  # before any graph is captured
             self.turning.name  # noqa: B018  reads the frequencies, once
         self.roles = self.site.roles(heads, (head_dim, head_dim), dtype, device)
         self.engines: dict[int, Engine] = {}
@@ -179,7 +179,7 @@ class EngineLayer:
         before = {engine: engine.mean for engine in self.engines.values()}
         for engine in before:
             engine.hold_without(self.mean, self.turning)
-        return self.device.type == "cpu" or all(engine.mean is own for engine, own in before.items())
+        return self.device.type == "cpu" or all(engine.mean is tensor for engine, tensor in before.items())
 
     def _removed(self, positions: Tensor | None) -> Tensor | None:
         """The mean at these positions, float32; None: keys keep it."""
@@ -199,7 +199,7 @@ class EngineLayer:
         return positions
 
     def _first_positions(self, requests: int) -> Tensor | None:
-        return None if self.mean is None else self.placed[:requests]
+        return None if self.mean is None else self.origins[:requests]
 
     # -- the reference -------------------------------------------------------------------------------------------------
 
@@ -299,25 +299,25 @@ class EngineLayer:
         """Kernels for pages of this size, with their constants; cached. UnsupportedError if there are none."""
         if page_tokens not in self.engines:
             try:
-                found = choose(self.scheme, self.head_dim, self.device, page_tokens, static=self.device.type != "cpu")
+                engine = choose(self.scheme, self.head_dim, self.device, page_tokens, static=self.device.type != "cpu")
             except UnsupportedError as error:
                 raise UnsupportedError(f"{self.scheme}: {error}.") from error
             if self.mean is not None:
-                found.hold_without(self.mean, self.turning)
-            found.prepare(self.roles)
-            self.engines[page_tokens] = found
-            self.batched = isinstance(found, CudaEngine)
+                engine.hold_without(self.mean, self.turning)
+            engine.prepare(self.roles)
+            self.engines[page_tokens] = engine
+            self.batched = isinstance(engine, CudaEngine)
         return self.engines[page_tokens]
 
     def pool(self, cache: Tensor) -> tuple[SlotWriter, ChunkReader]:
         """Return the writer of these blocks on a GPU and their reader for prompts, cached: both hold addresses."""
-        if (found := self.pools.get((cache.data_ptr(), cache.shape))) is None:
+        if (pool := self.pools.get((cache.data_ptr(), cache.shape))) is None:
             engine, (_, pages) = self.engine(cache.shape[2]), self.pages(cache)
             assert isinstance(engine, CudaEngine)
             sink_rows = self._sink_rows(cache) if self.sink else None
-            found = engine.writer(pages, self.bad, self.sink), engine.chunk_reader(pages, sink_rows, self.flash)
-            self.pools[cache.data_ptr(), cache.shape] = found
-        return found
+            pool = engine.writer(pages, self.bad, self.sink), engine.chunk_reader(pages, sink_rows, self.flash)
+            self.pools[cache.data_ptr(), cache.shape] = pool
+        return pool
 
     def encode(
         self, keys: Tensor, values: Tensor, cache: Tensor, slots: Tensor, positions: Tensor | None = None
@@ -432,8 +432,8 @@ class EngineLayer:
         """Attention of one request's newest queries by kernels; on a GPU for chunks that ``attend_chunks`` refuses."""
         sink = self._sink(cache, blocks, seq_len)
         first = 0 if sink is None else sink[0].shape[2]
-        pages, placed = self.pages(cache)[1], self._first_positions(1)
-        tokens = ChunkTokens(pages, blocks[None], first, seq_len, sink, placed=placed)
+        pages, origin = self.pages(cache)[1], self._first_positions(1)
+        tokens = ChunkTokens(pages, blocks[None], first, seq_len, sink, placed=origin)
         out = self.engine(cache.shape[2]).attend_chunk(q.transpose(0, 1)[None], tokens, rules)
         return out[0].transpose(0, 1)
 

@@ -129,9 +129,9 @@ def _without(scheme: KVScheme, given: Mapping[str, Any]) -> KVScheme:
         if name in given and (isinstance(given[name], bool) or given[name] != 0):
             raise SpecError(f"packedkv: {name}={given[name]!r}; only 0 is supported: pages hold all tokens.")
 
-    def bare(own: KVScheme) -> KVScheme:
-        window, sink = (0 if name in given else getattr(own, name) for name in ("window", "sink"))
-        layers = tuple(map(bare, own.layers)) if own.layers else own.layers
-        return replace(own, layers=layers, window=window, sink=sink, recent=own.recent if window else None)
+    def bare(part: KVScheme) -> KVScheme:
+        window, sink = (0 if name in given else getattr(part, name) for name in ("window", "sink"))
+        layers = tuple(map(bare, part.layers)) if part.layers else part.layers
+        return replace(part, layers=layers, window=window, sink=sink, recent=part.recent if window else None)
 
     return bare(scheme)

@@ -21,7 +21,7 @@ BLOCK = 64
 def group_tokens(scheme: KVScheme) -> int:
     """Tokens that a scheme or mixture encodes together; 1: each alone."""
     layers = scheme.layer_schemes
-    return math.lcm(*(own.codec(role).block_tokens for own in layers for role in ROLES))
+    return math.lcm(*(layer.codec(role).block_tokens for layer in layers for role in ROLES))
 
 
 def page_step(scheme: KVScheme) -> int:
@@ -31,7 +31,7 @@ def page_step(scheme: KVScheme) -> int:
 
 def preferred_page(scheme: KVScheme) -> int:
     """Tokens of a page that kernels read fastest; with a sink, long enough that it takes a quarter bit a number."""
-    step, sink = page_step(scheme), max(own.sink for own in scheme.layer_schemes)
+    step, sink = page_step(scheme), max(layer.sink for layer in scheme.layer_schemes)
     return -(-max(BLOCK, BLOCK * sink) // step) * step
 
 

@@ -65,9 +65,9 @@ def bound_layer(impl: Any) -> EngineLayer:
 
 def metadata_of(layer: Any) -> PackedMetadata | None:
     """Return this step's metadata of a layer; None in vLLM's profiling runs."""
-    found = get_forward_context().attn_metadata
-    own = found.get(layer.layer_name) if isinstance(found, dict) else None
-    return own if isinstance(own, PackedMetadata) else None
+    metadata = get_forward_context().attn_metadata
+    m = metadata.get(layer.layer_name) if isinstance(metadata, dict) else None
+    return m if isinstance(m, PackedMetadata) else None
 
 
 def longest_sequence(config: VllmConfig) -> int:
@@ -94,7 +94,7 @@ class SharedStep:
     ) -> None:
         self.requests, self.queries, self.most = requests, queries, most
         zeros = torch.zeros(requests, dtype=torch.int32, device=device)
-        self._visible = {own: {name: zeros.clone() for name in visible(zeros, *own)} for own in layers}
+        self._visible = {layer: {name: zeros.clone() for name in visible(zeros, *layer)} for layer in layers}
         self._computed: set[tuple[int, int]] = set()
         self._newest = torch.zeros(tokens, dtype=torch.int32, device=device)
         self._positions: Tensor | None = None
@@ -299,14 +299,14 @@ class PackedBuilder(AttentionMetadataBuilder[PackedMetadata]):  # type: ignore[m
             sight = Sight(window, self.page_tokens)
             lists, alone = gathered(chunks, most, sight)
             if pending is None:
-                prompts[window] = [Chunks.of(own, block_table, rooms[0], sight) for own in lists], alone
+                prompts[window] = [Chunks.of(batch, block_table, rooms[0], sight) for batch in lists], alone
                 continue
             # a request's new tokens are stored for all lists before any of them attends: each has memory of its own
             rooms += [Workspace() for _ in lists[len(rooms) :]]
             given = pending.slot, pending.unit, pending.page_tokens
             together = [
-                GroupChunks.of(own, block_table, *given, room, pending.halves, window)
-                for own, room in zip(lists, rooms, strict=False)
+                GroupChunks.of(batch, block_table, *given, room, pending.halves, window)
+                for batch, room in zip(lists, rooms, strict=False)
             ]
             prompts[window] = together, alone
         return prompts

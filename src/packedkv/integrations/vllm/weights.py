@@ -51,10 +51,10 @@ def find_modules(impls: Iterable[Any]) -> None:
         return
     parents: dict[int, nn.Module] = {}
     layers: dict[int, nn.Module] = {}
-    for found in gc.get_objects():
-        if issubclass(type(found), nn.Module):
-            parents |= {id(child): found for child in found.__dict__.get("_modules", {}).values() if child is not None}
-            layers[id(found.__dict__.get("impl"))] = found
+    for node in gc.get_objects():
+        if issubclass(type(node), nn.Module):
+            parents |= {id(child): node for child in node.__dict__.get("_modules", {}).values() if child is not None}
+            layers[id(node.__dict__.get("impl"))] = node
     for key, impl in missing.items():
         module = layers.get(key)
         while module is not None and (module := parents.get(id(module))) is not None and module not in impl.modules:
@@ -139,8 +139,8 @@ def keys_at(impl: Any, states: Tensor, positions: Tensor) -> Tensor:
     try:
         with torch.no_grad():
             attention(**_arguments(around, states, positions))
-    except _Keys as found:
-        keys: Tensor = found.args[0]
+    except _Keys as result:
+        keys: Tensor = result.args[0]
         return keys.detach().reshape(len(positions), -1, impl.head_size).float()
     finally:
         del inner.forward
@@ -172,9 +172,9 @@ def _arguments(around: Sequence[nn.Module], states: Tensor, positions: Tensor) -
 def _embeddings(around: Sequence[nn.Module]) -> list[nn.Module]:
     """The rotary embeddings of a layer: beside its attention layer (vLLM), or of the whole decoder (transformers)."""
     for module in around:
-        found = [m for m in module.children() if hasattr(m, "_compute_cos_sin_cache") or hasattr(m, "inv_freq")]
-        if found:
-            return found
+        embeddings = [m for m in module.children() if hasattr(m, "_compute_cos_sin_cache") or hasattr(m, "inv_freq")]
+        if embeddings:
+            return embeddings
     return []
 
 
@@ -282,7 +282,7 @@ def decided(
         return biases.means(scheme)
     auto: list[Mean] = ["pre" if MEAN in (params or {}).get(index, {}).get("key", {}) else "none" for index in order]
     named = [scheme.for_layer(place, len(order)).mean for place in range(len(order))]
-    return [found if mean == "auto" else mean for mean, found in zip(named, auto, strict=True)]
+    return [kind if mean == "auto" else mean for mean, kind in zip(named, auto, strict=True)]
 
 
 def means_of(
@@ -340,6 +340,6 @@ def means_of(
 
 def _cure(scheme: KVScheme, starts: Callable[[str], bool]) -> str:
     named = scheme.spec and not scheme.layers
-    own = [with_option(scheme.spec, "mean", mean) for mean in ("post", "none")] if named else []
-    specs = [spec for spec in (*own, *ALTERNATIVES) if starts(spec)]
+    variants = [with_option(scheme.spec, "mean", mean) for mean in ("post", "none")] if named else []
+    specs = [spec for spec in (*variants, *ALTERNATIVES) if starts(spec)]
     return f"use {' or '.join(map(repr, specs))}" if specs else "serve the model without packedkv"
