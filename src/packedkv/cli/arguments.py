@@ -37,22 +37,22 @@ positive, not_negative = at_least(1), at_least(0)
 def seconds(text: str) -> float:
     """Read a time, 0 or more."""
     try:
-        found = float(text)
+        number = float(text)
     except ValueError:
-        found = -1.0
-    if not 0 <= found < float("inf"):
+        number = -1.0
+    if not 0 <= number < float("inf"):
         raise argparse.ArgumentTypeError(f"{text!r} is not a number of seconds")
-    return found
+    return number
 
 
 def specs(text: str) -> list[str]:
     """Read a list of specs: ``int-4,kivi-2:window=64,sink=4``."""
     from packedkv.registry import split_specs
 
-    found = split_specs(text)
-    if not found:
+    names = split_specs(text)
+    if not names:
         raise argparse.ArgumentTypeError(f"{text!r} names no preset; write e.g. saw-int4,kivi-2:window=64")
-    return found
+    return names
 
 
 def tokens(text: str) -> int:
@@ -77,12 +77,12 @@ def lengths(text: str) -> tuple[int, ...]:
 def depths(text: str) -> tuple[float, ...]:
     """Read shares between 0 and 1."""
     try:
-        found = tuple(float(part) for part in text.split(",") if part.strip())
+        shares = tuple(float(part) for part in text.split(",") if part.strip())
     except ValueError:
-        found = (-1.0,)
-    if not found or any(not 0 <= depth <= 1 for depth in found):
+        shares = (-1.0,)
+    if not shares or any(not 0 <= depth <= 1 for depth in shares):
         raise argparse.ArgumentTypeError(f"{text!r} is not a list of shares between 0 and 1, e.g. 0,0.5,1")
-    return found
+    return shares
 
 
 def add_model(p: argparse.ArgumentParser) -> None:

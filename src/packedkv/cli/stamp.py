@@ -15,15 +15,15 @@ import packedkv
 
 def versions(packages: Iterable[str] = ("transformers",)) -> dict[str, str]:
     """Versions that a result depends on: packedkv, torch, Python, CUDA, and the installed ones of ``packages``."""
-    found = {"packedkv": packedkv.__version__, "torch": torch.__version__, "python": platform.python_version()}
+    numbers = {"packedkv": packedkv.__version__, "torch": torch.__version__, "python": platform.python_version()}
     if torch.version.cuda:
-        found["cuda"] = torch.version.cuda
+        numbers["cuda"] = torch.version.cuda
     for name in packages:
         try:
-            found[name] = importlib.metadata.version(name)
+            numbers[name] = importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:
             continue
-    return found
+    return numbers
 
 
 def device_name(device: torch.device) -> str:
@@ -50,12 +50,12 @@ def stamp(device: torch.device, seed: int, commit_id: str | None = None) -> dict
     """Return the provenance fields of every row of a run on a device: machine, versions, commit (default: git's), seed,
     start (UTC).
     """
-    found = versions(("triton", "cuda-core", "transformers"))
+    numbers = versions(("triton", "cuda-core", "transformers"))
     if device.type == "cuda" and torch.backends.cudnn.is_available():
-        found["cudnn"] = str(torch.backends.cudnn.version())
+        numbers["cudnn"] = str(torch.backends.cudnn.version())
     return {
         "gpu": device_name(device),
-        "versions": found,
+        "versions": numbers,
         "commit": commit_id or commit(),
         "seed": seed,
         "run": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),

@@ -37,7 +37,7 @@ class Candidate:
 
 def default_specs(head_dim: int) -> list[str]:
     """Presets that GPU kernels decode, that need no params file, and that do not round queries."""
-    found = []
+    specs = []
     for spec in presets():
         scheme = get(spec)
         if spec == DENSE or scheme.query_error or "queries" in scheme.key.needs | scheme.value.needs:
@@ -47,8 +47,8 @@ def default_specs(head_dim: int) -> list[str]:
         except ShapeError:
             continue
         if kernels_for(scheme, head_dim)["decode"] != "none":
-            found.append(spec)
-    return found
+            specs.append(spec)
+    return specs
 
 
 def check_specs(specs: Sequence[str], plan: ModelPlan) -> None:
@@ -85,7 +85,7 @@ def assess(
         uncompressed(model, window)
     exact = [r.output(r.k, r.v) for r in records]
     layers = len(plan.kv_layers)
-    found: dict[Role, list[Candidate]] = {role: [] for role in ROLES}
+    candidates: dict[Role, list[Candidate]] = {role: [] for role in ROLES}
     for i, spec in enumerate(specs):
         for role in ROLES:
             choice = LayerChoice(spec, DENSE, 0, 0) if role == "key" else LayerChoice(DENSE, spec, 0, 0)
@@ -95,8 +95,8 @@ def assess(
             shown.bar("candidates", 2 * i + (role == "value"), 2 * len(specs), f"{spec} {role}s")
             errors = fidelity.attention_error(records, exact, mix_of([scheme] * layers), seed=seed).by_layer
             error = sum(e * e for e in errors.values()) / len(errors)
-            found[role].append(Candidate(spec, role, role_bits(spec, role, plan, context, dtype), error))
-    return found
+            candidates[role].append(Candidate(spec, role, role_bits(spec, role, plan, context, dtype), error))
+    return candidates
 
 
 def choose(candidates: Mapping[Role, Sequence[Candidate]]) -> dict[Role, list[str]]:
@@ -110,13 +110,13 @@ def choose(candidates: Mapping[Role, Sequence[Candidate]]) -> dict[Role, list[st
             if codec not in seen:
                 seen.add(codec)
                 unlike.append(c)
-        kept: list[Candidate] = []
+        front: list[Candidate] = []
         for low, high in zip((0.0, *CLASSES[:-1]), CLASSES, strict=True):
             inside = sorted((c for c in unlike if low < c.bits <= high), key=lambda c: (c.error, c.bits))
-            kept += inside[:1]
+            front += inside[:1]
         # dominated: more bits than another, and no better
-        kept = [c for c in kept if not any(o.bits <= c.bits and o.error < c.error for o in kept)]
-        chosen[role] = [c.spec for c in kept]
-        if not kept:
+        front = [c for c in front if not any(o.bits <= c.bits and o.error < c.error for o in front)]
+        chosen[role] = [c.spec for c in front]
+        if not front:
             raise KVError(f"no candidate compresses {role}s; name specs that do with --specs.")
     return chosen

@@ -36,11 +36,11 @@ def layer_bytes(
     columns = -(-slots // page_tokens)
     if grown and columns:
         columns += max(1, columns // 32)
-    own = batch * (heads * dense + columns * (heads * page.page_bytes + TABLE_ENTRY_BYTES))
+    nbytes = batch * (heads * dense + columns * (heads * page.page_bytes + TABLE_ENTRY_BYTES))
     if scheme.recent is None:
-        return own
+        return nbytes
     newest = max(scheme.recent_tokens(role, tokens) for role in ROLES)
-    return own + layer_bytes(scheme.recent, newest, heads, head_dim, dtype, batch=batch, grown=grown)
+    return nbytes + layer_bytes(scheme.recent, newest, heads, head_dim, dtype, batch=batch, grown=grown)
 
 
 def cache_bytes(
@@ -55,10 +55,10 @@ def cache_bytes(
     heads, head_dim = sizes_of(plan)
     total = 0
     for i, layer in enumerate(layers):
-        own, held = scheme.for_layer(i, len(layers)), tokens
+        layer_scheme, length = scheme.for_layer(i, len(layers)), tokens
         if layer.window is not None:
-            own, held = replace(own, sink=0), min(tokens, layer.window - 1)
-        total += layer_bytes(own, held, heads, head_dim, dtype, batch=batch, grown=grown)
+            layer_scheme, length = replace(layer_scheme, sink=0), min(tokens, layer.window - 1)
+        total += layer_bytes(layer_scheme, length, heads, head_dim, dtype, batch=batch, grown=grown)
     return total
 
 
@@ -74,8 +74,8 @@ def sizes_of(plan: ModelPlan) -> tuple[int, int]:
 
 def dtype_of(model_or_config: Any) -> torch.dtype:
     """Dtype of a model's keys and values; a config without one is taken as bfloat16."""
-    found = getattr(model_or_config, "dtype", None)
-    return found if isinstance(found, torch.dtype) else torch.bfloat16
+    dtype = getattr(model_or_config, "dtype", None)
+    return dtype if isinstance(dtype, torch.dtype) else torch.bfloat16
 
 
 def size(nbytes: float) -> str:

@@ -61,7 +61,7 @@ def advise(
             f"the text has {ids.numel()} tokens; one window of {request.window_tokens} is searched on and at least one "
             f"measured: pass a longer text, or --window-tokens {max(ids.numel() // 2, 2)}."
         )
-    found = search.candidates(first)
+    candidates = search.candidates(first)
     digest = hashlib.sha256(text.encode()).hexdigest()
     rows = sensitivity(
         model,
@@ -103,7 +103,7 @@ def advise(
         "seed": request.seed,
         "dtype": str(dtype_of(model.model)).removeprefix("torch."),
         "device": str(model.model.device),
-        "candidates": [vars(c) for role in ROLES for c in found[role]],
+        "candidates": [vars(c) for role in ROLES for c in candidates[role]],
         "sensitivity": rows,
         "keys": key_outliers(model.model, first),
         "speed": speed(model.model, best.scheme, others[0], request.seed),
@@ -138,9 +138,9 @@ def _write_mixture(path: Path, best: Finalist, about: Mapping[str, Any]) -> None
     best.spec = str(path)
     measured = ("bytes", "kl", "kl_se", "kl_as_served", "predicted_kl")
     told = ("model", "context", "batch", "windows", "window_tokens", "text", *measured)
-    kept = {name: about[name] for name in told}
+    record = {name: about[name] for name in told}
     choices = [option.choice for option in best.options]
-    best.scheme = write_recipe(path, choices, plain(kept) | {"versions": versions()})
+    best.scheme = write_recipe(path, choices, plain(record) | {"versions": versions()})
 
 
 def _use(best: Finalist, name: str) -> dict[str, str]:

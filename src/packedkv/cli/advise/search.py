@@ -25,11 +25,11 @@ class Option:
 
 def frontier(options: Sequence[Option]) -> list[Option]:
     """Pareto frontier of bytes and KL, ascending in bytes."""
-    kept: list[Option] = []
+    front: list[Option] = []
     for option in sorted(options, key=lambda o: (o.nbytes, o.kl)):
-        if not kept or option.kl < kept[-1].kl:
-            kept.append(option)
-    return kept
+        if not front or option.kl < front[-1].kl:
+            front.append(option)
+    return front
 
 
 def best_within(groups: Sequence[Sequence[Option]], budget: int) -> list[Option] | None:
@@ -88,7 +88,7 @@ def least_for(groups: Sequence[Sequence[Option]], max_kl: float) -> list[Option]
     """
     groups = [frontier(group) for group in groups]
     low, high = (sum(group[end].nbytes for group in groups) for end in (0, -1))
-    found = [group[-1] for group in groups]
+    best = [group[-1] for group in groups]
     first = best_within(groups, low)
     if first is not None and sum(option.kl for option in first) <= max_kl:
         return first
@@ -96,7 +96,7 @@ def least_for(groups: Sequence[Sequence[Option]], max_kl: float) -> list[Option]
         middle = (low + high) // 2
         tried = best_within(groups, middle)
         if tried is not None and sum(option.kl for option in tried) <= max_kl:
-            found, high = tried, middle
+            best, high = tried, middle
         else:
             low = middle
-    return found
+    return best

@@ -145,15 +145,15 @@ class Search:
     def candidates(self, window: Tensor) -> dict[Role, list[Candidate]]:
         """Assess all specs on a window; set which ones are measured, and the promise of uniform presets."""
         r = self.request
-        found = assess(self.model.model, window, self.specs, self.plan, r.context, self.dtype, r.seed, self.shown)
-        self.chosen = choose(found | {"key": [c for c in found["key"] if c.spec not in self.left_out]})
+        candidates = assess(self.model.model, window, self.specs, self.plan, r.context, self.dtype, r.seed, self.shown)
+        self.chosen = choose(candidates | {"key": [c for c in candidates["key"] if c.spec not in self.left_out]})
         n = len(self.layers)
-        errors = {(c.spec, c.role): c.error for role in ROLES for c in found[role]}
+        errors = {(c.spec, c.role): c.error for role in ROLES for c in candidates[role]}
         for spec in self.specs:
             layers = [get(spec).for_layer(i, n) for i in range(n)]
-            kept = {role: sum(type(s.codec(role)).__name__ != "Dense" for s in layers) / n for role in ROLES}
-            self.promise[spec] = sum(errors.get((spec, role), 0.0) * kept[role] for role in ROLES)
-        return found
+            shares = {role: sum(type(s.codec(role)).__name__ != "Dense" for s in layers) / n for role in ROLES}
+            self.promise[spec] = sum(errors.get((spec, role), 0.0) * shares[role] for role in ROLES)
+        return candidates
 
     def groups(self, rows: Sequence[Row]) -> list[list[Option]]:
         """Options of every layer: each pair of a key spec and a value spec, ``dense`` among them."""
@@ -256,17 +256,17 @@ class Search:
                 f"advise: with every candidate the logits of {self.plan.name} are no numbers; its keys or values "
                 f"exceed the dtype: use --dtype bfloat16 or float32, or other --specs."
             )
-        kept = [f for f in finalists if r.max_kl is None or f.kl <= r.max_kl]
-        if r.memory is None and kept:
-            return min(kept, key=lambda f: (f.nbytes, f.kl)), True
+        choices = [f for f in finalists if r.max_kl is None or f.kl <= r.max_kl]
+        if r.memory is None and choices:
+            return min(choices, key=lambda f: (f.nbytes, f.kl)), True
         best = min(finalists, key=lambda f: (f.kl, f.nbytes))
-        return best, best in kept
+        return best, best in choices
 
     # -- rows --------------------------------------------------------------------------------------------------------
 
     def row(self, finalist: Finalist) -> Row:
         """Plain values of a finalist."""
-        found = perplexity.summarize(finalist.scores)
+        summary = perplexity.summarize(finalist.scores)
         elements = 2 * self.request.batch * self.request.context * self.heads * self.head_dim * len(self.layers)
         return {
             "spec": finalist.spec,
@@ -274,10 +274,10 @@ class Search:
             "grown_bytes": self.bytes_of(finalist.scheme, grown=True),
             "bits": finalist.nbytes * 8 / elements,
             "ratio_to_16bit": elements * 2 / finalist.nbytes,
-            "kl": found.kl,
-            "kl_se": found.kl_se,
-            "perplexity": found.perplexity,
-            "top1_agreement": found.top1_agreement,
+            "kl": summary.kl,
+            "kl_se": summary.kl_se,
+            "perplexity": summary.perplexity,
+            "top1_agreement": summary.top1_agreement,
             "predicted_kl": finalist.predicted,
             "kl_as_served": perplexity.summarize(finalist.served).kl if finalist.served else None,
         }

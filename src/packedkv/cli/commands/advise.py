@@ -29,10 +29,10 @@ def memory(text: str) -> int:
         raise argparse.ArgumentTypeError(f"{text!r} is no size; write 8GiB, 500MB or a number of bytes")
     decimal = match[2] and match[4] and not match[3]
     unit = 1000 ** ("kmgt".index(match[2]) + 1) if decimal else _UNITS[match[2]]
-    found = int(float(match[1]) * unit)
-    if found < 1:
+    nbytes = int(float(match[1]) * unit)
+    if nbytes < 1:
         raise argparse.ArgumentTypeError(f"{text!r}: expected at least one byte")
-    return found
+    return nbytes
 
 
 def add_arguments(p: argparse.ArgumentParser) -> None:
@@ -80,8 +80,8 @@ def run(args: argparse.Namespace) -> Result:
     try:
         result = advise(model, text.text, request, output=out, text_name=text.name, progress=progress)
     except KeyboardInterrupt:
-        kept = f"interrupted: what was measured is kept in {out}; the same command goes on there."
-        return Result({"partial": True, "model": args.model, "output": str(out)}, kept, INTERRUPTED)
+        message = f"interrupted: what was measured is kept in {out}; the same command goes on there."
+        return Result({"partial": True, "model": args.model, "output": str(out)}, message, INTERRUPTED)
     write_json(out / "advice.json", result)
     written = [out / "advice.json", *figures(result, out)]
     told = show(plain(result)) + "\n" + "\n".join(f"written: {path}" for path in written)

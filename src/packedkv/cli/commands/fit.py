@@ -56,5 +56,5 @@ def run(args: argparse.Namespace) -> Result:
         fitted = fitted.save(args.out)
     except OSError as error:
         raise KVError(str(error)) from error
-    found = about(fitted) | {"file": args.out, "seconds": time.monotonic() - begun}
-    return Result(found, about_text(found, args.windows))
+    summary = about(fitted) | {"file": args.out, "seconds": time.monotonic() - begun}
+    return Result(summary, about_text(summary, args.windows))

@@ -46,13 +46,13 @@ def _row(preset: str, head_dim: int) -> dict[str, Any]:
 
     mark = method_of(preset).marks[preset]
     try:
-        found = packedkv.describe(preset, head_dim) | {"mark": mark}
+        facts = packedkv.describe(preset, head_dim) | {"mark": mark}
     except ShapeError as error:  # listed with the reason why it cannot be used at this head_dim
-        found = packedkv.describe(preset) | {"mark": mark}
-        found |= {"key_bits": None, "value_bits": None, "effective_bits": None, "nominal_bits": None}
-        found["kernels"] = {"encode": "none", "decode": "none"}
-        return {key: found[key] for key in KEYS} | {"head_dim": head_dim, "refused": str(error)}
-    return {key: found[key] for key in KEYS} | {"head_dim": head_dim}
+        facts = packedkv.describe(preset) | {"mark": mark}
+        facts |= {"key_bits": None, "value_bits": None, "effective_bits": None, "nominal_bits": None}
+        facts["kernels"] = {"encode": "none", "decode": "none"}
+        return {key: facts[key] for key in KEYS} | {"head_dim": head_dim, "refused": str(error)}
+    return {key: facts[key] for key in KEYS} | {"head_dim": head_dim}
 
 
 def _cells(row: dict[str, Any]) -> tuple[str, ...]:

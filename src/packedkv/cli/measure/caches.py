@@ -122,11 +122,11 @@ class CacheMaker:
         if self._first is None or not all(layer.filled for layer in self._first.packed_layers):
             return
         given = self.params or {}
-        kept: dict[int, dict[Role, Params]] = {}
+        constants: dict[int, dict[Role, Params]] = {}
         for layer in self._first.packed_layers:
-            kept[layer.index] = dict(given.get(layer.index, {}))
+            constants[layer.index] = dict(given.get(layer.index, {}))
             for role, state in layer.cache.roles.items():
                 if state.params is not None and "tensor" not in state.codec.needs:
-                    kept[layer.index][role] = {**kept[layer.index].get(role, {}), **state.params}
+                    constants[layer.index][role] = {**constants[layer.index].get(role, {}), **state.params}
         self.scheme = self._first.scheme  # with mean=auto decided: constants without a mean would decide it anew
-        self.params, self._first, self._drawn = kept, None, True
+        self.params, self._first, self._drawn = constants, None, True

@@ -283,8 +283,8 @@ class _Comparison:
                 generation.fill(caches[name][0], context)
             del context
             made = generation.in_turns(model, int(ids[-1]), caches, LONG_STEPS)
-        for run, found in zip((self.base, *self.runs), made.values(), strict=True):
-            run.long = found
+        for run, continuation in zip((self.base, *self.runs), made.values(), strict=True):
+            run.long = continuation
 
     def _show_progress(self, name: str, number: int) -> None:
         note = f"{name}: window {number} of {len(self.windows)}"

@@ -79,8 +79,8 @@ def long_context(model: Any, ids: Tensor, window: int) -> list[tuple[Tensor, Ten
     parts: list[list[tuple[Tensor, Tensor]]] = []
     with torch.no_grad():
         for at, piece in zip(range(0, ids.numel(), window), ids.split(window), strict=True):
-            cache, placed = DynamicCache(), torch.arange(at, at + piece.numel(), device=model.device)
-            given = {"position_ids": placed[None], "use_cache": True, **passing(model.base_model, cache)}
+            cache, positions = DynamicCache(), torch.arange(at, at + piece.numel(), device=model.device)
+            given = {"position_ids": positions[None], "use_cache": True, **passing(model.base_model, cache)}
             model.base_model(input_ids=piece.to(model.device)[None], **given)
             parts.append([(layer.keys, layer.values) for layer in cache.layers])
     layers = [zip(*layer, strict=True) for layer in zip(*parts, strict=True)]
@@ -128,8 +128,8 @@ def attention_backends(form: str) -> Iterator[None]:
 
 def uncompressed(model: Any, prompt: Tensor, new_tokens: int) -> Generation:
     """``greedy`` through transformers' own cache; on a GPU the times are those of the faster of ``FORMS``."""
-    found = []
+    runs = []
     for form in FORMS if model.device.type == "cuda" else FORMS[:1]:
         with attention_backends(form):
-            found.append(greedy(model, prompt, new_tokens, uncompressed_cache(model)))
-    return replace(found[0], step_seconds=max(found, key=lambda made: made.tokens_per_s).step_seconds)
+            runs.append(greedy(model, prompt, new_tokens, uncompressed_cache(model)))
+    return replace(runs[0], step_seconds=max(runs, key=lambda made: made.tokens_per_s).step_seconds)

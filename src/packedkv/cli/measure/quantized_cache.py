@@ -162,24 +162,24 @@ class QuantizedCacheMaker:
         """Bytes and elements of one sequence."""
         layers = [layer for layer in cache.layers if layer.is_initialized]
         batch = max((layer.shape[0] for layer in layers), default=1)
-        found = [x for layer in layers for x in tensors_of(layer.everything())]
-        nbytes = sum(x.numel() * (2 if x.dtype == torch.float32 else x.dtype.itemsize) for x in found)
+        tensors = [x for layer in layers for x in tensors_of(layer.everything())]
+        nbytes = sum(x.numel() * (2 if x.dtype == torch.float32 else x.dtype.itemsize) for x in tensors)
         elements = sum(2 * math.prod(layer.shape) * layer.get_seq_length() for layer in layers)
         return nbytes // batch, elements // batch
 
 
-def tensors_of(held: Any) -> Iterator[Tensor]:
+def tensors_of(content: Any) -> Iterator[Tensor]:
     """Every plain tensor in what a library holds: tensors made of others, tuples, dictionaries."""
-    if isinstance(held, Tensor):
-        if hasattr(held, "__tensor_flatten__"):
-            for name in held.__tensor_flatten__()[0]:
-                yield from tensors_of(getattr(held, name))
+    if isinstance(content, Tensor):
+        if hasattr(content, "__tensor_flatten__"):
+            for name in content.__tensor_flatten__()[0]:
+                yield from tensors_of(getattr(content, name))
         else:
-            yield held
-    elif isinstance(held, dict):
-        yield from tensors_of(list(held.values()))
-    elif isinstance(held, Sequence) and not isinstance(held, str):
-        for one in held:
+            yield content
+    elif isinstance(content, dict):
+        yield from tensors_of(list(content.values()))
+    elif isinstance(content, Sequence) and not isinstance(content, str):
+        for one in content:
             yield from tensors_of(one)
 
 
@@ -221,8 +221,8 @@ def _layer_class(backend: str) -> Any:
             return super()._quantize(tensor, axis), tokens
 
         def _dequantize(self, q_tensor: Any) -> Tensor:
-            held, tokens = q_tensor
-            decoded: Tensor = super()._dequantize(held)
+            quantized, tokens = q_tensor
+            decoded: Tensor = super()._dequantize(quantized)
             return decoded[..., :tokens, :]
 
     return Stored

@@ -66,10 +66,10 @@ def resumed_lines(path: Path) -> list[Any]:
     """JSON of the lines of a file that is continued; a torn last line, left by a killed process, is cut off."""
     data = path.read_bytes()
     whole = data[: data.rfind(b"\n") + 1]
-    found = read_json_lines(path, whole)
+    rows = read_json_lines(path, whole)
     if len(whole) < len(data):
         os.truncate(path, len(whole))
-    return found
+    return rows
 
 
 def check_writable(folder: str | Path) -> Path:

@@ -32,8 +32,8 @@ class Prefix:
 
     def __init__(self, model: Any) -> None:
         decoder = model.get_decoder()
-        found = [getattr(decoder, name, None) for name in ("layers", "h", "blocks")]
-        self.layers: list[nn.Module] = next((list(m) for m in found if isinstance(m, nn.ModuleList)), [])
+        lists = [getattr(decoder, name, None) for name in ("layers", "h", "blocks")]
+        self.layers: list[nn.Module] = next((list(m) for m in lists if isinstance(m, nn.ModuleList)), [])
         self.outputs: dict[int, Any] = {}
         self.works = False
 
@@ -55,13 +55,13 @@ class Prefix:
     def starting_at(self, layer: int) -> Iterator[None]:
         """Within the block, layers before ``layer`` return their recorded outputs."""
         stubs = self.layers[:layer] if self.works else []
-        own = [module.__dict__.get("forward") for module in stubs]
+        forwards = [module.__dict__.get("forward") for module in stubs]
         try:
             for i, module in enumerate(stubs):
                 module.__dict__["forward"] = self._given(i)
             yield
         finally:
-            for module, forward in zip(stubs, own, strict=True):
+            for module, forward in zip(stubs, forwards, strict=True):
                 if forward is None:
                     module.__dict__.pop("forward", None)
                 else:
@@ -142,9 +142,9 @@ def _measure(
             scores[job].append(reference.score(logits))
             done += 1
             if len(scores[job]) == len(windows):
-                found = vars(summarize(scores[job]))
+                summary = vars(summarize(scores[job]))
                 measured = ("kl", "kl_se", "nll_rise", "top1_agreement", "tokens", "windows")
-                row = {"layer": layer, "role": role, "spec": spec} | {name: found[name] for name in measured}
+                row = {"layer": layer, "role": role, "spec": spec} | {name: summary[name] for name in measured}
                 yield job, row
 
 
@@ -170,7 +170,7 @@ def _measured(path: Path, header: dict[str, Any]) -> dict[Job, Row]:
         return {}
     try:
         first, *lines = resumed_lines(path)
-        found = {(row["layer"], row["role"], row["spec"]): row for row in lines}
+        rows = {(row["layer"], row["role"], row["spec"]): row for row in lines}
     except (FormatError, ValueError, KeyError, TypeError) as error:
         raise FormatError(f"{path} holds no sensitivity rows ({error}); name another file or remove it.") from error
     if differs := [k for k in header if first.get(k) != header[k]]:
@@ -178,4 +178,4 @@ def _measured(path: Path, header: dict[str, Any]) -> dict[Job, Row]:
         raise FormatError(
             f"{path} was measured on something else: {told or 'other weights'}; name another folder or remove it."
         )
-    return found
+    return rows

@@ -86,11 +86,11 @@ def frontier(points: Sequence[tuple[float, float]], better: str) -> list[int]:
     [1, 0]
     """
     sign = 1 if better == "lower" else -1
-    found: list[int] = []
+    front: list[int] = []
     for i in sorted(range(len(points)), key=lambda i: (points[i][0], sign * points[i][1])):
-        if not found or sign * points[i][1] < sign * points[found[-1]][1]:
-            found.append(i)
-    return found
+        if not front or sign * points[i][1] < sign * points[front[-1]][1]:
+            front.append(i)
+    return front
 
 
 # -- colours and markers -----------------------------------------------------------------------------------------------
@@ -124,8 +124,8 @@ def style_of(spec: str) -> Style:
     True
     """
     base = spec.partition(":")[0]
-    if found := [name for name in STYLES if base == name or base.startswith(f"{name}-")]:
-        return STYLES[max(found, key=len)]
+    if names := [name for name in STYLES if base == name or base.startswith(f"{name}-")]:
+        return STYLES[max(names, key=len)]
     family = base.rpartition("-")[0] if base.rpartition("-")[2].isdigit() else base
     code = zlib.crc32(family.encode())
     return Style(SPARE_COLORS[code % len(SPARE_COLORS)], SPARE_MARKERS[code // 7 % len(SPARE_MARKERS)])
@@ -158,7 +158,7 @@ def points_of(rows: Sequence[Row]) -> tuple[str, list[Point]]:
     packed = [r for r in rows if r.get("spec") != "dense"]
     metric = "kl" if any(number(r.get("kl")) is not None for r in packed) else "perplexity"
     dense = next((r for r in rows if r.get("spec") == "dense"), {})
-    found: list[Point] = []
+    points: list[Point] = []
     for row in packed:
         value, bits = number(row.get(metric)), number(row.get("effective_bits"))
         reference = number((row.get("uncompressed") or dense).get("perplexity"))
@@ -169,8 +169,8 @@ def points_of(rows: Sequence[Row]) -> tuple[str, list[Point]]:
             error = value * (number(row.get("nll_rise_se")) or 0.0)  # of the paired difference, to first order
             value -= reference or 0.0
         low, high = (value - 2 * error, value + 2 * error) if error else (None, None)
-        found.append(Point(str(row["spec"]), bits, value, low, high))
-    return metric, found
+        points.append(Point(str(row["spec"]), bits, value, low, high))
+    return metric, points
 
 
 def quality(rows: Sequence[Row], title: str) -> Plot:

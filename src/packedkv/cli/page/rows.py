@@ -55,13 +55,13 @@ def read_rows(paths: Iterable[str | Path], needed: Sequence[str] = ("spec",)) ->
     rows: list[Json] = []
     for path in map(Path, paths):
         if path.suffix == ".jsonl":
-            found: Any = read_json_lines(path, read_bytes(path, "pass a file of results"))
+            content: Any = read_json_lines(path, read_bytes(path, "pass a file of results"))
         else:
-            found = read_json(path, "pass a file of results")
-            found = found.get("rows", [found]) if isinstance(found, dict) else found
-        if not isinstance(found, list):
+            content = read_json(path, "pass a file of results")
+            content = content.get("rows", [content]) if isinstance(content, dict) else content
+        if not isinstance(content, list):
             raise FormatError(f"{path} holds no rows: a list, or an object with rows; pass a file of results.")
-        rows += [checked(path, at, row, needed) for at, row in enumerate(found, 1)]
+        rows += [checked(path, at, row, needed) for at, row in enumerate(content, 1)]
     return rows
 
 
@@ -104,10 +104,10 @@ def read_json(path: Path, otherwise: str) -> Any:
 def read_json_lines(path: Path, data: bytes) -> list[Any]:
     """JSON of each line; a truncated last line, left by a killed process, is ignored."""
     end = data.rfind(b"\n") + 1
-    found = [_json(path, at, raw) for at, raw in enumerate(data[:end].splitlines(), 1)]
+    rows = [_json(path, at, raw) for at, raw in enumerate(data[:end].splitlines(), 1)]
     with suppress(ValueError):  # a row is an object: no part of it is JSON
-        found.append(json.loads(data[end:]))
-    return found
+        rows.append(json.loads(data[end:]))
+    return rows
 
 
 def _json(path: Path, at: int, raw: bytes) -> Any:

@@ -56,8 +56,8 @@ def ticks(low: float, high: float, log: bool, most: int = 6) -> list[float]:
     if log:
         exponents = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
         steps = (1,) if len(exponents) > 3 else (1, 2, 5) if len(exponents) < 3 else (1, 3)
-        found = [x for e in exponents for m in steps if low <= (x := float(f"{m}e{e}")) <= high]
-        return found[:: -(-len(found) // most)] if found else [low]
+        numbers = [x for e in exponents for m in steps if low <= (x := float(f"{m}e{e}")) <= high]
+        return numbers[:: -(-len(numbers) // most)] if numbers else [low]
     rough = (high - low) / most
     unit = 10.0 ** math.floor(math.log10(rough))
     step = next(unit * m for m in (1, 2, 5, 10) if unit * m >= rough)

@@ -25,8 +25,8 @@ def aligned(lines: Sequence[Sequence[str]], *, text: Collection[int] = (0,), rul
         if len(rule) - 1 in text:
             rule[-1] = "-" * len(lines[0][-1])
         lines = [lines[0], rule, *lines[1:]]
-    placed = [str.ljust if i in text else str.rjust for i in range(len(widths))]
-    return ["  ".join(put(x, w) for put, x, w in zip(placed, line, widths, strict=True)).rstrip() for line in lines]
+    pads = [str.ljust if i in text else str.rjust for i in range(len(widths))]
+    return ["  ".join(put(x, w) for put, x, w in zip(pads, line, widths, strict=True)).rstrip() for line in lines]
 
 
 # -- rows of packedkv compare ------------------------------------------------------------------------------------------
