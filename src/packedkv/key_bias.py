@@ -218,17 +218,17 @@ class KeyBiases:
 
     def summary(self, scheme: KVScheme, means: Sequence[Mean]) -> str:
         """Return a line for a log: the biases, the mean of each layer as ``means`` decided, the error of the scores."""
-        count, taken = len(self.layers), "+".join(sorted(set(means) - {"none"})) or "none"
+        count, choice = len(self.layers), "+".join(sorted(set(means) - {"none"})) or "none"
         if not count:
             why = next(iter(self.unread.values()))
-            return f"{self.name} adds biases to keys whose values cannot be read ({why}): mean={taken}"
+            return f"{self.name} adds biases to keys whose values cannot be read ({why}): mean={choice}"
         *_, bias, share = max((layer.where() for layer in self.layers.values()), key=lambda at: at[3])
         worst, baseline = self.worst(scheme), self.worst(scheme.with_means(["none"] * len(scheme.layer_schemes)))
         moved = "" if worst is None else f"; {scheme} moves attention scores by {worst.error:.2g} nats"
-        moved += "" if taken == "none" or baseline is None else f", with mean=none by {baseline.error:.2g}"
+        moved += "" if choice == "none" or baseline is None else f", with mean=none by {baseline.error:.2g}"
         return (
             f"{self.name} adds large biases to the keys of {count} of {len(self.order)} layers (up to {abs(bias):.0f}, "
-            f"{share:.0f} times what differs between tokens): mean={taken}{moved}"
+            f"{share:.0f} times what differs between tokens): mean={choice}{moved}"
         )
 
     def _holds(self, spec: str) -> str | None:

@@ -172,6 +172,6 @@ def page_tokens_for(*layouts: Layout, at_least: int = PAGE_TOKENS) -> int:
 def check_head_dim(method: str, head_dim: int, step: int = 8) -> None:
     """Raise ShapeError unless a head_dim is a positive multiple of ``step``; with 8, codes of any width fill bytes."""
     if head_dim < step or head_dim % step:
-        wanted = f"a multiple of {step}" if step > 1 else "a positive number"
+        rule = f"a multiple of {step}" if step > 1 else "a positive number"
         *some, last = (str(dim) for dim in (64, 80, 96, 128, 192, 256) if dim % step == 0)
-        raise ShapeError(f"{method}: head_dim={head_dim} is not {wanted}; use {', '.join(some)} or {last}.")
+        raise ShapeError(f"{method}: head_dim={head_dim} is not {rule}; use {', '.join(some)} or {last}.")

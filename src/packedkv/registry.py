@@ -59,16 +59,16 @@ class Option:
 
     def parse(self, text: str, spec: str) -> Any:
         """Turn the text of a spec into a value of the option's type."""
-        wanted = self.type.__args__ if isinstance(self.type, types.UnionType) else (self.type,)
+        kinds = self.type.__args__ if isinstance(self.type, types.UnionType) else (self.type,)
         words = {str(choice): choice for choice in self.choices}
-        words |= {"none": None} if type(None) in wanted else {}
-        words |= {"true": True, "false": False} if bool in wanted else {}
+        words |= {"none": None} if type(None) in kinds else {}
+        words |= {"true": True, "false": False} if bool in kinds else {}
         if text in words:
             return words[text]
-        for kind in (kind for kind in wanted if kind in (int, float, str)):
+        for kind in (kind for kind in kinds if kind in (int, float, str)):
             with suppress(ValueError):
                 return kind(text)
-        allowed = "true|false" if bool in wanted else self.type_name
+        allowed = "true|false" if bool in kinds else self.type_name
         raise SpecError(f"{spec!r}: option {self.name}={text!r} is not allowed; expected {allowed}.")
 
 
@@ -253,8 +253,8 @@ def _choice(path: str | Path, i: int, line: Any) -> LayerChoice:
         counts = [line.get("sink"), line.get("window")]
         if all(isinstance(line[role], str) for role in ROLES) and all(c is None or type(c) is int for c in counts):
             return LayerChoice(**line)
-    wanted = "expected key and value (specs), and at most sink and window (whole numbers)"
-    raise FormatError(f"{path}, layer {i}: got {line!r}; {wanted}.")
+    rule = "expected key and value (specs), and at most sink and window (whole numbers)"
+    raise FormatError(f"{path}, layer {i}: got {line!r}; {rule}.")
 
 
 def write_recipe(path: str | Path, choices: Sequence[LayerChoice], about: Mapping[str, Any] | None = None) -> KVScheme:
@@ -513,13 +513,13 @@ def _parse(spec: str) -> tuple[Method, str, dict[str, Any], dict[str, Any]]:
 
 def _recent(text: str) -> KVScheme | None:
     """Return the scheme of ``recent=text``, without its own sink, window and dense layers."""
-    wanted = f"recent={text!r} is not allowed; expected none or a preset, e.g. int-8 or fp8"
+    refusal = f"recent={text!r} is not allowed; expected none or a preset, e.g. int-8 or fp8"
     try:
         scheme = get(text)
     except SpecError as error:
-        raise SpecError(f"{wanted}: {error}") from error
+        raise SpecError(f"{refusal}: {error}") from error
     if scheme.layers:
-        raise SpecError(f"{wanted}, not a recipe; a recipe's layers may each have a preset with its own recent=.")
+        raise SpecError(f"{refusal}, not a recipe; a recipe's layers may each have a preset with its own recent=.")
     return recent_of(scheme.key, scheme.value, scheme, scheme)
 
 

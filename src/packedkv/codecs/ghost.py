@@ -207,12 +207,12 @@ def shrunk(moment: Tensor) -> Tensor:
     return (1 - SHRINK) * moment + SHRINK * torch.diag_embed(moment.diagonal(dim1=-2, dim2=-1))
 
 
-def klt(covariance: Tensor, asked: Tensor) -> tuple[Tensor, Tensor]:
+def klt(covariance: Tensor, moment: Tensor) -> tuple[Tensor, Tensor]:
     """Basis in which the channels of a head are uncorrelated and errors cost alike, from S and H; float64 ``[D, D]``.
 
     Returns E^T ``[D, D]``: x E^T has channels of variance 1; and L ``[D]``, falling: the cost of an error of a channel.
     """
-    s, h = shrunk(covariance), shrunk(asked)
+    s, h = shrunk(covariance), shrunk(moment)
     sizes = s.diagonal().clamp_min(SMALLEST**2)
     h = h + torch.diag(RIDGE * (sizes * h.diagonal()).mean() / sizes)
     values, vectors = torch.linalg.eigh(h)
@@ -372,10 +372,10 @@ class Ghost(Codec):
         if sample.queries is not None:
             return self._calibrate(site, x, sample.queries, sample.gradients)
         mean, variance, _ = usual(x[:, :, : FIT_TOKENS // FIT_EVERY], paired=site.role == "key")
-        asked = torch.ones_like(variance)
+        costs = torch.ones_like(variance)
         if site.role == "key":
-            asked = variance.sqrt() if sample.energy is None else query_cost(sample.energy).expand_as(variance)
-        return self._constants(site, mean, variance, asked)
+            costs = variance.sqrt() if sample.energy is None else query_cost(sample.energy).expand_as(variance)
+        return self._constants(site, mean, variance, costs)
 
     def _calibrate(self, site: Site, x: Tensor, queries: Tensor, gradients: Tensor | None) -> Params:
         """Fit on all sequences together."""
@@ -383,11 +383,11 @@ class Ghost(Codec):
         rows = x.transpose(0, 1).flatten(1, 2)[None]  # [1, H, N, D]
         mean, variance, weight = usual(rows, paired=site.role == "key")
         if self.transform == "channels":
-            asked = torch.ones_like(variance)
+            costs = torch.ones_like(variance)
             if site.role == "key":
                 vectors = queries.transpose(0, 1).unflatten(0, (site.num_heads, -1)).flatten(1, 3)[None]  # [1, H, n, D]
-                asked = query_cost(channel_squares(vectors) / vectors.shape[2])
-            return self._constants(site, mean, variance, asked)
+                costs = query_cost(channel_squares(vectors) / vectors.shape[2])
+            return self._constants(site, mean, variance, costs)
         if gradients is not None:
             if gradients.shape != x.shape:
                 raise FitError(
@@ -399,10 +399,10 @@ class Ghost(Codec):
                 mean = sum_by_halves(rows.double() * weight, 2).squeeze(2) / sum_by_halves(weight, 2).squeeze(2)
         return self._bases(site, mean, rows, weight, queries)
 
-    def _constants(self, site: Site, mean: Tensor, variance: Tensor, asked: Tensor) -> Params:
+    def _constants(self, site: Site, mean: Tensor, variance: Tensor, costs: Tensor) -> Params:
         """Constants of means m, variances v and costs f, ``[B, H, D]`` each."""
         size = variance.sqrt().clamp_min(SMALLEST)
-        ranked = (size * size * asked).sort(dim=-1, descending=True, stable=True)
+        ranked = (size * size * costs).sort(dim=-1, descending=True, stable=True)
         widths, places = share_bits(ranked.values, self.total)
         order = ranked.indices.gather(-1, places)
         params = {"order": order.to(torch.int16), "factor": (1 / size).gather(-1, order).float()}
@@ -414,11 +414,11 @@ class Ghost(Codec):
         """Constants of the KLT, from tokens ``[1, H, N, D]`` and how much each counts ``[1, H, N, 1]``."""
         vectors = rows.double() - mean.unsqueeze(2)
         covariance = ((vectors * weight).mT @ vectors / weight.sum(2).unsqueeze(-1))[0].cpu()  # the CPU's eigenvectors
-        asked = torch.eye(site.head_dim, dtype=torch.float64).expand_as(covariance)
+        moments = torch.eye(site.head_dim, dtype=torch.float64).expand_as(covariance)
         if site.role == "key":
             vectors = queries.transpose(0, 1).unflatten(0, (site.num_heads, -1)).flatten(1, 3).double().cpu()
-            asked = vectors.mT @ vectors / vectors.shape[1]
-        bases = [klt(s, h) for s, h in zip(covariance, asked, strict=True)]
+            moments = vectors.mT @ vectors / vectors.shape[1]
+        bases = [klt(s, h) for s, h in zip(covariance, moments, strict=True)]
         turn, cost = torch.stack([matrix for matrix, _ in bases]), torch.stack([cost for _, cost in bases])
         widths, places = share_bits(cost, self.total)
         turn = turn.gather(-1, places.unsqueeze(-2).expand_as(turn))

@@ -149,8 +149,8 @@ class RopePairs(Codec):
         total = sum_by_halves(channel_squares(keys), 0)
         heads = channel_squares(queries).unflatten(1, (site.num_heads, -1))  # [B, H, query heads of one, D]
         energy = pair_energy(total, keys.shape[0] * keys.shape[2])
-        asked = pair_energy(sum_by_halves(sum_by_halves(heads, 2).squeeze(2), 0), queries.numel() // total.numel())
-        return self._constants(site, energy, energy * asked)
+        costs = pair_energy(sum_by_halves(sum_by_halves(heads, 2).squeeze(2), 0), queries.numel() // total.numel())
+        return self._constants(site, energy, energy * costs)
 
     def _constants(self, site: Site, energy: Tensor, weight: Tensor) -> Params:
         """Constants for energies and weights of pairs, ``[B, H, D/2]`` each."""

@@ -129,12 +129,12 @@ class UltraQuant(Rotated, Codec):
     def _quantize(self, x: Tensor, factor: float) -> tuple[Tensor, Tensor]:
         """Codes, and scales of c m times ``factor``."""
         dim = x.shape[-1]
-        wanted = split_channels(x.abs(), GROUP).amax(-1).double() * (self.c * factor)
+        target = split_channels(x.abs(), GROUP).amax(-1).double() * (self.c * factor)
         if self.scale == "real":
-            scale = (wanted / self.unit(dim)).float().clamp(SMALLEST_SCALE, FP16_MAX).half()
+            scale = (target / self.unit(dim)).float().clamp(SMALLEST_SCALE, FP16_MAX).half()
             y = x / spread_channels(self._group_scales(scale, dim), GROUP, dim)
         else:
-            scale = nearest_ue8m0(wanted)
+            scale = nearest_ue8m0(target)
             y = x * spread_channels(ue8m0_reciprocal(scale), GROUP, dim)
         return encode_e2m1(y), scale
 

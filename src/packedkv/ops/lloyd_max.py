@@ -212,7 +212,7 @@ def _companded(density: Density, levels: int, low: float, high: float) -> Tensor
     centre = (grid[1:] + grid[:-1]) / 2
     share = density(centre) ** (1 / 3)
     cumulative = torch.cat([share.new_zeros(1), share.cumsum(0)])
-    wanted = (torch.arange(levels, dtype=torch.float64) + 0.5) / levels * cumulative[-1]
-    cell = (torch.searchsorted(cumulative, wanted, right=True) - 1).clamp(0, len(centre) - 1)
-    inside = (wanted - cumulative[cell]) / share[cell]
+    targets = (torch.arange(levels, dtype=torch.float64) + 0.5) / levels * cumulative[-1]
+    cell = (torch.searchsorted(cumulative, targets, right=True) - 1).clamp(0, len(centre) - 1)
+    inside = (targets - cumulative[cell]) / share[cell]
     return grid[cell] + inside * (grid[1] - grid[0])

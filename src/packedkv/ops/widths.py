@@ -25,8 +25,8 @@ def allot(weights: Tensor, errors: Sequence[float], total: int) -> Tensor:
     """
     gains = [a - b for a, b in pairwise(errors)]
     all_gains = torch.stack([weights * gain for gain in gains], -1).flatten(-2)  # a group's fall, so it is a prefix
-    taken = all_gains.sort(dim=-1, descending=True, stable=True).indices[..., :total] // len(gains)
-    return torch.zeros_like(weights, dtype=torch.int64).scatter_add_(-1, taken, torch.ones_like(taken))
+    groups = all_gains.sort(dim=-1, descending=True, stable=True).indices[..., :total] // len(gains)
+    return torch.zeros_like(weights, dtype=torch.int64).scatter_add_(-1, groups, torch.ones_like(groups))
 
 
 def channel_squares(x: Tensor) -> Tensor:
