@@ -9,7 +9,7 @@ from packedkv.codec import Site, roundtrip
 from packedkv.codecs.polarquant import PolarQuant, angle_levels, tree
 from packedkv.codecs.turboquant import TurboQuant, TurboQuantQJL
 from packedkv.ops.lloyd_max import distortion, lloyd_max, midpoints
-from packedkv_lab.reproduce.claims import NOT_PRINTED, Found, recomputes
+from packedkv_lab.reproduce.claims import NOT_PRINTED, Figures, recomputes
 from packedkv_lab.reproduce.measure import fidelity
 
 STAGE = {2: 0.360889, 3: 0.116000, 4: 0.033966}
@@ -17,7 +17,7 @@ STAGE = {2: 0.360889, 3: 0.116000, 4: 0.033966}
 
 
 @recomputes("turboquant", "Theorem 1", seconds=3)
-def mse(quick: bool) -> Found:
+def mse(quick: bool) -> Figures:
     """Relative MSE at b = 1 to 4: in the limit of large d, and of the codec at d = 128."""
     for bits in (1, 2, 3, 4):
         book = lloyd_max(_gaussian, 2**bits, -8.0, 8.0, symmetric=True)
@@ -26,7 +26,7 @@ def mse(quick: bool) -> Found:
 
 
 @recomputes("turboquant", "Theorem 2", seconds=3)
-def inner_products(quick: bool) -> Found:
+def inner_products(quick: bool) -> Figures:
     """d times the variance of an estimated score of unit vectors, total bits b."""
     for bits in (2, 3, 4):
         variance = fidelity(TurboQuantQJL(bits, "fp32"), 2 if quick else 8, 2048).mse
@@ -35,7 +35,7 @@ def inner_products(quick: bool) -> Found:
 
 
 @recomputes("polarquant", NOT_PRINTED, seconds=3)
-def polar(quick: bool) -> Found:
+def polar(quick: bool) -> Figures:
     """2 (1 - E cos) at d = 128, all angles with b bits: the product over levels of E cos of the angle's error."""
     k = torch.randn(1, 1, 2048, 128, generator=torch.Generator().manual_seed(0))
     for bits in (2, 3, 4):

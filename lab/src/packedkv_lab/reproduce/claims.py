@@ -28,9 +28,9 @@ PAPERS = {
 NOT_PRINTED = "not printed"
 FILE = Path(__file__).parent / "tables" / "claims.csv"
 
-Found = Iterator[tuple[str, str, float]]
+Figures = Iterator[tuple[str, str, float]]
 """Item, metric and our value of each claim of a table."""
-Recompute = Callable[[bool], Found]
+Recompute = Callable[[bool], Figures]
 
 
 @dataclass(frozen=True)

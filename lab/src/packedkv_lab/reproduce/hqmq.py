@@ -8,7 +8,7 @@ from torch import Tensor
 from packedkv.codecs.additive import Additive
 from packedkv.ops.quaternion import products, random_units
 from packedkv.registry import get
-from packedkv_lab.reproduce.claims import NOT_PRINTED, Found, recomputes
+from packedkv_lab.reproduce.claims import NOT_PRINTED, Figures, recomputes
 from packedkv_lab.reproduce.measure import token_bytes
 
 SIZES = (24, 48, 96, 192)
@@ -16,7 +16,7 @@ CONFIGS = tuple(f"s{s}_r{r}" for s in SIZES for r in (3, 4, 6))
 
 
 @recomputes("hqmq", "Tables 2, 8, 9, bits")
-def printed_bits(quick: bool) -> Found:
+def printed_bits(quick: bool) -> Figures:
     """(log2(24 S) + r) / 4 of all configurations, and (2 log2 K + r) / 4 of the additive baseline; no scale."""
     for config in CONFIGS:
         yield config, "bits", get(f"hqmq-{config}").nominal_bits(128)
@@ -25,7 +25,7 @@ def printed_bits(quick: bool) -> Found:
 
 
 @recomputes("hqmq", "Tables 12, 21")
-def bits_with_scale(quick: bool) -> Found:
+def bits_with_scale(quick: bool) -> Figures:
     """Bits with the scale, and compression, from the bytes of the radix packing."""
     for config in ("s24_r3", "s24_r4", "s48_r4", "s96_r4", "s192_r4", "s192_r6"):
         bits = get(f"hqmq-{config}:packing=radix").effective_bits(128)
@@ -34,7 +34,7 @@ def bits_with_scale(quick: bool) -> Found:
 
 
 @recomputes("hqmq", "Sec. 4.10, memory")
-def memory(quick: bool) -> Found:
+def memory(quick: bool) -> Figures:
     """Decimal GB of whole caches, by the radix packing."""
     for model, layers, tokens in (("Mistral-7B, 32k tokens", 32, 32768), ("Llama-3-70B, 128k tokens", 80, 131072)):
         yield model, "fp16_gb", token_bytes("dense", layers, 8, 128) * tokens / 1e9
@@ -43,14 +43,14 @@ def memory(quick: bool) -> Found:
 
 
 @recomputes("hqmq", "Eq. 2, Med-C bits")
-def outlier_bits(quick: bool) -> Found:
+def outlier_bits(quick: bool) -> Figures:
     """What outliers at 16 bits and a flag of 1/4 bit add to s192_r6: (1 - p) b + 16 p + 1/4 - b, outlier share p."""
     base = get("hqmq-s192_r6").nominal_bits(128)
     yield "Mistral-7B, what Med adds (Sec. 4.1)", "bits", 0.024 * (16 - base) + 1 / 4
 
 
 @recomputes("hqmq", "Tables 2, 3")
-def baseline_bits(quick: bool) -> Found:
+def baseline_bits(quick: bool) -> Figures:
     """Bits that the paper prints for its baselines, against bytes held."""
     for bits in (2, 3, 4):
         yield f"naive int{bits}", "bits", get(f"int-{bits}").effective_bits(128)
@@ -59,7 +59,7 @@ def baseline_bits(quick: bool) -> Found:
 
 
 @recomputes("hqmq", f"{NOT_PRINTED}: geometry (Prop. 3.1)", seconds=60)
-def geometry(quick: bool) -> Found:
+def geometry(quick: bool) -> Figures:
     """Covering radii: the largest holes found by climbing from many points, so lower bounds that are all but exact."""
     units = products(torch.tensor([[1.0, 0, 0, 0]], dtype=torch.float64))
     yield "2T alone, covering radius", "degrees", covering_radius(units, 4096, 0)

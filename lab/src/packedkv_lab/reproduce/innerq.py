@@ -5,7 +5,7 @@ import torch
 from packedkv.cache.layer import LayerCache
 from packedkv.codec import Role
 from packedkv.registry import get
-from packedkv_lab.reproduce.claims import Found, recomputes
+from packedkv_lab.reproduce.claims import Figures, recomputes
 from packedkv_lab.reproduce.measure import printed_table
 
 SCORES = printed_table("innerq-1")
@@ -15,7 +15,7 @@ VARIANTS = ("base", "hybrid", "small")
 
 
 @recomputes("innerq", "Table 3")
-def innerq_bits(quick: bool) -> Found:
+def innerq_bits(quick: bool) -> Figures:
     """Effective bit-widths, from layouts; windows and norms not counted."""
     kivi = get("kivi-2")
     yield "KIVI, key", "bits", kivi.key_bits(128)
@@ -30,7 +30,7 @@ def innerq_bits(quick: bool) -> Found:
 
 
 @recomputes("innerq", "Sec. 5.3, evictions")
-def innerq_evictions(quick: bool) -> Found:
+def innerq_evictions(quick: bool) -> Figures:
     """Decode steps, after a prefill of 128, at which a cache encodes; tokens in 16 bit are sink and window."""
     blocks: dict[str, tuple[str, Role]] = {"InnerQ": ("innerq-base", "value"), "KIVI": ("kivi-2", "key")}
     for name, (spec, block) in blocks.items():
@@ -45,7 +45,7 @@ def innerq_evictions(quick: bool) -> Found:
 
 
 @recomputes("innerq", "Fig. 4")
-def innerq_speed_ups(quick: bool) -> Found:
+def innerq_speed_ups(quick: bool) -> Figures:
     """Speed-ups out of the printed latencies, means over the seven lengths."""
     for other in ("FP16", "KIVI", "TurboQuant"):
         for variant in VARIANTS:
@@ -57,7 +57,7 @@ def innerq_speed_ups(quick: bool) -> Found:
 
 
 @recomputes("innerq", "Tables 1, 2, averages")
-def innerq_averages(quick: bool) -> Found:
+def innerq_averages(quick: bool) -> Figures:
     """Averages and differences that the text takes of the printed scores."""
     short = ("KIVI", "KIVI_Sink", "TurboQuant", "base", "hybrid", "small")
     long = ("KIVI", "KIVI_Sink", "base", "hybrid", "small")

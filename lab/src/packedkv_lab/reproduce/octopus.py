@@ -8,7 +8,7 @@ from packedkv.codec import Codec, Site, roundtrip
 from packedkv.codecs.octopus import Octopus, OctopusQJL, Rounding, split_bits
 from packedkv.codecs.polarquant import PolarQuant
 from packedkv.codecs.turboquant import TurboQuant, TurboQuantQJL, Variant
-from packedkv_lab.reproduce.claims import Found, recomputes
+from packedkv_lab.reproduce.claims import Figures, recomputes
 from packedkv_lab.reproduce.measure import fidelity
 
 VARIANTS: tuple[Variant, ...] = get_args(Variant)
@@ -26,7 +26,7 @@ def scalar_qjl(bits: int) -> OctopusQJL:
 
 
 @recomputes("octopus", "Table 1", seconds=60)
-def table_1(quick: bool) -> Found:
+def table_1(quick: bool) -> Figures:
     """Synthetic fidelity: 64 seeds x 1024 keys; MSE and cosine of QJL codecs are those of their first stage."""
     seeds = 4 if quick else 64
     stages: dict[tuple[str, int], Codec] = {}
@@ -50,7 +50,7 @@ def table_1(quick: bool) -> Found:
 
 
 @recomputes("octopus", "Fig. 2b, synthetic needle", seconds=30)
-def needle(quick: bool) -> Found:
+def needle(quick: bool) -> Figures:
     """Mass of softmax(q K / sqrt(d)) on the key that q is a noisy copy of, among 2048 keys of length sqrt(d)."""
     sets = 1 if quick else 8
     codecs: dict[str, Codec | None] = {"fp32": None}
@@ -80,7 +80,7 @@ def needle_mass(codec: Codec | None, sets: int) -> float:
 
 
 @recomputes("octopus", "Table 4", seconds=40)
-def table_4(quick: bool) -> Found:
+def table_4(quick: bool) -> Figures:
     """Bit-split sweep with local_3x3: 4 seeds x 8192 keys."""
     sweeps = {2: range(1, 4), 3: range(1, 6), 4: range(2, 7)}
     for bits, directions in sweeps.items():
@@ -97,7 +97,7 @@ def table_4(quick: bool) -> Found:
 
 
 @recomputes("octopus", "Table 5", seconds=120)
-def table_5(quick: bool) -> Found:
+def table_5(quick: bool) -> Figures:
     """Rounding ablation: 5 seeds x 4096 keys."""
     roundings: tuple[Rounding, ...] = ("scalar", "local_2x2", "local_3x3", "full")
     for bits in (1, 2, 3, 4):

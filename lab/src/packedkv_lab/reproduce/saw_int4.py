@@ -1,7 +1,7 @@
 """SAW-INT4, arXiv:2604.19157: bytes, and what follows from the printed scores and kernel times."""
 
 from packedkv.registry import get
-from packedkv_lab.reproduce.claims import Found, recomputes
+from packedkv_lab.reproduce.claims import Figures, recomputes
 from packedkv_lab.reproduce.measure import printed_table, token_bytes
 
 PREFILL = printed_table("saw-int4-6")
@@ -11,21 +11,21 @@ HESSIAN, HESSIAN_MEAN, BF16_MEAN = (60.10, 84.27, 42.11, 53.33, 87.80), 65.52, 7
 
 
 @recomputes("saw-int4", "Sec. 1, Table 1")
-def saw_printed(quick: bool) -> Found:
+def saw_printed(quick: bool) -> Figures:
     """Cache of Llama 4 Scout (48 layers, 8 KV heads of 128 channels) at 10M tokens, and the ratio of INT4."""
     yield "Llama 4 Scout, 10M tokens", "bf16_tib", token_bytes("dense", 48, 8, 128) * 10e6 / 2**40
     yield "INT4, BDR", "ratio_to_bf16", 16 / get("saw-int4").effective_bits(128)
 
 
 @recomputes("saw-int4", "Table 2, means")
-def saw_means(quick: bool) -> Found:
+def saw_means(quick: bool) -> Figures:
     """Mean over five tasks, and drop from BF16, of one row of Table 2."""
     yield "Table 2, Hessian+BDR-128", "drop", HESSIAN_MEAN - BF16_MEAN
     yield "Sec. 3.1, Hessian+BDR-128", "mean", sum(HESSIAN) / len(HESSIAN)
 
 
 @recomputes("saw-int4", "Tables 6, 7, ratios")
-def saw_ratios(quick: bool) -> Found:
+def saw_ratios(quick: bool) -> Figures:
     """Shares and ratios of the printed kernel times."""
     plain, fused, unfused, means = _methods(PREFILL).values()
     for kernel in ("set_kv", "flatten_dequant"):

@@ -11,11 +11,11 @@ from packedkv.codec import Site
 from packedkv.codecs.ultraquant import E2M1_MAGNITUDES, GROUP, UltraQuant
 from packedkv.ops.lloyd_max import midpoints
 from packedkv.registry import get
-from packedkv_lab.reproduce.claims import Found, recomputes
+from packedkv_lab.reproduce.claims import Figures, recomputes
 
 
 @recomputes("ultraquant", "Secs. 5.1, 7")
-def ultraquant_layout(quick: bool) -> Found:
+def ultraquant_layout(quick: bool) -> Figures:
     """Bytes and bits of the layout."""
     codec = UltraQuant()
     yield "32 channels", "bytes", codec.layout(32).block_bytes
@@ -25,14 +25,14 @@ def ultraquant_layout(quick: bool) -> Found:
 
 
 @recomputes("ultraquant", "Sec. 4.1")
-def ultra_tq_reach(quick: bool) -> Found:
+def ultra_tq_reach(quick: bool) -> Figures:
     """Largest of the theoretical centroids of a key of length 1, d = 64."""
     levels = get("ultra-tq:table=gaussian").key.fit(Site(0, "key", 1, 64))["levels"][0]
     yield "Lloyd-Max, d=64, normal", "largest_level", float(levels[-1]) / 8
 
 
 @recomputes("ultraquant", "App. B.2")
-def ultraquant_c(quick: bool) -> Found:
+def ultraquant_c(quick: bool) -> Figures:
     """Best constant for scales that are powers of two, by quadrature over an octave of magnitudes."""
     yield "power-of-two scales", "best_c", minimum(octave_error, 0.15, 0.25)
 
