@@ -45,18 +45,7 @@ except ImportError as error:
 
 log = logging.getLogger(__name__)
 
-OPTIONS = (
-    "pretrained",
-    "spec",
-    "prefill",
-    "seed",
-    "params",
-    "codec_file",
-    "tokenizer",
-    "device",
-    "dtype",
-    "batch_size",
-)
+ARGS = ("pretrained", "spec", "prefill", "seed", "params", "codec_file", "tokenizer", "device", "dtype", "batch_size")
 FOR_A_LOADED_MODEL = (
     *("truncation", "logits_cache", "max_length", "softmax_dtype", "mixed_precision_dtype", "max_batch_size"),
     *("add_bos_token", "prefix_token_id", "think_end_token", "enable_thinking", "chat_template_args"),
@@ -338,7 +327,7 @@ def _check_options(scheme: KVScheme, prefill: str, batch_size: int | str, option
                 f"model_args: {name} is an option of the spec {scheme}, cut off at the comma. On the command line "
                 f"quote the spec: 'spec=\"{scheme},{name}={options[name]}\"'; in Python pass model_args as a dict."
             )
-        if close := difflib.get_close_matches(name, OPTIONS, 1, 0.75):  # anything else may be meant for transformers
+        if close := difflib.get_close_matches(name, ARGS, 1, 0.75):  # anything else may be meant for transformers
             raise SpecError(f"model_args: {name} is no option of model packedkv. Did you mean {close[0]!r}?")
 
 
