@@ -166,7 +166,7 @@ class Layer(NamedTuple):
     @property
     def term(self) -> dict[str, Any]:
         """Arguments of a reader for the mean."""
-        return {} if self.mean is None else {"mean": self.mean.held, "placed": self.mean.placed}
+        return {} if self.mean is None else {"mean": self.mean.held, "origin": self.mean.placed}
 
     @property
     def packed(self) -> prefill.Packed:
@@ -179,7 +179,7 @@ class Layer(NamedTuple):
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
         """Decode attention of ``q [B, HQ, 1, D]`` over the slots from ``starts`` to ``lens``, and log-sum-exp."""
         begin, end = (torch.tensor(x, dtype=torch.int32, device=q.device) for x in (starts, lens))
-        placed = self.term.get("placed")
+        placed = self.term.get("origin")
         tokens = StepTokens(self.store.pages, self.store.table, end, begin if any(starts) else None, placed, *dense)
         return attention.decode_attention(
             q, tokens, rules or Rules(q.shape[3] ** -0.5), spec=self.spec, key=self.key, value=self.value,

@@ -235,19 +235,19 @@ PLACED = torch.zeros(2, dtype=torch.int32)
         (encode_call, {"keys": torch.zeros(2, 2, 3, 32)}, ShapeError, r"\[2, 2, N, 64\] is needed"),
         (encode_call, {"pages": torch.zeros(3, 2, 100, dtype=torch.uint8)}, ShapeError, "4608"),
         (encode_call, {"first": torch.zeros(2)}, ShapeError, "first is torch.float32"),
-        (decode_call, {"pairs": 32, "mean": HELD, "placed": PLACED}, UnsupportedError, "device cpu is not a CUDA GPU"),
+        (decode_call, {"pairs": 32, "mean": HELD, "origin": PLACED}, UnsupportedError, "device cpu is not a CUDA GPU"),
         *(
             (decode_call, {"pairs": n, "mean": mean}, UnsupportedError, f"the spec is of {n} pairs of channels")
             for n, mean in ((0, HELD), (16, HELD), (32, None))
         ),
         (
             decode_call,
-            {"pairs": 32, "mean": key_mean(MEAN.expand(3, -1, -1), [1.0] * 32), "placed": PLACED},
+            {"pairs": 32, "mean": key_mean(MEAN.expand(3, -1, -1), [1.0] * 32), "origin": PLACED},
             ShapeError,
             "do not fit 2 sequences and 2 KV heads",
         ),
         *(
-            (decode_call, {"pairs": 32, "mean": HELD, "placed": wrong}, ShapeError, "position of slot 0 of each")
+            (decode_call, {"pairs": 32, "mean": HELD, "origin": wrong}, ShapeError, "position of slot 0 of each")
             for wrong in (None, PLACED.long(), PLACED[:1])
         ),
         (encode_call, {"less": LESS}, UnsupportedError, "device cpu is not a CUDA GPU"),

@@ -204,7 +204,7 @@ def test_a_static_cache_keeps_the_mean_and_its_addresses(
     pair = Pair(spec, rotary(), 256, kind=kind)
 
     def addresses() -> list[int]:
-        return [x.data_ptr() for x in (pair.fused._origin()["placed"], *pair.fused.engine.tensors())]
+        return [x.data_ptr() for x in (pair.fused._origin()["origin"], *pair.fused.engine.tensors())]
 
     pair.append(90)
     held = addresses()

@@ -549,7 +549,7 @@ class FusedLayerCache(LayerCache):
     def _origin(self) -> dict[str, Any]:
         """The engine's arguments for reading keys that are encoded without their mean."""
         places = self.slots or self.steps
-        return {} if places is None or self.site.mean is None else {"placed": places.origin}
+        return {} if places is None or self.site.mean is None else {"origin": places.origin}
 
     # -- attention ---------------------------------------------------------------------------------------------------
 

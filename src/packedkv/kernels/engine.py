@@ -85,12 +85,12 @@ def fitters(key: Codec, value: Codec) -> list[Fitter]:
 
     PyTorch fits those of the other roles.
     """
-    found: dict[str, Fitter] = {}
+    by_module: dict[str, Fitter] = {}
     for role, codec in zip(ROLES, (key, value), strict=True):
         if codec.needs == {"tensor"} and (fit := of_module(codec, "fit")) is not None:
-            one = found.setdefault(type(codec).__module__, Fitter({}, fit, of_module(codec, "fit_program")))
+            one = by_module.setdefault(type(codec).__module__, Fitter({}, fit, of_module(codec, "fit_program")))
             one.codecs[role] = codec
-    return list(found.values())
+    return list(by_module.values())
 
 
 class Engine(ABC):
@@ -114,7 +114,7 @@ class Engine(ABC):
         self.head_dim, self.page_tokens = head_dim, page_tokens
         self.reading: dict[Role, Constants] = {}
         self.writing: dict[Role, Constants] = {}
-        self.own: dict[Role, Fitted] = {}
+        self.fitted: dict[Role, Fitted] = {}
         self.buffers = FitBuffers()
         self._find()
 
@@ -135,7 +135,7 @@ class Engine(ABC):
     def fresh(self) -> Self:
         """Return the same kernels without constants, for another layer; ``buffers`` are shared."""
         other = object.__new__(type(self))
-        other.__dict__.update(self.__dict__, reading={}, writing={}, own={}, ready=False)
+        other.__dict__.update(self.__dict__, reading={}, writing={}, fitted={}, ready=False)
         return other
 
     def expect_layer(self) -> None:
@@ -145,18 +145,18 @@ class Engine(ABC):
     def prepare(self, roles: Mapping[Role, RoleSite]) -> None:
         """Set the constants of the roles; existing tensors keep their addresses if shapes allow."""
         for role in ROLES:
-            own = self.own.get(role)
-            if own is not None and own.params is roles[role].params:  # fitted on the device
-                self.reading[role], self.writing[role] = own.reading, own.writing
+            fitted = self.fitted.get(role)
+            if fitted is not None and fitted.params is roles[role].params:  # fitted on the device
+                self.reading[role], self.writing[role] = fitted.reading, fitted.writing
                 continue
-            for found, kept in ((self.readers[role], self.reading), (self.encoders[role], self.writing)):
-                if found is None:  # PyTorch encodes it
-                    kept[role] = NO_CONSTANTS
+            for kernel, sides in ((self.readers[role], self.reading), (self.encoders[role], self.writing)):
+                if kernel is None:  # PyTorch encodes it
+                    sides[role] = NO_CONSTANTS
                     continue
                 state = roles[role]
                 assert state.params is not None
-                kept[role] = constants(
-                    found, self.codecs[role], state.site, state.params, kept.get(role), seeded=state.seeded
+                sides[role] = constants(
+                    kernel, self.codecs[role], state.site, state.params, sides.get(role), seeded=state.seeded
                 )
         self.ready = True
 
@@ -166,12 +166,12 @@ class Engine(ABC):
 
     def fit(self, samples: Mapping[Role, FirstTokens]) -> dict[Role, Fitted]:
         """Fit the constants of roles that it ``fits``; they are valid after ``launch_fits``."""
-        found: dict[Role, Fitted] = {}
+        fitted: dict[Role, Fitted] = {}
         for fitter in self.fitters:
-            if own := {role: samples[role] for role in fitter.codecs if role in samples}:
-                found |= fitter.fit(fitter.codecs, self.head_dim, own, self.buffers)
-        self.own |= found
-        return found
+            if subset := {role: samples[role] for role in fitter.codecs if role in samples}:
+                fitted |= fitter.fit(fitter.codecs, self.head_dim, subset, self.buffers)
+        self.fitted |= fitted
+        return fitted
 
     def launch_fits(self) -> None:
         """Launch the pending fits of this layer and of the layers that share its launch."""
@@ -196,9 +196,9 @@ class Engine(ABC):
 
     def tensors(self) -> list[Tensor]:
         """Constants on the device, including the mean."""
-        held = [*self.reading.values(), *self.writing.values()]
-        own = [x for side in held for x in (side.tables, side.factor, side.matrix) if x is not None]
-        return [*own, *(x for x in self.mean or () if isinstance(x, Tensor))]
+        sides = [*self.reading.values(), *self.writing.values()]
+        tensors = [x for side in sides for x in (side.tables, side.factor, side.matrix) if x is not None]
+        return [*tensors, *(x for x in self.mean or () if isinstance(x, Tensor))]
 
     @abstractmethod
     def encode(self, new: NewTokens, store: PageStore) -> None:

@@ -46,20 +46,20 @@ def ragged_attention(
 ) -> Tensor:
     """PyTorch's ``Flash``; of wider heads, with a soft cap and on a CPU sequence by sequence, by scores."""
     if q.is_cuda and q.shape[2] <= WIDEST and not softcap:
-        found, lse, *_ = _forward(
+        result, lse, *_ = _forward(
             q, k, v, ragged.queries, ragged.keys, ragged.most_queries, ragged.most_keys, 0.0, not ragged.window, False,
             scale=scale, **_window(Seen(window=ragged.window)),
         )  # fmt: skip
-        out.copy_(found)
+        out.copy_(result)
         return lse
     sums, rows, keys = q.new_empty(q.shape[1], q.shape[0], dtype=torch.float32), *(x.tolist() for x in ragged[:2])
     for (a, b), (c, d) in zip(pairwise(rows), pairwise(keys), strict=True):
-        one, own_k, own_v = (x.transpose(0, 1)[None] for x in (q[a:b], k[c:d], v[c:d]))
+        one, one_k, one_v = (x.transpose(0, 1)[None] for x in (q[a:b], k[c:d], v[c:d]))
         out[a:b], sums[:, a:b] = 0.0, -torch.inf
         seeing = max(a, b - (d - c))
         if seeing < b:
             seen = Seen(window=ragged.window, softcap=softcap)
-            part = _by_rows(one[:, :, seeing - a :], own_k, own_v, scale, seen)
+            part = _by_rows(one[:, :, seeing - a :], one_k, one_v, scale, seen)
             out[seeing:b], sums[:, seeing:b] = part.out[0].transpose(0, 1).to(out.dtype), part.lse[0]
     return sums
 
@@ -156,13 +156,13 @@ def _bias(seen: Seen, n: int, t: int, first: int, last: int, device: torch.devic
     """What is added to the scores of the queries ``[first, last)`` of n; None: nothing."""
     if seen.mask is not None:
         return additive(seen.mask[..., first:last, :] if seen.mask.shape[-2] > 1 else seen.mask)
-    own = torch.arange(t - n + first, t - n + last, device=device)[:, None]
+    queries = torch.arange(t - n + first, t - n + last, device=device)[:, None]
     keys = torch.arange(t, device=device)
     hidden = torch.zeros(1, 1, 1, 1, dtype=torch.bool, device=device)
     if seen.causal:
-        hidden = hidden | (keys > own)
+        hidden = hidden | (keys > queries)
     if seen.window:
-        hidden = hidden | (keys <= own - seen.window)
+        hidden = hidden | (keys <= queries - seen.window)
     if seen.start:
         hidden = hidden | (keys < torch.tensor(seen.start, device=device)[:, None, None, None])
     return additive(~hidden)

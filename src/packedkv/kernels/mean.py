@@ -1,8 +1,8 @@
 """Keys that are held without their mean before RoPE: what ``csrc/mean.cuh`` reads to give the mean back.
 
 A score lacks ``q . R_t mu``, the product with the mean turned to the token's position. Decode attention adds it to the
-scores, unpacking adds ``R_t mu`` to the keys. Both need the positions of a sequence's slots to be one run, ``placed``,
-``placed + 1`` and so on, below ``MOST_POSITIONS``. Pairs of channels without a mean cost nothing.
+scores, unpacking adds ``R_t mu`` to the keys. Both need the positions of a sequence's slots to be one run, ``origin``,
+``origin + 1`` and so on, below ``MOST_POSITIONS``. Pairs of channels without a mean cost nothing.
 """
 
 from collections.abc import Sequence
@@ -85,7 +85,7 @@ def chosen_pairs(mean: Tensor, channels: Sequence[tuple[int, int]]) -> list[tupl
     count = max(BLOCK, align(int(there.sum(-1).max()), BLOCK))
     if count >= len(channels):
         return [tuple(range(len(channels)))]
-    rows = [tuple(sorted(own.int().argsort(descending=True, stable=True)[:count].tolist())) for own in there]
+    rows = [tuple(sorted(row.int().argsort(descending=True, stable=True)[:count].tolist())) for row in there]
     return rows[:1] if len(set(rows)) == 1 else rows
 
 
@@ -132,13 +132,13 @@ def team_bytes(pairs: int, tile: int, heads: int, warps: int, overlap: int = 0) 
         return 0, 0
     angle = 8 * pairs
     blocks = max(0, pairs // BLOCK - 16 // heads)  # for which there are no registers
-    start, kept = heads * (angle + 16) + warps * angle, 128 + tile // ROWS * angle
+    start, shared = heads * (angle + 16) + warps * angle, 128 + tile // ROWS * angle
     if overlap:
-        return align(kept + 64 * pairs * (blocks > 0), 128), align(start, 128)
-    return align(start + kept + warps * blocks * heads // 4 * 512, 128), 0
+        return align(shared + 64 * pairs * (blocks > 0), 128), align(start, 128)
+    return align(start + shared + warps * blocks * heads // 4 * 512, 128), 0
 
 
-def checked(name: str, pairs: int, mean: KeyMean | None, placed: Tensor | None, batch: int, heads: int) -> None:
+def checked(name: str, pairs: int, mean: KeyMean | None, origin: Tensor | None, batch: int, heads: int) -> None:
     """Raise UnsupportedError or ShapeError unless mean and positions fit a kernel that was compiled for ``pairs``."""
     if (mean is None) != (pairs == 0) or (mean is not None and mean.pairs != pairs):
         raise UnsupportedError(
@@ -152,8 +152,8 @@ def checked(name: str, pairs: int, mean: KeyMean | None, placed: Tensor | None, 
             f"{name}: mean {list(mean.mean.shape)} and its table {list(mean.table.shape)} do not fit {batch} sequences "
             f"and {heads} KV heads."
         )
-    if placed is None or placed.dtype != torch.int32 or placed.shape != (batch,) or not placed.is_contiguous():
+    if origin is None or origin.dtype != torch.int32 or origin.shape != (batch,) or not origin.is_contiguous():
         raise ShapeError(
             f"{name}: keys without their mean need the position of slot 0 of each sequence, contiguous int32 "
-            f"[{batch}]; got {None if placed is None else (placed.dtype, list(placed.shape))}."
+            f"[{batch}]; got {None if origin is None else (origin.dtype, list(origin.shape))}."
         )

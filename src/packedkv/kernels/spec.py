@@ -139,10 +139,10 @@ def function_of(codec: Codec, name: str, no_kernel: str) -> Callable[[Codec, int
     """Return what ``kernels/codecs`` defines by this name for a codec; raises UnsupportedError if there is nothing."""
     if codec.searches and name.endswith("encoder"):
         raise UnsupportedError(f"no kernel tries scales (scale=search), as {codec} does")
-    found: Callable[[Codec, int, Role], Any] | None = _ADDED.get((name, type(codec))) or of_module(codec, name)
-    if found is None:
+    function: Callable[[Codec, int, Role], Any] | None = _ADDED.get((name, type(codec))) or of_module(codec, name)
+    if function is None:
         raise UnsupportedError(f"{no_kernel} {codec}")
-    return found
+    return function
 
 
 def of_module(codec: Codec, name: str) -> Any:
@@ -164,12 +164,12 @@ def _asked(find: Callable[[Codec, int, Role], _CudaSide], codec: Codec, head_dim
     if head_dim not in HEAD_DIMS:
         dims = ", ".join(map(str, HEAD_DIMS))
         raise UnsupportedError(f"the CUDA kernels take head_dim {dims}, not {head_dim} ({codec})")
-    found = find(codec, head_dim, role)
-    if head_dim % 32 and not found.uneven:
+    side = find(codec, head_dim, role)
+    if head_dim % 32 and not side.uneven:
         raise UnsupportedError(
             f"the CUDA kernels take {codec} by 32 channels, and head_dim {head_dim} is no multiple of 32"
         )
-    return found
+    return side
 
 
 # -- keys and values together ------------------------------------------------------------------------------------------
@@ -293,7 +293,7 @@ class EncodeSpec(NamedTuple):
     @property
     def encoders(self) -> dict[Role, Encoder]:
         """Return what writes each role that a kernel writes."""
-        return {role: found for role in ROLES if (found := self.encoder(role)) is not None}
+        return {role: kernel for role in ROLES if (kernel := self.encoder(role)) is not None}
 
     @property
     def small_batch(self) -> "EncodeSpec":

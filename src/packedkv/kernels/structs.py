@@ -28,13 +28,13 @@ def structure(path: Path, struct: str, **named: Any) -> Any:
     body, end, _ = rest.partition("\n};")
     if not (begin and end):
         raise ValueError(f"{path} has no struct {struct}; reinstall packedkv.")
-    found = []
+    fields = []
     for kind, names in re.findall(r"^  (?:const )?(\w+)\b([^(;]+);$", body, re.M):
         for name in names.split(","):
             pointer, word, length = re.findall(r"(\*?) *(\w+)(?:\[(\w+)\])?", name)[0]
             one = ctypes.c_void_p if pointer else named.get(kind) or _NUMBERS[kind]
-            found.append((word, one * int(named.get(length, length)) if length else one))
-    return type(struct, (ctypes.Structure,), {"_fields_": found})
+            fields.append((word, one * int(named.get(length, length)) if length else one))
+    return type(struct, (ctypes.Structure,), {"_fields_": fields})
 
 
 def address(x: Tensor | None) -> int | None:

@@ -35,7 +35,7 @@ class NewTokens(NamedTuple):
     # stored as zero bytes; to 2 by tokens behind the pages, which are dropped
     bad: Tensor | None = None
     less: RotatedMean | None = None  # the rotated mean that is subtracted from keys first, in float32
-    kept: int = 0  # so many first tokens of every page are also written in 16 bit (``write_sink_rows``)
+    sink: int = 0  # so many first tokens of every page are also written in 16 bit (``write_sink_rows``)
 
 
 class StepTokens(NamedTuple):
@@ -50,9 +50,9 @@ class StepTokens(NamedTuple):
     table: Tensor
     seq_lens: Tensor  # int32 [B]: encoded tokens of each sequence
     start: Tensor | None = None  # int32 [B]: first live encoded token; tokens before it were evicted or are padding
-    # int32 [B]: position of slot 0, where keys are stored without their mean. Slot t has position placed + t, below
+    # int32 [B]: position of slot 0, where keys are stored without their mean. Slot t has position origin + t, below
     # mean.MOST_POSITIONS; slots before ``start`` may have negative ones
-    placed: Tensor | None = None
+    origin: Tensor | None = None
     dense_k: Tensor | None = None  # [B, H, W, D]
     dense_v: Tensor | None = None
     dense_lens: Tensor | None = None  # int32 [B]: dense tokens [dense_start, dense_lens) are live; default: all W
@@ -73,7 +73,7 @@ class ChunkTokens(NamedTuple):
     last: int
     sink: Dense | None = None  # dense tokens before the packed ones
     window: Dense | None = None  # and behind them
-    placed: Tensor | None = None  # as of StepTokens
+    origin: Tensor | None = None  # as of StepTokens
     recurring: bool = False  # whether histories of this length will be attended again and again
 
     @property
@@ -98,4 +98,4 @@ class GroupTokens(NamedTuple):
     table: Tensor
     length: int
     group: int  # tokens of a group; blocks of both codecs and tiles of 32 divide it
-    own: Dense  # [1, H, t, D]: the tokens from the beginning of the first query's group on
+    dense: Dense  # [1, H, t, D]: the tokens from the beginning of the first query's group on

@@ -391,7 +391,7 @@ class EngineLayer:
         ``takes_several``, ``q`` has all query tokens.
         """
         cache, table = tokens.pages, tokens.table
-        tokens = tokens._replace(pages=self.pages(cache)[1], placed=self._first_positions(table.shape[0]))
+        tokens = tokens._replace(pages=self.pages(cache)[1], origin=self._first_positions(table.shape[0]))
         if self.sink:
             keys, values = self._sink_rows(cache).unbind(2)
             tokens = tokens._replace(dense_k=keys, dense_v=values, dense_at=table[:, 0])
@@ -433,7 +433,7 @@ class EngineLayer:
         sink = self._sink(cache, blocks, seq_len)
         first = 0 if sink is None else sink[0].shape[2]
         pages, origin = self.pages(cache)[1], self._first_positions(1)
-        tokens = ChunkTokens(pages, blocks[None], first, seq_len, sink, placed=origin)
+        tokens = ChunkTokens(pages, blocks[None], first, seq_len, sink, origin=origin)
         out = self.engine(cache.shape[2]).attend_chunk(q.transpose(0, 1)[None], tokens, rules)
         return out[0].transpose(0, 1)
 

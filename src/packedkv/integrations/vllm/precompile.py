@@ -34,7 +34,7 @@ def precompile(impls: Sequence[Any], page_tokens: int, config: VllmConfig, devic
         dense = (layer.dtype if layer.holds_dense else None,)
         steps = Steps((impl.num_heads // layer.heads,), dense, impl.rules.seen.softcap > 0, heads, capacity)
         several = queries if layer.takes_several(impl.rules) else 1
-        more = {"pairs": pairs, "kept": layer.sink > 0, "queries": several}
+        more = {"pairs": pairs, "sink": layer.sink > 0, "queries": several}
         needed |= dict.fromkeys(of_codecs(*given, machine(device), steps, **more))
     missing = [one for one in needed if compiled(one.program, arch) is None]
     logger.info("packedkv: %d programs, of which %d are compiled now", len(needed), len(missing))

@@ -49,7 +49,7 @@ class CpuEngine(Engine):
         if self.common is None:
             self.common = prepared(self.spec)
         encode(new, store.pages, store.table, common=self.common, constants=self.writing, rounded=self.rounded)
-        if new.kept:
+        if new.sink:
             self._keep(new, store)
 
     def _keep(self, new: NewTokens, store: PageStore) -> None:
@@ -58,11 +58,11 @@ class CpuEngine(Engine):
             at = new.first[:, None].long() + torch.arange(x.shape[2])
             column = (at // self.page_tokens).clamp(max=store.table.shape[1] - 1)
             slots = store.table.gather(1, column).long() * self.page_tokens + at % self.page_tokens
-            write_sink_rows(store.layout, store.pages, role, x, slots.masked_fill(at >= store.capacity, -1), new.kept)
+            write_sink_rows(store.layout, store.pages, role, x, slots.masked_fill(at >= store.capacity, -1), new.sink)
 
     def attend_step(self, q: Tensor, tokens: StepTokens, rules: Rules) -> Tensor:
         batch = q.shape[0]
-        at, first, last = _as_list(tokens.placed, batch), _as_list(tokens.start, batch), tokens.seq_lens.tolist()
+        at, first, last = _as_list(tokens.origin, batch), _as_list(tokens.start, batch), tokens.seq_lens.tolist()
         dense_k, dense_v = tokens.dense_k, tokens.dense_v
         if tokens.dense_at is not None and dense_k is not None and dense_v is not None:
             dense_k, dense_v = (x.index_select(0, tokens.dense_at) for x in (dense_k, dense_v))
@@ -84,7 +84,7 @@ class CpuEngine(Engine):
         window = tokens.total - sink - (tokens.last - first)
         pieces = [
             [Piece(sink, ~0, ~0), Piece(tokens.last - first, first, first, at + first), Piece(window, ~sink, ~sink)]
-            for at in _as_list(tokens.placed, batch)
+            for at in _as_list(tokens.origin, batch)
         ]
         seen = ranges(rules.seen, batch, q.shape[2], tokens.total)
         return self._attend()(q, tokens.pages, tokens.table, pieces, rules, dense=dense, seen=seen, mean=self.mean)[0]
@@ -92,13 +92,13 @@ class CpuEngine(Engine):
     def attend_groups(self, q: Tensor, tokens: GroupTokens, rules: Rules) -> Tensor:
         """Group by group."""
         n, length = q.shape[2], tokens.length
-        begin, out, attended = length - tokens.own[0].shape[2], torch.empty_like(q), self._attend()
+        begin, out, attended = length - tokens.dense[0].shape[2], torch.empty_like(q), self._attend()
         for base in range(begin, length, tokens.group):
             first, last = max(base, length - n), min(base + tokens.group, length)
             rows = slice(first - length + n, last - length + n)
             pieces = [Piece(base, 0, 0), Piece(last - base, begin - base - 1, begin - base - 1)]
             seen = ranges(rules.seen, 1, last - first, last)
-            part = attended(q[:, :, rows], tokens.pages, tokens.table, [pieces], rules, dense=tokens.own, seen=seen)
+            part = attended(q[:, :, rows], tokens.pages, tokens.table, [pieces], rules, dense=tokens.dense, seen=seen)
             out[:, :, rows] = part[0]
         return out
 

@@ -30,11 +30,11 @@ def fill_side(side: Any, constants: Constants) -> None:
     fill_factor(side, constants)
 
 
-def fill_mean(args: Any, key_mean: KeyMean | None, placed: Tensor | None = None) -> None:
+def fill_mean(args: Any, key_mean: KeyMean | None, origin: Tensor | None = None) -> None:
     """Set the fields of a ``kv::KeyMean``, if there is one: the mean, and the positions of slot 0."""
     if key_mean is not None:
         mean, table, _ = key_mean
-        args.mean, args.table, args.placed = mean.data_ptr(), table.data_ptr(), address(placed)
+        args.mean, args.table, args.placed = mean.data_ptr(), table.data_ptr(), address(origin)
         args.batch, args.table_head = step_of(mean), step_of(table)
 
 

@@ -66,8 +66,8 @@ def refusal(device: torch.device) -> str:
         return f"cuda-bindings is not installed; {INSTALL}"
     if not _installed("cuda.core") and not any(cache_folder().glob("*.cubin")):
         return f"cuda-core is not installed, and nothing was compiled ahead; {INSTALL}"
-    if (found := _capability(device)) < LEAST:
-        return f"the GPU has compute capability {found[0]}.{found[1]}; {LEAST[0]}.{LEAST[1]} is the least"
+    if (capability := _capability(device)) < LEAST:
+        return f"the GPU has compute capability {capability[0]}.{capability[1]}; {LEAST[0]}.{LEAST[1]} is the least"
     return ""
 
 
@@ -107,7 +107,7 @@ def included(program: Program) -> dict[str, bytes]:
 
     Raises FileNotFoundError if an included file is in none of the folders.
     """
-    found: dict[str, bytes] = {}
+    files: dict[str, bytes] = {}
 
     def visit(text: str, beside: tuple[str, ...]) -> None:
         for name in _INCLUDE.findall(text):
@@ -116,12 +116,12 @@ def included(program: Program) -> dict[str, bytes]:
                 if name == "emulator.h":  # only a host compiler's build includes it
                     continue
                 raise FileNotFoundError(f"{name!r} is in none of {', '.join(program.folders)}")
-            if str(path) not in found:
-                found[str(path)] = path.read_bytes()
-                visit(found[str(path)].decode(), (str(path.parent),))
+            if str(path) not in files:
+                files[str(path)] = path.read_bytes()
+                visit(files[str(path)].decode(), (str(path.parent),))
 
     visit(program.source, ())
-    return found
+    return files
 
 
 def cache_key(program: Program, arch: str) -> str:
@@ -150,8 +150,8 @@ def compiled(program: Program, arch: str) -> bytes | None:
     try:
         return read_cached(cache_file(program, arch, compiler_version()))
     except UnsupportedError:  # no compiler
-        found = map(read_cached, sorted(cache_folder().glob(f"{cache_key(program, arch)}-*.cubin"), reverse=True))
-        return next((cubin for cubin in found if cubin is not None), None)
+        cubins = map(read_cached, sorted(cache_folder().glob(f"{cache_key(program, arch)}-*.cubin"), reverse=True))
+        return next((cubin for cubin in cubins if cubin is not None), None)
 
 
 def read_cached(path: Path) -> bytes | None:
@@ -298,9 +298,9 @@ class Kernel:
 
 def _call(doing: str, function: str, *args: Any) -> Any:
     """Call a function of the driver and return its result; raises RuntimeError with the driver's reason."""
-    status, *found = getattr(importlib.import_module("cuda.bindings.driver"), function)(*args)
+    status, *results = getattr(importlib.import_module("cuda.bindings.driver"), function)(*args)
     _check(int(status), doing)
-    return found[0] if found else None
+    return results[0] if results else None
 
 
 def _check(status: int, doing: str) -> None:

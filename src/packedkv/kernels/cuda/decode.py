@@ -160,8 +160,8 @@ def _attend(
     # teams of warps share tables: one for all heads, or one per head, each on multiprocessors of its own; what belongs
     # to a sequence as well, [B or 1, H, bytes], they have apart
     shared_by_all = key.tables, value.tables, None if mean is None else mean.table
-    own = any(x is not None and x.dim() == 2 and x.shape[0] > 1 for x in shared_by_all)
-    alike = 1 if own else num_kv_heads
+    per_head = any(x is not None and x.dim() == 2 and x.shape[0] > 1 for x in shared_by_all)
+    alike = 1 if per_head else num_kv_heads
     pieces = batch * alike * tiles * splits
     if plan.config.teams > 1:
         most = plan.config.resident * machine(q.device).sms * alike // num_kv_heads
@@ -173,7 +173,7 @@ def _attend(
     args.start, args.sinks = address(tokens.start), address(sinks)
     fill_side(args.key, key)
     fill_side(args.value, value)
-    fill_mean(args.mean, mean, tokens.placed)
+    fill_mean(args.mean, mean, tokens.origin)
     args.q_batch, args.q_head, _, _ = q.stride()
     args.table_row, args.page_bytes = table.stride(0), pages.shape[2]
     args.out_batch, args.out_head = num_q_heads * dim, dim
@@ -243,7 +243,7 @@ def decode_attention(
     """
     _check(q, tokens, rules, spec, key, value)
     checked(
-        "decode_attention", spec_of(spec, DecodeSpec).pairs, mean, tokens.placed, tokens.table.shape[0],
+        "decode_attention", spec_of(spec, DecodeSpec).pairs, mean, tokens.origin, tokens.table.shape[0],
         tokens.pages.shape[1],
     )  # fmt: skip
     if not torch.compiler.is_compiling():
@@ -294,10 +294,10 @@ def _check(q: Tensor, tokens: StepTokens, rules: Rules, text: str, key: Constant
     if sinks is not None and sinks.numel() != num_q_heads:
         raise ShapeError(f"{name}: sinks has {sinks.numel()} logits; one per query head, {num_q_heads}, is needed.")
     for what, side in (("key", key), ("value", value)):
-        own = [side.factor, None if side.tables is None or side.tables.dim() == 2 else side.tables]
-        for held in (part.shape[0] for part in own if part is not None):
-            if held not in (1, batch):
-                raise ShapeError(f"{name}: the {what} constants are of {held} sequences, q has {batch}.")
+        tensors = [side.factor, None if side.tables is None or side.tables.dim() == 2 else side.tables]
+        for count in (part.shape[0] for part in tensors if part is not None):
+            if count not in (1, batch):
+                raise ShapeError(f"{name}: the {what} constants are of {count} sequences, q has {batch}.")
     if starts is None:
         return
     if starts.dtype != torch.int32 or starts.shape != (batch + 1,) or starts.stride(0) != 1 or tokens.queries < 1:

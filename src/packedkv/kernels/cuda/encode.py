@@ -39,7 +39,7 @@ def _threads(spec: EncodeSpec, encoder: Encoder) -> int:
     return TABLE_THREADS if encoder.form == "table" else ROW_THREADS
 
 
-def _program(spec: EncodeSpec, roles: tuple[Role, ...], kept: bool, slots: bool) -> Program:
+def _program(spec: EncodeSpec, roles: tuple[Role, ...], sink: bool, slots: bool) -> Program:
     """Return the source of ``kv_encode`` for one role, or for both at once."""
     encoders = [spec.encoders[role] for role in roles]
     first = encoders[0]
@@ -63,7 +63,7 @@ def _program(spec: EncodeSpec, roles: tuple[Role, ...], kept: bool, slots: bool)
         tell = f"*a.bad = kv::table_bytes<{first.type}>();"
     return Program.of(
         [
-            *(["#define KV_KEPT"] if kept else []),
+            *(["#define KV_KEPT"] if sink else []),
             *(["#define KV_SLOTS"] if slots else []),
             *(f'#include "{name}"' for name in sorted({encoder.header for encoder in encoders})),
             f'static_assert({threads} == {_threads(spec, first)}, "threads as the host counts them");',
@@ -79,11 +79,11 @@ def _program(spec: EncodeSpec, roles: tuple[Role, ...], kept: bool, slots: bool)
 
 
 def programs(
-    spec: EncodeSpec, roles: tuple[Role, ...] = ROLES, kept: bool = False, slots: bool = False
+    spec: EncodeSpec, roles: tuple[Role, ...] = ROLES, sink: bool = False, slots: bool = False
 ) -> dict[tuple[Role, ...], Program]:
     """Return the launches that write these roles: the roles of each, and its program.
 
-    ``kept``: whether pages keep first tokens in 16 bit. ``slots``: those of a ``SlotWriter``.
+    ``sink``: whether pages keep first tokens in 16 bit. ``slots``: those of a ``SlotWriter``.
     """
     there = tuple(role for role in roles if role in spec.encoders)
     groups: list[tuple[Role, ...]] = [(role,) for role in there]
@@ -92,7 +92,7 @@ def programs(
         alike = (key.type, key.order, key.factor, key.divide) == (value.type, value.order, value.factor, value.divide)
         if key.form == value.form == "rows" or (key.form == value.form == "table" and alike):
             groups = [there]
-    return {group: _program(spec, group, kept, slots) for group in groups}
+    return {group: _program(spec, group, sink, slots) for group in groups}
 
 
 class Launch(NamedTuple):
@@ -112,10 +112,10 @@ class Launch(NamedTuple):
 
 @lru_cache(maxsize=256)
 def _launches(
-    text: str, roles: tuple[Role, ...], kept: bool, device: torch.device, slots: bool = False
+    text: str, roles: tuple[Role, ...], sink: bool, device: torch.device, slots: bool = False
 ) -> list[Launch]:
-    spec, found = spec_of(text, EncodeSpec), []
-    for group, program in programs(spec, roles, kept, slots).items():
+    spec, launches = spec_of(text, EncodeSpec), []
+    for group, program in programs(spec, roles, sink, slots).items():
         encoders, shared = tuple(spec.encoders[role] for role in group), 0
         names = ("kv_encode", "kv_shared") if encoders[0].form == "table" else ("kv_encode",)
         kernel, *tell = load(program, names, device, spec.name)
@@ -123,17 +123,17 @@ def _launches(
             size = torch.zeros(1, dtype=torch.int32, device=device)
             tell[0].launch((1, 1, 1), 32, 0, EncodeArgs(bad=size.data_ptr()))
             shared = int(size)  # synchronises, once per program
-        found.append(Launch(group, encoders, kernel, _threads(spec, encoders[0]), shared))
-    return found
+        launches.append(Launch(group, encoders, kernel, _threads(spec, encoders[0]), shared))
+    return launches
 
 
-def _common(spec: EncodeSpec, pages: Tensor, bad: Tensor | None, kept: int) -> Any:
+def _common(spec: EncodeSpec, pages: Tensor, bad: Tensor | None, sink: int) -> Any:
     """Arguments that do not depend on the tokens."""
     args = EncodeArgs()
     args.pages, args.bad = pages.data_ptr(), address(bad)
     args.page_bytes, args.page_tokens, args.heads = pages.shape[2], spec.page_tokens, pages.shape[1]
-    args.kept, args.key.rows = kept, spec.page_bytes
-    args.value.rows = spec.page_bytes + rows_bytes(kept, spec.head_dim) // 2
+    args.kept, args.key.rows = sink, spec.page_bytes
+    args.value.rows = spec.page_bytes + rows_bytes(sink, spec.head_dim) // 2
     return args
 
 
@@ -143,17 +143,17 @@ def _encode(new: NewTokens, pages: Tensor, table: Tensor, text: str, key: Consta
     if not x:
         return
     some = next(iter(x.values()))
-    args = _common(spec, pages, new.bad, new.kept)
+    args = _common(spec, pages, new.bad, new.sink)
     args.page_table, args.table_row, args.kind = table.data_ptr(), table.stride(0), KINDS[some.dtype]
     args.capacity = table.shape[1] * spec.page_tokens
     if "key" in x and new.less is not None:
         fill_rotated_mean(args.mean, new.less)
     for role, part in x.items():
-        side, own, plane = (args.key, key, spec.key_plane) if role == "key" else (args.value, value, spec.value_plane)
+        side, const, plane = (args.key, key, spec.key_plane) if role == "key" else (args.value, value, spec.value_plane)
         side.x, side.first, side.tokens = part.data_ptr(), new.first.data_ptr(), part.shape[2]
         side.batch, side.head, side.token, _ = part.stride()
-        fill_encoder(side, own, plane)
-    for launch in _launches(text, tuple(x), new.kept > 0, some.device):
+        fill_encoder(side, const, plane)
+    for launch in _launches(text, tuple(x), new.sink > 0, some.device):
         launch.run(args, some.shape[0], some.shape[1], [x[role].shape[2] for role in launch.roles])
 
 
@@ -163,18 +163,18 @@ class SlotWriter:
     Parameters as of ``encode_to_pages``, with one ``key`` and ``value`` for all sequences: prepared once for all calls.
     """
 
-    def __init__(self, pages: Tensor, spec: str, key: Constants, value: Constants, bad: Tensor, kept: int = 0) -> None:
+    def __init__(self, pages: Tensor, spec: str, key: Constants, value: Constants, bad: Tensor, sink: int = 0) -> None:
         known = spec_of(spec, EncodeSpec)
-        args = _common(known, pages, bad, kept)
+        args = _common(known, pages, bad, sink)
         self.args, self.key, self.value, self.mean = args, args.key, args.value, args.mean
         fill_encoder(self.key, key, known.key_plane)
         fill_encoder(self.value, value, known.value_plane)
         self.many, self.few = (
-            _launches(text_of(one), ROLES, kept > 0, pages.device, True) for one in (known, known.small_batch)
+            _launches(text_of(one), ROLES, sink > 0, pages.device, True) for one in (known, known.small_batch)
         )
         # while all blocks of both roles run at once
         self.few_tokens = 2 * H200.sms // (len(ROLES) * args.heads) * TABLE_WARPS
-        self.held = pages, key, value, bad
+        self.tensors = pages, key, value, bad
 
     def write(self, keys: Tensor, values: Tensor, slots: Tensor, less: RotatedMean | None = None) -> None:
         """Encode tokens ``keys, values [T, H, D]``, model basis; nothing synchronises.
@@ -190,13 +190,13 @@ class SlotWriter:
                 f"slots are {slots.dtype} {list(slots.shape)}; contiguous int64 [{keys.shape[0]}] is needed, one "
                 f"of each token."
             )
-        args, kept = self.args, []
+        args, copies = self.args, []
         for side, x in ((self.key, keys), (self.value, values)):
             token, head, channel = x.stride()
             if channel != 1 or x.data_ptr() % 16 or token % 4 or head % 4:
                 x = x.clone(memory_format=torch.contiguous_format)
                 token, head, _ = x.stride()
-                kept.append(x)  # until the launch
+                copies.append(x)  # until the launch
             side.x, side.tokens, side.token, side.head = x.data_ptr(), x.shape[0], token, head
         args.slots, args.kind = slots.data_ptr(), KINDS[keys.dtype]
         if less is not None:
@@ -220,11 +220,11 @@ def _blocks(encoder: Encoder, heads: int, tokens: int) -> int:
 @torch.library.custom_op("packedkv::cuda_encode_to_pages", mutates_args=("pages", "bad"))
 def _op(
     x: Sequence[Tensor | None], pages: Tensor, table: Tensor, first: Tensor, bad: Tensor | None, text: str,
-    constants: Sequence[Tensor | None], less: Sequence[Tensor], interleaved: bool, kept: int,
+    constants: Sequence[Tensor | None], less: Sequence[Tensor], interleaved: bool, sink: int,
 ) -> None:  # fmt: skip
     given = {role: part for role, part in zip(ROLES, x, strict=True) if part is not None}
     turned = RotatedMean(less[0], less[1], less[2], interleaved) if less else None
-    _encode(NewTokens(given, first, bad, turned, kept), pages, table, text, *constants_of(constants, (1, 1)))
+    _encode(NewTokens(given, first, bad, turned, sink), pages, table, text, *constants_of(constants, (1, 1)))
 
 
 @_op.register_fake
@@ -248,13 +248,13 @@ def encode_to_pages(
         return
     turned, interleaved = ([], False) if new.less is None else ([*new.less[:3]], new.less.interleaved)
     x = [new.x.get(role) for role in ROLES]
-    _op(x, pages, table, new.first, new.bad, spec, tensors_of(key, value), turned, interleaved, new.kept)
+    _op(x, pages, table, new.first, new.bad, spec, tensors_of(key, value), turned, interleaved, new.sink)
 
 
 def _check(new: NewTokens, pages: Tensor, table: Tensor, spec: str) -> None:
     name = "encode_to_pages"
     known, x = spec_of(spec, EncodeSpec), new.x
-    least = known.page_bytes + rows_bytes(new.kept, known.head_dim)
+    least = known.page_bytes + rows_bytes(new.sink, known.head_dim)
     check_pages(name, pages, least, table=table, first=new.first)
     for role, part in x.items():
         if (encoder := known.encoder(role)) is None:
@@ -265,7 +265,7 @@ def _check(new: NewTokens, pages: Tensor, table: Tensor, spec: str) -> None:
                 f"{name}: {role}s are {part.dtype} {list(part.shape)}; fp16, bf16 or fp32 [{want[0]}, {want[1]}, N, "
                 f"{want[2]}] is needed."
             )
-        if new.kept and encoder.form == "blocks":
+        if new.sink and encoder.form == "blocks":
             raise UnsupportedError(f"{name}: {known.name} encodes groups of tokens, whose pages keep none in 16 bit.")
         if part.shape[2] % encoder.block or part.shape[0] > MOST_SEQUENCES:
             raise ShapeError(

@@ -49,8 +49,8 @@ class CudaEngine(Engine):
         """Look up the specs of the codecs and register them with the launches."""
         key, value = self.codecs["key"], self.codecs["value"]
         pairs = 0 if self.mean is None else self.mean.pairs
-        found = _kernels(key, value, self.head_dim, self.page_tokens, pairs)
-        self.decode_spec, self.encode_spec, self.readers, self.encoders, self.fitters = found
+        kernels = _kernels(key, value, self.head_dim, self.page_tokens, pairs)
+        self.decode_spec, self.encode_spec, self.readers, self.encoders, self.fitters = kernels
 
     def hold_without(self, mean: Tensor, rotary: Rotary, *, look: bool = True) -> None:
         """As ``Engine.hold_without``; existing tensors keep their addresses if shape and pairs stay the same."""
@@ -67,14 +67,14 @@ class CudaEngine(Engine):
         # a cache checks its tensors itself
         encode_to_pages(new, store.pages, store.table, spec=self.encode_spec, key=key, value=value, checked=True)
 
-    def writer(self, pages: Tensor, bad: Tensor, kept: int = 0) -> SlotWriter:
+    def writer(self, pages: Tensor, bad: Tensor, sink: int = 0) -> SlotWriter:
         """Return what encodes all tokens of a step, of any requests, in one launch."""
-        return SlotWriter(pages, self.encode_spec, self.writing["key"], self.writing["value"], bad, kept)
+        return SlotWriter(pages, self.encode_spec, self.writing["key"], self.writing["value"], bad, sink)
 
-    def chunk_reader(self, pages: Tensor, kept: Tensor | None, flash: Flash | None) -> ChunkReader:
+    def chunk_reader(self, pages: Tensor, page_sinks: Tensor | None, flash: Flash | None) -> ChunkReader:
         """Return what attends to prompt chunks of several requests; codecs of token groups have one of their own."""
         kind = GroupChunkReader if any(codec.block_tokens > 1 for codec in self.codecs.values()) else ChunkReader
-        return kind(self.packed(pages, torch.empty(0)), kept, flash)
+        return kind(self.packed(pages, torch.empty(0)), page_sinks, flash)
 
     @property
     def alike(self) -> Hashable:
@@ -97,10 +97,10 @@ class CudaEngine(Engine):
         # passed as values as well: the program for both roles is compiled already
         new = NewTokens({role: keys for role in ROLES if self.encoders[role] is not None}, begin, less=less)
         encode_to_pages(new, page.pages, page.table, spec=self.encode_spec, key=write["key"], value=write["value"])
-        placed = None if mean is None else begin
-        packed = Packed(page.pages, page.table, self.decode_spec, read["key"], read["value"], mean, placed)
-        found, _ = unpack(packed, 0, count)
-        return out_of_codes(found, read["key"])
+        origin = None if mean is None else begin
+        packed = Packed(page.pages, page.table, self.decode_spec, read["key"], read["value"], mean, origin)
+        rows, _ = unpack(packed, 0, count)
+        return out_of_codes(rows, read["key"])
 
     def attend_step(self, q: Tensor, tokens: StepTokens, rules: Rules) -> Tensor:
         key, value = self.reading["key"], self.reading["value"]
@@ -111,7 +111,7 @@ class CudaEngine(Engine):
 
     def attend_chunk(self, q: Tensor, tokens: ChunkTokens, rules: Rules) -> Tensor:
         """By flash attention, or by scores in PyTorch (soft caps, masks)."""
-        return attend_chunk(q, self.packed(tokens.pages, tokens.table, tokens.placed), tokens, rules)
+        return attend_chunk(q, self.packed(tokens.pages, tokens.table, tokens.origin), tokens, rules)
 
     def attend_groups(self, q: Tensor, tokens: GroupTokens, rules: Rules) -> Tensor:
         """By flash attention; raises UnsupportedError with a soft cap or a window."""
@@ -122,10 +122,10 @@ class CudaEngine(Engine):
     def chunk_workspace_bytes(self, q: Tensor, heads: int, packed: int, dense: int, flash: bool) -> int:
         return workspace_bytes(q, heads, packed, dense, flash)
 
-    def packed(self, pages: Tensor, table: Tensor, placed: Tensor | None = None) -> Packed:
+    def packed(self, pages: Tensor, table: Tensor, origin: Tensor | None = None) -> Packed:
         """Return pages and a table of them, with what reads them.
 
         Before constants are known there is nothing to read, and the basis of the codes is the model's.
         """
         key, value = (self.reading.get(role, NO_CONSTANTS) for role in ROLES)
-        return Packed(pages, table, self.decode_spec, key, value, self.mean, placed)
+        return Packed(pages, table, self.decode_spec, key, value, self.mean, origin)

@@ -87,10 +87,10 @@ def shared_bytes(spec: DecodeSpec, config: Config, dense: bool = False, heads: i
     query = align(rows * (_row_floats(spec.key.queries * spec.head_dim) + 1), 128)
     stage = config.warps * align(spec.tile_bytes(config.tile), 128)
     later = (config.stages - 1) * stage
-    kept, start = team_bytes(spec.pairs, config.tile, heads, config.warps, config.overlap_prologue)
+    shared, start = team_bytes(spec.pairs, config.tile, heads, config.warps, config.overlap_prologue)
     # of teams that share tables, later stages take the query's place
     over = config.overlap_prologue or shares_tables(spec, config)
-    team = stage + (max(query + start, later) if over else query + later) + kept
+    team = stage + (max(query + start, later) if over else query + later) + shared
     team += config.warps * max(spec.key.scratch, spec.value.scratch)
     team += align(spec.key.by_head) + align(spec.value.by_head)
     merge = align(config.warps * rows * (_row_floats(spec.head_dim) + 2), 128)
@@ -200,8 +200,8 @@ def configs_for(
     """
     any_units = (1, *(n * machine.sms for n in (1, *range(3, MOST_ROUNDS))))
     tries = itertools.product(units or any_units, (capacity,) if capacity else (TEAM_TOKENS, TEAM_TOKENS + 1))
-    found = {config_for(spec, n, tokens, machine, dense, heads)._replace(splits=1) for n, tokens in tries}
-    return sorted(found)
+    configs = {config_for(spec, n, tokens, machine, dense, heads)._replace(splits=1) for n, tokens in tries}
+    return sorted(configs)
 
 
 def _teams(spec: DecodeSpec, units: int, capacity: int, machine: Machine, heads: int, shrink: int) -> Config | None:
@@ -260,17 +260,17 @@ def machine_of(arch: str) -> Machine:
 
 def machine(device: torch.device) -> Machine:
     """Properties of this GPU; of an H200 where there is none."""
-    found = _machine(device)
+    gpu = _machine(device)
     most = _limits[-1]
-    return found._replace(shared_block=min(found.shared_block, most - 1024), shared_sm=min(found.shared_sm, most))
+    return gpu._replace(shared_block=min(gpu.shared_block, most - 1024), shared_sm=min(gpu.shared_sm, most))
 
 
 @lru_cache
 def _machine(device: torch.device) -> Machine:
     if device.type != "cuda":
         return H200
-    found = torch.cuda.get_device_properties(device)
-    return Machine(found.multi_processor_count, shared_memory(device), found.shared_memory_per_multiprocessor)
+    gpu = torch.cuda.get_device_properties(device)
+    return Machine(gpu.multi_processor_count, shared_memory(device), gpu.shared_memory_per_multiprocessor)
 
 
 _limits = [1 << 30]

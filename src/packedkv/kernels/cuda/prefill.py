@@ -105,7 +105,7 @@ def plan_of(text: str, device: torch.device) -> Plan:
 
 
 class Packed(NamedTuple):
-    """Tokens in pages, and what reads them; ``spec``, ``mean`` and ``placed`` as of ``decode.decode_attention``."""
+    """Tokens in pages, and what reads them; ``spec``, ``mean`` and ``origin`` as of ``decode.decode_attention``."""
 
     pages: Tensor
     table: Tensor
@@ -113,7 +113,7 @@ class Packed(NamedTuple):
     key: Constants
     value: Constants
     mean: KeyMean | None = None
-    placed: Tensor | None = None
+    origin: Tensor | None = None
 
 
 def unpack(packed: Packed, first: int, count: int, dtype: torch.dtype = torch.float16) -> tuple[Tensor, Tensor]:
@@ -141,7 +141,7 @@ def _unpack_into(packed: Packed, first: int, count: int, k: Tensor, v: Tensor, r
         return
     args = filled_args(packed, plan)
     args.page_table, args.table_row = packed.table.data_ptr(), packed.table.stride(0)
-    checked("unpack", plan.spec.pairs, packed.mean, packed.placed, batch, heads)
+    checked("unpack", plan.spec.pairs, packed.mean, packed.origin, batch, heads)
     args.out_batch, args.out_head, args.out_token, _ = k.stride()
     skip = 2 * row * k.stride(2)
     args.keys, args.values = k.data_ptr() + skip, v.data_ptr() + skip
@@ -159,7 +159,7 @@ def filled_args(packed: Packed, plan: Plan) -> Any:
             setattr(args, f"{role}_table_head", step_of(side.tables))
         setattr(args, f"{role}_matrix", None if side.matrix is None else side.matrix[-1].data_ptr())
     if (mean := packed.mean) is not None:
-        fill_mean(args.mean, mean, packed.placed)
+        fill_mean(args.mean, mean, packed.origin)
         args.block = packed.key.order
         if (factor := packed.key.factor) is not None:
             args.factor, args.factor_batch = factor.data_ptr(), step_of(factor)
@@ -203,10 +203,10 @@ def staged(
         k, v = k[:, :, skip:], v[:, :, skip:]
     parts = [*beside]
     for dense, begin in ((tokens.sink, 0), (tokens.window, before + count)):
-        if dense is None or not (held := dense[0].shape[2]) or low >= begin + held or high <= begin:
+        if dense is None or not (length := dense[0].shape[2]) or low >= begin + length or high <= begin:
             continue
         part, to = max(low - begin, 0), max(begin - low, 0)
-        rows = min(high - begin, held) - part
+        rows = min(high - begin, length) - part
         parts.append(Part(dense[0], k, packed.key, DIVIDE, part, rows, to))
         parts.append(Part(dense[1], v, packed.value, DIVIDE, part, rows, to))
     change_basis(parts)
@@ -220,8 +220,8 @@ def attend_chunk(q: Tensor, packed: Packed, tokens: ChunkTokens, rules: Rules) -
     for row, end, low in _runs(q, total, packed.pages.shape[1], seen):
         high = total - n + end if seen.causal and seen.mask is None else total
         rows = q if end - row == n else q[:, :, row:end]
-        found = _attend_range(rows, packed, tokens, low, high, rules.scale, seen.of_rows(row, end))
-        outs.append(out_of_codes(with_sinks(found, rules.sinks), packed.value, q.dtype))
+        part = _attend_range(rows, packed, tokens, low, high, rules.scale, seen.of_rows(row, end))
+        outs.append(out_of_codes(with_sinks(part, rules.sinks), packed.value, q.dtype))
     return outs[0] if len(outs) == 1 else torch.cat(outs, 2)
 
 
@@ -231,8 +231,8 @@ def attend_pages(q: Tensor, packed: Packed, first: int, last: int, scale: float,
     ``causal``: the last query sees all of them, the query before it all but the last, and so on; n <= last - first.
     """
     tokens = ChunkTokens(packed.pages, packed.table, first, last)
-    found = _attend_range(q, packed, tokens, 0, last - first, scale, Seen(causal=causal))
-    return Partial(out_of_codes(found.out, packed.value), found.lse)
+    part = _attend_range(q, packed, tokens, 0, last - first, scale, Seen(causal=causal))
+    return Partial(out_of_codes(part.out, packed.value), part.lse)
 
 
 def _runs(q: Tensor, total: int, heads: int, seen: Seen) -> Iterator[tuple[int, int, int]]:
@@ -271,9 +271,9 @@ def _attend_range(
             window = seen.window - (high - end) if seen.window and high - seen.window > begin else 0
             start = tuple(min(max(s - begin, 0), end - begin) for s in seen.start)
             part = Seen(seen.causal and end == high, window, start=start if any(start) else (), softcap=seen.softcap)
-        found = score(q, k, v, scale, part, recurring=tokens.recurring)
+        result = score(q, k, v, scale, part, recurring=tokens.recurring)
         del k, v  # one part at a time
-        total = found if total is None else merge(total, found)
+        total = result if total is None else merge(total, result)
     assert total is not None
     return total if count == 1 else Partial(saturated(total.out, q.dtype), total.lse)
 
@@ -345,17 +345,17 @@ class Workspace:
 
     def __init__(self) -> None:
         self.flat: dict[str, Tensor] = {}
-        self.held: dict[tuple[str, torch.Size], Tensor] = {}
+        self.views: dict[tuple[str, torch.Size], Tensor] = {}
 
     def get(self, what: str, shape: torch.Size, device: torch.device, dtype: torch.dtype = torch.float16) -> Tensor:
         """Return memory of this shape: the same for each ``what``, always of one dtype, until more is needed."""
-        if (found := self.held.get((what, shape))) is None:
+        if (memory := self.views.get((what, shape))) is None:
             flat, count = self.flat.get(what), shape.numel()
             if flat is None or flat.numel() < count:
                 flat = self.flat[what] = torch.empty(count, dtype=dtype, device=device)
-                self.held = {key: x for key, x in self.held.items() if key[0] != what}
-            found = self.held[what, shape] = flat[:count].view(shape)
-        return found
+                self.views = {key: x for key, x in self.views.items() if key[0] != what}
+            memory = self.views[what, shape] = flat[:count].view(shape)
+        return memory
 
 
 class Chunks(NamedTuple):
@@ -364,8 +364,8 @@ class Chunks(NamedTuple):
     first: int  # queries [first, last) of the step
     last: int
     table: Tensor  # int32 [B, M]: block ids of the tokens that are read
-    kept_at: Tensor  # int32 [B, ...], first of them the block with the request's first tokens; < 0: they are not read
-    placed: Tensor  # int32 [B]: the position of slot 0 of each
+    sink_blocks: Tensor  # int32 [B, ...], first of them the block with the request's first tokens; < 0: not read
+    origin: Tensor  # int32 [B]: the position of slot 0 of each
     ragged: Ragged  # queries counted from ``first``; keys are the tokens that are read
     tokens: int  # of all requests
     room: Workspace
@@ -392,12 +392,12 @@ class Chunks(NamedTuple):
             max(b - a for a, b in pairwise(keys)),
             sight.window,
         )
-        placed, own = numbers[2 * count + 2 :], table[row : row + count]
-        kept_at = own
+        positions, blocks = numbers[2 * count + 2 :], table[row : row + count]
+        sink_blocks = blocks
         if any(origins):
-            kept_at = torch.where(placed == 0, own[:, 0], -1)[:, None]
-            own = shifted(own, placed // sight.page_tokens, -(-ragged.most_keys // sight.page_tokens))
-        return cls(first, last, own, kept_at, placed, ragged, keys[-1], room)
+            sink_blocks = torch.where(positions == 0, blocks[:, 0], -1)[:, None]
+            blocks = shifted(blocks, positions // sight.page_tokens, -(-ragged.most_keys // sight.page_tokens))
+        return cls(first, last, blocks, sink_blocks, positions, ragged, keys[-1], room)
 
 
 def shifted(table: Tensor, first: Tensor, columns: int) -> Tensor:
@@ -412,7 +412,7 @@ def gathered(requests: Sequence[Chunk], most: int, sight: Sight = EVERY_TOKEN) -
     ``requests`` may have gaps.
     """
     together: list[list[Chunk]] = []
-    alone, held = [], 0
+    alone, tokens = [], 0
     for request in requests:
         row, begin, _, length = request
         length -= sight.origin(request)
@@ -420,24 +420,24 @@ def gathered(requests: Sequence[Chunk], most: int, sight: Sight = EVERY_TOKEN) -
             alone.append(request)
             continue
         last = together[-1][-1] if together else None
-        if last is None or (last[0] + 1, last[2]) != (row, begin) or held + length > most:
+        if last is None or (last[0] + 1, last[2]) != (row, begin) or tokens + length > most:
             together.append([])
-            held = 0
+            tokens = 0
         together[-1].append(request)
-        held += length
+        tokens += length
     return together, alone
 
 
 class ChunkReader:
-    """Attention of prompt chunks over one pool of pages; the table and ``placed`` of ``packed`` are not used.
+    """Attention of prompt chunks over one pool of pages; the table and ``origin`` of ``packed`` are not used.
 
-    ``kept [num_pages, H, 2, t, D]``: 16-bit keys and values of the first tokens of every page. The tokens of a
+    ``page_sinks [num_pages, H, 2, t, D]``: 16-bit keys and values of the first tokens of every page. The tokens of a
     request's first page are read in the place of its first t tokens. ``flash``: the engine's own flash attention, or
     PyTorch's.
     """
 
-    def __init__(self, packed: Packed, kept: Tensor | None = None, flash: Flash | None = None) -> None:
-        self.packed, self.kept, self.flash = packed, kept, flash or ragged_attention
+    def __init__(self, packed: Packed, page_sinks: Tensor | None = None, flash: Flash | None = None) -> None:
+        self.packed, self.page_sinks, self.flash = packed, page_sinks, flash or ragged_attention
         self.plan = plan_of(packed.spec, packed.pages.device)
         self.args = filled_args(packed, self.plan)
         for role, side in (("k", packed.key), ("v", packed.value)):  # back to the model's basis
@@ -457,29 +457,29 @@ class ChunkReader:
         if q.dtype != dtype:
             given = room.get("query", q.shape, device, dtype)
             change_basis([Part(q, given, way=MULTIPLY)])
-        self.unpack(chunks.table, chunks.ragged.keys, chunks.ragged.most_keys, k, v, chunks.placed)
-        if self.kept is not None:  # first tokens over the unpacked ones
-            outs, at, ends = (x.transpose(0, 1)[None] for x in (k, v)), chunks.kept_at, chunks.ragged.keys
-            change_basis([Part(self.kept[:, :, place], to, at=at, ends=ends) for place, to in enumerate(outs)])
+        self.unpack(chunks.table, chunks.ragged.keys, chunks.ragged.most_keys, k, v, chunks.origin)
+        if self.page_sinks is not None:  # first tokens over the unpacked ones
+            outs, at, ends = (x.transpose(0, 1)[None] for x in (k, v)), chunks.sink_blocks, chunks.ragged.keys
+            change_basis([Part(self.page_sinks[:, :, place], to, at=at, ends=ends) for place, to in enumerate(outs)])
         direct = out.dtype == dtype and sinks is None
-        found = out if direct else room.get("output", q.shape, device, dtype)
-        lse = self.flash(given, k, v, chunks.ragged, rules.scale, rules.seen.softcap, found)
+        output = out if direct else room.get("output", q.shape, device, dtype)
+        lse = self.flash(given, k, v, chunks.ragged, rules.scale, rules.seen.softcap, output)
         if not direct:
             joined = None if sinks is None else Joined(lse, sinks=sinks.float())
-            change_basis([Part(found, out, joined=joined)])
+            change_basis([Part(output, out, joined=joined)])
 
-    def unpack(self, table: Tensor, keys: Tensor, most: int, k: Tensor, v: Tensor, placed: Tensor | None) -> None:
+    def unpack(self, table: Tensor, keys: Tensor, most: int, k: Tensor, v: Tensor, origin: Tensor | None) -> None:
         """Unpack the first tokens of every request end to end, into ``k, v [t, H, D]``.
 
-        ``keys`` as in ``Ragged``; ``most``: tokens of the longest; ``placed`` as in ``Chunks``.
+        ``keys`` as in ``Ragged``; ``most``: tokens of the longest; ``origin`` as in ``Chunks``.
         """
         args, plan = self.args, self.plan
         args.page_table, args.table_row = table.data_ptr(), table.stride(0)
         args.keys, args.values, args.ends = k.data_ptr(), v.data_ptr(), keys.data_ptr()
         args.out_token, args.out_head, _ = k.stride()
         args.kind = int(k.dtype == torch.bfloat16)
-        if placed is not None and self.packed.mean is not None:
-            args.mean.placed = placed.data_ptr()
+        if origin is not None and self.packed.mean is not None:
+            args.mean.placed = origin.data_ptr()
         blocks = -(-most // (plan.tile * plan.warps))
         plan.kernel.launch((blocks, k.shape[1], table.shape[0]), plan.warps * 32, plan.shared, args)
 

@@ -50,11 +50,11 @@ class GroupChunks(NamedTuple):
     straight: bool  # whether own tokens are the new ones as they came
     slots: Tensor  # int64 [own]: slot of the pages of each own token; < 0: its group is not complete
     beside: Tensor  # int32 [own]: row of each own token beside its group before; < 0: there is no such token
-    placed: Tensor  # int32 [n]: own token of each new one
+    new_to: Tensor  # int32 [n]: own token of each new one
     old: Tensor  # int32: pending tokens of the first groups, row of the slots
     old_to: Tensor  # and own token
-    kept: Tensor  # int32: own tokens of unfinished groups
-    kept_to: Tensor  # and their rows of the slots
+    unfinished: Tensor  # int32: own tokens of unfinished groups
+    unfinished_to: Tensor  # and their rows of the slots
     distant: Ragged  # queries, and tokens at least a group before their request's newest one, as far as they are read
     local: Ragged  # queries, and the tokens of their group and the one before
     near: Tensor  # int32 [B, 3], kv::UnpackArgs::near
@@ -88,22 +88,22 @@ class GroupChunks(NamedTuple):
         flat = torch.from_numpy(np.concatenate(parts))
         if table.is_cuda:
             flat = flat.pin_memory().to(table.device, non_blocking=True)
-        held = dict(zip(arrays, flat.split([len(x) for x in parts]), strict=True))
+        numbers = dict(zip(arrays, flat.split([len(x) for x in parts]), strict=True))
         table = table[row : row + len(requests)]
         if columns:
-            table = shifted(table, held["skipped"], columns)
-        pages = table[held["row"], held["column"]].long()
-        slots = torch.where(held["place"] < 0, -1, pages * page_tokens + held["place"])
+            table = shifted(table, numbers["skipped"], columns)
+        pages = table[numbers["row"], numbers["column"]].long()
+        slots = torch.where(numbers["place"] < 0, -1, pages * page_tokens + numbers["place"])
         rows = slot[row : row + len(requests)].int() * (halves * unit)
-        old = rows.index_select(0, held["old_row"]) + held["old_place"]
-        kept_to = rows.index_select(0, held["kept_row"]) + held["kept_place"]
+        old = rows.index_select(0, numbers["old_row"]) + numbers["old_place"]
+        unfinished_to = rows.index_select(0, numbers["unfinished_row"]) + numbers["unfinished_place"]
         keys, group_keys = (int(arrays[name][-1]) for name in ("keys", "group_keys"))
         return cls(
-            first, requests[-1][2], table, straight, slots, held["beside"], held["placed"], old, held["old_to"],
-            held["kept"], kept_to,
-            Ragged(held["queries"], held["keys"], most_queries, most_keys, max(0, window - unit)),
-            Ragged(held["group_queries"], held["group_keys"], unit, 2 * unit, min(unit, window or unit)),
-            held["near"], most, keys, group_keys, unit, room,
+            first, requests[-1][2], table, straight, slots, numbers["beside"], numbers["new_to"], old,
+            numbers["old_to"], numbers["unfinished"], unfinished_to,
+            Ragged(numbers["queries"], numbers["keys"], most_queries, most_keys, max(0, window - unit)),
+            Ragged(numbers["group_queries"], numbers["group_keys"], unit, 2 * unit, min(unit, window or unit)),
+            numbers["near"], most, keys, group_keys, unit, room,
         )  # fmt: skip
 
 
@@ -136,8 +136,8 @@ def _host_numbers(
     request = np.repeat(np.arange(len(new)), groups)
     base = begin[request] + unit * (np.arange(len(request)) - np.repeat(_starts(groups)[:-1], groups))
     queries = np.minimum(base + unit, length[request]) - np.maximum(base, before[request])
-    own = np.minimum(base + unit, length[request]) - base
-    keys = own + unit * (base > 0)
+    counts = np.minimum(base + unit, length[request]) - base
+    keys = counts + unit * (base > 0)
     key_starts = _starts(keys)[:-1]
 
     # own tokens, whole groups of them but where they are as they came
@@ -150,7 +150,7 @@ def _host_numbers(
         "row": of,
         "column": np.where(there, at // page_tokens, 0),
         "place": np.where(complete, at % page_tokens, -1),
-        "beside": np.where(there, key_starts[group] + keys[group] - own[group] + place, -1),
+        "beside": np.where(there, key_starts[group] + keys[group] - counts[group] + place, -1),
     }
     if straight:
         numbers = {name: x[there] for name, x in numbers.items()}
@@ -161,13 +161,13 @@ def _host_numbers(
     lost = np.flatnonzero(there & ~complete)
     in_slot = (at + origin[of]) % (halves * unit)
     numbers |= {
-        "placed": np.flatnonzero(there & (at >= before[of])),
+        "new_to": np.flatnonzero(there & (at >= before[of])),
         "old_row": of[old],
         "old_place": in_slot[old],
         "old_to": old,
-        "kept": unfinished,
-        "kept_row": of[lost],
-        "kept_place": in_slot[lost],
+        "unfinished": unfinished,
+        "unfinished_row": of[lost],
+        "unfinished_place": in_slot[lost],
         "queries": _starts(new),
         "keys": _starts(distant),
         "skipped": origin // page_tokens,
@@ -192,36 +192,36 @@ class GroupChunkReader(ChunkReader):
 
         ``slots``: pending tokens of each role, ``[rows, H, D]``.
         """
-        own, held = (keys, values), slots["key"].dtype
-        if not chunks.straight or keys.dtype != held:
+        dense, dtype = (keys, values), slots["key"].dtype
+        if not chunks.straight or keys.dtype != dtype:
             shape, room = torch.Size((chunks.slots.shape[0], *keys.shape[1:])), chunks.room
-            own = room.get("own key", shape, keys.device, held), room.get("own value", shape, keys.device, held)
+            dense = room.get("own key", shape, keys.device, dtype), room.get("own value", shape, keys.device, dtype)
             parts = []
-            for role, x, to in zip(ROLES, (keys, values), own, strict=True):
-                parts.append(Part(x, to, target=chunks.placed))
+            for role, x, to in zip(ROLES, (keys, values), dense, strict=True):
+                parts.append(Part(x, to, target=chunks.new_to))
                 parts.append(_copied(slots[role], to, chunks.old, chunks.old_to))
             change_basis(parts)
-        writer.write(*own, chunks.slots)
-        return own
+        writer.write(*dense, chunks.slots)
+        return dense
 
     def attend_groups(
-        self, q: Tensor, own: Dense, chunks: GroupChunks, slots: Mapping[Role, Tensor], rules: Rules, out: Tensor
+        self, q: Tensor, dense: Dense, chunks: GroupChunks, slots: Mapping[Role, Tensor], rules: Rules, out: Tensor
     ) -> None:
         """As ``ChunkReader.attend``, and copy own tokens, as ``take`` returned them, of unfinished groups to slots."""
         room, args, device, dtype = chunks.room, self.args, q.device, dtype_of(q)
         sinks, softcap = rules.sinks, rules.seen.softcap
-        heads, dim = own[0].shape[1:]
+        heads, dim = dense[0].shape[1:]
         shape = torch.Size((chunks.beside_keys, heads, dim))
         beside_k, beside_v = (room.get(f"beside {role}", shape, device, dtype) for role in ROLES)
         given, parts = q, []
         if q.dtype != dtype:
             given = room.get("query", q.shape, device, dtype)
             parts.append(Part(q, given, way=MULTIPLY))
-        for x, to in zip(own, (beside_k, beside_v), strict=True):
+        for x, to in zip(dense, (beside_k, beside_v), strict=True):
             parts.append(Part(x, to, target=chunks.beside))
-        if len(chunks.kept):
-            for role, x in zip(ROLES, own, strict=True):
-                parts.append(_copied(x, slots[role], chunks.kept, chunks.kept_to))
+        if len(chunks.unfinished):
+            for role, x in zip(ROLES, dense, strict=True):
+                parts.append(_copied(x, slots[role], chunks.unfinished, chunks.unfinished_to))
         change_basis(parts)
 
         shape = torch.Size((chunks.keys, heads, dim))
@@ -231,8 +231,8 @@ class GroupChunkReader(ChunkReader):
             args.near_keys, args.near_values = beside_k.data_ptr(), beside_v.data_ptr()
             self.unpack(chunks.table, chunks.distant.keys, chunks.most, k, v, None)
         direct = not chunks.keys and out.dtype == dtype and sinks is None
-        found = out if direct else room.get("output", q.shape, device, dtype)
-        lse = self.flash(given, beside_k, beside_v, chunks.local, rules.scale, softcap, found)
+        output = out if direct else room.get("output", q.shape, device, dtype)
+        lse = self.flash(given, beside_k, beside_v, chunks.local, rules.scale, softcap, output)
         if direct:
             return
         other = distant = None
@@ -240,7 +240,7 @@ class GroupChunkReader(ChunkReader):
             other = room.get("distant output", q.shape, device, dtype)
             distant = self.flash(given, k, v, chunks.distant, rules.scale, softcap, other)
         joined = Joined(lse, other, distant, None if sinks is None else sinks.float())
-        change_basis([Part(found, out, joined=joined)])
+        change_basis([Part(output, out, joined=joined)])
 
 
 def _copied(x: Tensor, out: Tensor, source: Tensor, target: Tensor) -> Part:
@@ -253,15 +253,15 @@ def _copied(x: Tensor, out: Tensor, source: Tensor, target: Tensor) -> Part:
 
 def attend_groups(q: Tensor, packed: Packed, tokens: GroupTokens, rules: Rules) -> Tensor:
     """Causal attention of the newest ``q [1, HQ, n, D]``; as ``Engine.attend_groups``."""
-    (k, v), length, unit = tokens.own, tokens.length, tokens.group
+    (k, v), length, unit = tokens.dense, tokens.length, tokens.group
     n, begin, out = q.shape[2], length - k.shape[2], torch.empty_like(q)
     step, row = max(unit, rows_at_once(q) // unit * unit), 0
     while row < n:
         at = length - n + row  # place of the first of these queries
         base = at // unit * unit
         last = min(length, base + step)
-        part, own = q[:, :, row : row + last - at], slice(base - begin, last - begin)
-        total = _local(part, packed, (k[:, :, own], v[:, :, own]), at - base, base, unit, rules.scale)
+        part, span = q[:, :, row : row + last - at], slice(base - begin, last - begin)
+        total = _local(part, packed, (k[:, :, span], v[:, :, span]), at - base, base, unit, rules.scale)
         blind = max(0, unit - at)  # queries of the first group see no other
         if at + blind < last:
             far = attend_pages(part[:, :, blind:], packed, 0, last - unit, rules.scale, causal=True)
@@ -272,24 +272,24 @@ def attend_groups(q: Tensor, packed: Packed, tokens: GroupTokens, rules: Rules) 
     return out
 
 
-def _local(q: Tensor, packed: Packed, own: Dense, skip: int, base: int, unit: int, scale: float) -> Partial:
+def _local(q: Tensor, packed: Packed, dense: Dense, skip: int, base: int, unit: int, scale: float) -> Partial:
     """Attention of each query to the ``unit`` tokens up to itself: dense ones of its own group, packed ones before it.
 
-    ``own`` begins with the group at ``base``, ``q`` with its token ``skip``. Groups are the batch; padding lies after
+    ``dense`` begins with the group at ``base``, ``q`` with its token ``skip``. Groups are the batch; padding lies after
     everything that a query sees.
     """
-    groups = -(-own[0].shape[2] // unit)
+    groups = -(-dense[0].shape[2] // unit)
     first = max(0, base - unit)
     before = unpack(packed, first, base + (groups - 1) * unit - first)
     both = []
-    for old, new, side in zip(before, own, (packed.key, packed.value), strict=True):
+    for old, new, side in zip(before, dense, (packed.key, packed.value), strict=True):
         old = torch.nn.functional.pad(out_of_codes(old, side, q.dtype), (0, 0, unit - (base - first), 0))
         both.append(torch.cat([_groups(old, unit), _groups(_padded(new.to(q.dtype), 0, groups * unit), unit)], 2))
     hidden = () if base else (unit, *[0] * (groups - 1))
     queries = _groups(_padded(q, skip, groups * unit), unit)
-    found = score(queries, both[0], both[1], scale, Seen(window=unit, start=hidden))
+    part = score(queries, both[0], both[1], scale, Seen(window=unit, start=hidden))
     rows = slice(skip, skip + q.shape[2])
-    return Partial(*(x.transpose(0, 1).flatten(1, 2)[None, :, rows] for x in found))
+    return Partial(*(x.transpose(0, 1).flatten(1, 2)[None, :, rows] for x in part))
 
 
 def _groups(x: Tensor, unit: int) -> Tensor:

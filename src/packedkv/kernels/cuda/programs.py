@@ -57,15 +57,15 @@ def of_scheme(
     ``served``: most query tokens of a request in an engine's decode step, 1 and its drafts; 0: caches. Raises
     UnsupportedError if no kernel reads the scheme, or it does not fit the machine.
     """
-    found: dict[Program, LabelledProgram] = {}
+    programs: dict[Program, LabelledProgram] = {}
     for layer in _layers(scheme):
         key, value = (layer.codec(role).for_dtype(dtype) for role in ROLES)
         tokens = layer.page_layout(head_dim, page_tokens).page_tokens
         for pairs in _pairs(layer, head_dim, means):
-            given, kept = (key, value, head_dim, tokens, machine, steps or Steps()), served > 0 and layer.sink > 0
-            for one in of_codecs(*given, pairs=pairs, kept=kept, queries=served):
-                found.setdefault(one.program, one)
-    return list(found.values())
+            given, sink = (key, value, head_dim, tokens, machine, steps or Steps()), served > 0 and layer.sink > 0
+            for one in of_codecs(*given, pairs=pairs, sink=sink, queries=served):
+                programs.setdefault(one.program, one)
+    return list(programs.values())
 
 
 def of_codecs(
@@ -77,25 +77,25 @@ def of_codecs(
     steps: Steps,
     *,
     pairs: int = 0,
-    kept: bool = False,
+    sink: bool = False,
     queries: int = 0,
 ) -> Iterator[LabelledProgram]:
     """Programs that read and write the pages of two codecs, and fit their constants.
 
-    ``pairs`` as ``DecodeSpec``, ``kept`` as ``encode.programs``, ``queries`` as ``served`` of ``of_scheme``.
+    ``pairs`` as ``DecodeSpec``, ``sink`` as ``encode.programs``, ``queries`` as ``served`` of ``of_scheme``.
     """
     spec = decode_spec(key, value, head_dim, page_tokens, pairs)
     grouped = max(key.block_tokens, value.block_tokens) > 1
     yield from _decoding(spec, machine, steps)
     # decode steps of several tokens meet no dense tokens, which kept ones and unfinished groups are
-    if queries > 1 and not (kept or grouped):
+    if queries > 1 and not (sink or grouped):
         yield from _decoding(spec, machine, steps._replace(queries=queries, dense=(None,)))
     writing = encode_spec(key, value, head_dim, page_tokens, mean=pairs > 0)
     ways = [(writing, True), (writing.small_batch, True)] if queries else []  # by slots: prompts of an engine
     if grouped or not queries:
         ways.append((writing, False))
     for one, slots in dict.fromkeys(ways):
-        for roles, program in encode.programs(one, kept=kept, slots=slots).items():
+        for roles, program in encode.programs(one, sink=sink, slots=slots).items():
             yield LabelledProgram(program, f"{one.name}: {' and '.join(f'{role}s' for role in roles)}")
     for fitter in fitters(key, value):
         fitted = ", ".join(f"{codec} of {role}s" for role, codec in fitter.codecs.items())
@@ -107,15 +107,15 @@ def of_codecs(
 def _decoding(spec: DecodeSpec, machine: Machine, steps: Steps) -> Iterator[LabelledProgram]:
     several, groups = steps.queries > 1, [group * steps.queries for group in steps.groups]
     for group in dict.fromkeys(map(spec.heads, groups)):
-        units = tuple(heads * spec.tiles(own) for own in groups for heads in steps.heads)
+        units = tuple(heads * spec.tiles(size) for size in groups for heads in steps.heads)
         for dtype in steps.dense:
             # held as fp16 where a model computes in float32
             kind = -1 if dtype is None else KINDS[torch.float16 if dtype == torch.float32 else dtype]
             apart = kind >= 0 and not spec.joins
             for config in configs_for(spec, machine, apart, group, units, steps.capacity):
                 shape = f"{config.teams} x {config.warps}" if config.teams > 1 else str(config.warps)
-                held = "" if dtype is None else f", dense {str(dtype).removeprefix('torch.')}"
-                name = f"{spec.name}, {group} heads, tiles of {config.tile}, {shape} warps{held}"
+                suffix = "" if dtype is None else f", dense {str(dtype).removeprefix('torch.')}"
+                name = f"{spec.name}, {group} heads, tiles of {config.tile}, {shape} warps{suffix}"
                 yield LabelledProgram(decode.program(spec, config, steps.softcap, kind, group, several), name)
 
 
