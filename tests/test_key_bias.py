@@ -102,11 +102,11 @@ FAMILIES: dict[str, tuple[dict[str, Any], str, bool]] = {
 }
 
 
-def made_of(family: str) -> tuple[Any, str, bool]:
+def made_of(family: str, **changed: Any) -> tuple[Any, str, bool]:
     """A random model, the name of what projects its keys, and whether it rotates them."""
     options, projection, rotates = FAMILIES[family]
     torch.manual_seed(0)
-    config = getattr(transformers, f"{family}Config")(**options)
+    config = getattr(transformers, f"{family}Config")(**{**options, **changed})
     return transformers.AutoModelForCausalLM.from_config(config).eval(), projection, rotates
 
 
@@ -281,9 +281,9 @@ def test_a_log_line_says_what_was_found(model: Any, caplog: pytest.LogCaptureFix
 # -- advice ------------------------------------------------------------------------------------------------------------
 
 
-def with_biases(family: str) -> Any:
+def with_biases(family: str, **changed: Any) -> Any:
     """A model of ``FAMILIES`` with large key biases, and queries that see them."""
-    made, projection, _ = made_of(family)
+    made, projection, _ = made_of(family, **changed)
     hidden, heads = made.config.hidden_size, made.config.num_attention_heads
     with torch.no_grad():
         for name, weight in made.named_parameters():
