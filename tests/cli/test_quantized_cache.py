@@ -172,7 +172,7 @@ def test_a_lossless_cache_is_the_uncompressed_model(llama, stand_in, prefill, re
     assert float(window(ours, 60).kl.max()) < 1e-4
     a, b = answer(ours), answer(plain)
     assert a.output == b.output
-    assert a.held.elements == b.held.elements
+    assert a.content.elements == b.content.elements
 
 
 @pytest.mark.parametrize("prefill", PREFILLS)

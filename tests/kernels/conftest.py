@@ -2,7 +2,7 @@
 
 import os
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -48,6 +48,13 @@ def variant(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, com
     use(request.param, monkeypatch)
     name: str = request.param
     return name
+
+
+@pytest.fixture
+def set_threads() -> Iterator[Callable[[int], None]]:
+    before = torch.get_num_threads()
+    yield torch.set_num_threads
+    torch.set_num_threads(before)
 
 
 def use(variant: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,7 +2,7 @@
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -367,13 +367,6 @@ def test_single_tokens_of_float32_are_held_as_fp16(spec: str, variant: str) -> N
         one.append(*tokens[..., i : i + 1, :])
     many.append(*tokens)
     assert all(map(torch.equal, one.decode(), many.decode()))
-
-
-@pytest.fixture
-def set_threads() -> Iterator[Callable[[int], None]]:
-    before = torch.get_num_threads()
-    yield torch.set_num_threads
-    torch.set_num_threads(before)
 
 
 @pytest.mark.parametrize("threads", [2, 5])

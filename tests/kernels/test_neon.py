@@ -188,10 +188,12 @@ def rows() -> Iterator[Any]:
 
 
 @pytest.mark.parametrize(("test", "given"), rows())
-def test_neon(test: Any, given: tuple[Any, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_neon(
+    test: Any, given: tuple[Any, ...], request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(test_cpu, "DIMS", (64, 80))
-    takes = inspect.signature(test).parameters
-    test(*given, **({"monkeypatch": monkeypatch} if "monkeypatch" in takes else {}))
+    fixtures = inspect.signature(test).parameters.keys() & {"monkeypatch", "set_threads"}
+    test(*given, **{name: request.getfixturevalue(name) for name in fixtures})
 
 
 @pytest.mark.parametrize("machine", ["aarch64", "arm64"])
