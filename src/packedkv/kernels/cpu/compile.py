@@ -27,12 +27,17 @@ QUIET = ("-Wno-maybe-uninitialized", "-Wno-unknown-warning-option")
 """GCC takes its own AVX-512 intrinsics for uninitialised."""
 
 
+def architecture() -> str:
+    """Architecture to compile for, as wheels name it: ``$PACKEDKV_ARCH``, or this machine's."""
+    machine = (os.environ.get("PACKEDKV_ARCH") or platform.machine()).lower()
+    return {"amd64": "x86_64", "arm64": "aarch64"}.get(machine, machine)
+
+
 def variants() -> dict[str, tuple[str, ...]]:
-    """Instruction sets that are compiled for this kind of machine, and their flags."""
-    machine = platform.machine().lower()
-    if machine in ("x86_64", "amd64"):  # the psABI's levels: Haswell and later, Skylake-X and Zen 4 and later
-        return {"portable": ("-march=x86-64",), "avx2": ("-march=x86-64-v3",), "avx512": ("-march=x86-64-v4",)}
-    return ARM if machine in ("aarch64", "arm64") else {"portable": ()}
+    """Instruction sets that are compiled for this architecture, and their flags."""
+    # the levels of x86's psABI: Haswell and later, Skylake-X and Zen 4 and later
+    x86 = {"portable": ("-march=x86-64",), "avx2": ("-march=x86-64-v3",), "avx512": ("-march=x86-64-v4",)}
+    return {"x86_64": x86, "aarch64": ARM}.get(architecture(), {"portable": ()})
 
 
 def file_name(variant: str) -> str:
