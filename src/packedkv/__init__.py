@@ -25,14 +25,14 @@ if TYPE_CHECKING:
         SpecError,
         UnsupportedError,
     )
-    from packedkv.integrations.transformers.cache import cache_for, load_cache
+    from packedkv.integrations.transformers.cache import cache_for, load_cache, restore_attention
     from packedkv.layout import Field, Layout
     from packedkv.registry import from_json, get, load_file, names, presets, register
     from packedkv.scheme import KVScheme
 
 __all__ = [  # noqa: RUF022  grouped by use, not by alphabet
     "presets", "get", "names", "describe", "register", "load_file", "from_json",
-    "compress", "fake_quant", "Compressed", "LayerCache", "FrameCache", "cache_for", "load_cache",
+    "compress", "fake_quant", "Compressed", "LayerCache", "FrameCache", "cache_for", "load_cache", "restore_attention",
     "Codec", "KVScheme", "Layout", "Field", "Site", "Sample", "Params", "Payload",
     "KVError", "SpecError", "ShapeError", "FitError", "FormatError", "ModelError", "UnsupportedError",
     "PackedKVWarning",
@@ -46,7 +46,7 @@ _HOMES = {
     "description": ("describe",),
     "errors": ("FitError", "FormatError", "PackedKVWarning", "KVError", "ModelError", "ShapeError", "SpecError",
                "UnsupportedError"),
-    "integrations.transformers": ("cache_for", "load_cache"),
+    "integrations.transformers": ("cache_for", "load_cache", "restore_attention"),
     "layout": ("Field", "Layout"),
     "registry": ("from_json", "get", "load_file", "names", "presets", "register"),
     "scheme": ("KVScheme",),

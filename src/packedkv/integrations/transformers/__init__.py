@@ -3,9 +3,9 @@
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from packedkv.integrations.transformers.cache import KVCache, cache_for, load_cache
+    from packedkv.integrations.transformers.cache import KVCache, cache_for, load_cache, restore_attention
 
-__all__ = ["KVCache", "cache_for", "load_cache"]
+__all__ = ["KVCache", "cache_for", "load_cache", "restore_attention"]
 
 
 def __getattr__(name: str) -> Any:

@@ -46,14 +46,14 @@ def packedkv_attention(
 
     ``attention_mask [B, 1, n, N]`` is boolean (True = attend) or additive; None is causal. ``s_aux [HQ]``: learned sink
     logits (GPT-OSS). ``softcap``: scores become ``softcap * tanh(score / softcap)`` (Gemma 2). UnsupportedError for
-    position biases and dropout.
+    position biases, and for dropout over a packed layer, with sink logits or with a soft cap.
     """
     if position_bias is not None:
         raise UnsupportedError(
             f"layer {getattr(module, 'layer_idx', '?')}: position_bias is not computed by attention "
             f"{ATTENTION_NAME!r}; use attention='decoded' with the model's own attention."
         )
-    if dropout:
+    if dropout and (isinstance(key, PackedKV) or s_aux is not None or softcap):
         raise UnsupportedError(
             f"attention {ATTENTION_NAME!r} has no dropout (got {dropout}); call model.eval() before generating."
         )
@@ -74,7 +74,8 @@ def packedkv_attention(
         return _dense(query, key, value, attention_mask, rules).transpose(1, 2).contiguous(), None
     if attention_mask is None and causal and 1 < n < held:  # torch would let the first query see one key
         attention_mask = torch.ones(n, held, dtype=torch.bool, device=query.device).tril(held - n)
-    out, _ = sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling, is_causal=causal)
+    options = {"dropout": dropout, "scaling": scaling, "is_causal": causal}
+    out, _ = sdpa_attention_forward(module, query, key, value, attention_mask, **options)
     return out, None
 
 

@@ -5,6 +5,7 @@ Threads share a model and its config, and their blocks may overlap in any order;
 
 import sys
 import threading
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -13,6 +14,7 @@ from typing import Any
 from torch import Tensor
 
 from packedkv.errors import UnsupportedError
+from packedkv.integrations.transformers.argument import unwrapped
 
 RECORDER = "packedkv_recorder"
 """Start of the names of attention implementations that record their inputs; a number follows, one for each original."""
@@ -44,6 +46,7 @@ class _Recordings(threading.local):
 _LOCK = threading.RLock()
 _swaps: dict[int, _Swap] = {}  # by id of the model's config, which the open blocks keep alive
 _recorders: dict[str, str] = {}  # names of recorders by the implementation that they record
+_former: "weakref.WeakKeyDictionary[Any, dict[str, str]]" = weakref.WeakKeyDictionary()  # before ``use``, by model
 _recordings = _Recordings()
 
 
@@ -66,6 +69,45 @@ def implementation(model: Any, name: str) -> Iterator[None]:
             else:
                 del _swaps[id(config)]
                 model.set_attn_implementation(swap.original)
+
+
+def use(model: Any, text: Any, name: str) -> str | None:
+    """Set the attention implementation of the decoder, whose config is ``text``, until ``restore_attention``.
+
+    Returns the former implementation; None if it is this one already.
+    """
+    with _LOCK:
+        swap, before = _swaps.get(id(model.config)), _implementations(model.config)
+        key = next((key for key in before if key and getattr(model.config, key) is text), "")
+        if key not in before or before[key] == name:
+            return None
+        former = _former.setdefault(model, {})
+        former.setdefault(key, before[key])
+        _set(model, swap, {**before, key: name})
+        return before[key]
+
+
+def restore_attention(model: Any) -> None:
+    """Set the attention implementation that a model had before ``cache_for`` changed it; without one do nothing.
+
+    Caches with ``attention="fused"`` or ``"streamed"`` need the implementation ``packedkv``; ``cache_for`` sets it
+    again.
+    """
+    model = unwrapped(model)
+    with _LOCK:
+        if former := _former.pop(model, None):
+            _set(model, _swaps.get(id(model.config)), {**_implementations(model.config), **former})
+
+
+def _set(model: Any, swap: "_Swap | None", names: dict[str, str]) -> None:
+    """Set implementations; open blocks record the new one, and restore it at their end."""
+    if swap is None:
+        model.set_attn_implementation(names)
+        return
+    swap.original = names
+    recorded = {block: _recorder(names[""]) for block, name in swap.names.items() if name in _recorders.values()}
+    swap.names.update(recorded)
+    model.set_attn_implementation(next(reversed(swap.names.values())))
 
 
 def _implementations(config: Any) -> dict[str, str]:

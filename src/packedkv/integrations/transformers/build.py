@@ -25,12 +25,20 @@ from packedkv.errors import (
     UnsupportedError,
 )
 from packedkv.files.params import FittedParams, LayerParams, check_given
+from packedkv.integrations.transformers.attention_hooks import implementation_of
 from packedkv.integrations.transformers.biases import biases_of
 from packedkv.integrations.transformers.deferred import Deferred
 from packedkv.integrations.transformers.layers import CrossLayer, PackedCacheLayer
-from packedkv.integrations.transformers.plan import ModelPlan, load_params, plan_for
+from packedkv.integrations.transformers.plan import (
+    ATTENTION_NAME,
+    ModelPlan,
+    decoder_config,
+    load_params,
+    plan_for,
+)
 from packedkv.integrations.transformers.queries import query_energies
 from packedkv.integrations.transformers.rope import has_rotary, hook_of, rotary_of
+from packedkv.integrations.transformers.source_check import adds_position_bias
 from packedkv.kernels.choose import Kernels
 from packedkv.key_bias import Probe
 from packedkv.ops.precision import without_modes
@@ -39,7 +47,7 @@ from packedkv.registry import get
 from packedkv.scheme import KVScheme, Mean
 from packedkv.store.site import MEAN, LayerSite, MeanRemoval, check_role, is_missing
 
-logger = logging.getLogger(__name__)
+logger = logging.getLogger("packedkv")
 
 
 class Request(NamedTuple):
@@ -67,16 +75,14 @@ class Parts(NamedTuple):
 def build(request: Request, scheme: KVScheme) -> Parts:
     """Build the parts of an empty cache; errors as in ``cache_for``.
 
-    With ``attention=None`` a model on a CPU gets the kernels, if they support every layer. Otherwise ``unfused`` of the
-    result is the reason.
+    With ``attention=None`` a model on a CPU or an NVIDIA GPU gets kernels, if they support every layer. Otherwise
+    ``unfused`` of the result is the reason.
     """
     options, accepts = request.options, _acceptance(request)
     if options["attention"] is not None:
         return _built(request, scheme, accepts)
-    device = getattr(request.model, "device", None)
     try:
-        if device is None or device.type != "cpu":
-            raise UnsupportedError("kernels are the default on a CPU only; attention='fused' asks for them")
+        _check_default(request.model)
         return _built(request._replace(options={**options, "attention": "fused"}), scheme, accepts)
     except BrokenPresetError:
         raise
@@ -84,6 +90,20 @@ def build(request: Request, scheme: KVScheme) -> Parts:
         unfused = str(error)
     request = request._replace(options={**options, "attention": "decoded"})
     return _built(request, scheme, accepts)._replace(unfused=unfused)
+
+
+def _check_default(model: Any) -> None:
+    """Raise UnsupportedError if ``attention=None`` leaves the attention implementation of a model as it is."""
+    if not isinstance(model, torch.nn.Module):
+        raise UnsupportedError("a config has no device; pass the model")
+    if (used := implementation_of(decoder_config(model.config))) == ATTENTION_NAME:
+        return
+    if used == "eager":
+        raise UnsupportedError(
+            "the model runs attention 'eager', which returns attention weights; attention='fused' replaces it"
+        )
+    if adds_position_bias(model):
+        raise UnsupportedError("the attention of the model adds a position bias to its scores, which no kernel does")
 
 
 def _acceptance(request: Request) -> Callable[[str], bool]:
@@ -109,7 +129,7 @@ def _built(request: Request, scheme: KVScheme, accepts: Callable[[str], bool]) -
     if scheme.query_error and attention == "decoded":
         raise UnsupportedError(
             f"{scheme} rounds queries inside attention, which attention='decoded' leaves to the model; "
-            f"use attention='streamed' after model.set_attn_implementation('packedkv')."
+            f"use attention='streamed'."
         )
     plan = plan_for(model, attention, encoder_decoder=True)
     schemes = layer_schemes(plan, scheme, page_tokens)
@@ -201,7 +221,7 @@ def resolve_means(
     if biases is not None and (biases.layers or biases.unread):
         means = biases.means(scheme)
         if not given:
-            logger.info("packedkv: %s", biases.summary(scheme, means))
+            logger.info("%s", biases.summary(scheme, means))
     resolved = []
     shared: dict[tuple[int, Mean], KVScheme] = {}
     for layer, own, mean in zip(plan.kv_layers, schemes, means, strict=True):

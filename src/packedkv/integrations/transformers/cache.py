@@ -1,11 +1,13 @@
 """A packed KV cache for Hugging Face ``generate``: ``cache_for``, ``KVCache``, ``load_cache``."""
 
+import logging
 from collections import Counter
 from collections.abc import Sequence
-from functools import partial
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any, get_args
 
+import torch
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.cache_utils import Cache, EncoderDecoderCache
 
@@ -17,9 +19,11 @@ from packedkv.files.container import BROKEN_JSON
 from packedkv.files.params import LayerParams
 from packedkv.integrations.transformers.argument import unwrapped
 from packedkv.integrations.transformers.attention import packedkv_attention, packedkv_mask
+from packedkv.integrations.transformers.attention_hooks import restore_attention as restore_attention
+from packedkv.integrations.transformers.attention_hooks import use
 from packedkv.integrations.transformers.build import Parts, Request, build
 from packedkv.integrations.transformers.layers import CrossCache, PackedCacheLayer, Prefill
-from packedkv.integrations.transformers.plan import ATTENTION_NAME, Attention, ModelPlan
+from packedkv.integrations.transformers.plan import ATTENTION_NAME, Attention, ModelPlan, decoder_config
 from packedkv.integrations.transformers.rope import hook_of
 from packedkv.key_bias import Probe, probe_option
 from packedkv.registry import from_json, get
@@ -27,6 +31,8 @@ from packedkv.scheme import KVScheme
 
 HELD_ELSEWHERE = "state held as transformers does"
 NOTHING_HELD = "nothing to hold, the layer has no attention or borrows K and V of an earlier one"
+
+logger = logging.getLogger("packedkv")
 
 AttentionInterface.register(ATTENTION_NAME, packedkv_attention)
 AttentionMaskInterface.register(ATTENTION_NAME, packedkv_mask)
@@ -219,10 +225,12 @@ def cache_for(
         ``exact``: the call that fills the empty cache attends the fresh K and V; every later call attends what is
         stored. ``decoded``: every call attends what is stored, as papers evaluate.
     attention : {"decoded", "streamed", "fused"}, optional
-        ``decoded``: K and V of a layer are dequantized for the time of its attention, which is any implementation.
-        ``streamed``: attention reads the pages a chunk at a time. ``fused``: fused kernels do. The last two need
-        ``model.set_attn_implementation("packedkv")``, called after this module is imported. Default: ``fused`` for a
-        model on a CPU with that attention, if the CPU kernels serve every layer, else ``decoded``.
+        ``fused``: kernels for NVIDIA GPUs and for CPUs attend over the packed pages. ``streamed``: PyTorch reads the
+        pages a chunk at a time. Both set the attention implementation ``packedkv`` on the model, which computes plain
+        tensors and other caches with SDPA; ``restore_attention`` sets the former one. ``decoded``: K and V of a layer
+        are dequantized for the time of its attention, which is any implementation. Default: ``fused`` if kernels serve
+        every layer and the model's attention is not ``eager``, else ``decoded``; the report's ``unfused`` and the
+        logger ``packedkv`` (INFO) say why.
     seed : int
         The random constants derive from it and from layer, role and head.
     params : path or mapping, optional
@@ -269,10 +277,28 @@ def cache_for(
     options = {"prefill": prefill, "seed": seed, "page_tokens": page_tokens, "attention": attention}
     model, scheme, action = unwrapped(model_or_config), get(spec), probe_option(probe)
     parts = build(Request(model, options, params, max_len, action), scheme)
+    _use_attention(model, parts)
     made = (EncoderDecoderKVCache if len(parts.plan.stacks) > 1 else KVCache)(parts)
     if made.probe is not None:
         made.probe.undo = made.reset
     return made
+
+
+def _use_attention(model: Any, parts: Parts) -> None:
+    """Set the attention that a cache needs on its model, and log once what serves its layers."""
+    serves, used = parts.options["attention"], None
+    if serves != "decoded" and isinstance(model, torch.nn.Module):
+        used = use(model, decoder_config(model.config), ATTENTION_NAME)
+    where = f" on {model.device}" if isinstance(model, torch.nn.Module) else ""
+    text = f"{parts.plan.name}, {parts.scheme}: {serves} attention serves {len(parts.plan.kv_layers)} layers{where}"
+    if used:
+        text += f"; attention {used!r} is now {ATTENTION_NAME!r}, restore_attention(model) undoes it"
+    _log_once(text + (f"; not fused: {parts.unfused}" if parts.unfused else ""))
+
+
+@lru_cache(maxsize=256)
+def _log_once(text: str) -> None:
+    logger.info(text)
 
 
 def load_cache(path: str | Path, model_or_config: Any, *, attention: Attention | None = None) -> KVCache:

@@ -46,8 +46,8 @@ class PackedKV:
             raise AttributeError(name)
         raise UnsupportedError(
             f"the model used {name!r} of keys or values that are still packed: its attention is not "
-            f"{ATTENTION_NAME!r}, or it changes K and V behind the cache. Call "
-            f"model.set_attn_implementation({ATTENTION_NAME!r}), or use attention='decoded'."
+            f"{ATTENTION_NAME!r}, or it changes K and V behind the cache. Make the cache after the model's attention "
+            f"was set, or use attention='decoded'."
         )
 
 

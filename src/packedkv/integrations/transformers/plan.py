@@ -121,7 +121,7 @@ def plan_for(model_or_config: Any, attention: Attention, *, encoder_decoder: boo
             f"got {type(model_or_config).__name__}; expected a transformers model or its config. {way}"
         )
     name = type(model).__name__ if model is not None else type(config).__name__
-    text = _decoder_config(config)
+    text = decoder_config(config)
     crossed = config.is_encoder_decoder or text.is_encoder_decoder
     if crossed and not encoder_decoder:
         raise UnsupportedError(
@@ -144,7 +144,7 @@ def plan_for(model_or_config: Any, attention: Attention, *, encoder_decoder: boo
     return ModelPlan(name, layers, float(getattr(text, "attn_logit_softcapping", None) or 0.0))
 
 
-def _decoder_config(config: Any) -> Any:
+def decoder_config(config: Any) -> Any:
     """Config of what generates text; for a flat config of encoder and decoder with the decoder's number of layers."""
     text = config.get_text_config(decoder=True)
     layers = getattr(config, "num_decoder_layers", None)  # T5 and its kind state it beside the encoder's
@@ -209,11 +209,15 @@ def _check_attention(name: str, model: Any, config: Any, text: Any, attention: A
     if attention == "decoded":
         return
     set_on = {implementation_of(c) for c in (config, text)}
-    built = model is not None or any(set_on)
-    if built and ATTENTION_NAME not in set_on:
+    if model is None and any(set_on) and ATTENTION_NAME not in set_on:
         raise UnsupportedError(
-            f"{name}: attention={attention!r} reads the packed cache inside the attention function, but this model "
-            f"runs {implementation_of(text)!r}; call model.set_attn_implementation({ATTENTION_NAME!r}) first."
+            f"{name}: attention={attention!r} reads the packed cache inside the attention function, but this config "
+            f"names {implementation_of(text)!r}; pass the model, whose attention cache_for sets."
+        )
+    if model is not None and ATTENTION_NAME not in set_on and not model._can_set_attn_implementation():
+        raise UnsupportedError(
+            f"{name}: its attention does not go through transformers' attention interface, which "
+            f"attention={attention!r} needs; use attention='decoded'."
         )
     if getattr(text, "num_kv_shared_layers", None):
         raise UnsupportedError(

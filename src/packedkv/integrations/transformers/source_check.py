@@ -21,20 +21,35 @@ _parsing = threading.Lock()
 
 def check_use_of_cached(model: Any) -> None:
     """Raise UnsupportedError, with the first expression, if a model uses cached K and V other than to pass them on."""
-    decoder = model.get_decoder() if hasattr(model, "get_decoder") else model
-    kinds: dict[Any, None] = dict.fromkeys(type(module) for module in (decoder or model).modules())
-    for kind in kinds:
+    for kind in _kinds(model):
         if used := _use_in(kind):
             raise UnsupportedError(f"{kind.__name__} uses `{used}` of cached keys or values")
 
 
+def adds_position_bias(model: Any) -> bool:
+    """Whether a decoder's attention adds a position bias to the scores (T5)."""
+    return any("position_bias=" in _source_of(kind) for kind in _kinds(model))
+
+
+def _kinds(model: Any) -> dict[Any, None]:
+    """Classes of the decoder's modules."""
+    decoder = model.get_decoder() if hasattr(model, "get_decoder") else model
+    return dict.fromkeys(type(module) for module in (decoder or model).modules())
+
+
 @cache
-def _use_in(kind: type[nn.Module]) -> str:
+def _source_of(kind: Any) -> str:
+    """Source of the forward of a class that uses a cache; empty for another, or without source."""
     try:
         source = inspect.getsource(inspect.unwrap(kind.forward))
     except (OSError, TypeError):  # no source: nothing is known, and the handle itself raises
         return ""
-    if ".update(" not in source and ".layers[" not in source:
+    return source if ".update(" in source or ".layers[" in source else ""
+
+
+@cache
+def _use_in(kind: type[nn.Module]) -> str:
+    if not (source := _source_of(kind)):
         return ""
     tree = _parsed("class _:\n" + source if source[0].isspace() else source)
     forward = next(node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef))
