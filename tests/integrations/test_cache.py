@@ -14,7 +14,7 @@ from transformers import DynamicCache
 
 import packedkv
 from packedkv.errors import FormatError, ShapeError, SpecError, UnsupportedError
-from packedkv.integrations.transformers import KVCache, cache_for, layers, load_cache
+from packedkv.integrations.transformers import KVCache, cache_for, layers, load_cache, restore_attention
 from packedkv.integrations.transformers.argument import passing
 from packedkv.integrations.transformers.attention import ATTENTION_NAME
 from tests.cli.tiny import tiny_llama
@@ -79,7 +79,8 @@ def test_a_cache_that_was_reset_is_empty_and_takes_another_batch(tiny: Any) -> N
 def test_sliding_layers_hold_their_window_and_no_sink(tiny: Any, spec: str) -> None:
     """Every sliding layer is packed; neither its window nor the scheme's dense window shrinks or grows over steps."""
     model = tiny("gemma3")
-    cache, most = filled(model, _cache(model, spec), 1, 100), model.config.sliding_window - 1
+    cache = filled(model, _cache(model, spec, attention="decoded"), 1, 100)
+    most = model.config.sliding_window - 1
     for layer, kind in zip(cache.report()["layers"], model.config.layer_types, strict=True):
         sliding = kind == "sliding_attention"
         assert layer["tokens"] == (most if sliding else 100)
@@ -137,7 +138,7 @@ def test_no_16_bit_copy_of_the_history_survives_a_step(tiny: Any, attention: str
 
 def test_report_adds_up(tiny: Any) -> None:
     model = tiny("gemma3")
-    cache = _cache(model, "saw-int4")
+    cache = _cache(model, "saw-int4", attention="decoded")
     assert repr(cache) == "KVCache('saw-int4', 3 layers, empty; prefill='exact', attention='decoded')"
     run(model, cache, prompt(2))
     seen = cache.report()
@@ -233,16 +234,13 @@ def test_a_saved_cache_is_loaded_with_another_attention(tiny: Any, tmp_path: Pat
         load_cache(path, model, attention="steamed")
     with pytest.raises(UnsupportedError, match="not loaded into the fused path; use 'streamed' or 'decoded'"):
         load_cache(path, model, attention="fused")
-    with pytest.raises(UnsupportedError, match=r"call model.set_attn_implementation\('packedkv'\) first"):
-        load_cache(path, model, attention="streamed")
-    model.set_attn_implementation("packedkv")
     try:
         loaded = {way: load_cache(path, model, attention=way) for way in ("decoded", "streamed")}
         assert {way: cache.options["attention"] for way, cache in loaded.items()} == {w: w for w in loaded}
         ids = torch.cat([prompt(1), prompt(1, 8, seed=3)], 1)
         assert_same(*(run(model, cache, ids) for cache in loaded.values()))
     finally:
-        model.set_attn_implementation("sdpa")
+        restore_attention(model)
 
 
 @pytest.mark.parametrize("name", ["gemma3n", "gemma4"])

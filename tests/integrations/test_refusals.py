@@ -150,9 +150,12 @@ def test_streamed_refuses_what_it_does_not_compute() -> None:
     with pytest.raises(UnsupportedError, match="the last 2 layers borrow K and V"):
         cache_for(tiny_config("gemma3n"), "saw-int4", attention="streamed")
     q, k, v = torch.randn(3, 1, 2, 4, 8)
-    for option, value in (("position_bias", torch.zeros(1)), ("dropout", 0.1)):
+    for option, value in (
+        ("position_bias", {"position_bias": torch.zeros(1)}),
+        ("dropout", {"dropout": 0.1, "softcap": 1.0}),
+    ):
         with pytest.raises(UnsupportedError, match=option):
-            packedkv_attention(torch.nn.Module(), q, k, v, None, **{option: value})
+            packedkv_attention(torch.nn.Module(), q, k, v, None, **value)
 
 
 LOGITS = torch.tensor([0.5, -1.0, 2.0, 0.0])
@@ -183,13 +186,17 @@ def test_left_padding_is_read_from_the_mask(additive: bool) -> None:
 
 
 def test_fused_on_a_cpu(tiny: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The default of a model that attends with packedkv, where the CPU kernels serve every layer."""
+    """The default, where the CPU kernels serve every layer and the model's attention is not eager."""
     model = tiny("llama-gqa")
-    assert "runs 'sdpa'; call model.set_attn" in cache_for(model, "saw-int4").report()["unfused"]
-    model.set_attn_implementation("packedkv")
+    model.set_attn_implementation("eager")
+    assert "runs attention 'eager'" in cache_for(model, "saw-int4").report()["unfused"]
+    assert model.config._attn_implementation == "eager"
+    model.set_attn_implementation("sdpa")
+    left = cache_for(model, "polarquant-3").report()
+    assert model.config._attn_implementation == "sdpa"
     served = cache_for(model, "saw-int4").report()
     assert (served["attention"], served["unfused"]) == ("fused", "")
-    left = cache_for(model, "polarquant-3").report()
+    assert model.config._attn_implementation == "packedkv"
     assert left["attention"] == "decoded"
     assert "layer 0: no CPU kernel reads PolarQuant" in left["unfused"]
     with pytest.raises(UnsupportedError, match=r"layer 0: no CPU kernel reads PolarQuant.* Use attention='decoded'"):

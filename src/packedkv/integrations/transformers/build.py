@@ -98,7 +98,7 @@ def _check_default(model: Any) -> None:
         raise UnsupportedError("a config has no device; pass the model")
     if (used := implementation_of(decoder_config(model.config))) == ATTENTION_NAME:
         return
-    if used == "eager":
+    if used == "eager" and model._supports_sdpa:  # without SDPA it is what transformers chose (GPT-OSS)
         raise UnsupportedError(
             "the model runs attention 'eager', which returns attention weights; attention='fused' replaces it"
         )

@@ -9,8 +9,6 @@ import threading
 from functools import cache
 from typing import Any
 
-from torch import nn
-
 from packedkv.errors import UnsupportedError
 
 INTERFACES = "ALL_ATTENTION_FUNCTIONS"
@@ -48,7 +46,7 @@ def _source_of(kind: Any) -> str:
 
 
 @cache
-def _use_in(kind: type[nn.Module]) -> str:
+def _use_in(kind: Any) -> str:
     if not (source := _source_of(kind)):
         return ""
     tree = _parsed("class _:\n" + source if source[0].isspace() else source)
