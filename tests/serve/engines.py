@@ -34,15 +34,20 @@ NEW = 12
 
 def save_model(folder: Path, name: str, **changed: Any) -> Any:
     """Write a model of ``tests.conftest`` with a tokenizer of words ``t0 .. t127``; return it."""
+    model = tiny_model(name, **changed)
+    model.save_pretrained(folder)
+    tokenizer_of_words().save_pretrained(folder)
+    return model
+
+
+def tokenizer_of_words() -> Any:
+    """Tokenizer of words ``t0 .. t127``."""
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
-    model = tiny_model(name, **changed)
-    model.save_pretrained(folder)
     words = Tokenizer(models.WordLevel({f"t{i}": i for i in range(WORDS)}, unk_token="t0"))
     words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    PreTrainedTokenizerFast(tokenizer_object=words, unk_token="t0", pad_token="t0").save_pretrained(folder)
-    return model
+    return PreTrainedTokenizerFast(tokenizer_object=words, unk_token="t0", pad_token="t0")
 
 
 def prompts(*lengths: int, seed: int = 0) -> list[list[int]]:
