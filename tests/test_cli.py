@@ -105,8 +105,16 @@ def test_env_says_what_a_bug_report_needs(capsys, monkeypatch, tmp_path):
     assert {"packedkv", "torch", "python", "transformers", "safetensors"} <= set(found["versions"])
     assert found["cache folders"][str(tmp_path / "packedkv")] == "1 files, 2.0 MB"
     assert len(found["gpus"]) == torch.cuda.device_count()
+    (errors,) = [value for name, value in found.items() if name.startswith("self-test")]
+    assert errors
+    if found["cpu kernels"] in ("portable", "avx2", "avx512", "neon"):
+        assert all(text.endswith("ok") for name, text in errors.items() if name.startswith("cpu"))
+    monkeypatch.setattr("packedkv.cli.commands.env.MOST_ERROR", 0.0)
     status, out, _ = run(capsys, "env")
     assert status == 0
+    assert "WRONG: the limit is 0.0" in out
+    status, out, _ = run(capsys, "env", "--no-test")
+    assert "self-test" not in out
     for name in ("platform", "versions", "  torch", "cpu kernels", "gpus", "cache folders"):
         assert f"\n{name}" in f"\n{out}"
 
