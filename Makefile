@@ -39,4 +39,4 @@ dist:  ## build the wheel and check what is in it
 	@scripts/dist
 
 clean:  ## remove .venv, caches and builds
-	rm -rf .venv .venv-serve .venv-versions dist build site .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf .venv .venv-serve .venv-versions .venv-pythons dist build site .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -100,7 +100,7 @@ def test_a_cache_works_with_the_constants_of_the_file(model, fitted, spec, way, 
 
 
 def test_a_long_prefill_is_encoded_in_parts_with_the_constants_of_the_file(model, fitted, monkeypatch):
-    whole = packedkv.cache_for(model.model, SPECS[1], params=fitted[SPECS[1]], probe=False)
+    whole = packedkv.cache_for(model.model, SPECS[1], params=fitted[SPECS[1]], probe=False, attention="decoded")
     prefill(model.model, whole)
     monkeypatch.setattr(layers, "APPEND_TOKENS", 20)
     sizes = []
@@ -108,7 +108,7 @@ def test_a_long_prefill_is_encoded_in_parts_with_the_constants_of_the_file(model
     monkeypatch.setattr(
         LayerCache, "append", lambda self, k, v, *at: (sizes.append(k.shape[2]), append(self, k, v, *at))
     )
-    parts = packedkv.cache_for(model.model, SPECS[1], params=fitted[SPECS[1]], probe=False)
+    parts = packedkv.cache_for(model.model, SPECS[1], params=fitted[SPECS[1]], probe=False, attention="decoded")
     prefill(model.model, parts)
     assert max(sizes) == 20
     for a, b in zip(whole.layer_caches, parts.layer_caches, strict=True):
