@@ -36,7 +36,11 @@ def architecture() -> str:
 def variants() -> dict[str, tuple[str, ...]]:
     """Instruction sets that are compiled for this architecture, and their flags."""
     # the levels of x86's psABI: Haswell and later, Skylake-X and Zen 4 and later
-    x86 = {"portable": ("-march=x86-64",), "avx2": ("-march=x86-64-v3",), "avx512": ("-march=x86-64-v4",)}
+    x86: dict[str, tuple[str, ...]] = {
+        "portable": ("-march=x86-64",),
+        "avx2": ("-march=x86-64-v3",),
+        "avx512": ("-march=x86-64-v4",),
+    }
     return {"x86_64": x86, "aarch64": ARM}.get(architecture(), {"portable": ()})
 
 
