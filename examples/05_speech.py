@@ -45,7 +45,6 @@ def main(name: str | None = None, path: str | None = None) -> None:
     torch.manual_seed(0)
     model = tiny() if name is None else WhisperForConditionalGeneration.from_pretrained(name).eval()
     tokenizer = None if name is None else AutoTokenizer.from_pretrained(name)
-    model.set_attn_implementation("packedkv")  # attention reads the packed caches, with kernels on a CPU too
     listen = WhisperFeatureExtractor(feature_size=model.config.num_mel_bins)
     heard = listen(sound(path), sampling_rate=RATE, return_tensors="pt").input_features
     for spec in ("dense", "saw-int4", "kivi-4", "octopus-3"):
