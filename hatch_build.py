@@ -29,10 +29,13 @@ class CustomBuildHook(BuildHookInterface):
         if kernels["compiler"]() is None:
             self.app.display_warning("no C++ compiler: without CPU kernels, PyTorch attends on CPUs, which is slower")
             return
-        kernels["compile_missing"]()
-        build_data["artifacts"] += [f"{CPU}/{kernels['file_name'](variant)}" for variant in kernels["variants"]()]
+        machine = os.environ.get("PACKEDKV_ARCH", "")
+        kernels["compile_missing"](machine=machine)
+        build_data["artifacts"] += [
+            f"{CPU}/{kernels['file_name'](variant)}" for variant in kernels["variants"](machine)
+        ]
         build_data["pure_python"] = False
-        build_data["tag"] = f"py3-none-{self._platform(kernels['architecture']())}"
+        build_data["tag"] = f"py3-none-{self._platform(kernels['architecture'](machine))}"
 
     @staticmethod
     def _platform(architecture: str) -> str:

@@ -4,7 +4,6 @@ A wheel for a platform holds all compiled CPU kernels besides. An sdist holds th
 library, and is smaller than ``MOST_BYTES``.
 """
 
-import os
 import runpy
 import subprocess
 import sys
@@ -28,9 +27,9 @@ def kernels(tag: str) -> set[str]:
     """Compiled files of a wheel for a platform tag."""
     if tag.endswith("-any"):
         return set()
-    os.environ["PACKEDKV_ARCH"] = "aarch64" if tag.endswith("aarch64") else "x86_64"
     compiling = runpy.run_path(str(ROOT / "src" / CPU / "compile.py"))
-    return {f"{CPU}/{compiling['file_name'](variant)}" for variant in compiling["variants"]()}
+    variants = compiling["variants"]("aarch64" if tag.endswith("aarch64") else "x86_64")
+    return {f"{CPU}/{compiling['file_name'](variant)}" for variant in variants}
 
 
 def check(path: Path) -> bool:

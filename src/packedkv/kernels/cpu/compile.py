@@ -27,21 +27,21 @@ QUIET = ("-Wno-maybe-uninitialized", "-Wno-unknown-warning-option")
 """GCC takes its own AVX-512 intrinsics for uninitialised."""
 
 
-def architecture() -> str:
-    """Architecture to compile for, as wheels name it: ``$PACKEDKV_ARCH``, or this machine's."""
-    machine = (os.environ.get("PACKEDKV_ARCH") or platform.machine()).lower()
+def architecture(machine: str = "") -> str:
+    """Architecture of a machine, by default of this one, as wheels name it."""
+    machine = (machine or platform.machine()).lower()
     return {"amd64": "x86_64", "arm64": "aarch64"}.get(machine, machine)
 
 
-def variants() -> dict[str, tuple[str, ...]]:
-    """Instruction sets that are compiled for this architecture, and their flags."""
+def variants(machine: str = "") -> dict[str, tuple[str, ...]]:
+    """Instruction sets that are compiled for an architecture, and their flags."""
     # the levels of x86's psABI: Haswell and later, Skylake-X and Zen 4 and later
     x86: dict[str, tuple[str, ...]] = {
         "portable": ("-march=x86-64",),
         "avx2": ("-march=x86-64-v3",),
         "avx512": ("-march=x86-64-v4",),
     }
-    return {"x86_64": x86, "aarch64": ARM}.get(architecture(), {"portable": ()})
+    return {"x86_64": x86, "aarch64": ARM}.get(architecture(machine), {"portable": ()})
 
 
 def file_name(variant: str) -> str:
@@ -57,18 +57,18 @@ def compiler() -> str | None:
     return None
 
 
-def digest() -> str:
+def digest(machine: str = "") -> str:
     """Digest of the sources and flags."""
-    sha = hashlib.sha256(repr((FLAGS, variants())).encode())
+    sha = hashlib.sha256(repr((FLAGS, variants(machine))).encode())
     for path in sorted((*HERE.glob("*.h"), *HERE.glob("*.cpp"))):
         sha.update(path.name.encode() + path.read_bytes())
     return sha.hexdigest()[:32]
 
 
-def missing(folder: Path = HERE) -> list[str]:
+def missing(folder: Path = HERE, machine: str = "") -> list[str]:
     """Variants that are not compiled from these sources."""
-    mark = digest().encode()
-    paths = {variant: folder / file_name(variant) for variant in variants()}
+    mark = digest(machine).encode()
+    paths = {variant: folder / file_name(variant) for variant in variants(machine)}
     return [variant for variant, path in paths.items() if not path.exists() or mark not in path.read_bytes()]
 
 
@@ -89,18 +89,20 @@ def _alone(folder: Path) -> Iterator[None]:
         os.close(handle)
 
 
-def compile_missing(folder: Path = HERE, more: tuple[str, ...] = ()) -> list[Path]:
+def compile_missing(folder: Path = HERE, more: tuple[str, ...] = (), machine: str = "") -> list[Path]:
     """Compile the variants that are missing in a folder, with ``more`` flags; returns their files.
+
+    For another ``machine`` than this one ``$CXX`` is its cross compiler.
 
     Raises FileNotFoundError if there is no C++ compiler, CalledProcessError if it fails: its messages are on stderr.
     """
-    if not missing(folder):
+    if not missing(folder, machine):
         return []
     if (cxx := compiler()) is None:
         raise FileNotFoundError("the CPU kernels need a C++ compiler: install g++ or clang++, or set CXX.")
     with _alone(folder), tempfile.TemporaryDirectory() as objects:
-        wanted, mark = missing(folder), f'-DKV_DIGEST="{digest()}"'
-        flags = {variant: (*FLAGS, *variants()[variant], *QUIET, *more, mark) for variant in wanted}
+        wanted, mark = missing(folder, machine), f'-DKV_DIGEST="{digest(machine)}"'
+        flags = {variant: (*FLAGS, *variants(machine)[variant], *QUIET, *more, mark) for variant in wanted}
         parts = [(variant, source) for source in sorted(HERE.glob("*.cpp")) for variant in wanted]
 
         def compile_one(part: tuple[str, Path]) -> None:
