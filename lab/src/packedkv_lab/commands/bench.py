@@ -147,7 +147,7 @@ def add_arguments(p: argparse.ArgumentParser) -> None:
         add(p, name, default=options[name].default)
     benches = p.add_subparsers(title="benches", metavar="BENCH")
     for what, (summary, names) in BENCHES.items():
-        bench = benches.add_parser(what, help=summary, description=f"Time {summary}.")
+        bench = benches.add_parser(what, help=summary, description=f"Measure {summary}.")
         bench.add_argument("--json", metavar="FILE", default=argparse.SUPPRESS, help="as before the bench's name")
         add_codec_file(bench, argparse.SUPPRESS)
         bench.set_defaults(what=what)
