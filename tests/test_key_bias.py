@@ -236,7 +236,7 @@ def test_offloaded_weights_are_read_as_others(where: str, model: Any, tmp_path: 
     for spec in ("saw-int4", "int-8", "kivi-4"):
         found = []
         for own in (model, made):
-            cache = packedkv.cache_for(own, spec, prefill="decoded", probe="off")
+            cache = packedkv.cache_for(own, spec, prefill="decoded", attention="decoded", probe="off")
             logits = read(own, prompt(1, 40), cache)
             found.append((logits, [(layer["mean"], layer["mean_from"]) for layer in cache.report()["layers"]]))
         assert found[0][1] == found[1][1], spec

@@ -278,7 +278,8 @@ def test_keys_and_values_stay_in_step_when_an_append_dies_between_them(monkeypat
 def test_half_a_prefill_is_no_prefill(monkeypatch):
     monkeypatch.setattr(layers, "APPEND_TOKENS", 16)
     model = tiny_model("llama-gqa")
-    cache, ids = packedkv.cache_for(model, "saw-int4", probe=False), torch.arange(40)[None]
+    cache = packedkv.cache_for(model, "saw-int4", attention="decoded", probe=False)
+    ids = torch.arange(40)[None]
     fail_once(monkeypatch, 3)
     with torch.no_grad():
         with pytest.raises(MemoryError):

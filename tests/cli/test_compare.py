@@ -113,6 +113,7 @@ def test_rows_say_where_constants_come_from(model, tmp_path):
 
 
 def test_a_scheme_that_rounds_queries_is_streamed_throughout(model):
+    packedkv.restore_attention(model.model)
     exact, rounded = compared(model, ["ultraquant:dense_layers=0", "ultraquant:queries=fp8,dense_layers=0"])
     assert (exact["attention"], rounded["attention"]) == ("decoded", "streamed")
     assert exact["kl"] != rounded["kl"] == pytest.approx(exact["kl"], rel=0.2)

@@ -318,13 +318,13 @@ def test_a_mean_is_fitted_and_used(model: Any, spec: str, tmp_path: Any) -> None
     if kind == "pre":
         assert (mean - bias).abs().amax() < 3
         assert fitted[0]["key"].get("scale", torch.ones(1)).amax() < 30  # constants of keys without it
-    cache = packedkv.cache_for(model, spec, params=tmp_path / "params")
+    cache = packedkv.cache_for(model, spec, params=tmp_path / "params", attention="decoded")
     ids = prompt(1, 20)
     run(model, cache, ids)
     assert {(layer["mean"], layer["mean_from"]) for layer in cache.report()["layers"]} == {(kind, "params")}
     assert cache.layer_caches[0].roles["key"].encoded == 20  # nothing waits
     asked = spec.partition(":")[0]
-    again = packedkv.cache_for(model, asked if kind == "pre" else spec, params=fitted)
+    again = packedkv.cache_for(model, asked if kind == "pre" else spec, params=fitted, attention="decoded")
     run(model, again, ids)
     assert torch.equal(cache.layer_caches[0].decode()[0], again.layer_caches[0].decode()[0])
     cache.save(tmp_path / "cache")

@@ -404,10 +404,10 @@ def test_refusals_name_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_nothing_is_compiled_twice(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sources, "variants", lambda: {"portable": ("-O0",)})
+    monkeypatch.setattr(sources, "variants", lambda *_: {"portable": ("-O0",)})
     assert [path.name for path in sources.compile_missing(tmp_path)] == ["libpackedkv_portable.so"]
     assert sources.compile_missing(tmp_path) == []
-    monkeypatch.setattr(sources, "digest", lambda: "another")
+    monkeypatch.setattr(sources, "digest", lambda *_: "another")
     assert sources.missing(tmp_path) == ["portable"]
     monkeypatch.setattr(sources, "compiler", lambda: None)
     with pytest.raises(FileNotFoundError, match="install g"):

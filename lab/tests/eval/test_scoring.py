@@ -113,7 +113,7 @@ def test_answers_are_those_of_generate(model, tokenizer, prefill):
     found = read(Reader(model, "saw-int4", prefill=prefill), tokenizer, prompts)
     for item in prompts:
         ids = torch.tensor(token_ids(tokenizer, item.context))[None]
-        cache = cache_for(model, "saw-int4", prefill=prefill)
+        cache = cache_for(model, "saw-int4", prefill=prefill, attention="decoded")
         with torch.no_grad():
             if prefill == "exact":
                 model(ids[:, :-1], **passing(model, cache))

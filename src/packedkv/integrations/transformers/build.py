@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from transformers import PreTrainedModel
 from transformers.cache_utils import DYNAMIC_LAYER_TYPE_MAPPING
 
 from packedkv.cache.fused import FusedLayerCache
@@ -94,7 +95,7 @@ def build(request: Request, scheme: KVScheme) -> Parts:
 
 def _check_default(model: Any) -> None:
     """Raise UnsupportedError if ``attention=None`` leaves the attention implementation of a model as it is."""
-    if not isinstance(model, torch.nn.Module):
+    if not isinstance(model, PreTrainedModel):
         raise UnsupportedError("a config has no device; pass the model")
     if (used := implementation_of(decoder_config(model.config))) == ATTENTION_NAME:
         return
