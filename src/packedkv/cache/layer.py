@@ -659,34 +659,12 @@ def attend(
     softcap: float = 0.0,
     chunk: int = 1024,
 ) -> Tensor:
-    """Attention of the newest queries over everything a cache holds.
+    """Attention of the newest queries ``q [B, HQ, n, D]``, model basis, over all that a cache holds: as q.
 
-    Parameters
-    ----------
-    q : Tensor ``[B, HQ, n, D]``
-        Queries in the model basis; HQ a multiple of the cache's KV heads.
-    cache : LayerCache
-    scale : float, optional
-        Default ``D ** -0.5``.
-    mask : Tensor, optional
-        Boolean (True = attend) or additive, broadcastable to ``[B, HQ, n, N]``. Replaces ``causal``.
-    causal : bool
-        The queries are the newest n tokens: query i sees tokens ``0 .. N - n + i``.
-    sinks : Tensor, optional
-        Learned sink logits ``[HQ]`` (GPT-OSS): they enter the softmax's denominator only.
-    softcap : float
-        Scores become ``softcap * tanh(score / softcap)`` (Gemma 2); 0: they stay.
-    chunk : int
-        Tokens decoded at a time.
-
-    Returns
-    -------
-    Tensor ``[B, HQ, n, D]`` of q's dtype.
-
-    Raises
-    ------
-    ShapeError
-        If q does not fit the cache.
+    ``scale``: by default ``D ** -0.5``. ``mask``, boolean (True = attend) or additive, broadcastable to ``[B, HQ, n,
+    N]``, replaces ``causal``, by which query i sees tokens ``0 .. N - n + i``. ``sinks``: learned sink logits ``[HQ]``
+    (GPT-OSS), which enter the softmax's denominator only. ``softcap``: scores become ``softcap * tanh(score /
+    softcap)`` (Gemma 2); 0: they stay. ``chunk``: tokens decoded at a time. ShapeError if q does not fit the cache.
     """
     mask = _checked_mask(q, cache, mask, causal, chunk)
     total, state = len(cache), cache.roles["key"]

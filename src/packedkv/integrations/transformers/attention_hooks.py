@@ -88,11 +88,7 @@ def use(model: Any, text: Any, name: str) -> str | None:
 
 
 def restore_attention(model: Any) -> None:
-    """Set the attention implementation that a model had before ``cache_for`` changed it; without one do nothing.
-
-    Caches with ``attention="fused"`` or ``"streamed"`` need the implementation ``packedkv``; ``cache_for`` sets it
-    again.
-    """
+    """Set the attention implementation that a model had before ``cache_for`` changed it, if it did."""
     model = unwrapped(model)
     with _LOCK:
         if former := _former.pop(model, None):

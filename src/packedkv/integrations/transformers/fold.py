@@ -94,21 +94,10 @@ def fold_key_norms(model: Any, params: Mapping[int, Mapping[Role, Params]]) -> F
         ``{layer: {"key": {"norm": [1, H, D]}}}``, as ``cache_for(params=)`` takes for ``innerq-base``. Layers that
         are missing or hold no norm are not changed.
 
-    Returns
-    -------
-    FoldedKeyNorms
-        ``unfold()`` puts the weights back; as a context manager it does so at the end of the block. If anything is
-        refused, no weight has changed.
-
-    Raises
-    ------
-    FitError
-        If ``params`` holds no norm, or one that is not positive and finite.
-    ShapeError
-        If a norm is not ``[1, H, D]``, or the two channels of a rotary pair do not share it.
-    UnsupportedError
-        If the model does more to q or k than to rotate them, or keeps its projections in another form; the text says
-        what and where.
+    ``unfold()`` of the result puts the weights back; as a context manager it does so at the end of the block. If
+    anything is refused, no weight has changed: FitError if ``params`` holds no norm, or one that is not positive and
+    finite; ShapeError if a norm is not ``[1, H, D]``, or the two channels of a rotary pair do not share it;
+    UnsupportedError if the model does more to q or k than to rotate them, or keeps its projections in another form.
 
     Examples
     --------

@@ -57,18 +57,8 @@ class PackedCacheLayer(CacheLayerMixin):  # type: ignore[misc]
     A sliding or chunked layer holds the newest ``window - 1`` tokens, without the scheme's sink. With
     ``activate_past_recording`` older tokens stay until the next ``crop``, so that a rollback finds them. An exact
     prefill longer than the window skips tokens that no later query sees, so the group boundaries of a token-grouped
-    codec depend on the prefill's length.
-
-    Parameters
-    ----------
-    attention, prefill
-        As ``cache_for`` takes them.
-    deferred : Deferred, optional
-        One object for all layers of a model.
-    window : int
-        Tokens a query sees, itself included; 0: all.
-    kind : str
-        ``full_attention``, ``sliding_attention`` or ``chunked_attention``.
+    codec depend on the prefill's length. ``window``: tokens a query sees, itself included; 0: all. ``kind``: the type
+    of layer, as transformers names it.
     """
 
     has_deferred = False

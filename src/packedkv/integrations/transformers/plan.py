@@ -286,13 +286,7 @@ def load_params(
     """Read a params file for a model, or its config, and a scheme, as ``cache_for`` takes it.
 
     Constants that were read before are only checked. Weights are compared if a model is given, not a config.
-
-    Raises
-    ------
-    FileNotFoundError, IsADirectoryError
-        No file there.
-    FormatError
-        The file is cut, altered, foreign or newer, or was fitted for another scheme, model, shape or seed.
+    FormatError if the file is cut, altered, foreign or newer, or was fitted for another scheme, model, shape or seed.
     """
     fitted = params if isinstance(params, FittedParams) else read_params(params)
     model_or_config = unwrapped(model_or_config)

@@ -70,23 +70,12 @@ def _zeros(device: torch.device) -> Tensor:
 class EngineLayer:
     """Constants and pages of one layer whose codecs encode each token alone; others are ``groups.GroupedLayer``.
 
-    Methods share these arguments:
-
-    =============  =====================================  ===========================================================
-    argument       Tensor                                 meaning
-    =============  =====================================  ===========================================================
-    keys, values   ``[n, H, D]``                          new tokens, in the model's basis
-    q              ``[n, HQ, D]``                         queries, in the model's basis
-    cache          uint8 ``[num_blocks, H, N, C]``        the engine's blocks
-    blocks         int32 ``[M]``                          block ids of one request
-    block_table    int32 ``[B, M]``                       block ids of several requests
-    seq_len        int                                    tokens of one request, the new ones included
-    seq_lens       int32 ``[B]``                          of several requests
-    slots          int64 ``[n]``                          slot s is place ``s % N`` of block ``s // N``; below 0: the
-                                                          token is not stored
-    positions      of int ``[1, n]``                      in their requests; only if keys are stored without their mean
-    rules          ``kernels.tokens.Rules``               of this layer's attention; of ``seen`` window and soft cap
-    =============  =====================================  ===========================================================
+    Arguments of its methods: ``keys, values [n, H, D]`` and ``q [n, HQ, D]``, new tokens in the model's basis;
+    ``cache``, the engine's blocks, uint8 ``[num_blocks, H, N, C]``; ``blocks`` int32 ``[M]`` of one request, or
+    ``block_table`` int32 ``[B, M]`` of several; ``seq_len``, or ``seq_lens`` int32 ``[B]``, new tokens included;
+    ``slots`` int64 ``[n]``: slot s is place ``s % N`` of block ``s // N``, below 0 the token is not stored; ``positions
+    [1, n]`` in their requests, only if keys are stored without their mean; ``rules`` of this layer's attention, of
+    whose ``seen`` window and soft cap are used.
 
     A token with NaN, Inf or a magnitude above 65504 is stored as zero bytes. Attention returns ``[n, HQ, D]`` of q's
     dtype, and reads the keys and values of the queries' own tokens from the pages.

@@ -47,14 +47,8 @@ def read_options(
 ) -> Options | None:
     """Read the engine's ``additional_config`` and KV-cache dtype; None if no preset is named.
 
-    ``made``: the file that ``"params": "fit"`` stands for, once there is one.
-
-    Raises
-    ------
-    SpecError
-        Unknown keys, presets or values.
-    FormatError, FileNotFoundError
-        The file of constants.
+    ``made``: the file that ``"params": "fit"`` stands for, once there is one. SpecError for unknown keys, presets or
+    values; FormatError or FileNotFoundError for the file of constants.
     """
     additional = additional if isinstance(additional, Mapping) else {}
     _check_keys(additional)

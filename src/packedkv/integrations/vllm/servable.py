@@ -83,17 +83,10 @@ def check_layer(
     fitted: bool = False,
     where: str = "packedkv",
 ) -> None:
-    """Check that the scheme of a layer (``for_layer``) can be served.
+    """Raise UnsupportedError, with the reason and a cure, if the scheme of a layer (``for_layer``) is not served.
 
     ``page_tokens``: the engine's block size. ``fitted``: constants come from a file. ``where``: start of the message.
 
-    Raises
-    ------
-    UnsupportedError
-        One sentence says why not, and what to do.
-
-    Examples
-    --------
     >>> from packedkv.registry import get
     >>> check_layer(get("saw-int4"), 128, 128)
     >>> check_layer(get("octopus-3"))
