@@ -1,6 +1,8 @@
 """Fast without being asked: a preset's name is the only option, and generation attends over packed bytes."""
 
+import copy
 import logging
+import pickle
 import threading
 from collections.abc import Iterator
 from typing import Any
@@ -56,8 +58,9 @@ def test_generate_and_its_log(spec: str, caplog: pytest.LogCaptureFixture) -> No
         model.generate(ids, **passing(model, caches[0]), **GREEDY), expected(model, f"{spec}:window=3", ids)
     )
     assert by_kernels(caches[0])
-    packedkv.restore_attention(model)
-    assert model.config._attn_implementation == "sdpa"
+    for one in (copy.deepcopy(model), pickle.loads(pickle.dumps(model)), model):
+        packedkv.restore_attention(one)
+        assert one.config._attn_implementation == "sdpa"
 
 
 def test_pipeline(model: Any, spec: str, tmp_path: Any) -> None:

@@ -5,7 +5,6 @@ Threads share a model and its config, and their blocks may overlap in any order;
 
 import sys
 import threading
-import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -16,6 +15,8 @@ from torch import Tensor
 from packedkv.errors import UnsupportedError
 from packedkv.integrations.transformers.argument import unwrapped
 
+FORMER = "_packedkv_former_attention"
+"""Attribute of a model: its implementations before ``use``; a copied or pickled model has them too."""
 RECORDER = "packedkv_recorder"
 """Start of the names of attention implementations that record their inputs; a number follows, one for each original."""
 
@@ -46,7 +47,6 @@ class _Recordings(threading.local):
 _LOCK = threading.RLock()
 _swaps: dict[int, _Swap] = {}  # by id of the model's config, which the open blocks keep alive
 _recorders: dict[str, str] = {}  # names of recorders by the implementation that they record
-_former: "weakref.WeakKeyDictionary[Any, dict[str, str]]" = weakref.WeakKeyDictionary()  # before ``use``, by model
 _recordings = _Recordings()
 
 
@@ -81,8 +81,7 @@ def use(model: Any, text: Any, name: str) -> str | None:
         key = next((key for key in before if key and getattr(model.config, key) is text), "")
         if key not in before or before[key] == name:
             return None
-        former = _former.setdefault(model, {})
-        former.setdefault(key, before[key])
+        vars(model).setdefault(FORMER, {}).setdefault(key, before[key])
         _set(model, swap, {**before, key: name})
         return before[key]
 
@@ -91,7 +90,7 @@ def restore_attention(model: Any) -> None:
     """Set the attention implementation that a model had before ``cache_for`` changed it, if it did."""
     model = unwrapped(model)
     with _LOCK:
-        if former := _former.pop(model, None):
+        if former := vars(model).pop(FORMER, None):
             _set(model, _swaps.get(id(model.config)), {**_implementations(model.config), **former})
 
 
